@@ -1,0 +1,47 @@
+"""Shares of samples for data-parallel ranks: nothing lost, nothing empty, close to equal."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_realloc.errors import PlanError
+from lightning_realloc.runtime.balance import balanced_shares
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 6))
+def test_every_position_is_taken_once_and_no_share_is_needlessly_empty(lengths: list[int], num_shares: int) -> None:
+    shares = balanced_shares(lengths, num_shares)
+    assert len(shares) == num_shares
+    assert sorted(itertools.chain.from_iterable(shares)) == list(range(len(lengths)))
+    assert sum(1 for share in shares if share) == min(num_shares, len(lengths))
+    assert all(list(share) == sorted(share) for share in shares)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=7), st.integers(1, 3))
+def test_the_largest_share_is_within_grahams_bound_of_the_best(lengths: list[int], num_shares: int) -> None:
+    largest = max(sum(lengths[i] for i in share) for share in balanced_shares(lengths, num_shares))
+    assignments = itertools.product(range(num_shares), repeat=len(lengths))
+    best = min(
+        max(sum(n for n, to in zip(lengths, chosen, strict=True) if to == share) for share in range(num_shares))
+        for chosen in assignments
+    )
+    assert largest <= (4 / 3 - 1 / (3 * num_shares)) * best + 1e-9
+
+
+def test_groups_stay_together() -> None:
+    # groups weigh 0: 5+1 = 6, 1: 4+1 = 5, 2: 2; the third joins the lighter of the two shares
+    shares = balanced_shares([5, 4, 1, 1, 2], 2, groups=[0, 1, 0, 1, 2])
+    assert shares == ((0, 2), (1, 3, 4))
+
+
+def test_shares_refuse_what_cannot_be_shared() -> None:
+    with pytest.raises(PlanError, match="num_shares=0"):
+        balanced_shares([1], 0)
+    with pytest.raises(PlanError, match="2 groups for 1 lengths"):
+        balanced_shares([1], 1, groups=[0, 1])
