@@ -1,0 +1,29 @@
+"""What every test gets: one thread per process, no network, and the pool of warm workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.workers import WorkerPool
+
+# Set before anything imports torch or transformers, here and in every process that tests start.
+for _name, _value in {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[WorkerPool]:
+    """``workers.run(function, *args, world_size=4)`` runs a module-level function on that many ranks."""
+    pool = WorkerPool()
+    yield pool
+    pool.close()

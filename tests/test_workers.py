@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.workers import WorkerFailure, WorkerPool
+
+ROOT = Path(__file__).parent.parent
+
+
+def _sum_of_ranks(offset: int) -> tuple[int, int, float]:
+    total = torch.tensor([float(dist.get_rank() + offset)])
+    dist.all_reduce(total)
+    return dist.get_rank(), dist.get_world_size(), total.item()
+
+
+def _fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError("the third rank has its own opinion")
+    dist.barrier()
+
+
+def _die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        print("farewell", flush=True)
+        os._exit(7)
+    dist.barrier()
+
+
+def _wait_for_nobody() -> None:
+    if dist.get_rank() == 0:
+        dist.recv(torch.zeros(1), src=1)
+    else:
+        time.sleep(60)
+
+
+def _leave_traces() -> int:
+    traces = os.environ.get("TRACE", "none"), torch.get_default_dtype()
+    os.environ["TRACE"] = "left"
+    torch.set_default_dtype(torch.float64)
+    assert traces == ("none", torch.float32)
+    return os.getpid()
+
+
+def _environment() -> tuple[bool, str, str]:
+    return dist.is_initialized(), os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_rank_answers_in_order(workers: WorkerPool, world_size: int) -> None:
+    expected_sum = sum(range(world_size)) + 10.0 * world_size
+
+    answers = workers.run(_sum_of_ranks, 10, world_size=world_size)
+
+    assert answers == [(rank, world_size, expected_sum) for rank in range(world_size)]
+
+
+def test_a_run_reuses_the_processes_and_finds_none_of_the_last_runs_state(workers: WorkerPool) -> None:
+    assert workers.run(_leave_traces) == workers.run(_leave_traces)
+
+
+def test_a_function_may_start_its_own_process_group(workers: WorkerPool) -> None:
+    answers = workers.run(_environment, world_size=2, init_process_group=False)
+
+    assert answers == [(False, "0", "2"), (False, "1", "2")]
+
+
+def test_an_exception_is_reported_with_its_rank_and_the_pool_recovers(workers: WorkerPool) -> None:
+    with pytest.raises(WorkerFailure, match="the third rank has its own opinion") as failure:
+        workers.run(_fail_on, 2)
+
+    assert list(failure.value.errors) == [2]
+    assert len(workers.run(_sum_of_ranks, 0)) == 4
+
+
+def test_a_rank_that_dies_is_reported_with_its_last_words(workers: WorkerPool) -> None:
+    with pytest.raises(WorkerFailure, match=r"exit code 7.*\n.*farewell"):
+        workers.run(_die_on, 1, world_size=2)
+
+
+def test_a_missed_deadline_shows_where_every_rank_is(workers: WorkerPool) -> None:
+    with pytest.raises(WorkerFailure, match="within 3 s") as failure:
+        workers.run(_wait_for_nobody, world_size=2, deadline_s=3)
+
+    assert "_wait_for_nobody" in failure.value.errors[0]
+    assert "_wait_for_nobody" in failure.value.errors[1]
+
+
+def test_no_worker_outlives_the_process_that_owns_the_pool() -> None:
+    script = (
+        "import os, signal; from tests.workers import WorkerPool; from tests.test_workers import _leave_traces\n"
+        "pids = WorkerPool().run(_leave_traces, world_size=2); print(*pids, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+
+    finished = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=90)
+
+    pids = [int(pid) for pid in finished.stdout.split()]
+    assert len(pids) == 2, finished.stderr
+    until = time.monotonic() + 10
+    while any(_is_running(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not any(_is_running(pid) for pid in pids)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")

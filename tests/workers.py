@@ -1,0 +1,292 @@
+"""How does a test run one function on several ranks without paying for the imports each time?
+
+A pool of processes, forked from a template that has imported torch, transformers and Lightning once. Every run gives the
+first ``world_size`` of them a fresh environment (as torchrun would) and a fresh gloo process group; a run that fails or
+hangs costs the pool, which is forked again for the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Imported by the template; what is missing here is imported by every worker for itself.
+PRELOADED = (
+    "torch",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "lightning.pytorch",
+    "lightning.pytorch.strategies.model_parallel",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.tokenization_utils_fast",
+)
+GRACE_S = 2.0
+"""How long the other ranks may go on after one has failed, so that a failure of all is reported whole."""
+
+
+class WorkerFailure(Exception):
+    """A run in which at least one rank raised, died or missed the deadline.
+
+    ``errors`` maps each such rank to its traceback, or to what is known of its end.
+    """
+
+    def __init__(self, summary: str, errors: Mapping[int, str]) -> None:
+        self.errors = dict(errors)
+        parts = [summary, *(f"--- rank {rank} ---\n{text.rstrip()}" for rank, text in sorted(errors.items()))]
+        super().__init__("\n".join(parts))
+
+
+class Request(NamedTuple):
+    """What a worker is asked to do, the same on all ranks but for ``environment``."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    environment: dict[str, str]
+    init_process_group: bool
+    timeout_s: float
+
+
+class Worker(NamedTuple):
+    process: BaseProcess
+    connection: Connection
+    log: Path  # stdout and stderr of the current run, tracebacks on request
+
+
+class WorkerPool:
+    """Processes that run module-level functions on 1 to 8 ranks; started on first use."""
+
+    def __init__(self, max_workers: int = 8) -> None:
+        self._context = get_context("forkserver")
+        self._context.set_forkserver_preload(list(PRELOADED))
+        self._max_workers = max_workers
+        self._workers: list[Worker] = []
+        self._directory = tempfile.TemporaryDirectory(prefix="workers-")
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world_size: int = 4,
+        deadline_s: float = 60.0,
+        init_process_group: bool = True,
+    ) -> list[Any]:
+        """Return ``function(*args)`` of every rank, in order of rank.
+
+        ``function`` lives at the top of an importable module, and it, its arguments and its results can be pickled. It
+        asks ``torch.distributed`` or ``os.environ["RANK"]`` for its rank. With ``init_process_group=False`` the
+        environment is set and nothing else, for functions that start a Trainer of their own.
+
+        Raises WorkerFailure with the tracebacks of all ranks that raised, or of every rank that the deadline caught.
+        """
+        if not 1 <= world_size <= self._max_workers:
+            raise ValueError(f"world_size={world_size} must be between 1 and {self._max_workers}")
+        self._start(world_size)
+        team = self._workers[:world_size]
+        try:
+            for environment, worker in zip(_environments(world_size), team, strict=True):
+                request = Request(function, args, environment, init_process_group, deadline_s)
+                worker.connection.send_bytes(pickle.dumps(request))
+            return _collect(team, deadline_s)
+        except BaseException:
+            self._kill()
+            raise
+
+    def close(self) -> None:
+        """Let idle workers leave, then end what is left of them."""
+        for worker in self._workers:
+            worker.connection.close()
+        for worker in self._workers:
+            worker.process.join(timeout=2.0)
+        self._kill()
+        self._directory.cleanup()
+
+    def _start(self, count: int) -> None:
+        if any(not worker.process.is_alive() for worker in self._workers):
+            self._kill()
+        for index in range(len(self._workers), count):
+            ours, theirs = self._context.Pipe()
+            log = Path(self._directory.name) / f"rank{index}.log"
+            process = self._context.Process(target=_serve, args=(theirs, log), name=f"worker-{index}")
+            process.start()
+            theirs.close()
+            self._workers.append(Worker(process, ours, log))
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            if worker.process.is_alive():
+                _kill_tree(worker.process)
+            worker.process.join()
+            worker.connection.close()
+        self._workers.clear()
+
+
+def _collect(team: list[Worker], deadline_s: float) -> list[Any]:
+    """Wait for every rank's answer; a failure shortens the wait for the others to ``GRACE_S``."""
+    results: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    give_up_at = time.monotonic() + deadline_s
+    while len(results) + len(errors) < len(team):
+        pending = {worker.connection: rank for rank, worker in enumerate(team) if rank not in results | errors}
+        ready = wait(list(pending), timeout=max(0.0, give_up_at - time.monotonic()))
+        if not ready:
+            if errors:
+                break
+            raise WorkerFailure(
+                f"no answer from ranks {sorted(pending.values())} within {deadline_s:g} s", _stacks(team)
+            )
+        for connection in ready:
+            rank = pending[connection]
+            try:
+                succeeded, answer = pickle.loads(team[rank].connection.recv_bytes())
+            except (EOFError, ConnectionError):
+                succeeded, answer = False, _obituary(team[rank])
+            (results if succeeded else errors)[rank] = answer
+        if errors:
+            give_up_at = min(give_up_at, time.monotonic() + GRACE_S)
+    if errors:
+        raise WorkerFailure(f"ranks {sorted(errors)} of {len(team)} failed", errors)
+    return [results[rank] for rank in range(len(team))]
+
+
+def _stacks(team: list[Worker]) -> dict[int, str]:
+    """Where every worker is right now, behind what it has written so far."""
+    for worker in team:
+        if worker.process.pid is not None and worker.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.process.pid, signal.SIGUSR1)
+    time.sleep(0.5)
+    return {rank: _tail(worker.log, 6000) for rank, worker in enumerate(team)}
+
+
+def _obituary(worker: Worker) -> str:
+    worker.process.join(timeout=GRACE_S)
+    return f"the process ended with exit code {worker.process.exitcode}; its last words:\n{_tail(worker.log, 3000)}"
+
+
+def _tail(log: Path, num_characters: int) -> str:
+    return log.read_text(errors="replace")[-num_characters:] if log.exists() else ""
+
+
+def _kill_tree(process: BaseProcess) -> None:
+    """End a worker and whatever it has started; each worker leads a process group of its own."""
+    assert process.pid is not None, "only started workers are killed"
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):  # it has not come as far as setsid
+        process.kill()
+
+
+def _environments(world_size: int) -> list[dict[str, str]]:
+    """What torchrun would set on one node, for every rank."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    common = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "NODE_RANK": "0",
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    if loopback is not None:
+        common["GLOO_SOCKET_IFNAME"] = loopback
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+
+
+# --- the worker's side ------------------------------------------------------------------------------------------------
+
+
+def _serve(connection: Connection, log: Path) -> None:
+    """Answer requests until the pool closes the connection; never outlive the process that owns the pool."""
+    os.setsid()
+    stream = log.open("w", buffering=1)
+    os.dup2(stream.fileno(), 1)
+    os.dup2(stream.fileno(), 2)
+    sys.stdout = sys.stderr = stream
+    faulthandler.enable(stream)
+    faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
+    threading.Thread(target=_leave_with_parent, daemon=True, name="leave-with-parent").start()
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            return
+        stream.seek(0)
+        stream.truncate()
+        connection.send_bytes(_answer(message))
+
+
+def _leave_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None, "a worker is always someone's child"
+    wait([parent.sentinel])
+    os.killpg(0, signal.SIGKILL)
+
+
+def _answer(message: bytes) -> bytes:
+    try:
+        request: Request = pickle.loads(message)
+        with _process_state(request.environment):
+            result = _call(request)
+        return pickle.dumps((True, result))
+    except BaseException:  # SystemExit and pytest's outcomes are failures of the rank too
+        return pickle.dumps((False, traceback.format_exc()))
+
+
+def _call(request: Request) -> Any:
+    import torch.distributed as dist
+
+    if request.init_process_group:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=request.timeout_s))
+    result = request.function(*request.args)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    return result
+
+
+@contextlib.contextmanager
+def _process_state(environment: Mapping[str, str]) -> Iterator[None]:
+    """Give the run this environment, fixed seeds and one thread, and undo what it changes of the process."""
+    import random
+
+    import numpy
+    import torch
+
+    saved, directory = dict(os.environ), Path.cwd()
+    os.environ.update(environment)
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        os.chdir(directory)
+        os.environ.clear()
+        os.environ.update(saved)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
