@@ -1,8 +1,8 @@
 """How does a test run one function on several ranks without paying for the imports each time?
 
-A pool of processes, forked from a template that has imported torch, transformers and Lightning once. Every run gives the
-first ``world_size`` of them a fresh environment (as torchrun would) and a fresh gloo process group; a run that fails or
-hangs costs the pool, which is forked again for the next one.
+A pool of processes, forked from a template that has imported torch, transformers and Lightning once. Every run gives
+the first ``world_size`` of them a fresh environment (as torchrun would) and a fresh gloo process group; a run that
+fails or hangs costs the pool, which is forked again for the next one.
 """
 
 from __future__ import annotations

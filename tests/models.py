@@ -1,0 +1,92 @@
+"""Which models do the tests run? Real Hugging Face classes of every supported family, a few ten thousand weights each.
+
+Four query heads, two key-value heads where the family has them, two blocks; weights depend on the seed alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+SIZES: Mapping[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_WITHOUT_GROUPS = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": SIZES,
+    "qwen2": {**SIZES, "tie_word_embeddings": True},
+    "qwen3": {**SIZES, "head_dim": 16, "tie_word_embeddings": False},
+    "mistral": {**SIZES, "sliding_window": None},
+    "gemma": {**SIZES, "head_dim": 16, "tie_word_embeddings": True},
+    "phi3": SIZES,
+    "gpt_neox": _WITHOUT_GROUPS,
+    "gpt2": {
+        "vocab_size": 128,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        # Dropout is gpt2's and opt's default, and would hide every exact comparison behind noise.
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "opt": {
+        **{name: size for name, size in _WITHOUT_GROUPS.items() if name != "intermediate_size"},
+        "ffn_dim": 128,
+        "word_embed_proj_dim": 64,
+        "dropout": 0.0,
+        "layerdrop": 0.0,
+    },
+}
+TENSOR_PARALLEL_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi3", "gpt_neox")
+"""Those whose transformers class brings a ``tp_plan``."""
+TIED_FAMILIES = ("qwen2", "gemma", "gpt2", "opt")
+
+
+def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Build the family's causal language model: fp32, eval mode, eager attention; ``overrides`` go to its config."""
+    settings = {"attn_implementation": "eager", **FAMILIES[family], **overrides}
+    config = AutoConfig.for_model(family, **settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Fresh norms and biases are ones and zeros: a permuted or missing shard of them would go unnoticed.
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per byte: 256 of them behind <pad>, <bos> and <eos>, so 259 in all."""
+    special = ["<pad>", "<bos>", "<eos>"]
+    tokens = [*special, *sorted(ByteLevel.alphabet())]
+    byte_level = Tokenizer(BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    byte_level.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    byte_level.decoder = ByteLevelDecoder()
+    pad, bos, eos = special
+    return PreTrainedTokenizerFast(
+        tokenizer_object=byte_level, pad_token=pad, bos_token=bos, eos_token=eos, padding_side="left"
+    )
