@@ -1,0 +1,30 @@
+"""Where the weights of a model live: degrees, ranks, regions, parameters. Pure: the standard library only."""
+
+from lightning_realloc.layout.cluster import PRESETS, ClusterSpec
+from lightning_realloc.layout.dims import AXES, Coordinate, Layout, ParallelDims, format_ranks, parse_ranks
+from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec, stage_blocks, stage_of_block
+from lightning_realloc.layout.region import Region, tiles
+from lightning_realloc.layout.sharding import LocalShard, Piece, TensorParallelCut, chunk_bounds, local_shard
+
+__all__ = [
+    "AXES",
+    "PRESETS",
+    "ClusterSpec",
+    "Coordinate",
+    "Layout",
+    "LocalShard",
+    "ModelLayout",
+    "ModelSpec",
+    "ParallelDims",
+    "ParamSpec",
+    "Piece",
+    "Region",
+    "TensorParallelCut",
+    "chunk_bounds",
+    "format_ranks",
+    "local_shard",
+    "parse_ranks",
+    "stage_blocks",
+    "stage_of_block",
+    "tiles",
+]

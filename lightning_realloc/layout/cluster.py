@@ -1,0 +1,107 @@
+"""What machines are there: nodes, devices, memory and how fast bytes move?
+
+Planning needs only ``node_of``; the estimator in ``tuning`` reads the rates, and the profiler replaces them by
+measured ones.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from lightning_realloc.errors import LayoutError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """Equal nodes of equal devices; rank r is device ``r % devices_per_node`` of node ``r // devices_per_node``."""
+
+    num_nodes: int = 1
+    devices_per_node: int = 1
+    device_memory_bytes: int
+    """Memory of one device."""
+    device_flops: float
+    """Peak dense bf16 floating-point operations per second of one device."""
+    device_memory_bytes_per_s: float
+    """Memory bandwidth of one device."""
+    intra_node_bytes_per_s: float
+    """What one device sends to its node's other devices, one direction."""
+    inter_node_bytes_per_s: float
+    """What one device sends to other nodes, one direction."""
+    host_bytes_per_s: float
+    """What one device exchanges with its host's memory (offload), one direction."""
+    intra_node_latency_s: float = 10e-6
+    inter_node_latency_s: float = 20e-6
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if getattr(self, name) <= 0:
+                raise LayoutError(
+                    f"{name}={getattr(self, name)} of a cluster must be positive; give a measured or nominal value"
+                )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices, and so ranks, in all."""
+        return self.num_nodes * self.devices_per_node
+
+    def node_of(self, rank: int) -> int:
+        """The node of ``rank``. Raises LayoutError when the cluster has no such device."""
+        if not 0 <= rank < self.num_devices:
+            raise LayoutError(
+                f"rank {rank} is outside a cluster of {self.num_nodes}x{self.devices_per_node} devices; "
+                f"use ranks 0-{self.num_devices - 1} or describe more nodes"
+            )
+        return rank // self.devices_per_node
+
+    @classmethod
+    def parse(cls, text: str) -> ClusterSpec:
+        """Read ``"h100:16x8"`` (preset, nodes x devices per node) or ``"h100"`` (one node). Raises LayoutError."""
+        match = re.fullmatch(r"\s*([a-z0-9-]+)\s*(?::\s*([1-9][0-9]*)x([1-9][0-9]*)\s*)?", text)
+        if match is None or match[1] not in PRESETS:
+            raise LayoutError(
+                f'unknown cluster {text!r}; write "PRESET" or "PRESET:NODESxDEVICES", '
+                f"with a preset of {', '.join(PRESETS)}"
+            )
+        preset = PRESETS[match[1]]
+        return replace(preset, num_nodes=int(match[2]), devices_per_node=int(match[3])) if match[2] else preset
+
+    @classmethod
+    def local(cls, num_devices: int, preset: str = "cpu") -> ClusterSpec:
+        """One node with ``num_devices`` devices of a preset. Raises LayoutError."""
+        return replace(cls.parse(preset), num_nodes=1, devices_per_node=num_devices)
+
+
+PRESETS: dict[str, ClusterSpec] = {
+    # One process with about one core; nominal figures, replaced by what the profiler measures.
+    "cpu": ClusterSpec(
+        device_memory_bytes=8 * GIB, device_flops=5e10, device_memory_bytes_per_s=1e10,
+        intra_node_bytes_per_s=2e9, inter_node_bytes_per_s=1.25e9, host_bytes_per_s=1e10,
+        intra_node_latency_s=300e-6, inter_node_latency_s=500e-6,
+    ),
+    # Data sheets, SXM forms: dense bf16, NVLink halved to one direction, one 200 or 400 Gb/s adapter per device.
+    "a100-80g": ClusterSpec(
+        devices_per_node=8, device_memory_bytes=80 * GIB, device_flops=312e12, device_memory_bytes_per_s=2.039e12,
+        intra_node_bytes_per_s=300e9, inter_node_bytes_per_s=25e9, host_bytes_per_s=25e9,
+    ),
+    "a800-80g": ClusterSpec(
+        devices_per_node=8, device_memory_bytes=80 * GIB, device_flops=312e12, device_memory_bytes_per_s=2.039e12,
+        intra_node_bytes_per_s=200e9, inter_node_bytes_per_s=25e9, host_bytes_per_s=25e9,
+    ),
+    "h100": ClusterSpec(
+        devices_per_node=8, device_memory_bytes=80 * GIB, device_flops=989e12, device_memory_bytes_per_s=3.35e12,
+        intra_node_bytes_per_s=450e9, inter_node_bytes_per_s=50e9, host_bytes_per_s=50e9,
+    ),
+    "h200": ClusterSpec(
+        devices_per_node=8, device_memory_bytes=141 * 10**9, device_flops=989e12, device_memory_bytes_per_s=4.8e12,
+        intra_node_bytes_per_s=450e9, inter_node_bytes_per_s=50e9, host_bytes_per_s=50e9,
+    ),
+    # PCIe 4.0 x16 between devices, one 100 Gb/s share of an adapter.
+    "l40s": ClusterSpec(
+        devices_per_node=8, device_memory_bytes=48 * GIB, device_flops=362e12, device_memory_bytes_per_s=864e9,
+        intra_node_bytes_per_s=25e9, inter_node_bytes_per_s=12.5e9, host_bytes_per_s=25e9,
+    ),
+}  # fmt: skip
+"""Nominal clusters of one node, by name."""

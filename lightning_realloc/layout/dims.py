@@ -1,0 +1,219 @@
+"""How many ways is a model divided along each axis, and which rank takes which coordinate?
+
+``ParallelDims`` holds the degrees, ``Layout`` the degrees with the ordered ranks. What the degrees do to a
+parameter is in ``sharding`` and ``model``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lightning_realloc.errors import LayoutError
+
+AXES = ("pp", "dp", "fsdp", "tp")
+"""The mesh axes, outermost first: neighbours along the last axis are adjacent ranks."""
+
+_DEGREE = re.compile(r"([a-z]+)([0-9]+)")
+_HINT = 'write degrees as in "fsdp2.tp2", axes in the order pp, dp, fsdp, tp'
+
+
+class Coordinate(NamedTuple):
+    """Where a rank stands along every axis."""
+
+    pp: int
+    dp: int
+    fsdp: int
+    tp: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelDims:
+    """The degree of parallelism along every axis."""
+
+    pp: int = 1
+    """Pipeline stages: contiguous runs of blocks."""
+    dp: int = 1
+    """Replicas of everything inside."""
+    fsdp: int = 1
+    """Chunks of dim 0 of every (tensor-parallel) local tensor, gathered when used."""
+    tp: int = 1
+    """Cuts inside each layer's weights."""
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            degree = getattr(self, axis)
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise LayoutError(f"{axis}={degree!r} must be a whole number of at least 1; leave it out for 1")
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that the degrees multiply to."""
+        return self.pp * self.dp * self.fsdp * self.tp
+
+    @property
+    def degrees(self) -> tuple[int, int, int, int]:
+        """The degrees in the order of ``AXES``."""
+        return (self.pp, self.dp, self.fsdp, self.tp)
+
+    @classmethod
+    def parse(cls, text: str) -> ParallelDims:
+        """Read ``"fsdp2.tp2"``; axes left out have degree 1. Raises LayoutError for anything else."""
+        degrees: dict[str, int] = {}
+        for part in text.strip().split("."):
+            match = _DEGREE.fullmatch(part.strip())
+            if match is None or match[1] not in AXES:
+                raise LayoutError(
+                    f"unknown layout {text!r}: {part!r} is not one of {', '.join(AXES)} and a degree; {_HINT}"
+                )
+            if match[1] in degrees:
+                raise LayoutError(f"layout {text!r} names the axis {match[1]} twice; {_HINT}")
+            degrees[match[1]] = int(match[2])
+        ordered = sorted(degrees, key=AXES.index)
+        if list(degrees) != ordered:
+            wanted = ".".join(f"{axis}{degrees[axis]}" for axis in ordered)
+            raise LayoutError(
+                f"layout {text!r} must list its axes outermost first ({', '.join(AXES)}); write {wanted!r}"
+            )
+        return cls(**degrees)
+
+    def __str__(self) -> str:
+        return ".".join(f"{axis}{n}" for axis, n in zip(AXES, self.degrees, strict=True) if n > 1) or "dp1"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Degrees and the ordered ranks that fill them, the last axis running fastest."""
+
+    dims: ParallelDims
+    ranks: tuple[int, ...]
+    """The rank at each coordinate, in row-major order over ``AXES``."""
+    _position: dict[int, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", tuple(self.ranks))
+        object.__setattr__(self, "_position", {rank: index for index, rank in enumerate(self.ranks)})
+        if any(rank < 0 for rank in self.ranks):
+            raise LayoutError(
+                f"ranks must be 0 or more, got {min(self.ranks)} in {self.dims}@{format_ranks(self.ranks)}"
+            )
+        if len(self._position) != len(self.ranks):
+            repeated = sorted({rank for rank in self.ranks if self.ranks.count(rank) > 1})
+            raise LayoutError(
+                f"ranks {repeated} appear more than once in {self.dims}@{format_ranks(self.ranks)}; list each once"
+            )
+        if self.dims.size != len(self.ranks):
+            raise LayoutError(
+                f"the degrees of {self.dims} multiply to {self.dims.size} but {len(self.ranks)} ranks are given "
+                f"({format_ranks(self.ranks)}); give {self.dims.size} ranks or change a degree"
+            )
+
+    @classmethod
+    def parse(cls, text: str, *, world_size: int | None = None) -> Layout:
+        """Read ``"fsdp2.tp2@0-3"`` or ``"dp2.tp2@0,2,1,3"``.
+
+        Without ``@`` the ranks are 0 .. size-1, and ``size`` must equal ``world_size`` when that is given; with
+        ``@`` every rank must be below ``world_size``. Raises LayoutError.
+        """
+        degrees, separator, listed = text.partition("@")
+        dims = ParallelDims.parse(degrees)
+        if separator:
+            layout = cls(dims, parse_ranks(listed))
+        elif world_size is not None and dims.size != world_size:
+            raise LayoutError(
+                f"the degrees of {text.strip()!r} multiply to {dims.size} but there are {world_size} ranks; "
+                f'change a degree or name the ranks, as in "{dims}@0-{dims.size - 1}"'
+            )
+        else:
+            layout = cls(dims, tuple(range(dims.size)))
+        if world_size is not None and max(layout.ranks) >= world_size:
+            raise LayoutError(
+                f"layout {text.strip()!r} uses rank {max(layout.ranks)} but there are only {world_size} ranks "
+                f"(0-{world_size - 1}); use fewer ranks or start more processes"
+            )
+        return layout
+
+    def __str__(self) -> str:
+        return f"{self.dims}@{format_ranks(self.ranks)}"
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._position
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Where ``rank`` stands. Raises LayoutError when it is not part of the layout."""
+        if rank not in self._position:
+            raise LayoutError(f"rank {rank} is not part of layout {self}; ask only for its ranks")
+        index = self._position[rank]
+        index, tp = divmod(index, self.dims.tp)
+        index, fsdp = divmod(index, self.dims.fsdp)
+        pp, dp = divmod(index, self.dims.dp)
+        return Coordinate(pp, dp, fsdp, tp)
+
+    def rank_at(self, coordinate: Coordinate) -> int:
+        """The rank at ``coordinate``. Raises LayoutError when a component is outside its degree."""
+        index = 0
+        for axis, degree, position in zip(AXES, self.dims.degrees, coordinate, strict=True):
+            if not 0 <= position < degree:
+                raise LayoutError(f"{axis}={position} is outside layout {self}; use 0 to {degree - 1}")
+            index = index * degree + position
+        return self.ranks[index]
+
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` only along ``axes``, itself included, in the layout's order."""
+        _check_axes(axes)
+        home = self.coordinate(rank)
+        spans = [range(n) if axis in axes else (at,) for axis, n, at in zip(AXES, self.dims.degrees, home, strict=True)]
+        return tuple(self.rank_at(Coordinate(*position)) for position in itertools.product(*spans))
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """Every group along ``axes``, ordered by its first rank's position in the layout."""
+        return tuple(dict.fromkeys(self.group(rank, *axes) for rank in self.ranks))
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ways a batch is split: ``dp * fsdp``."""
+        return self.dims.dp * self.dims.fsdp
+
+    def data_parallel_index(self, rank: int) -> int:
+        """Which share of a batch ``rank`` works on: dp outer, fsdp inner."""
+        at = self.coordinate(rank)
+        return at.dp * self.dims.fsdp + at.fsdp
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Read ``"0-3,8,6"`` as ranks in that order. Raises LayoutError."""
+    ranks: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]+)\s*(?:-\s*([0-9]+)\s*)?", part)
+        if match is None:
+            raise LayoutError(
+                f'{part.strip()!r} in "@{text.strip()}" is not a rank or a range; '
+                'write ranks as in "@0-3" or "@0,2,1,3"'
+            )
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise LayoutError(
+                f'the range {part.strip()} in "@{text.strip()}" runs backwards; list such ranks one by one'
+            )
+        ranks.extend(range(first, last + 1))
+    return tuple(ranks)
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """The shortest text that ``parse_ranks`` reads back: ascending runs as ``first-last``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] + 1 == rank:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _check_axes(axes: Iterable[str]) -> None:
+    for axis in axes:
+        if axis not in AXES:
+            raise LayoutError(f"unknown axis {axis!r}; use {', '.join(AXES)}")

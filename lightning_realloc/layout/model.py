@@ -1,0 +1,222 @@
+"""What parameters does a model have, and which regions of each does every rank of a layout hold?
+
+``ModelSpec`` describes the parameters without weights, ``ModelLayout`` lays them over ranks. How they move between
+two of these is the business of ``lightning_realloc.realloc``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lightning_realloc.errors import LayoutError
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.layout.sharding import LocalShard, Piece, TensorParallelCut, local_shard
+
+Section = Literal["input", "block", "output"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One parameter: its global shape, how tensor parallelism cuts it, and where in the model it belongs."""
+
+    name: str
+    shape: tuple[int, ...]
+    tp: TensorParallelCut | None = None
+    """None: the same on every tensor-parallel rank."""
+    section: Section = "block"
+    """What comes before the blocks lies on the first pipeline stage, what comes after them on the last."""
+    block: int | None = None
+    """The index of its block; None outside blocks."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if self.section not in ("input", "block", "output"):
+            raise LayoutError(f'{self.name}: section={self.section!r} must be "input", "block" or "output"')
+        if (self.section == "block") != (self.block is not None):
+            raise LayoutError(
+                f"{self.name}: section={self.section!r} with block={self.block}; "
+                'give an index to "block" and to no other section'
+            )
+        if self.tp is not None:
+            try:
+                self.tp.check_shape(self.shape)
+            except LayoutError as error:
+                raise LayoutError(f"{self.name}: {error}") from None
+
+    @property
+    def numel(self) -> int:
+        """How many elements the whole parameter has."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The parameters of a model, tied ones once, without their values."""
+
+    params: tuple[ParamSpec, ...]
+    num_blocks: int
+    """Length of the list of blocks that pipeline stages divide."""
+    aliases: tuple[tuple[str, str], ...] = ()
+    """(tied name, owner name): names that share the owner's parameter and do not appear in ``params``."""
+    tp_refusal: str | None = None
+    """Why tp > 1 is impossible for this model, None when it is possible."""
+    _by_name: dict[str, ParamSpec] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", {param.name: param for param in self.params})
+        if len(self._by_name) != len(self.params):
+            names = [param.name for param in self.params]
+            repeated = sorted({name for name in names if names.count(name) > 1})
+            raise LayoutError(f"parameters {repeated} are listed more than once; list tied names as aliases")
+        for param in self.params:
+            if param.block is not None and not 0 <= param.block < self.num_blocks:
+                raise LayoutError(f"{param.name}: block={param.block} must be below num_blocks={self.num_blocks}")
+        for tied, owner in self.aliases:
+            if owner not in self._by_name or tied in self._by_name:
+                raise LayoutError(f"alias ({tied!r}, {owner!r}) must map a name outside params to one inside")
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all parameters, tied ones once."""
+        return sum(param.numel for param in self.params)
+
+    def param(self, name: str) -> ParamSpec:
+        """The parameter called ``name``, or the owner that the name is tied to."""
+        owner = dict(self.aliases).get(name, name)
+        if owner not in self._by_name:
+            raise LayoutError(f"the model has no parameter {name!r}; it has {', '.join(list(self._by_name)[:4])}, …")
+        return self._by_name[owner]
+
+    def tensor_parallel_degrees(self, limit: int) -> tuple[int, ...]:
+        """The tp degrees up to ``limit`` that every parameter allows."""
+        if self.tp_refusal is not None:
+            return (1,)
+        cuts = {(param.tp, param.shape[param.tp.dim]) for param in self.params if param.tp is not None}
+        return tuple(tp for tp in range(1, limit + 1) if all(cut.allows(size, tp) for cut, size in cuts))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayout:
+    """A model laid over the ranks of a layout."""
+
+    model: ModelSpec
+    layout: Layout
+
+    def __post_init__(self) -> None:
+        self._check_tensor_parallel()
+        self._check_pipeline()
+        if self.layout.dims.fsdp > 1:
+            scalars = [param.name for param in self.model.params if not param.shape]
+            if scalars:
+                raise LayoutError(
+                    f"{scalars[0]}: fsdp={self.layout.dims.fsdp} needs a dim to chunk but the parameter is a scalar; "
+                    "give it the shape (1,) or use fsdp=1"
+                )
+
+    def stage(self, name: str) -> int:
+        """The pipeline stage that holds the parameter."""
+        param = self.model.param(name)
+        if param.section == "input":
+            return 0
+        if param.block is None:
+            return self.layout.dims.pp - 1
+        return stage_of_block(param.block, self.model.num_blocks, self.layout.dims.pp)
+
+    def names(self, rank: int) -> tuple[str, ...]:
+        """The parameters of the rank's pipeline stage, those with an empty shard too; () outside the layout."""
+        if rank not in self.layout:
+            return ()
+        stage = self.layout.coordinate(rank).pp
+        return tuple(param.name for param in self.model.params if self.stage(param.name) == stage)
+
+    def shard(self, name: str, rank: int) -> LocalShard | None:
+        """The rank's local tensor of a parameter; None when the rank or its stage does not have the parameter."""
+        if rank not in self.layout:
+            return None
+        at = self.layout.coordinate(rank)
+        param = self.model.param(name)
+        if at.pp != self.stage(name):
+            return None
+        return local_shard(param.shape, param.tp, self.layout.dims.tp, at.tp, self.layout.dims.fsdp, at.fsdp)
+
+    def pieces(self, name: str, rank: int) -> tuple[Piece, ...]:
+        """The regions that the rank holds and their places in its local tensor; () when it holds nothing."""
+        shard = self.shard(name, rank)
+        return () if shard is None else shard.pieces
+
+    def local_shape(self, name: str, rank: int) -> tuple[int, ...]:
+        """The shape of the rank's local tensor. Raises LayoutError when the rank does not have the parameter."""
+        shard = self.shard(name, rank)
+        if shard is None:
+            raise LayoutError(f"rank {rank} has no {name!r} under {self.layout}; ask for names({rank}) only")
+        return shard.shape
+
+    def holders(self, name: str) -> tuple[tuple[LocalShard, tuple[int, ...]], ...]:
+        """Every distinct shard that has elements, with the ranks that hold it, in the layout's order."""
+        ranks: dict[LocalShard, list[int]] = {}
+        for rank in self.layout.ranks:
+            shard = self.shard(name, rank)
+            if shard is not None and shard.pieces:
+                ranks.setdefault(shard, []).append(rank)
+        return tuple((shard, tuple(held_by)) for shard, held_by in ranks.items())
+
+    def num_local_elements(self, rank: int) -> int:
+        """Elements of all local tensors of the rank."""
+        return sum(math.prod(self.local_shape(name, rank)) for name in self.names(rank))
+
+    def _check_tensor_parallel(self) -> None:
+        tp = self.layout.dims.tp
+        if tp == 1:
+            return
+        if self.model.tp_refusal is not None:
+            raise LayoutError(f"tp={tp} is impossible for this model: {self.model.tp_refusal}; use tp=1")
+        for param in self.model.params:
+            if param.tp is not None and not param.tp.allows(param.shape[param.tp.dim], tp):
+                raise LayoutError(_unit_error(self.model, param, param.tp, tp))
+
+    def _check_pipeline(self) -> None:
+        pp = self.layout.dims.pp
+        if pp == 1:
+            return
+        if pp > self.model.num_blocks:
+            raise LayoutError(
+                f"pp={pp} needs at least one block per stage but the model has {self.model.num_blocks} blocks; "
+                f"use pp of at most {max(1, self.model.num_blocks)}"
+            )
+        for tied, owner in self.model.aliases:
+            if self.model.param(owner).section != "block":
+                raise LayoutError(
+                    f"pp={pp} would put {tied!r} and {owner!r}, which are tied, on different stages; "
+                    "untie them or use pp=1"
+                )
+
+
+def stage_of_block(block: int, num_blocks: int, pp: int) -> int:
+    """The stage of a block when ``num_blocks`` are split into ``pp`` contiguous runs, the first ones longer by one.
+
+    Unlike torch.chunk this leaves no stage empty, because a stage without parameters cannot be trained.
+    """
+    share, longer = divmod(num_blocks, pp)
+    edge = longer * (share + 1)
+    return block // (share + 1) if block < edge else longer + (block - edge) // share
+
+
+def stage_blocks(num_blocks: int, pp: int) -> tuple[range, ...]:
+    """The blocks of every stage, consistent with ``stage_of_block``."""
+    share, longer = divmod(num_blocks, pp)
+    starts = [stage * share + min(stage, longer) for stage in range(pp + 1)]
+    return tuple(range(start, stop) for start, stop in itertools.pairwise(starts))
+
+
+def _unit_error(model: ModelSpec, param: ParamSpec, cut: TensorParallelCut, tp: int) -> str:
+    assert cut.num_units is not None, "a cut without units allows every degree"
+    rule = "must divide, or be a multiple of," if cut.replicate_units else "must divide"
+    fitting = model.tensor_parallel_degrees(
+        max(param.tp.num_units or 1 for param in model.params if param.tp is not None)
+    )
+    units = [count for _, count in cut.blocks(param.shape[cut.dim])]
+    values = f"num_units={units[0]}" if len(units) == 1 else f"num_units={tuple(units)} of its blocks"
+    return f"{param.name}: tp={tp} {rule} {values} along dim {cut.dim}; use tp in {fitting}"

@@ -1,0 +1,170 @@
+"""Which regions of one parameter lie at one coordinate of the mesh, and where in the local tensor?
+
+Tensor parallelism cuts first, then FSDP chunks dim 0 of what is left. Both follow ``torch.chunk``: pieces of
+ceil(size / parts), the last ones smaller or empty.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import lru_cache
+
+from lightning_realloc.errors import LayoutError
+from lightning_realloc.layout.region import Region
+
+Interval = tuple[int, int]
+"""A half-open range of indices along one dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallelCut:
+    """How tensor parallelism cuts one parameter."""
+
+    dim: int
+    """The tensor dim that is cut."""
+    num_units: int | None = None
+    """Units along ``dim`` that must stay whole (attention heads), over all blocks; None: any split, as torch.chunk."""
+    replicate_units: bool = False
+    """Whether tp may exceed the units (kv heads): tp rank r then holds unit ``r * units // tp``, shared with others."""
+    block_sizes: tuple[int, ...] = ()
+    """Sizes of the fused blocks along ``dim`` (gate|up, q|k|v), each cut on its own; empty: one block."""
+
+    def __post_init__(self) -> None:
+        if self.dim < 0:
+            raise LayoutError(f"dim={self.dim} of a tensor-parallel cut must be 0 or more; count dims from the first")
+        if self.num_units is not None and self.num_units < 1:
+            raise LayoutError(f"num_units={self.num_units} must be at least 1; use None where any split is allowed")
+        if any(size < 1 for size in self.block_sizes):
+            raise LayoutError(f"block_sizes={self.block_sizes} must all be at least 1; leave empty blocks out")
+        if self.replicate_units and self.num_units is None:
+            raise LayoutError("replicate_units=True needs num_units; give the number of heads along the dim")
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raise LayoutError unless the blocks and units fit a parameter of ``shape``."""
+        if self.dim >= len(shape):
+            raise LayoutError(f"the tensor-parallel cut along dim {self.dim} needs more dims than shape {shape} has")
+        size = shape[self.dim]
+        if self.block_sizes and sum(self.block_sizes) != size:
+            raise LayoutError(
+                f"block_sizes={self.block_sizes} must add up to {size}, the size of dim {self.dim} of {shape}"
+            )
+        if self.num_units is None:
+            return
+        if size % self.num_units:
+            raise LayoutError(f"num_units={self.num_units} must divide {size}, the size of dim {self.dim} of {shape}")
+        if any(block % (size // self.num_units) for block in self.block_sizes):
+            raise LayoutError(
+                f"every block of {self.block_sizes} must hold whole units of {size // self.num_units} indices "
+                f"(num_units={self.num_units} over a dim of {size}); count the units of all blocks together"
+            )
+
+    def blocks(self, size: int) -> tuple[tuple[int, int | None], ...]:
+        """Size and number of units (None: any split) of every block along a dim of ``size``."""
+        sizes = self.block_sizes or (size,)
+        if self.num_units is None:
+            return tuple((block, None) for block in sizes)
+        return tuple((block, block * self.num_units // size) for block in sizes)
+
+    def allows(self, size: int, tp: int) -> bool:
+        """Whether a dim of ``size`` can be cut ``tp`` ways."""
+        units = [count for _, count in self.blocks(size) if count is not None]
+        return all(count % tp == 0 or (self.replicate_units and tp % count == 0) for count in units)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A region that a rank holds and where it begins in the rank's local tensor."""
+
+    region: Region
+    offset: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """What lies at one coordinate: the local tensor's shape and the pieces that fill it."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    """Empty when the local tensor has no elements."""
+
+
+def chunk_bounds(size: int, parts: int, index: int) -> Interval:
+    """The range of chunk ``index`` when ``torch.chunk`` cuts ``size`` into ``parts``; empty past the end."""
+    length = -(-size // parts)
+    start = min(size, length * index)
+    return start, min(size, start + length)
+
+
+def tensor_parallel_intervals(size: int, cut: TensorParallelCut | None, tp: int, index: int) -> tuple[Interval, ...]:
+    """The global ranges, in local order, that tp rank ``index`` holds along the cut dim of ``size``."""
+    if cut is None or tp == 1:
+        return ((0, size),)
+    intervals = []
+    begin = 0
+    for block, units in cut.blocks(size):
+        start, stop = chunk_bounds(block, tp, index) if units is None else _unit_bounds(block, units, tp, index)
+        intervals.append((begin + start, begin + stop))
+        begin += block
+    return _merged(intervals)
+
+
+@lru_cache(maxsize=65536)
+def local_shard(
+    shape: tuple[int, ...], cut: TensorParallelCut | None, tp: int, tp_index: int, fsdp: int, fsdp_index: int
+) -> LocalShard:
+    """The shard of a parameter of ``shape`` at a coordinate: tensor parallelism first, then FSDP along dim 0.
+
+    The layout must allow the cut (``TensorParallelCut.allows``), and ``fsdp > 1`` needs at least one dim.
+    """
+    intervals: list[tuple[Interval, ...]] = [((0, size),) for size in shape]
+    if cut is not None:
+        intervals[cut.dim] = tensor_parallel_intervals(shape[cut.dim], cut, tp, tp_index)
+    if fsdp > 1:
+        start, stop = chunk_bounds(_length(intervals[0]), fsdp, fsdp_index)
+        intervals[0] = _sub_range(intervals[0], start, stop)
+    placed = [_with_offsets(dim) for dim in intervals]
+    pieces = tuple(
+        Piece(Region(tuple(a for (a, _), _ in combo), tuple(b for (_, b), _ in combo)), tuple(at for _, at in combo))
+        for combo in itertools.product(*placed)
+    )
+    return LocalShard(tuple(map(_length, intervals)), tuple(piece for piece in pieces if piece.region.numel))
+
+
+def _unit_bounds(block: int, units: int, tp: int, index: int) -> Interval:
+    length = block // units
+    if units % tp == 0:
+        share = units // tp
+        return index * share * length, (index + 1) * share * length
+    unit = index * units // tp
+    return unit * length, (unit + 1) * length
+
+
+def _length(intervals: tuple[Interval, ...]) -> int:
+    return sum(stop - start for start, stop in intervals)
+
+
+def _merged(intervals: list[Interval]) -> tuple[Interval, ...]:
+    merged: list[Interval] = []
+    for start, stop in intervals:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        elif start < stop:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def _sub_range(intervals: tuple[Interval, ...], start: int, stop: int) -> tuple[Interval, ...]:
+    """The part from local index ``start`` to ``stop`` of the concatenated ``intervals``."""
+    taken, position = [], 0
+    for first, last in intervals:
+        low, high = max(start, position), min(stop, position + last - first)
+        if low < high:
+            taken.append((first + low - position, first + high - position))
+        position += last - first
+    return tuple(taken)
+
+
+def _with_offsets(intervals: tuple[Interval, ...]) -> list[tuple[Interval, int]]:
+    offsets = itertools.accumulate((stop - start for start, stop in intervals), initial=0)
+    return list(zip(intervals, offsets, strict=False))
