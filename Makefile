@@ -1,0 +1,40 @@
+# `make test` and `make demo` work on a fresh machine: both make the environment in .venv first.
+# What can be set (PYTHON, TORCH, WHEELS_FOR): CONTRIBUTING.md.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+WHEELS_FOR ?= auto
+RUN := $(VENV)/bin/python -m
+
+# One thread per process: the tests and the demo run several on each core.
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: test lint demo bench clean
+
+test: lint
+	$(RUN) pytest
+
+lint: $(VENV)/.ready
+	$(RUN) ruff check
+	$(RUN) mypy
+	$(VENV)/bin/lint-imports
+
+demo: $(VENV)/.ready
+	$(RUN) examples.demo
+
+# Every benchmark, one after the other: some take a quarter of an hour. `make bench BENCHMARKS=reallocation` runs one.
+BENCHMARKS ?= reallocation generation iteration
+bench: $(VENV)/.ready
+	@for name in $(BENCHMARKS); do $(RUN) benchmarks.$$name || exit 1; done
+
+$(VENV)/.ready: pyproject.toml constraints.txt tools/install_torch.py
+	$(PYTHON) tools/install_torch.py --check-python
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python tools/install_torch.py --wheels-for $(WHEELS_FOR) "$(TORCH)"
+	$(RUN) pip install --quiet --constraint constraints.txt --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

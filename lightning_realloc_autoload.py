@@ -1,0 +1,108 @@
+"""How does ``Trainer(strategy="realloc")`` know the name before anything has imported ``lightning_realloc``?
+
+Lightning has no entry point for strategies, but ``import torch`` calls the entry points of the group
+``torch.backends``. Ours does one thing: it leaves a hook that waits for Lightning's strategies to be imported and then
+registers factories under our names. Neither torch nor Lightning nor ``lightning_realloc`` is imported here, and nothing
+raised here reaches ``import torch``, where it would break every program of the environment.
+``LIGHTNING_REALLOC_AUTOLOAD=0`` switches it off; ``import lightning_realloc`` installs the same hook.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+STRATEGIES: Mapping[str, Mapping[str, str]] = {
+    "realloc": {},
+    "realloc_spawn": {"start_method": "spawn"},
+    "realloc_fork": {"start_method": "fork"},
+    "realloc-static": {"plan": "static"},
+}
+"""Registered name -> what ``ReallocStrategy`` is constructed with."""
+
+_SWITCH = "LIGHTNING_REALLOC_AUTOLOAD"
+
+
+def install() -> None:
+    """Register the strategies wherever Lightning is imported already, and wherever it will be."""
+    if not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RegistryFinder())
+    for name in _REGISTRIES:
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "StrategyRegistry"):  # absent while Lightning is half imported
+            _register(module)
+
+
+def _autoload() -> None:
+    """Answer torch's call for backends."""
+    if os.environ.get(_SWITCH, "1").strip().lower() in {"0", "false", "off", "no"}:
+        return
+    with contextlib.suppress(Exception):  # whatever goes wrong here, torch must import
+        install()
+
+
+def _build_strategy(**options: Any) -> Any:
+    return importlib.import_module("lightning_realloc.strategies").ReallocStrategy(**options)
+
+
+def _refuse_strategy(**_: Any) -> Any:
+    raise importlib.import_module("lightning_realloc.errors").ConfigError(
+        'strategy="realloc" belongs to lightning.pytorch, but this Trainer comes from pytorch_lightning, whose '
+        "strategies are other classes; write `import lightning as L` and use L.Trainer and L.LightningModule throughout"
+    )
+
+
+_REGISTRIES: Mapping[str, Callable[..., Any]] = {
+    "lightning.pytorch.strategies": _build_strategy,
+    "pytorch_lightning.strategies": _refuse_strategy,
+}
+
+
+def _register(module: ModuleType) -> None:
+    """Enter our names into the registry of a freshly imported ``...strategies`` module; never break that import."""
+    try:
+        for name, options in STRATEGIES.items():
+            description = "gives every model function call its own parallel layout"
+            module.StrategyRegistry.register(
+                name, _REGISTRIES[module.__name__], description=description, override=True, **options
+            )
+    except Exception as error:
+        warnings.warn(f"strategy='realloc' could not be registered with {module.__name__}: {error!r}", stacklevel=2)
+
+
+class _RegistryFinder(MetaPathFinder):
+    """Lets the other finders find a strategies module, and registers ours once its code has run."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _REGISTRIES:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    _register_after(spec.loader)
+                return spec
+        return None
+
+
+def _register_after(loader: Loader) -> None:
+    """Make this loader, made for one module, register our names once it has executed that module."""
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        del loader.exec_module  # the instance's attribute: what is left is the class's own method
+        execute(module)
+        _register(module)
+
+    with contextlib.suppress(AttributeError):  # a loader without room for an attribute: Lightning comes first
+        loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -1,0 +1,156 @@
+"""What happens while torch and Lightning are being imported; so each test starts a fresh interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# A package that stands where ours would, so that nothing here depends on what constructing the real strategy costs.
+STAND_IN = """
+import lightning.pytorch as pl
+
+class ReallocStrategy(pl.strategies.SingleDeviceStrategy):
+    def __init__(self, **options):
+        super().__init__(device="cpu")
+        self.options = options
+"""
+TRAINERS = (
+    "import lightning as L\n"
+    "quiet = dict(logger=False, enable_checkpointing=False, accelerator='cpu', devices=1)\n"
+    "for name in ('realloc', 'realloc_spawn', 'realloc_fork', 'realloc-static'):\n"
+    "    print('made', name, L.Trainer(strategy=name, **quiet).strategy.options)\n"
+)
+
+
+def _python(script: str, *path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a fresh interpreter that finds modules in ``path`` before the installed ones."""
+    # The working directory is left out (-P): the package must be found because it is installed.
+    return subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Path:
+    package = tmp_path / "lightning_realloc"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "strategies.py").write_text(STAND_IN)
+    return tmp_path
+
+
+def test_a_bare_trainer_knows_our_strategies(stand_in: Path) -> None:
+    finished = _python(TRAINERS, stand_in)
+
+    assert [line for line in finished.stdout.splitlines() if line.startswith("made")] == [
+        "made realloc {}",
+        "made realloc_spawn {'start_method': 'spawn'}",
+        "made realloc_fork {'start_method': 'fork'}",
+        "made realloc-static {'plan': 'static'}",
+    ], finished.stderr
+
+
+def test_neither_torch_nor_lightning_imports_the_package_by_itself() -> None:
+    script = "import sys, torch, lightning.pytorch; print([name for name in sys.modules if 'realloc' in name])"
+
+    finished = _python(script)
+
+    assert finished.stdout.strip() == "['lightning_realloc_autoload']", finished.stderr
+
+
+def test_switched_off_only_importing_the_package_registers() -> None:
+    script = (
+        "import lightning.pytorch as pl\n"
+        "print('realloc' in pl.strategies.StrategyRegistry)\n"
+        "import lightning_realloc\n"
+        "print('realloc' in pl.strategies.StrategyRegistry)\n"
+    )
+
+    finished = _python(script, LIGHTNING_REALLOC_AUTOLOAD="0")
+
+    assert finished.stdout.split() == ["False", "True"], finished.stderr
+
+
+def test_importing_the_package_first_registers_without_importing_lightning() -> None:
+    script = (
+        "import sys, lightning_realloc\n"
+        "print('torch' in sys.modules, 'lightning' in sys.modules)\n"
+        "import lightning.pytorch as pl\n"
+        "print([name for name in pl.strategies.StrategyRegistry if 'realloc' in name])\n"
+    )
+
+    finished = _python(script, LIGHTNING_REALLOC_AUTOLOAD="0")
+
+    imported, registered = finished.stdout.splitlines()
+    assert imported == "False False"
+    assert registered == "['realloc', 'realloc_spawn', 'realloc_fork', 'realloc-static']"
+
+
+def test_a_broken_package_breaks_neither_torch_nor_other_strategies(stand_in: Path) -> None:
+    (stand_in / "lightning_realloc" / "__init__.py").write_text("raise RuntimeError('broken on purpose')")
+    script = (
+        "import torch, lightning as L\n"
+        "quiet = dict(logger=False, enable_checkpointing=False, accelerator='cpu', devices=1)\n"
+        "L.Trainer(strategy='ddp', **quiet)\n"
+        "try:\n"
+        "    L.Trainer(strategy='realloc', **quiet)\n"
+        "except RuntimeError as error:\n"
+        "    print(error)\n"
+    )
+
+    finished = _python(script, stand_in)
+
+    assert finished.stdout.splitlines()[-1:] == ["broken on purpose"], finished.stderr
+
+
+def test_torch_imports_even_if_the_hook_cannot_be_installed() -> None:
+    script = (
+        "import lightning_realloc_autoload as autoload\n"
+        "def fail():\n"
+        "    print('tried')\n"
+        "    raise OSError\n"
+        "autoload.install = fail\n"
+        "import torch\n"
+        "print(torch.ones(2).sum().item())\n"
+    )
+
+    finished = _python(script)
+
+    assert finished.stdout.split() == ["tried", "2.0"], finished.stderr
+
+
+def test_lightning_imports_even_if_its_registry_has_changed(tmp_path: Path) -> None:
+    package = tmp_path / "lightning" / "pytorch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    (package / "strategies.py").write_text("StrategyRegistry = ()")
+
+    finished = _python("import lightning_realloc, lightning.pytorch.strategies as s; print(s.__file__)", tmp_path)
+
+    assert finished.stdout.strip() == str(package / "strategies.py")
+    assert "strategy='realloc' could not be registered with lightning.pytorch.strategies" in finished.stderr
+
+
+def test_pytorch_lightnings_trainer_is_told_which_trainer_to_use() -> None:
+    pytest.importorskip("pytorch_lightning")
+    script = (
+        "import pytorch_lightning as pl\n"
+        "from lightning_realloc import ReallocError\n"
+        "try:\n"
+        "    pl.Trainer(strategy='realloc', logger=False, enable_checkpointing=False)\n"
+        "except ReallocError as error:\n"
+        "    print(error)\n"
+    )
+
+    finished = _python(script)
+
+    assert "write `import lightning as L`" in finished.stdout, finished.stderr

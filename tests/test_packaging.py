@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import lightning_realloc
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "lightning_realloc"
+
+
+def _imports(tree: ast.AST) -> set[str]:
+    """Top-level names of all modules that a file imports, wherever in the file."""
+    modules: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            modules.add(str(node.module))
+    return {module.partition(".")[0] for module in modules}
+
+
+@pytest.mark.parametrize("package", ["layout", "realloc"])
+def test_the_pure_packages_import_the_standard_library_alone(package: str) -> None:
+    files = sorted((PACKAGE / package).rglob("*.py"))
+    assert files
+    for file in files:
+        foreign = _imports(ast.parse(file.read_text())) - sys.stdlib_module_names - {"lightning_realloc"}
+        assert not foreign, f"{file.relative_to(ROOT)} imports {foreign}"
+
+
+def test_every_public_name_can_be_imported_and_is_known_to_type_checkers() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    typed = {
+        alias.asname: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+
+    assert typed == lightning_realloc._HOMES
+    for name, home in lightning_realloc._HOMES.items():
+        assert getattr(lightning_realloc, name) is getattr(importlib.import_module(home), name)
+        assert name in dir(lightning_realloc)
+    with pytest.raises(AttributeError, match="Reallok"):
+        _ = lightning_realloc.Reallok
+
+
+def test_the_wheel_holds_the_package_and_the_autoload_module_and_no_more(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    (wheel,) = tmp_path.glob("lightning_realloc-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (entry_points,) = (archive.read(name).decode() for name in names if name.endswith("entry_points.txt"))
+
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {
+        "lightning_realloc",
+        "lightning_realloc_autoload.py",
+    }
+    assert {"lightning_realloc/py.typed", "lightning_realloc/layout/region.py"} <= names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert "realloc = lightning_realloc_autoload:_autoload" in entry_points
+    assert "lightning-realloc = lightning_realloc.cli:main" in entry_points
+
+
+def test_every_dependency_of_the_tests_is_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = {
+        requirement.partition("[")[0].partition(">")[0].strip().lower()
+        for requirement in [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    }
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    pinned = {pin.partition("==")[0].strip().lower() for pin in pins}
+
+    assert all("==" in pin and "+" not in pin for pin in pins)
+    assert required <= pinned
+
+
+def test_the_package_never_prints() -> None:
+    for file in sorted(PACKAGE.rglob("*.py")):
+        calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        printed = [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
+        assert not printed, f"{file.relative_to(ROOT)} prints in lines {printed}"
