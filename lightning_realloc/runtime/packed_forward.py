@@ -1,0 +1,267 @@
+"""What does a model say about packed sequences? Attention that keeps them apart, and the logprobs of their tokens.
+
+Transformers lets sequences of one row see each other unless positions restart, the cache is off and no mask is
+given, all three; a mistake in any is silent. So the segments are handed to an attention function of our own,
+which refuses a model that does not pass them on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.packing import PackedBatch
+from lightning_realloc.runtime.token_logprobs import TokenStatistics, selected_logprobs
+
+ATTENTION = "realloc_packed"
+"""The name under which the attention function is registered with transformers."""
+_PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_UNSUPPORTED_OPTIONS = ("softcap", "s_aux", "position_bias", "cache")
+_in_packed_forward: ContextVar[bool] = ContextVar("in_packed_forward", default=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """Where the sequences of a pack begin and end, as the attention function wants it."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each of the B sequences."""
+    cu_seqlens: Tensor
+    """(B + 1,) int32 on the model's device."""
+
+
+def install_packed_attention(model: nn.Module) -> None:
+    """Make ``model`` keep packed sequences apart; forward passes that are not packed work as with sdpa.
+
+    It stays installed: a backward pass that recomputes activations calls the attention once more.
+
+    Raises:
+        ConfigError: naming the model and what it lacks, when it cannot run packed sequences.
+    """
+    hf_model = _transformers_model(model)
+    if hf_model.config._attn_implementation == ATTENTION:
+        return
+    _refuse_unpackable(hf_model)
+    AttentionInterface.register(ATTENTION, _segment_attention)
+    AttentionMaskInterface.register(ATTENTION, _mask_unless_packed)
+    hf_model.set_attn_implementation(ATTENTION)
+    if hf_model.config._attn_implementation != ATTENTION:
+        raise ConfigError(
+            f"{type(hf_model).__name__} cannot run packed sequences: transformers cannot replace its attention; "
+            f"use a model class that calls ALL_ATTENTION_FUNCTIONS"
+        )
+
+
+@contextmanager
+def packed_attention(model: nn.Module, packed: PackedBatch) -> Iterator[dict[str, Any]]:
+    """Yield the keyword arguments with which to call ``model`` on this pack, inside the block."""
+    install_packed_attention(model)
+    token = _in_packed_forward.set(True)
+    try:
+        yield {
+            "input_ids": packed.input_ids,
+            "position_ids": packed.position_ids,
+            "use_cache": False,
+            "packed_segments": Segments(packed.lengths, packed.cu_seqlens),
+        }
+    finally:
+        _in_packed_forward.reset(token)
+
+
+def packed_logits(model: nn.Module, packed: PackedBatch) -> Tensor:
+    """Return the (N, V) logits of a language model, or the (N, labels) scores of a token classifier."""
+    with packed_attention(model, packed) as inputs:
+        logits: Tensor = model(**inputs).logits
+    return logits[0]
+
+
+def token_logprobs(
+    model: nn.Module,
+    packed: PackedBatch,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    only_responses: bool = False,
+) -> TokenStatistics:
+    """Return for every token its log-probability given the tokens of its sequence before it.
+
+    Zero for the first token of a sequence and, with ``only_responses``, for every token outside ``response_mask``:
+    the model then computes no logits for those, if its class knows ``logits_to_keep``.
+
+    Args:
+        temperature: What logits are divided by, as in sampling.
+        with_entropy: Whether to return the entropy (nats) of the distribution each token was drawn from, too.
+    """
+    predicted = packed.response_mask if only_responses else packed.position_ids[0] > 0
+    targets = predicted.nonzero().squeeze(1)
+    with packed_attention(model, packed) as inputs:
+        if _keeps_logits(_transformers_model(model)):
+            logits = model(**inputs, logits_to_keep=targets - 1).logits[0]
+        else:
+            logits = model(**inputs).logits[0][targets - 1]
+    chosen = selected_logprobs(logits, packed.input_ids[0, targets], temperature=temperature, with_entropy=with_entropy)
+    num_tokens = packed.num_tokens
+    entropy = None if chosen.entropy is None else _scattered(chosen.entropy, targets, num_tokens)
+    return TokenStatistics(_scattered(chosen.logprobs, targets, num_tokens), entropy)
+
+
+def _scattered(values: Tensor, positions: Tensor, size: int) -> Tensor:
+    return values.new_zeros(size).index_copy(0, positions, values)
+
+
+def _transformers_model(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model itself or, where it is wrapped (adapters, compile), the one inside."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise ConfigError(
+        f"packed sequences need a transformers model; {type(model).__name__} is none and contains none, "
+        f"build it from PreTrainedModel or with AutoModelForCausalLM"
+    )
+
+
+def _keeps_logits(model: PreTrainedModel) -> bool:
+    return "logits_to_keep" in inspect.signature(type(model).forward).parameters
+
+
+def _refuse_unpackable(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    # Position ids and keyword arguments reach the layers through the base model in most classes' heads.
+    parameters = inspect.signature(type(model.base_model).forward).parameters
+    layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    reason = None
+    if not model._supports_attention_backend:
+        reason = "its attention cannot be replaced (no _supports_attention_backend)"
+    elif "position_ids" not in parameters:
+        reason = "its forward takes no position_ids"
+    elif not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        reason = "its forward hands no keyword arguments on to its attention layers"
+    elif layer_types - _PLAIN_LAYERS:
+        reason = f"its layers {sorted(layer_types - _PLAIN_LAYERS)} let tokens see past the end of their sequence"
+    elif model._is_stateful:
+        reason = "it carries a recurrent state from token to token, past the end of a sequence"
+    elif model.config.is_encoder_decoder:
+        reason = "it is an encoder-decoder"
+    if reason is not None:
+        raise ConfigError(
+            f"{name} cannot run packed sequences: {reason}; use a decoder whose layers are of {sorted(_PLAIN_LAYERS)}"
+        )
+
+
+def _mask_unless_packed(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Build sdpa's mask, but none for packed sequences: theirs would be N x N, and the segments replace it."""
+    return None if _in_packed_forward.get() else sdpa_mask(*args, **kwargs)
+
+
+def _segment_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    packed_segments: Segments | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend inside each segment; query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D)."""
+    if packed_segments is None:
+        if _in_packed_forward.get():
+            raise ConfigError(
+                f"{type(module).__name__} got packed sequences without their segments, so they would see each other: "
+                f"its model does not hand keyword arguments down; use another model class"
+            )
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal,
+            sliding_window=sliding_window, **options,
+        )  # fmt: skip
+    unsupported = [name for name in _UNSUPPORTED_OPTIONS if options.get(name) is not None]
+    if unsupported:
+        raise ConfigError(
+            f"packed attention does not know {unsupported}, which {type(module).__name__} asks for; "
+            f"use a model whose attention is plain softmax attention"
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    settings = _Attention(causal, scaling, dropout, sliding_window)
+    attend = _attend_varlen if _can_use_varlen(query, key, value, settings) else _attend_by_segment
+    return attend(query, key, value, packed_segments, settings), None
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    causal: bool
+    scaling: float | None
+    dropout: float
+    sliding_window: int | None
+
+
+def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, settings: _Attention) -> Tensor:
+    # split, not slices: the backward of a slice fills a whole (N, ...) gradient with zeros, once per segment.
+    lengths = list(segments.lengths)
+    outputs: list[Tensor] = []
+    for q, k, v in zip(*(torch.split(tensor, lengths, dim=2) for tensor in (query, key, value)), strict=True):
+        band = _window_mask(q.shape[2], settings, q.device)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=band, is_causal=settings.causal and band is None,
+            dropout_p=settings.dropout, scale=settings.scaling, enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+        outputs.append(attended)
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+
+def _window_mask(length: int, settings: _Attention, device: torch.device) -> Tensor | None:
+    """Return the (length, length) band of the last ``sliding_window`` tokens, itself included; None if all fit."""
+    window = settings.sliding_window
+    if window is None or length <= window:
+        return None
+    band = torch.ones(length, length, dtype=torch.bool, device=device).triu(1 - window)
+    return band.tril(0 if settings.causal else window - 1)
+
+
+def _can_use_varlen(query: Tensor, key: Tensor, value: Tensor, settings: _Attention) -> bool:
+    if query.device.type != "cuda" or settings.dropout > 0.0 or not settings.causal:
+        return False
+    same_width = query.shape[-1] == value.shape[-1] <= 256
+    return same_width and _half_dtype(value) is not None and "enable_gqa" in _varlen_options()
+
+
+def _half_dtype(value: Tensor) -> torch.dtype | None:
+    """Return the 16-bit type that attention computes in: autocast's where it is on, else the values' own."""
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else value.dtype
+    return dtype if dtype in (torch.bfloat16, torch.float16) else None
+
+
+def _varlen_options() -> frozenset[str]:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # torch built without it, or older than 2.10
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, settings: _Attention) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    dtype = _half_dtype(value)
+    q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
+    longest = max(segments.lengths)
+    window = -1 if settings.sliding_window is None else settings.sliding_window - 1
+    output = varlen_attn(
+        q, k, v, segments.cu_seqlens, segments.cu_seqlens, longest, longest,
+        scale=settings.scaling, window_size=(window, 0), enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    return cast(Tensor, output).unsqueeze(0)

@@ -1,0 +1,90 @@
+"""Packs against plain python lists: where tokens land, what is masked, how columns follow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_realloc.errors import DataError
+from lightning_realloc.runtime.packing import micro_batches, pack
+from lightning_realloc.runtime.samples import Ragged, Samples
+
+TOKENS = st.lists(st.integers(0, 99), min_size=0, max_size=5)
+
+
+def _samples(prompts: list[list[int]], responses: list[list[int]]) -> Samples:
+    return Samples(
+        torch.arange(len(prompts)) * 10,
+        {
+            "prompt_ids": Ragged.from_list(prompts),
+            "response_ids": Ragged.from_list(responses),
+            "advantages": torch.arange(len(prompts)).float(),
+            "behaviour_logprobs": Ragged.from_list(
+                [[-float(token) for token in row] for row in responses], dtype=torch.float32
+            ),
+        },
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(TOKENS, TOKENS).filter(lambda pair: any(pair)), min_size=1, max_size=6))
+def test_a_pack_lays_prompts_and_responses_end_to_end(pairs: list[tuple[list[int], list[int]]]) -> None:
+    prompts, responses = [p for p, _ in pairs], [r for _, r in pairs]
+    packed = pack(_samples(prompts, responses), columns=("advantages", "behaviour_logprobs"))
+    row, positions, mask, owner, logprobs, bounds = [], [], [], [], [], [0]
+    for index, (prompt, response) in enumerate(pairs):
+        row += prompt + response
+        positions += range(len(prompt + response))
+        mask += [t >= max(len(prompt), 1) for t in range(len(prompt + response))]
+        owner += [index] * len(prompt + response)
+        logprobs += [0.0] * len(prompt) + [-float(token) for token in response]
+        bounds.append(len(row))
+    assert packed.input_ids.tolist() == [row]
+    assert packed.position_ids.tolist() == [positions]
+    assert packed.response_mask.tolist() == mask
+    assert packed.sample_index.tolist() == owner
+    assert packed.cu_seqlens.tolist() == bounds
+    assert packed.cu_seqlens.dtype == torch.int32
+    assert packed["behaviour_logprobs"].tolist() == logprobs
+    assert packed.per_token(packed["advantages"]).tolist() == [float(index) for index in owner]
+    assert packed.responses(packed.input_ids[0]).to_lists() == responses
+    assert packed.max_length == max(len(p + r) for p, r in pairs)
+
+
+def test_packing_names_the_sample_that_does_not_fit() -> None:
+    samples = _samples([[1], [2]], [[3], [4, 5]])
+    with pytest.raises(DataError, match="sample 10 has 1 values for 2 tokens"):
+        pack(samples.with_columns(old=Ragged.from_list([[1.0], [2.0]])), columns=("old",))
+    with pytest.raises(DataError, match="'prompt' holds python objects"):
+        pack(samples.with_columns(prompt=("a", "b")), columns=("prompt",))
+    with pytest.raises(DataError, match="prompt and response of sample 0 are empty"):
+        pack(_samples([[]], [[]]))
+    with pytest.raises(DataError, match="at least one sequence"):
+        pack(samples.select([]))
+    with pytest.raises(DataError, match="no column 'rewards' was packed"):
+        pack(samples)["rewards"]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(1, 20), max_size=25))
+def test_micro_batches_hold_every_position_once_within_the_bound(lengths: list[int]) -> None:
+    packs = micro_batches(lengths, 20)
+    assert sorted(position for members in packs for position in members) == list(range(len(lengths)))
+    assert all(sum(lengths[position] for position in members) <= 20 for members in packs)
+    assert packs == sorted(packs)
+    assert all(list(members) == sorted(members) for members in packs)
+    # Two packs that together fit into one would be a wasted forward pass: first fit never leaves them.
+    sums = sorted(sum(lengths[position] for position in members) for members in packs)
+    assert len(sums) < 2 or sums[0] + sums[1] > 20
+
+
+def test_micro_batches_fill_gaps_with_short_sequences() -> None:
+    # by length: 7 opens a pack (3 left), 6 opens one (4 left), 4 goes into the second, 3 into the first
+    assert micro_batches([3, 7, 4, 6], 10) == [(0, 1), (2, 3)]
+
+
+def test_a_sequence_longer_than_a_micro_batch_is_refused_with_the_bound_it_needs() -> None:
+    with pytest.raises(DataError, match="sequence 1 has 11 tokens and max_tokens=10, raise it to at least 11"):
+        micro_batches([3, 11], 10)
