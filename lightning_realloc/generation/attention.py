@@ -1,0 +1,217 @@
+"""How a Hugging Face model attends to the slot cache, without any model code of ours.
+
+transformers looks attention up in a registry by the name in the model's config. `slot_attention` puts our name there
+for the time of one generation; the function finds its `PackedStep` among the keyword arguments that models pass on.
+One forward handles a single packed row: first the tokens of new prompts, then one token of every running sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.kv_cache import SlotCache
+
+IMPLEMENTATION = "realloc_slots"
+STEP_ARGUMENT = "realloc_step"
+_LENGTH_MULTIPLE = 32
+_CHANGES_ATTENTION = ("softcap", "s_aux", "position_bias")
+_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens of one new prompt in the packed row."""
+
+    start: int
+    stop: int
+    slots: tuple[int, ...]
+    """Every slot that is to hold this prompt."""
+
+
+@dataclass(slots=True)
+class PackedStep:
+    """What the layers of one forward have in common."""
+
+    cache: SlotCache
+    segments: tuple[Segment, ...]
+    num_prefill: int
+    """Prompt tokens at the front of the row; the tokens behind them are those of slots 0, 1, 2 …"""
+    positions: Tensor
+    """(B,) position of each running sample's token."""
+    max_length: int
+    """Largest position + 1."""
+    rows: Tensor = field(init=False)
+    """(B,) where each running sample's key belongs in the cache seen as (slots * capacity, …)."""
+    _masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        slots = torch.arange(len(self.positions), device=self.positions.device)
+        self.rows = slots * self.cache.capacity + self.positions
+
+    @property
+    def attended_length(self) -> int:
+        """Positions that decoding reads: the longest sample's, rounded up."""
+        return min(self.cache.capacity, -(-self.max_length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)
+
+    def decode_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Return the additive mask (B, 1, 1, attended length), made once per forward.
+
+        Additive and in the queries' dtype, since SDPA would convert a boolean mask again in every layer.
+        """
+        mask = self._masks.get((window, dtype))
+        if mask is None:
+            keys = torch.arange(self.attended_length, device=self.positions.device)
+            distance = self.positions[:, None] - keys
+            keep = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            mask = torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill_(~keep, float("-inf"))
+            mask = self._masks[window, dtype] = mask[:, None, None]
+        return mask
+
+
+@contextmanager
+def slot_attention(model: nn.Module) -> Iterator[None]:
+    """Let the model attend through the slot cache, in evaluation mode; put everything back at the end.
+
+    Modules that were in training mode return to it one by one: some may have been in evaluation mode on purpose.
+    """
+    config: Any = model.config
+    before = config._attn_implementation
+    training = [module for module in model.modules() if module.training]
+    config._attn_implementation = IMPLEMENTATION
+    try:
+        model.eval()
+        yield
+    finally:
+        config._attn_implementation = before
+        for module in training:
+            module.training = True
+
+
+def attend_slots(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    realloc_step: PackedStep | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend with queries (1, H, N, D), keys and values (1, H_kv, N, D) of one packed row; return (1, N, H, D)."""
+    if realloc_step is None:
+        raise GenerationError(
+            f"{type(module).__name__} does not hand keyword arguments on to its attention function, "
+            "which in-process generation needs; generate with the model's own generate() instead"
+        )
+    if any(others.get(name) is not None for name in _CHANGES_ATTENTION):
+        used = ", ".join(name for name in _CHANGES_ATTENTION if others.get(name) is not None)
+        raise GenerationError(
+            f"{type(module).__name__} attends with {used}, which in-process generation does not implement; "
+            "generate with the model's own generate() instead"
+        )
+    step = realloc_step
+    split = step.num_prefill
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    stored = step.cache.layer(module.layer_idx, keys, values)  # type: ignore[arg-type]
+    for storage, new in zip(stored, (keys, values), strict=True):
+        for segment in step.segments:
+            for slot in segment.slots:
+                storage[slot, : segment.stop - segment.start] = new[segment.start : segment.stop]
+        storage.flatten(0, 1).index_copy_(0, step.rows, new[split:])
+    decoded = _decode(queries[split:], *stored, step, scaling, sliding_window)
+    if not split:
+        return decoded[None], None
+    prefilled = [
+        _prefill(queries[segment.start : segment.stop], keys[segment.start : segment.stop],
+                 values[segment.start : segment.stop], scaling, sliding_window)
+        for segment in step.segments
+    ]  # fmt: skip
+    return torch.cat([*prefilled, decoded])[None], None
+
+
+def check_supported(model: nn.Module, *, max_length: int) -> None:
+    """Refuse models whose attention cannot run through the registry and the slot cache.
+
+    ``max_length`` is the longest sequence that will be held.
+    """
+    name = type(model).__name__
+    config: Any = getattr(model, "config", None)
+    if config is None or not getattr(model, "_supports_attention_backend", False):
+        _refuse(name, "its attention does not go through transformers' attention registry")
+    if getattr(config, "is_encoder_decoder", False):
+        _refuse(name, "it is an encoder-decoder model")
+    text = config.get_text_config()
+    foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES)
+    if foreign:
+        _refuse(name, f"it has layers of type {', '.join(foreign)}")
+    rope = getattr(text, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+    if rope.get("rope_type") in ("dynamic", "longrope") and original is not None and max_length > original:
+        _refuse(
+            name,
+            f"its {rope['rope_type']} rotary embedding changes with the batch's longest sequence beyond {original} "
+            f"positions and this call may reach {max_length}; lower max_new_tokens or max_length to stay within them",
+        )
+
+
+def _refuse(name: str, reason: str) -> None:
+    raise GenerationError(
+        f"{name} cannot be generated from in process: {reason}. Otherwise use the model's own generate()"
+    )
+
+
+def _decode(
+    queries: Tensor, keys: Tensor, values: Tensor, step: PackedStep, scaling: float | None, window: int | None
+) -> Tensor:
+    """Attend from one token per slot (B, H, D) to the slots' contents; return (B, H, D_v)."""
+    rows, heads, _ = queries.shape
+    length, groups = step.attended_length, keys.shape[2]
+    # Query heads that share a key-value head become query positions: keys are then read once and never repeated.
+    attended = scaled_dot_product_attention(
+        queries.reshape(rows, groups, heads // groups, -1),
+        keys[:rows, :length].transpose(1, 2),
+        values[:rows, :length].transpose(1, 2),
+        attn_mask=step.decode_mask(window, queries.dtype),
+        scale=scaling,
+    )
+    return attended.reshape(rows, heads, -1)
+
+
+def _prefill(queries: Tensor, keys: Tensor, values: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    """Attend within one prompt, (T, H, D) to (T, H_kv, D); return (T, H, D_v)."""
+    length = queries.shape[0]
+    mask = _window_mask(length, window, queries.device) if window is not None and window < length else None
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (queries, keys, values))
+    attended = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return attended[0].transpose(0, 1)
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    positions = torch.arange(length, device=device)
+    distance = positions[:, None] - positions
+    return (distance >= 0) & (distance < window)
+
+
+def segments_of(lengths: Sequence[int], slots: Sequence[tuple[int, ...]]) -> tuple[Segment, ...]:
+    """Return where prompts of these lengths lie in the packed row; empty ones have no segment."""
+    segments, start = [], 0
+    for length, held_by in zip(lengths, slots, strict=True):
+        if length:
+            segments.append(Segment(start, start + length, held_by))
+        start += length
+    return tuple(segments)
+
+
+ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attend_slots)

@@ -1,0 +1,192 @@
+"""Which token comes next, given logits and one uniform number per row.
+
+The uniform numbers are a hash of (seed, sample id, position), so a sample's randomness does not depend on which other
+samples share its batch, which slot it sits in, or on how many ranks the model is spread over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lightning_realloc.errors import GenerationError
+
+_MASK = (1 << 64) - 1
+_WEYL = 0x9E3779B97F4A7C15
+_BLOCK = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How responses are drawn and when they end."""
+
+    max_new_tokens: int = 256
+    """Most tokens in one response. The model's context may end it earlier."""
+    min_new_tokens: int = 0
+    """This many tokens come before a stop token; a stop string that occurs within them is passed over."""
+    temperature: float = 1.0
+    """Logits are divided by it; 0 takes the most likely token."""
+    top_k: int | None = None
+    """Draw among the k most likely tokens; None: among all."""
+    top_p: float = 1.0
+    """Draw among the fewest most likely tokens whose probabilities, after ``top_k``, reach this sum."""
+    n: int = 1
+    """Responses per prompt."""
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, besides the model's own end-of-sequence tokens."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a response once they occur in it. The engine needs a tokenizer for these."""
+    ignore_eos: bool = False
+    """True: the model's own end-of-sequence tokens do not end a response."""
+
+    def __post_init__(self) -> None:
+        _require(self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        _require(
+            0 <= self.min_new_tokens <= self.max_new_tokens,
+            f"min_new_tokens={self.min_new_tokens} must lie between 0 and max_new_tokens={self.max_new_tokens}",
+        )
+        _require(
+            self.temperature >= 0 and math.isfinite(self.temperature),
+            f"temperature={self.temperature} must be finite and not negative; use 0 for the most likely token",
+        )
+        _require(self.top_k is None or self.top_k >= 1, f"top_k={self.top_k} must be at least 1; use None for no limit")
+        _require(0 < self.top_p <= 1, f"top_p={self.top_p} must lie in (0, 1]; use 1 for no limit")
+        _require(self.n >= 1, f"n={self.n} responses per prompt must be at least 1")
+        _require(all(self.stop_strings), "stop_strings must not hold an empty string; it would end every response")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise GenerationError(message)
+
+
+def sample_key(seed: int, sample_id: int) -> int:
+    """Return the signed 64-bit key of one sample's stream of uniform numbers."""
+    key = _mix(_mix(seed & _MASK) ^ (sample_id & _MASK))
+    return key - (1 << 64) if key >> 63 else key
+
+
+def keyed_uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """Return one float64 in [0, 1) per row, a pure function of its int64 key and position.
+
+    SplitMix64 at state ``key + (position + 1) * weyl``: a counter-based generator, so any number can be made at any
+    time, by any rank. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    """
+    state = keys + (positions + 1) * _signed(_WEYL)
+    state = (state ^ _shift_right(state, 30)) * _signed(0xBF58476D1CE4E5B9)
+    state = (state ^ _shift_right(state, 27)) * _signed(0x94D049BB133111EB)
+    state = state ^ _shift_right(state, 31)
+    return _shift_right(state, 11).double() * 2.0**-53
+
+
+def sample_tokens(
+    logits: Tensor,
+    uniforms: Tensor,
+    params: SamplingParams,
+    *,
+    forbidden: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the next token of each row (B,) int64 and its log-probability (B,) float32.
+
+    ``logits`` is (B, V) in any floating dtype, ``uniforms`` (B,) float64 in [0, 1). ``forbidden`` gives rows and the
+    tokens that those rows may not draw.
+
+    The log-probability is that of ``softmax(logits / temperature)`` over the whole vocabulary, which is what a trainer
+    recomputes from the same tokens; top-k, top-p and forbidden tokens change what is drawn and not what is reported.
+    At temperature 0 it is that of ``softmax(logits)``.
+    """
+    scaled = logits if params.temperature in (0.0, 1.0) else logits.float() / params.temperature
+    probabilities = torch.softmax(scaled, -1, dtype=torch.float32)
+    weights = probabilities
+    if forbidden is not None:
+        weights = probabilities.clone()
+        rows, tokens = (torch.as_tensor(part, device=weights.device) for part in forbidden)
+        weights[rows[:, None], tokens] = 0.0
+    tokens = _draw(weights, uniforms, params)
+    return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log()
+
+
+def _draw(weights: Tensor, uniforms: Tensor, params: SamplingParams) -> Tensor:
+    if params.greedy:
+        return weights.argmax(-1)
+    if params.top_k is None and params.top_p == 1.0:
+        return _invert_two_level(weights, uniforms)
+    candidates, tokens = _truncate(weights, params.top_k, params.top_p)
+    chosen = _invert(candidates.double().cumsum(-1), uniforms)
+    return tokens.gather(1, chosen[:, None])[:, 0]
+
+
+def _truncate(weights: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
+    """Return the weights of the kept tokens, largest first, zero where top-p cuts, and the tokens' ids."""
+    if top_k is not None and top_k < weights.shape[-1]:
+        kept, tokens = weights.topk(top_k, dim=-1)
+    else:
+        kept, tokens = weights.sort(dim=-1, descending=True, stable=True)
+    if top_p < 1.0:
+        # A token stays when the mass before it is short of top_p: so the first always stays.
+        mass = kept.double().cumsum(-1)
+        before = mass - kept
+        kept = kept.masked_fill(before >= top_p * mass[:, -1:], 0.0)
+    return kept, tokens
+
+
+def _invert(cumulative: Tensor, uniforms: Tensor) -> Tensor:
+    """Return per row the first index whose cumulative weight exceeds ``uniform * total``: never one of zero weight."""
+    total = cumulative[:, -1]
+    # The product may round up to the total itself, which no index exceeds.
+    point = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, point[:, None], right=True)[:, 0].clamp_max(cumulative.shape[1] - 1)
+
+
+def _invert_two_level(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Return `_invert` of the running sum over the vocabulary, by way of sums over blocks of it.
+
+    `torch.multinomial` draws V exponentials a row on CPU, ten times the cost of this; a float64 running sum over
+    the whole row costs almost as much.
+    """
+    width = _block_width(weights.shape[1])
+    if weights.shape[1] % width:
+        weights = torch.nn.functional.pad(weights, (0, -weights.shape[1] % width))
+    blocks = weights.view(weights.shape[0], -1, width)
+    ends = blocks.sum(-1).double().cumsum(-1)
+    block = _invert(ends, uniforms)
+    inside = blocks[torch.arange(blocks.shape[0], device=blocks.device), block].double().cumsum(-1)
+    begin = ends.gather(1, (block - 1).clamp_min(0)[:, None])[:, 0].where(block > 0, 0.0)
+    mass = ends.gather(1, block[:, None])[:, 0] - begin
+    # What is left of the uniform inside the block, again in [0, 1) up to rounding.
+    rest = ((uniforms * ends[:, -1] - begin) / mass).clamp(0.0, 1.0)
+    return block * width + _invert(inside, rest)
+
+
+@cache
+def _block_width(vocabulary: int) -> int:
+    """Return a width that divides the vocabulary, since padding copies every row; the preferred one if none does."""
+    divisors = [width for width in range(_BLOCK // 4, 4 * _BLOCK + 1) if vocabulary % width == 0]
+    return min(divisors, key=lambda width: (abs(math.log(width / _BLOCK)), width), default=_BLOCK)
+
+
+def _mix(value: int) -> int:
+    value = (value + _WEYL) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shift_right(value: Tensor, bits: int) -> Tensor:
+    # Tensors have no unsigned shift: clear the copies of the sign bit.
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
