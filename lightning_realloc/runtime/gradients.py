@@ -1,0 +1,61 @@
+"""How long is the gradient of a model that lies over many ranks?
+
+Every element is counted once, wherever it is held: sharded, cut, or replicated over some ranks. One number per rank
+travels, and every rank gets the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_realloc.errors import LayoutError
+from lightning_realloc.layout import AXES, ModelLayout
+from lightning_realloc.runtime.mesh import MeshRegistry
+from lightning_realloc.runtime.shards import local_tensor
+
+
+def clip_gradients(model: nn.Module, model_layout: ModelLayout, meshes: MeshRegistry, max_norm: float) -> Tensor:
+    """Scale the gradients in place so that their total norm is at most ``max_norm``; return the norm before that.
+
+    The same result as ``torch.nn.utils.clip_grad_norm_`` on one process. Collective over the layout's ranks.
+    """
+    if not max_norm > 0:
+        raise LayoutError(f"max_norm={max_norm} must be positive; leave clipping out to keep gradients as they are")
+    norm = global_grad_norm(model, model_layout, meshes)
+    gradients = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+    if gradients:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's clip_grad_norm_ adds the same epsilon
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+    return norm
+
+
+def global_grad_norm(model: nn.Module, model_layout: ModelLayout, meshes: MeshRegistry) -> Tensor:
+    """Return the 2-norm of the gradient of the whole model, a float32 scalar, the same on every rank of the layout.
+
+    Parameters without a gradient count as zero. Collective over the layout's ranks, with one all-reduce.
+    """
+    squares = torch.zeros((), dtype=torch.float64, device=meshes.device_type)
+    groups: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            key = num_holders(model_layout, name), parameter.grad.dtype
+            groups.setdefault(key, []).append(local_tensor(parameter.grad))
+    for (holders, dtype), gradients in groups.items():
+        exact = torch.float32 if dtype.itemsize < 4 else dtype
+        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=exact)).to(torch.float64)
+        squares += norms.square().sum().to(squares.device) / holders
+    group = meshes.group(model_layout.layout, *AXES)
+    if group is not None:
+        dist.all_reduce(squares, group=group)
+    return squares.sqrt().to(torch.float32)
+
+
+def num_holders(model_layout: ModelLayout, name: str) -> int:
+    """Return how many ranks of the layout hold the same elements of a parameter."""
+    dims, cut = model_layout.layout.dims, model_layout.model.param(name).tp
+    if cut is None:
+        return dims.dp * dims.tp
+    copies = dims.tp // cut.num_units if cut.replicate_units and cut.num_units and dims.tp > cut.num_units else 1
+    return dims.dp * copies

@@ -1,0 +1,96 @@
+"""Which process groups does this rank take part in, and which device mesh does FSDP get?
+
+All groups are made in one place, on all ranks and in one order, and live as long as the process: groups made in
+different orders deadlock, and destroying one while others are in use confuses the names of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_realloc.errors import LayoutError
+from lightning_realloc.layout import AXES, Coordinate, Layout
+
+_GROUPED_AXES = (("pp",), ("dp",), ("fsdp",), ("tp",), ("dp", "fsdp"), AXES)
+
+
+class MeshRegistry:
+    """The groups of every layout in use, each made once and kept by its ordered ranks."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.rank = dist.get_rank()
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._meshes: dict[tuple[tuple[int, ...], ...], DeviceMesh] = {}
+
+    def create(self, layouts: Iterable[Layout]) -> None:
+        """Make the groups that these layouts need and that are not there yet.
+
+        Collective: every rank of the world calls it with the same layouts, those outside them too.
+        """
+        wanted = {ranks for layout in layouts for ranks in _rank_groups(layout)}
+        for ranks in sorted(wanted - self._groups.keys()):
+            self._groups[ranks] = self._new_group(ranks)
+
+    def group(self, layout: Layout, *axes: str) -> dist.ProcessGroup | None:
+        """Return this rank's group along ``axes``, its ranks in the layout's order; None when it is alone in it.
+
+        Raises LayoutError when this rank is not part of the layout or ``create`` has not seen it.
+        """
+        ranks = layout.group(self.rank, *axes)
+        return None if len(ranks) == 1 else self._existing(ranks, layout)
+
+    def fsdp_mesh(self, layout: Layout) -> DeviceMesh:
+        """Return the mesh over which FSDP shards this rank's share of the model.
+
+        ("fsdp",), or ("dp", "fsdp") when the shards are replicated. Raises LayoutError when ``dp * fsdp`` is 1.
+        """
+        dims, at = layout.dims, layout.coordinate(self.rank)
+        if layout.data_parallel_size == 1:
+            raise LayoutError(f"layout {layout} has dp=1 and fsdp=1, so there is nothing to shard; do not wrap it")
+        rows = tuple(
+            tuple(layout.rank_at(Coordinate(at.pp, dp, fsdp, at.tp)) for fsdp in range(dims.fsdp))
+            for dp in range(dims.dp)
+        )
+        if rows not in self._meshes:
+            self._meshes[rows] = self._new_mesh(layout, rows)
+        return self._meshes[rows]
+
+    def _new_mesh(self, layout: Layout, rows: tuple[tuple[int, ...], ...]) -> DeviceMesh:
+        shards = self._existing(layout.group(self.rank, "fsdp"), layout)
+        if len(rows) == 1:
+            return DeviceMesh.from_group(shards, self.device_type, mesh_dim_names=("fsdp",))
+        replicas = self._existing(layout.group(self.rank, "dp"), layout)
+        return DeviceMesh.from_group(
+            [replicas, shards], self.device_type, mesh=torch.tensor(rows), mesh_dim_names=("dp", "fsdp")
+        )
+
+    def _existing(self, ranks: tuple[int, ...], layout: Layout) -> dist.ProcessGroup:
+        group = self._groups.get(ranks)
+        if group is None:
+            raise LayoutError(
+                f"there is no process group for ranks {ranks} of layout {layout}; "
+                "call MeshRegistry.create with every layout on all ranks first"
+            )
+        return group
+
+    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        if ranks == tuple(range(dist.get_world_size())):
+            return dist.group.WORLD
+        if list(ranks) == sorted(ranks):
+            group = dist.new_group(list(ranks))
+        else:  # FSDP and our own gathers take a rank's place in its group for its place in the layout
+            group = dist.new_group(list(ranks), sort_ranks=False)
+        return group if self.rank in ranks else None
+
+
+def _rank_groups(layout: Layout) -> Iterable[tuple[int, ...]]:
+    for axes in _GROUPED_AXES:
+        for ranks in layout.groups(*axes):
+            # FSDP's mesh of replicas only (dp > 1, fsdp = 1) has groups of one rank along "fsdp".
+            if len(ranks) > 1 or (axes == ("fsdp",) and layout.dims.dp > 1):
+                yield ranks

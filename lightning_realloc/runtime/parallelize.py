@@ -1,0 +1,58 @@
+"""How does a model with full weights become this rank's part of a layout?
+
+Tensor parallelism first, on plain tensors; then FSDP2 over each block and the root. The layout of every parameter that
+results is the one `ModelLayout` computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from lightning_realloc.errors import LayoutError
+from lightning_realloc.layout import ModelLayout
+from lightning_realloc.runtime.mesh import MeshRegistry
+from lightning_realloc.runtime.model_spec import find_blocks
+from lightning_realloc.runtime.tensor_parallel import install_tensor_parallel, slice_parameters
+
+
+def parallelize(
+    model: nn.Module,
+    model_layout: ModelLayout,
+    meshes: MeshRegistry,
+    *,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+    tp_plan: Mapping[str, str] | None = None,
+) -> nn.Module:
+    """Lay ``model``, which holds the same full weights on every rank of the layout, out in place, and return it.
+
+    ``meshes`` knows the layout already. ``mixed_precision`` is FSDP's. ``tp_plan`` is what the description of the model
+    was made with. With dp = fsdp = 1 the model stays unwrapped. The gradients of a backward pass are complete: summed
+    over ``tp`` where ranks hold only part of them, averaged over ``dp`` and ``fsdp``.
+
+    Raises LayoutError when this rank is not part of the layout, for pp > 1, and for ``mixed_precision`` where FSDP
+    takes no part.
+    """
+    layout = model_layout.layout
+    if layout.dims.pp > 1:
+        raise LayoutError(
+            f"layout {layout} has pp={layout.dims.pp}, and running a pipeline is not available yet: layouts with "
+            "pp > 1 can only be planned; use pp=1 to run"
+        )
+    if mixed_precision is not None and layout.data_parallel_size == 1:
+        raise LayoutError(
+            f"mixed_precision is applied by FSDP, which layout {layout} with dp=1 and fsdp=1 does not use; "
+            "pass None and run the model under torch.autocast"
+        )
+    group = meshes.group(layout, "tp")
+    if group is not None:
+        install_tensor_parallel(model, layout, group, meshes.rank, tp_plan=tp_plan)
+        slice_parameters(model, model_layout, meshes.rank)
+    if layout.data_parallel_size > 1:
+        mesh, policy = meshes.fsdp_mesh(layout), mixed_precision or MixedPrecisionPolicy()
+        for _, block in find_blocks(model):
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
