@@ -1,1 +1,1 @@
-"""Every number that a document of this project claims comes from one of these scripts: ``python -m benchmarks.<name>``."""
+"""Every number that the documents claim comes from one of these scripts: ``python -m benchmarks.<name>``."""

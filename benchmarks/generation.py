@@ -1,0 +1,209 @@
+"""Tokens per CPU-second of `GenerationEngine` beside Hugging Face's `generate` and `generate_batch`.
+
+Every arm draws the same number of tokens for the same prompts: response lengths are geometric (mean 64, at most 256), as
+in reinforcement learning, where a few long responses decide how long a padded batch runs. `GenerationEngine` returns
+log-probabilities too; `generate` does not. One thread, process CPU time, the arms in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+
+from benchmarks.harness import BenchmarkReport, interleave, make_parser, paired_ratio
+from lightning_realloc.generation import GenerationEngine, SamplingParams
+
+MAX_NEW_TOKENS = 256
+MEAN_NEW_TOKENS = 64
+PROMPT_TOKENS = (16, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One comparison: a model, a batch size, a number of samples, and the ratios to reach."""
+
+    model: str
+    dtype: str
+    batch: int
+    samples: int
+    over_generate: float
+    over_generate_batch: float | None = None
+    repeats: int = 3
+
+    @property
+    def name(self) -> str:
+        """Short text for tables."""
+        return f"{self.model} {self.dtype} B={self.batch} N={self.samples}"
+
+
+CASES = (
+    Case("tiny", "float32", 32, 128, over_generate=2.5, over_generate_batch=1.5),
+    Case("tiny", "float32", 32, 32, over_generate=1.8),
+    Case("tiny", "float32", 8, 8, over_generate=1.1, repeats=5),
+    Case("100m", "bfloat16", 32, 64, over_generate=2.2, repeats=1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Prompts, and how many tokens are wanted for each."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...]
+
+
+def build_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a randomly initialised model: 5 million weights ("tiny") or 100 million."""
+    torch.manual_seed(0)
+    shared: dict[str, Any] = dict(
+        max_position_embeddings=2048, tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2
+    )
+    if name == "tiny":
+        config: Any = LlamaConfig(
+            vocab_size=4096, hidden_size=256, intermediate_size=1024, num_hidden_layers=4,
+            num_attention_heads=8, num_key_value_heads=2, **shared,
+        )  # fmt: skip
+    else:
+        config = Qwen2Config(
+            vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12,
+            num_attention_heads=12, num_key_value_heads=4, **shared,
+        )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return model.eval().requires_grad_(False)
+
+
+def draw_workload(samples: int, vocabulary: int, seed: int) -> Workload:
+    """Return prompts of uniform and responses of geometric length."""
+    generator = torch.Generator().manual_seed(seed)
+    low, high = PROMPT_TOKENS
+    sizes = torch.randint(low, high + 1, (samples,), generator=generator).tolist()
+    prompts = tuple(tuple(torch.randint(3, vocabulary, (size,), generator=generator).tolist()) for size in sizes)
+    uniform = torch.rand(samples, generator=generator)
+    lengths = (uniform.log() / torch.tensor(1 - 1 / MEAN_NEW_TOKENS).log()).ceil().clamp(1, MAX_NEW_TOKENS)
+    return Workload(prompts, tuple(lengths.long().tolist()))
+
+
+class _OwnLimits(StoppingCriteria):
+    """Ends each row of a padded batch after its own number of tokens."""
+
+    def __init__(self, prompt_length: int, lengths: tuple[int, ...]) -> None:
+        self._prompt_length = prompt_length
+        self._lengths = torch.tensor(lengths)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return input_ids.shape[1] - self._prompt_length >= self._lengths
+
+
+def run_generate(model: PreTrainedModel, work: Workload, batch: int) -> int:
+    """Return the useful tokens that padded batches of `generate` made."""
+    made = 0
+    for begin in range(0, len(work.prompts), batch):
+        prompts, lengths = work.prompts[begin : begin + batch], work.lengths[begin : begin + batch]
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        output = model.generate(
+            ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=None,
+            pad_token_id=0, stopping_criteria=StoppingCriteriaList([_OwnLimits(width, lengths)]),
+        )  # fmt: skip
+        made += sum(min(output.shape[1] - width, length) for length in lengths)
+    return made
+
+
+def run_generate_batch(model: PreTrainedModel, work: Workload, batch: int) -> int:
+    """Return the tokens that transformers' continuous batching made, with log-probabilities as the engine returns."""
+    config = transformers.GenerationConfig(
+        do_sample=True, top_k=0, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=-1, pad_token_id=0
+    )
+    # Its defaults allocate a mask of 13 GB on CPU.
+    batching = transformers.ContinuousBatchingConfig(
+        page_size=32, num_blocks=batch * 12, max_batch_tokens=max(512, batch), max_requests_per_batch=batch,
+        return_logprobs=True, allow_block_sharing=False,
+    )  # fmt: skip
+    made = finished = 0
+    implementation = model.config._attn_implementation
+    manager_of = model.continuous_batching_context_manager
+    with manager_of(generation_config=config, continuous_batching_config=batching) as manager:
+        for prompt, length in zip(work.prompts, work.lengths, strict=True):
+            manager.add_request(list(prompt), max_new_tokens=length)
+        while finished < len(work.prompts):
+            result = manager.get_result(timeout=1)
+            if result is not None and result.is_finished():
+                finished += 1
+                made += len(result.generated_tokens)
+            elif result is None and not manager.is_running():
+                raise RuntimeError("generate_batch ended before its requests did")
+    model.config._attn_implementation = implementation
+    return made
+
+
+def run_engine(engine: GenerationEngine, work: Workload, seed: int) -> int:
+    """Return the tokens that the engine made."""
+    params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, seed=seed, ignore_eos=True)
+    completions = engine.generate(work.prompts, params, token_limits=work.lengths)
+    return sum(len(completion.token_ids) for completion in completions)
+
+
+def measure(case: Case, report: BenchmarkReport, seed: int) -> None:
+    """Time one case's arms and add its rows and targets."""
+    model = build_model(case.model, getattr(torch, case.dtype))
+    work = draw_workload(case.samples, model.config.vocab_size, seed)
+    engine = GenerationEngine(model, max_slots=case.batch)
+    arms: dict[str, Callable[[], int]] = {
+        "generate": lambda: run_generate(model, work, case.batch),
+        "engine": lambda: run_engine(engine, work, seed),
+    }
+    if case.over_generate_batch is not None:
+        arms["generate_batch"] = lambda: run_generate_batch(model, work, case.batch)
+    total = sum(work.lengths)
+    run_engine(engine, draw_workload(2, model.config.vocab_size, seed), seed)  # first calls load kernels
+    seconds = interleave({name: _checked(run, total) for name, run in arms.items()}, repeats=case.repeats)
+    for name, times in seconds.items():
+        ratio = paired_ratio(seconds["generate"], times)
+        tokens_per_s = total / min(times)
+        report.add_row(
+            case=case.name, arm=name, tokens=total, cpu_s=min(times), tokens_per_cpu_s=tokens_per_s, ratio=ratio
+        )
+    over = paired_ratio(seconds["generate"], seconds["engine"])
+    report.require_at_least(f"{case.name}: over generate", over, case.over_generate)
+    if case.over_generate_batch is not None:
+        over = paired_ratio(seconds["generate_batch"], seconds["engine"])
+        report.require_at_least(f"{case.name}: over generate_batch", over, case.over_generate_batch)
+
+
+def _checked(run: Callable[[], int], total: int) -> Callable[[], None]:
+    def checked() -> None:
+        made = run()
+        if made != total:
+            raise RuntimeError(f"an arm made {made} tokens, the workload wants {total}")
+
+    return checked
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; return the exit code."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--seed", type=int, default=1, help="of prompts, lengths and sampling")
+    parser.add_argument("--only", help="run the cases whose name contains this text")
+    options: argparse.Namespace = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    report = BenchmarkReport("generation", seeds=(options.seed,), settings={"clock": "process CPU time"})
+    for case in CASES:
+        if options.only is None or options.only in case.name:
+            measure(case, report, options.seed)
+    return report.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
