@@ -155,11 +155,11 @@ class ModelLayout:
         return shard.shape
 
     def holders(self, name: str) -> tuple[tuple[LocalShard, tuple[int, ...]], ...]:
-        """Every distinct shard that has elements, with the ranks that hold it, in the layout's order."""
+        """Every distinct shard, an empty one too, with the ranks that hold it, in the layout's order."""
         ranks: dict[LocalShard, list[int]] = {}
         for rank in self.layout.ranks:
             shard = self.shard(name, rank)
-            if shard is not None and shard.pieces:
+            if shard is not None:
                 ranks.setdefault(shard, []).append(rank)
         return tuple((shard, tuple(held_by)) for shard, held_by in ranks.items())
 

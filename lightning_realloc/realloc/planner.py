@@ -1,0 +1,210 @@
+"""Who sends which box to whom when a model goes from one layout to another?
+
+Pure: both layouts are arguments, no rank is asked for, and every rank that plans gets the same answer. Three rules:
+a rank receives only what it needs and does not hold; a box enters a node once and is spread inside it; among
+equally near holders the least loaded one sends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout import ClusterSpec, ModelLayout
+from lightning_realloc.realloc.families import Cell, Family, match_families
+from lightning_realloc.realloc.plan import ReallocationPlan, Route, RoutedFamily, list_transfers
+
+PLANNER_VERSION = 1
+"""Part of every digest: raise it whenever the same inputs would give other transfers."""
+
+MAX_CHOICES = 200_000
+"""Bound on the sender choices weighed for one family, which bounds its number of variants."""
+
+
+def plan_reallocation(
+    source: ModelLayout,
+    target: ModelLayout,
+    cluster: ClusterSpec | None = None,
+    *,
+    element_bytes: int = 2,
+    rank: int | None = None,
+) -> ReallocationPlan:
+    """Plan the move from ``source`` to ``target``.
+
+    Without ``cluster`` all ranks count as one node. With ``rank`` only that rank's share is listed, which is the
+    whole plan filtered, at a small part of the cost. Raises PlanError when the models differ or a rank lies outside
+    the cluster.
+    """
+    nodes = locate_ranks(source, target, cluster)
+    check_element_bytes(element_bytes)
+    node_of = dict(nodes)
+    families = match_families(source, target)
+    demands = [tuple(_demands(family, node_of)) for family in families]
+    routed = _route(families, demands)
+    return ReallocationPlan(
+        source=source,
+        target=target,
+        element_bytes=element_bytes,
+        rank=rank,
+        transfers=list_transfers(routed, rank),
+        digest=digest_of("reallocation", source, target, nodes, element_bytes),
+        bytes_minimum=element_bytes * _missing_elements(families, demands),
+        inter_node_bytes_minimum=element_bytes * _missing_elements_of_nodes(families, demands),
+        nodes=nodes,
+        families=routed,
+    )
+
+
+def locate_ranks(source: ModelLayout, target: ModelLayout, cluster: ClusterSpec | None) -> tuple[tuple[int, int], ...]:
+    """(rank, node) of every rank of either layout, ascending. Raises PlanError for a rank outside the cluster."""
+    ranks = sorted({*source.layout.ranks, *target.layout.ranks})
+    if cluster is None:
+        return tuple((rank, 0) for rank in ranks)
+    if ranks[-1] >= cluster.num_devices:
+        raise PlanError(
+            f"rank {ranks[-1]} of {source.layout} -> {target.layout} is outside a cluster of "
+            f"{cluster.num_nodes}x{cluster.devices_per_node} devices; use fewer ranks or describe more nodes"
+        )
+    return tuple((rank, cluster.node_of(rank)) for rank in ranks)
+
+
+def check_element_bytes(element_bytes: int) -> None:
+    """Raise PlanError unless an element has at least one byte."""
+    if element_bytes < 1:
+        raise PlanError(
+            f"element_bytes={element_bytes} must be at least 1; give the item size of the dtype that travels"
+        )
+
+
+def digest_of(
+    kind: str, source: ModelLayout, target: ModelLayout, nodes: tuple[tuple[int, int], ...], element_bytes: int
+) -> str:
+    """SHA-256 of everything that the transfers depend on; the order of parameters does not count."""
+    digest = hashlib.sha256(repr((kind, PLANNER_VERSION, element_bytes, nodes)).encode())
+    for side in (source, target):
+        digest.update(f"|{side.layout}|{side.model.num_blocks}|".encode())
+        for param in sorted(side.model.params, key=lambda param: param.name):
+            digest.update(repr(param).encode())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """The ranks of one node that need a cell and do not hold it."""
+
+    cell: Cell
+    missing: tuple[int, ...]
+    candidates: tuple[int, ...]
+    """The nearest holders: those of the node, or all of them when it has none."""
+    remote: bool
+    """Whether the candidates are on other nodes: then one of ``missing`` receives and passes on."""
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.missing) * len(self.candidates)
+
+
+def _demands(family: Family, node_of: Mapping[int, int]) -> Iterator[_Demand]:
+    for cell in family.cells:
+        lacking: dict[int, list[int]] = {}
+        for receiver in cell.receivers:
+            if receiver not in cell.holders:
+                lacking.setdefault(node_of[receiver], []).append(receiver)
+        for node, missing in sorted(lacking.items()):
+            near = tuple(holder for holder in cell.holders if node_of[holder] == node)
+            yield _Demand(cell, tuple(missing), near or cell.holders, not near)
+
+
+def _route(families: tuple[Family, ...], demands: list[tuple[_Demand, ...]]) -> tuple[RoutedFamily, ...]:
+    """Choose senders family by family, the load carried over; sends that have no alternative count from the start."""
+    load = _Load()
+    for family, wanted in zip(families, demands, strict=True):
+        for demand in wanted:
+            load.count_forced(demand, len(family.names))
+    routed = []
+    for family, wanted in zip(families, demands, strict=True):
+        num_variants = _num_variants(wanted, len(family.names))
+        variants = []
+        for index in range(num_variants):
+            weight = len(range(index, len(family.names), num_variants))
+            variants.append(tuple(route for demand in wanted for route in load.serve(demand, weight)))
+        routed.append(RoutedFamily(family.names, tuple(_kept(family)), tuple(variants)))
+    return tuple(routed)
+
+
+def _num_variants(demands: tuple[_Demand, ...], num_params: int) -> int:
+    """Enough variants for every replica to have its turn, within ``MAX_CHOICES``."""
+    useful = max((max(len(demand.candidates), len(demand.missing) * demand.remote) for demand in demands), default=1)
+    affordable = MAX_CHOICES // max(1, sum(demand.num_choices for demand in demands))
+    return max(1, min(useful, affordable, num_params))
+
+
+def _kept(family: Family) -> Iterator[Route]:
+    for cell in family.cells:
+        for rank in cell.receivers:
+            if rank in cell.holders:
+                yield Route(cell.shape, rank, rank, cell.source_offset, cell.target_offset, 0)
+
+
+class _Load:
+    """Elements that every rank was asked to send, and to receive from other nodes, so far."""
+
+    def __init__(self) -> None:
+        self.sent: dict[int, int] = {}
+        self.received: dict[int, int] = {}
+
+    def count_forced(self, demand: _Demand, weight: int) -> None:
+        """Count what a sole candidate must send."""
+        if len(demand.candidates) == 1:
+            copies = 1 if demand.remote else len(demand.missing)
+            self._add_sent(demand.candidates[0], demand.cell.numel * copies * weight)
+
+    def serve(self, demand: _Demand, weight: int) -> Iterator[Route]:
+        """The routes that bring a cell to a node's ranks, for ``weight`` parameters."""
+        cell, amount = demand.cell, demand.cell.numel * weight
+        if not demand.remote:
+            for receiver in demand.missing:
+                yield self._from_source(cell, self._pick(demand.candidates, receiver, amount), receiver)
+            return
+        first = min(demand.missing, key=lambda rank: (self.received.get(rank, 0), rank))
+        self.received[first] = self.received.get(first, 0) + amount
+        yield self._from_source(cell, self._pick(demand.candidates, first, amount), first)
+        for receiver in demand.missing:
+            if receiver != first:
+                self._add_sent(first, amount)
+                yield Route(cell.shape, first, receiver, cell.target_offset, cell.target_offset, 1)
+
+    def _pick(self, candidates: tuple[int, ...], receiver: int, amount: int) -> int:
+        """The least loaded candidate; on a tie the next one after the receiver, so that ties spread."""
+        if len(candidates) == 1:
+            return candidates[0]
+        sent = self.sent
+        sender = min(candidates, key=lambda rank: (sent.get(rank, 0), rank < receiver, rank))
+        self._add_sent(sender, amount)
+        return sender
+
+    def _add_sent(self, rank: int, amount: int) -> None:
+        self.sent[rank] = self.sent.get(rank, 0) + amount
+
+    @staticmethod
+    def _from_source(cell: Cell, sender: int, receiver: int) -> Route:
+        return Route(cell.shape, sender, receiver, cell.source_offset, cell.target_offset, 0)
+
+
+def _missing_elements(families: tuple[Family, ...], demands: list[tuple[_Demand, ...]]) -> int:
+    return sum(
+        demand.cell.numel * len(demand.missing) * len(family.names)
+        for family, wanted in zip(families, demands, strict=True)
+        for demand in wanted
+    )
+
+
+def _missing_elements_of_nodes(families: tuple[Family, ...], demands: list[tuple[_Demand, ...]]) -> int:
+    return sum(
+        demand.cell.numel * len(family.names)
+        for family, wanted in zip(families, demands, strict=True)
+        for demand in wanted
+        if demand.remote
+    )
