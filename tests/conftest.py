@@ -21,6 +21,14 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(scope="session")
 def workers() -> Iterator[WorkerPool]:
     """``workers.run(function, *args, world_size=4)`` runs a module-level function on that many ranks."""
