@@ -1,0 +1,61 @@
+"""Declaring the model function calls of an algorithm: four decorators on the methods that do the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lightning_realloc.tuning.dataflow import CallKind, ModelFunctionCall
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+_DECLARATION = "_model_function_call"
+
+Names = str | tuple[str, ...]
+
+
+def generate(role: str, *, produces: Names, needs: Names = "batch") -> Callable[[Method], Method]:
+    """Declare ``method(self, engine, prompts) -> Samples``: this rank's prompts in, their responses out."""
+    return _declare("generate", role, needs, produces)
+
+
+def infer(role: str, *, needs: Names, produces: Names) -> Callable[[Method], Method]:
+    """Declare ``method(self, model, batch) -> (N,) or (B,) tensor``: one packed micro-batch, without gradients.
+
+    A value per token is kept for the response tokens, a value per sequence as it is.
+    """
+    return _declare("infer", role, needs, produces)
+
+
+def compute(*, needs: Names, produces: Names) -> Callable[[Method], Method]:
+    """Declare ``method(self, samples) -> mapping of columns``: whole groups of samples, on the host, no model."""
+    return _declare("compute", None, needs, produces)
+
+
+def train(role: str, *, needs: Names) -> Callable[[Method], Method]:
+    """Declare ``method(self, model, batch, totals) -> Loss``: one packed micro-batch; the rest is the runtime's."""
+    return _declare("train", role, needs, ())
+
+
+def declared_calls(module_class: type) -> tuple[ModelFunctionCall, ...]:
+    """Return the calls that a class declares, base classes first, in the order they are written."""
+    calls: dict[str, ModelFunctionCall] = {}
+    for base in reversed(module_class.__mro__):
+        for name in vars(base):
+            call = getattr(getattr(module_class, name), _DECLARATION, None)
+            if isinstance(call, ModelFunctionCall):
+                calls[name] = call
+    return tuple(calls.values())
+
+
+def _declare(kind: CallKind, role: str | None, needs: Names, produces: Names) -> Callable[[Method], Method]:
+    def attach(method: Method) -> Method:
+        name = method.__name__ if role is None else f"{role}.{kind}"
+        call = ModelFunctionCall(name, kind, role, method.__name__, _names(needs), _names(produces))
+        setattr(method, _DECLARATION, call)
+        return method
+
+    return attach
+
+
+def _names(names: Names) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)

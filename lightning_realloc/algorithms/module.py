@@ -1,0 +1,178 @@
+"""The LightningModule that every algorithm extends: it names its models and calls.
+
+It builds plain modules with full weights; sharding, moving, running calls and stepping are the strategy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from lightning_realloc.algorithms.calls import declared_calls
+from lightning_realloc.algorithms.role import Role
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.samples import Samples
+from lightning_realloc.runtime.training import TrainOptions
+from lightning_realloc.tuning.dataflow import Dataflow
+
+
+class MultiModelModule(L.LightningModule):
+    """A LightningModule of several models whose calls are declared, and run by ``strategy="realloc"``.
+
+    A subclass decorates its methods with ``@generate``, ``@infer``, ``@compute`` and ``@train`` and returns its models
+    from :meth:`roles`. Every model becomes an attribute with the role's name in :meth:`configure_model`.
+
+    Args:
+        learning_rate: Of the default optimizer, AdamW without weight decay.
+        optimizer: Makes an optimizer from parameters; overrides ``learning_rate``.
+        lr_scheduler: Makes a learning-rate schedule from an optimizer; it steps once per iteration.
+        train_options: Epochs, mini-batches, micro-batches and clipping of a training call.
+        seed: Of random weights, sampling and mini-batch order.
+    """
+
+    evaluation_calls: tuple[str, ...] = ()
+    """The calls that ``validate`` and ``test`` run on held-out prompts."""
+    dropout: bool = False
+    """Whether dropout is active in training; policies are trained on the distribution that they were sampled from."""
+
+    def __init__(
+        self,
+        *,
+        learning_rate: float = 1e-6,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        train_options: TrainOptions | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.learning_rate = learning_rate
+        self.train_options = train_options or TrainOptions()
+        self.seed = seed
+        self._make_optimizer = optimizer
+        self._make_lr_scheduler = lr_scheduler
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    # ---- what a subclass says about itself
+    def roles(self) -> tuple[Role, ...]:
+        """Return the algorithm's models."""
+        raise NotImplementedError(f"{type(self).__name__} must return its models from roles()")
+
+    def summarize(self, samples: Samples) -> dict[str, Tensor]:
+        """Return what to log about an iteration's or an evaluation's samples; the same on every rank."""
+        return {}
+
+    # ---- what follows from it
+    @property
+    def dataflow(self) -> Dataflow:
+        """The calls of one iteration.
+
+        Calls of roles that this module was not given are left out, and with them what they would have produced.
+        """
+        present = {role.name for role in self.roles()}
+        calls = declared_calls(type(self))
+        kept = [call for call in calls if call.role is None or call.role in present]
+        absent = {name for call in calls if call not in kept for name in call.produces}
+        needs = [tuple(name for name in call.needs if name not in absent) for call in kept]
+        return Dataflow(tuple(replace(call, needs=names) for call, names in zip(kept, needs, strict=True)))
+
+    def models(self) -> dict[str, nn.Module]:
+        """Return role name -> model, as far as they are built."""
+        return {role.name: getattr(self, role.name) for role in self.roles() if hasattr(self, role.name)}
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the first role that is loaded from a name or folder, unless one was set."""
+        if self._tokenizer is None:
+            sources = [role.source for role in self.roles() if isinstance(role.source, str | Path)]
+            if not sources:
+                raise ConfigError(
+                    f"{type(self).__name__} was given no tokenizer, and no model is loaded from a folder or name that "
+                    f"could have one; pass tokenizer="
+                )
+            self._tokenizer = AutoTokenizer.from_pretrained(sources[0])
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: PreTrainedTokenizerBase | str | Path | None) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+
+    # ---- Lightning's hooks
+    def configure_model(self) -> None:
+        """Build every model that is not built yet; called again before validate and test."""
+        for role in self.roles():
+            if not hasattr(self, role.name):
+                setattr(self, role.name, role.build(seed=self.seed))
+
+    def configure_optimizers(self) -> Any:
+        """Return one optimizer per trained role, its parameter group named after the role."""
+        made = []
+        for name in self.dataflow.trained_roles:
+            parameters = [p for p in getattr(self, name).parameters() if p.requires_grad]
+            optimizer = self._new_optimizer(parameters)
+            for group in optimizer.param_groups:
+                group["name"] = name
+            entry: dict[str, Any] = {"optimizer": optimizer}
+            if self._make_lr_scheduler is not None:
+                entry["lr_scheduler"] = {
+                    "scheduler": self._make_lr_scheduler(optimizer),
+                    "interval": "step",
+                    "name": f"lr-{name}",
+                }
+            made.append(entry)
+        return made if made else None
+
+    def training_step(self, batch: Samples, batch_idx: int) -> None:
+        """Run one iteration of the dataflow."""
+        samples = self._strategy.run_iteration(batch)
+        self.log_dict(self.summarize(samples), prog_bar=True, batch_size=len(samples))
+
+    def validation_step(self, batch: Samples, batch_idx: int) -> None:
+        """Run the evaluation calls on held-out prompts and log ``val/...``."""
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: Samples, batch_idx: int) -> None:
+        """Run the evaluation calls on held-out prompts and log ``test/...``."""
+        self._evaluate(batch, "test")
+
+    def predict_step(self, batch: Samples, batch_idx: int) -> Samples:
+        """Return the samples with what the evaluation calls made of them."""
+        samples: Samples = self._strategy.run_calls(batch, self.evaluation_calls)
+        return samples
+
+    def _evaluate(self, batch: Samples, prefix: str) -> None:
+        if not self.evaluation_calls:
+            raise ConfigError(f"{type(self).__name__} declares no evaluation_calls; leave the validation data out")
+        samples = self._strategy.run_calls(batch, self.evaluation_calls)
+        metrics = {f"{prefix}/{name}": value for name, value in self.summarize(samples).items()}
+        self.log_dict(metrics, prog_bar=True, batch_size=len(samples))
+
+    def _new_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if self._make_optimizer is not None:
+            return self._make_optimizer(parameters)
+        return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.0)
+
+    @property
+    def _strategy(self) -> Any:
+        strategy = self.trainer.strategy
+        if not hasattr(strategy, "run_iteration"):
+            raise ConfigError(
+                f"{type(self).__name__} needs Trainer(strategy='realloc'), which runs its calls; "
+                f"this Trainer has {type(strategy).__name__}"
+            )
+        return strategy
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Name the algorithm, so that a checkpoint of another one is refused by name."""
+        checkpoint["algorithm"] = type(self).__name__
+
+    def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing to restore: the strategy restores models and optimizers."""

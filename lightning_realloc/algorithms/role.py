@@ -1,0 +1,82 @@
+"""A role is one model of an algorithm: where its weights come from, what head it has, whether it is trained."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+)
+
+from lightning_realloc.errors import ConfigError
+
+ModelSource = str | Path | PreTrainedConfig | nn.Module
+"""A Hugging Face name or folder, a config (random weights), or a module that is already built."""
+
+Task = Literal["causal_lm", "sequence_classification", "token_classification"]
+
+_AUTO_CLASSES = {
+    "causal_lm": AutoModelForCausalLM,
+    "sequence_classification": AutoModelForSequenceClassification,
+    "token_classification": AutoModelForTokenClassification,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """One model of an algorithm."""
+
+    name: str
+    """``actor``, ``critic``, ``reference``, ``reward``, or any name."""
+    source: ModelSource
+    """Where the weights come from."""
+    trained: bool
+    """Whether an optimizer changes them."""
+    task: Task = "causal_lm"
+    """The head: next-token logits, or one score per sequence or token."""
+
+    def config(self) -> PreTrainedConfig | None:
+        """Return the model's configuration, None for a module without one."""
+        if isinstance(self.source, PreTrainedConfig):
+            return self.source
+        if isinstance(self.source, nn.Module):
+            config = getattr(self.source, "config", None)
+            return config if isinstance(config, PreTrainedConfig) else None
+        config = AutoConfig.from_pretrained(self.source)
+        assert isinstance(config, PreTrainedConfig)
+        return config
+
+    def build(self, *, seed: int) -> nn.Module:
+        """Return the model with its full weights, in float32, the same on every rank.
+
+        A module is copied, so that two roles may name the same one. Random weights depend on ``seed`` alone.
+        """
+        if isinstance(self.source, nn.Module):
+            return copy.deepcopy(self.source).requires_grad_(self.trained)
+        auto = _AUTO_CLASSES[self.task]
+        options = {} if self.task == "causal_lm" else {"num_labels": 1}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if isinstance(self.source, PreTrainedConfig):
+                model = auto.from_config(self.source, dtype=torch.float32, **options)  # type: ignore[no-untyped-call]
+            else:
+                model = self._load(auto, options)
+        return model.requires_grad_(self.trained)  # type: ignore[no-any-return]
+
+    def _load(self, auto: type, options: dict[str, int]) -> nn.Module:
+        try:
+            return auto.from_pretrained(self.source, dtype=torch.float32, **options)  # type: ignore[attr-defined, no-any-return]
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{self.name}={str(self.source)!r} could not be loaded ({error}); "
+                f"give a Hugging Face name, or a folder with config.json and weights"
+            ) from error

@@ -1,0 +1,64 @@
+"""Supervised fine-tuning: maximise the likelihood of given responses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from lightning_realloc.algorithms.calls import infer, train
+from lightning_realloc.algorithms.functional import cross_entropy
+from lightning_realloc.algorithms.module import MultiModelModule
+from lightning_realloc.algorithms.role import ModelSource, Role
+from lightning_realloc.runtime.packed_forward import token_logprobs
+from lightning_realloc.runtime.packing import PackedBatch
+from lightning_realloc.runtime.samples import Samples
+from lightning_realloc.runtime.training import Average, Loss, Totals
+
+
+class SFT(MultiModelModule):
+    """Train one model on prompts with given responses; only the responses' tokens count.
+
+    Args:
+        actor: The model: a Hugging Face name or folder, a config, or a module.
+        tokenizer: By default the actor's.
+        settings: Of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+    """
+
+    evaluation_calls = ("actor.infer",)
+    dropout = True
+
+    def __init__(
+        self,
+        actor: ModelSource,
+        *,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        self.tokenizer = tokenizer
+        self._actor_source = actor
+
+    def roles(self) -> tuple[Role, ...]:
+        """Return the one model."""
+        return (Role(name="actor", source=self._actor_source, trained=True),)
+
+    @infer("actor", needs="batch", produces="logprobs")
+    def score(self, actor: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return the log-probability of every response token; run on held-out data only."""
+        return token_logprobs(actor, batch, only_responses=True).logprobs
+
+    @train("actor", needs="batch")
+    def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
+        """Return one micro-batch's part of the mean negative log-likelihood per token."""
+        logprobs = token_logprobs(actor, batch, only_responses=True).logprobs
+        loss = cross_entropy(logprobs, batch.response_mask).sum()
+        return Loss(loss / totals.num_tokens, {"nll": Average(loss, batch.response_mask.sum())})
+
+    def summarize(self, samples: Samples) -> dict[str, Tensor]:
+        """Return the mean negative log-likelihood per token, where it was scored."""
+        if "logprobs" not in samples:
+            return {}
+        return {"loss": -samples.ragged("logprobs").values.mean()}

@@ -1,0 +1,6 @@
+"""When layouts change, and what the user sees of it."""
+
+from lightning_realloc.callbacks.phase import PhaseCallback
+from lightning_realloc.callbacks.reallocation import ParameterReallocation
+
+__all__ = ["ParameterReallocation", "PhaseCallback"]

@@ -1,0 +1,113 @@
+"""Getting what one call made to every rank that will use it.
+
+The bookkeeping of a column (name, kind, dtype, trailing shape) travels as JSON, its numbers as raw bytes: nothing is
+pickled. Python objects never travel, every rank has them from the data loader.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_realloc.errors import DataError
+from lightning_realloc.runtime.samples import Column, Ragged, Samples
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.float64, torch.float32,
+                  torch.float16, torch.bfloat16)
+}  # fmt: skip
+
+
+def encode(samples: Samples) -> Tensor:
+    """Return the samples' ids and tensor columns as one (bytes,) uint8 tensor on the host."""
+    parts: list[Tensor] = [samples.ids]
+    header: list[list[object]] = []
+    for name in sorted(samples.columns):
+        column = samples[name]
+        if isinstance(column, tuple):
+            continue
+        values = column.values if isinstance(column, Ragged) else column
+        dtype = str(values.dtype).removeprefix("torch.")
+        if dtype not in _DTYPES:
+            raise DataError(f"column {name!r} has dtype {dtype}, which cannot be sent; use one of {', '.join(_DTYPES)}")
+        header.append([name, isinstance(column, Ragged), dtype, list(values.shape)])
+        if isinstance(column, Ragged):
+            parts.append(column.lengths)
+        parts.append(values.detach().to("cpu").contiguous())
+    text = json.dumps({"count": len(samples), "columns": header}).encode()
+    size = torch.tensor([len(text)], dtype=torch.int64)
+    blobs = [_bytes(size), torch.frombuffer(bytearray(text), dtype=torch.uint8), *map(_bytes, parts)]
+    return torch.cat(blobs)
+
+
+def decode(blob: Tensor) -> Samples:
+    """Return what :func:`encode` was given, less its python objects."""
+    reader = _Reader(blob)
+    text = bytes(reader.take(int(reader.numbers(torch.int64, (1,))[0])).tolist())
+    header = json.loads(text)
+    ids = reader.numbers(torch.int64, (header["count"],))
+    columns: dict[str, Column] = {}
+    for name, is_ragged, dtype, shape in header["columns"]:
+        lengths = reader.numbers(torch.int64, (header["count"],)) if is_ragged else None
+        values = reader.numbers(_DTYPES[dtype], tuple(shape))
+        columns[name] = values if lengths is None else Ragged(values, lengths)
+    return Samples(ids, columns)
+
+
+def all_gather_samples(mine: Samples | None, *, device: torch.device) -> Samples:
+    """Return everybody's samples on every rank, in ascending order of their ids. Collective over all ranks.
+
+    Args:
+        mine: What this rank contributes; None where another rank already contributes the same samples.
+        device: Where the process group can communicate.
+    """
+    blob = encode(mine) if mine is not None else torch.empty(0, dtype=torch.uint8)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        if mine is None:
+            raise DataError("the only rank contributed no samples; a call must run on at least one rank")
+        return decode(blob).sorted_by_id()
+    parts = [decode(part) for part in _all_gather_bytes(blob, device) if part.numel()]
+    if not parts:
+        raise DataError("no rank contributed samples; a call must run on at least one rank")
+    return Samples.concatenate(parts).sorted_by_id()
+
+
+def _all_gather_bytes(blob: Tensor, device: torch.device) -> Sequence[Tensor]:
+    world = dist.get_world_size()
+    sizes = torch.empty(world, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(sizes, torch.tensor([blob.numel()], dtype=torch.int64, device=device))
+    longest = int(sizes.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: blob.numel()] = blob.to(device)
+    gathered = torch.empty(world * longest, dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(gathered, padded)
+    rows = gathered.cpu().view(world, longest)
+    return [rows[rank, :size] for rank, size in enumerate(sizes.tolist())]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+class _Reader:
+    """Walks through a blob; every read starts where the last one ended."""
+
+    def __init__(self, blob: Tensor) -> None:
+        self._blob = blob
+        self._position = 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        begin, self._position = self._position, self._position + num_bytes
+        return self._blob[begin : self._position]
+
+    def numbers(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        count = 1
+        for extent in shape:
+            count *= extent
+        # A copy: a view of the blob need not be aligned for its dtype.
+        return self.take(count * dtype.itemsize).clone().view(dtype).reshape(shape)

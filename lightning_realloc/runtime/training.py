@@ -1,0 +1,129 @@
+"""What an algorithm's loss gives back, and how a training call's samples become optimizer steps.
+
+Losses are additive: the values of all micro-batches on all data-parallel ranks sum to the loss of the whole
+mini-batch, because each is divided by the mini-batch's totals. The arithmetic is pure and the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.balance import balanced_shares
+from lightning_realloc.runtime.packing import PackedBatch, micro_batches, pack
+from lightning_realloc.runtime.samples import Samples
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """A mean that can still be merged with other ranks' and micro-batches' means."""
+
+    total: Tensor
+    """Scalar: the weighted sum."""
+    weight: Tensor | float
+    """Scalar: the sum of the weights, e.g. the number of tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """One micro-batch's part of a mini-batch's loss."""
+
+    value: Tensor
+    """Scalar that backward starts from; the parts of a mini-batch add up to its loss."""
+    metrics: Mapping[str, Average] = field(default_factory=dict)
+    """What to log, merged over micro-batches and ranks; every micro-batch has the same names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """How much a whole mini-batch holds, over all micro-batches and ranks: what losses divide by."""
+
+    num_sequences: int
+    """Sequences."""
+    num_tokens: int
+    """Response tokens, the ones that count in the loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """How a training call goes through its samples.
+
+    Args:
+        num_epochs: Passes over the samples of one iteration.
+        num_minibatches: Optimizer steps per pass.
+        micro_batch_tokens: Most tokens that are packed into one forward pass.
+        max_grad_norm: The global norm that gradients are clipped to; None leaves them.
+    """
+
+    num_epochs: int = 1
+    num_minibatches: int = 1
+    micro_batch_tokens: int = 8192
+    max_grad_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_epochs", "num_minibatches", "micro_batch_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
+            raise ConfigError(f"max_grad_norm={self.max_grad_norm} must be positive; use None to leave gradients alone")
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Positions that one rank packs into one forward pass."""
+
+    positions: tuple[int, ...]
+    """Of the samples that the call works on."""
+    counts: bool
+    """False: a repetition that only keeps collective forward passes in step; its loss and gradients are zeroed."""
+
+
+def pack_columns(samples: Samples, device: torch.device) -> PackedBatch:
+    """Return the samples in one pack on ``device``, with every column of numbers that they have."""
+    beside = [
+        name
+        for name, column in samples.columns.items()
+        if not isinstance(column, tuple) and name not in ("prompt_ids", "response_ids")
+    ]
+    return pack(samples, columns=beside).to(device)
+
+
+def micro_batch_plan(
+    lengths: Sequence[int], num_shares: int, *, max_tokens: int, equal_counts: bool
+) -> tuple[tuple[MicroBatch, ...], ...]:
+    """Return for every data-parallel rank the micro-batches it runs: its balanced share, packed.
+
+    ``equal_counts`` gives every rank as many micro-batches as the busiest one, which sharded weights need: each of
+    their forward passes is a collective. Every rank has at least one, so that it takes part in reducing gradients. The
+    shares are the same whether or not it is set.
+    """
+    plans: list[list[MicroBatch]] = []
+    for share in balanced_shares(lengths, num_shares):
+        packs = micro_batches([lengths[position] for position in share], max_tokens)
+        plans.append([MicroBatch(tuple(share[row] for row in pack), True) for pack in packs])
+    filler = MicroBatch((min(range(len(lengths)), key=lengths.__getitem__),), False)
+    least = max(len(plan) for plan in plans) if equal_counts else 1
+    return tuple(tuple(plan + [filler] * (least - len(plan))) for plan in plans)
+
+
+def minibatch_positions(num_samples: int, num_minibatches: int, *, seed: int) -> tuple[tuple[int, ...], ...]:
+    """Return a shuffled partition of the positions into equal mini-batches, one per optimizer step.
+
+    Raises:
+        ConfigError: when there are fewer samples than mini-batches.
+    """
+    if num_samples < num_minibatches:
+        raise ConfigError(
+            f"num_minibatches={num_minibatches} needs as many samples in an iteration, there are {num_samples}; "
+            f"lower num_minibatches or raise the batch size"
+        )
+    if num_minibatches == 1:
+        return (tuple(range(num_samples)),)
+    order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
+    bounds = [num_samples * part // num_minibatches for part in range(num_minibatches + 1)]
+    return tuple(tuple(sorted(order[a:b])) for a, b in pairwise(bounds))

@@ -1,0 +1,149 @@
+"""Sharded tensors in a distributed checkpoint, described by the package's own regions.
+
+Torch's planners know DTensors only; a rank here may hold several boxes of a fused weight, or a plain tensor that is a
+tensor-parallel slice. Two small planners write and read exactly the regions that a rank holds, so a checkpoint can be
+read into any other layout and any other number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+
+from lightning_realloc.layout.sharding import Piece
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedTensor:
+    """What one rank holds of a global tensor."""
+
+    shape: tuple[int, ...]
+    """Of the global tensor."""
+    dtype: torch.dtype
+    """Of every shard."""
+    pieces: tuple[Piece, ...]
+    """The regions that this rank holds; () on a rank that holds nothing."""
+    local: Tensor | None
+    """The rank's local tensor, in which each piece begins at its offset."""
+
+    def view(self, starts: tuple[int, ...]) -> Tensor:
+        """Return the view of the local tensor that holds the region beginning at ``starts``."""
+        piece = next(piece for piece in self.pieces if piece.region.starts == starts)
+        if self.local is None:
+            raise KeyError(f"this rank holds no tensor for its region at {starts}")
+        view = self.local
+        for dim, (offset, extent) in enumerate(zip(piece.offset, piece.region.shape, strict=True)):
+            view = view.narrow(dim, offset, extent)
+        return view
+
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        """Return the regions in the checkpoint format's words, empty ones left out."""
+        return [
+            ChunkStorageMetadata(torch.Size(piece.region.starts), torch.Size(piece.region.shape))
+            for piece in self.pieces
+            if piece.region.numel
+        ]
+
+
+State = Mapping[str, ShardedTensor]
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Writes every region once; replicas of a region are written by one of their holders."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._state = state
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for name, tensor in self._state.items():
+            for chunk in tensor.chunks():
+                data = TensorWriteData(chunk, TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape))
+                items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        index = write_item.index
+        assert index.offset is not None, "regions are always written with their offset"
+        return self._state[index.fqn].view(tuple(index.offset)).detach().cpu().contiguous()
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Reads whatever overlaps this rank's regions straight into its local tensors."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._state = state
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None, "the reader supplies the checkpoint's metadata"
+        items: list[ReadItem] = []
+        for name, tensor in self._state.items():
+            stored = self.metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata), f"{name} is stored as bytes, not as a tensor"
+            items += create_read_items_for_chunk_list(name, stored, tensor.chunks())
+        return LoadPlan(items)
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        index = read_item.dest_index
+        assert index.offset is not None, "regions are always read with their offset"
+        view = self._state[index.fqn].view(tuple(index.offset)).detach()
+        for dim, (offset, extent) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            view = view.narrow(dim, offset, extent)
+        return view
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing: the view that was resolved is the destination."""
+
+
+def save(state: State, folder: Path) -> None:
+    """Write every rank's regions under ``folder``. Collective over all ranks, where there are several."""
+    save_state({}, storage_writer=FileSystemWriter(folder, single_file_per_rank=True), planner=_SavePlanner(state),
+             no_dist=not dist.is_initialized())  # fmt: skip
+
+
+def load(state: State, folder: Path, *, alone: bool = False) -> None:
+    """Fill every local tensor from ``folder``. Collective over all ranks unless ``alone``."""
+    load_state({}, storage_reader=FileSystemReader(folder), planner=_LoadPlanner(state),
+             no_dist=alone or not dist.is_initialized())  # fmt: skip
+
+
+def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return name -> (global shape, dtype) of everything under ``folder``."""
+    metadata = FileSystemReader(folder).read_metadata()
+    return {
+        name: (tuple(entry.size), entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }

@@ -1,0 +1,209 @@
+"""Which replicas of every role exist on this rank, and which one a call works on.
+
+A role has one replica per distinct layout of its calls. The home replica owns the master weights (and the optimizer's
+parameters); every other one is a skeleton whose parameters are views of storage that a reallocation fills. Equal
+layouts share a replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.layout.model import ModelLayout
+from lightning_realloc.runtime.executor import Reallocation, ReallocationReport
+from lightning_realloc.runtime.mesh import MeshRegistry
+from lightning_realloc.runtime.model_spec import describe_model
+from lightning_realloc.runtime.parallelize import parallelize
+from lightning_realloc.runtime.shards import bind_tensors, local_tensors, reshard
+from lightning_realloc.runtime.tensor_parallel import install_tensor_parallel
+from lightning_realloc.runtime.twin import make_skeleton
+from lightning_realloc.tuning.dataflow import Dataflow
+from lightning_realloc.tuning.execution_plan import ExecutionPlan
+
+
+TransportName = Literal["auto", "push", "direct"]
+
+
+@dataclass(slots=True)
+class Replica:
+    """One role's weights in one layout, as this rank sees them."""
+
+    role: str
+    """The model this is a replica of."""
+    model_layout: ModelLayout
+    """Where every parameter of it lies."""
+    model: nn.Module
+    """The module; on a rank outside the layout a skeleton without weights."""
+    reallocation: Reallocation | None = None
+    """What fills it from the home replica; None for the home replica itself, and before the first filling."""
+    version: int = 0
+    """The version of the home replica's weights that it holds; 0 before the first filling."""
+
+    @property
+    def layout(self) -> Layout:
+        """Degrees and ranks."""
+        return self.model_layout.layout
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a forward pass gathers weights, and so is a collective."""
+        return isinstance(self.model, FSDPModule)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolOptions:
+    """What does not depend on a role."""
+
+    cluster: ClusterSpec
+    """For the choice of senders."""
+    device: torch.device
+    """Where weights live."""
+    rank: int
+    """This process."""
+    world_size: int
+    """All processes."""
+    copy_dtype: torch.dtype
+    """Of every replica but the home ones."""
+    mixed_precision: MixedPrecisionPolicy | None
+    """For sharded replicas."""
+    transport: TransportName
+    """How weights travel; ``auto`` probes."""
+    tp_plans: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Role -> tensor-parallel styles, for models that bring none."""
+
+
+class ModelPool:
+    """All replicas of all roles under one execution plan."""
+
+    def __init__(self, dataflow: Dataflow, plan: ExecutionPlan, meshes: MeshRegistry, options: PoolOptions) -> None:
+        self.dataflow = dataflow
+        self.plan = plan
+        self.meshes = meshes
+        self._options = options
+        self._home: dict[str, Replica] = {}
+        self._copies: dict[tuple[str, Layout], Replica] = {}
+        self._realized: set[str] = set()
+
+    # ---- building
+    def place(self, role: str, model: nn.Module) -> None:
+        """Shard ``model``, which holds full weights, into its home layout, and prepare the other replicas.
+
+        Raises:
+            LayoutError: when a layout of one of the role's calls does not fit the model.
+        """
+        spec = describe_model(model, tp_plan=self._options.tp_plans.get(role))
+        home = self.plan.layout(self.dataflow.home_call(role).name)
+        others = {self.plan.layout(call.name) for call in self.dataflow.calls_of(role)} - {home}
+        for layout in sorted(others, key=str):
+            copy = ModelLayout(spec, layout)
+            self._copies[role, layout] = Replica(role, copy, self._prepare_copy(role, model, copy))
+        model.to(self._options.device)
+        home_layout = ModelLayout(spec, home)
+        if self._options.rank in home.ranks:
+            policy = self._options.mixed_precision if home.data_parallel_size > 1 else None
+            parallelize(
+                model, home_layout, self.meshes, mixed_precision=policy, tp_plan=self._options.tp_plans.get(role)
+            )
+        self._home[role] = Replica(role, home_layout, model, version=1)
+
+    def _prepare_copy(self, role: str, model: nn.Module, target: ModelLayout) -> nn.Module:
+        skeleton = make_skeleton(model).eval().requires_grad_(False)
+        rank, tp_plan = self._options.rank, self._options.tp_plans.get(role)
+        if rank not in target.layout.ranks:
+            return skeleton
+        if target.layout.dims.fsdp > 1:
+            bind_tensors(skeleton, {
+                spec.name: torch.empty(spec.shape, dtype=self._options.copy_dtype, device=self._options.device)
+                for spec in target.model.params
+            })  # fmt: skip
+            return parallelize(skeleton, target, self.meshes, tp_plan=tp_plan)
+        group = self.meshes.group(target.layout, "tp")
+        if group is not None:
+            install_tensor_parallel(skeleton, target.layout, group, rank, tp_plan=tp_plan)
+        return skeleton
+
+    # ---- reading
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles that have been placed."""
+        return tuple(self._home)
+
+    def home(self, role: str) -> Replica:
+        """Return the replica that owns a role's weights."""
+        if role not in self._home:
+            raise PlanError(f"role {role!r} has not been placed; placed are {', '.join(self._home) or 'none'}")
+        return self._home[role]
+
+    def target(self, call: str) -> Replica:
+        """Return the replica in the layout that the plan gives ``call``."""
+        role = self.dataflow.call(call).role
+        if role is None:
+            raise PlanError(f"{call!r} is a computation on the host and has no model")
+        return self._copies.get((role, self.plan.layout(call)), self.home(role))
+
+    def active(self, call: str) -> Replica:
+        """Return the replica that ``call`` works on: its own layout's if that was made real, else the home one."""
+        replica = self.target(call)
+        return replica if call in self._realized else self.home(replica.role)
+
+    # ---- moving
+    def realize(self, call: str) -> ReallocationReport | None:
+        """Make the layout of ``call`` real. Collective over all ranks.
+
+        Returns:
+            What was moved, None when the replica already held the current weights.
+        """
+        target = self.target(call)
+        home = self.home(target.role)
+        self._realized.add(call)
+        if target is home or target.version == home.version:
+            return None
+        reshard(home.model)
+        if target.reallocation is None:
+            target.reallocation = self._connect(home, target)
+        report = target.reallocation.run()
+        reshard(target.model)
+        target.version = home.version
+        return report
+
+    def relinquish(self, call: str, *, free: bool = False) -> None:
+        """End a phase; ``free`` gives the replica's storage back until the next time."""
+        self._realized.discard(call)
+        target = self.target(call)
+        if free and target.reallocation is not None:
+            target.reallocation.release()
+            target.version = 0
+
+    def weights_changed(self, role: str) -> None:
+        """Note that a role's master weights are new: every other replica is stale."""
+        self._home[role].version += 1
+
+    def _connect(self, home: Replica, target: Replica) -> Reallocation:
+        options = self._options
+        inside = options.rank in target.layout.ranks
+        existing = local_tensors(target.model) if inside and target.is_sharded else None
+        uses_storage = target.layout.dims.fsdp > 1
+        reallocation = Reallocation(
+            home.model_layout,
+            local_tensors(home.model) if options.rank in home.layout.ranks else {},
+            target.model_layout,
+            rank=options.rank,
+            world_size=options.world_size,
+            dtype=options.copy_dtype,
+            device=options.device,
+            cluster=options.cluster,
+            transport=options.transport,
+            target_tensors=(existing or {}) if uses_storage else None,
+        )
+        if inside and not uses_storage:
+            bind_tensors(target.model, reallocation.target_tensors)
+        return reallocation

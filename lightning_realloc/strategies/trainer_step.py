@@ -1,0 +1,179 @@
+"""One training call on this rank: micro-batches, backward, gradient reduction, clipping, optimizer steps, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_realloc.errors import PlanError
+from lightning_realloc.runtime.gradients import clip_gradients
+from lightning_realloc.runtime.mesh import MeshRegistry
+from lightning_realloc.runtime.samples import Samples
+from lightning_realloc.runtime.training import (
+    Loss,
+    MicroBatch,
+    Totals,
+    TrainOptions,
+    micro_batch_plan,
+    minibatch_positions,
+    pack_columns,
+)
+from lightning_realloc.strategies.model_pool import Replica
+
+LossMethod = Callable[..., Loss]
+
+
+class Stepper(Protocol):
+    """What a training call needs of Lightning."""
+
+    @property
+    def iteration(self) -> int:
+        """Iterations done so far."""
+
+    def optimizer_of(self, role: str) -> torch.optim.Optimizer:
+        """Return the role's optimizer."""
+
+    def forward_context(self, *, sharded: bool) -> Any:
+        """Return the context of a training forward pass: autocast where the precision asks for it."""
+
+    def backward_loss(self, loss: Tensor) -> None:
+        """Run backward with Lightning's hooks."""
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step the optimizer with Lightning's hooks."""
+
+    def log(self, metrics: dict[str, Tensor]) -> None:
+        """Log what a training call measured."""
+
+
+class Trainee:
+    """Trains one role's home replica on a batch of samples.
+
+    Args:
+        stepper: Lightning's side.
+        meshes: Process groups.
+        options: Epochs, mini-batches, clipping.
+        device: Where the model is.
+        rank: This process.
+        seed: Of the order of mini-batches.
+        dropout: Whether dropout is active.
+    """
+
+    def __init__(
+        self, stepper: Stepper, meshes: MeshRegistry, options: TrainOptions, *, device: torch.device, rank: int,
+        seed: int, dropout: bool,
+    ) -> None:  # fmt: skip
+        self._stepper = stepper
+        self._meshes = meshes
+        self._options = options
+        self._device = device
+        self._rank = rank
+        self._seed = seed
+        self._dropout = dropout
+
+    def train(
+        self, method: LossMethod, replica: Replica, samples: Samples, lengths: Sequence[int], *, max_tokens: int
+    ) -> None:
+        """Take the optimizer steps of one iteration and log their mean loss, metrics and gradient norm."""
+        replica.model.train(self._dropout or getattr(replica.model, "is_gradient_checkpointing", False))
+        sums = _MetricSums()
+        for epoch in range(self._options.num_epochs):
+            order_seed = hash((self._seed, self._stepper.iteration, epoch)) % 2**63
+            for positions in minibatch_positions(len(samples), self._options.num_minibatches, seed=order_seed):
+                self._step(method, replica, samples, positions, lengths, max_tokens, sums)
+        self._stepper.log(
+            {f"{replica.role}/{k}": v for k, v in sums.reduce(self._group(replica), self._device).items()}
+        )
+
+    def _step(
+        self, method: LossMethod, replica: Replica, samples: Samples, positions: Sequence[int],
+        lengths: Sequence[int], max_tokens: int, sums: _MetricSums,
+    ) -> None:  # fmt: skip
+        layout = replica.layout
+        plans = micro_batch_plan(
+            [lengths[position] for position in positions], layout.data_parallel_size, max_tokens=max_tokens,
+            equal_counts=replica.is_sharded,
+        )  # fmt: skip
+        tokens = samples.ragged("response_ids").lengths[list(positions)].sum()
+        totals = Totals(num_sequences=len(positions), num_tokens=int(tokens))
+        optimizer = self._stepper.optimizer_of(replica.role)
+        optimizer.zero_grad(set_to_none=True)
+        mine = plans[layout.data_parallel_index(self._rank)]
+        for number, micro in enumerate(mine):
+            if isinstance(replica.model, FSDPModule):
+                replica.model.set_requires_gradient_sync(number == len(mine) - 1)
+            self._micro_batch(
+                method, replica, samples.select([positions[p] for p in micro.positions]), micro, totals, sums
+            )
+        if self._options.max_grad_norm is not None:
+            norm = clip_gradients(replica.model, replica.model_layout, self._meshes, self._options.max_grad_norm)
+            sums.add_shared("grad_norm", norm)
+        self._stepper.step(optimizer)
+        sums.num_steps += 1
+
+    def _micro_batch(
+        self,
+        method: LossMethod,
+        replica: Replica,
+        chosen: Samples,
+        micro: MicroBatch,
+        totals: Totals,
+        sums: _MetricSums,
+    ) -> None:
+        batch = pack_columns(chosen, self._device)
+        with self._stepper.forward_context(sharded=replica.is_sharded):
+            loss = method(replica.model, batch, totals)
+        if not loss.value.requires_grad:
+            raise PlanError(
+                f"the loss of {replica.role} does not depend on its weights; is a role frozen that is trained?"
+            )
+        # Sharded data parallelism averages gradients over its ranks, the parts of the loss are meant to add up.
+        scale = replica.layout.data_parallel_size if micro.counts else 0
+        self._stepper.backward_loss(loss.value * scale)
+        sums.add(loss, counts=micro.counts)
+
+    def _group(self, replica: Replica) -> dist.ProcessGroup | None:
+        return self._meshes.group(replica.layout, "dp", "fsdp")
+
+
+class _MetricSums:
+    """Sums of losses and metrics over micro-batches, merged over data-parallel ranks in one collective."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._loss: list[Tensor] = []
+        self._totals: dict[str, list[Tensor]] = {}
+        self._weights: dict[str, list[Tensor]] = {}
+        self._shared: dict[str, list[Tensor]] = {}
+
+    def add(self, loss: Loss, *, counts: bool) -> None:
+        """Count one micro-batch; a repeated one adds zero, so that every rank knows every metric's name."""
+        self._loss.append(loss.value.detach().float() * counts)
+        for name, average in loss.metrics.items():
+            self._totals.setdefault(name, []).append(average.total.detach().float() * counts)
+            self._weights.setdefault(name, []).append(torch.as_tensor(average.weight, dtype=torch.float32) * counts)
+
+    def add_shared(self, name: str, value: Tensor) -> None:
+        """Count one optimizer step's value that is already the same on all ranks."""
+        self._shared.setdefault(name, []).append(value.detach().float())
+
+    def reduce(self, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, Tensor]:
+        """Return the means over all micro-batches of all ranks of the group."""
+        names = sorted(self._totals)
+        zero = torch.zeros((), device=device)
+        sums = [torch.stack([zero, *self._loss]).sum()]
+        for name in names:
+            sums.append(torch.stack([zero, *self._totals.get(name, [])]).sum())
+            sums.append(torch.stack([zero, *(w.to(device) for w in self._weights.get(name, []))]).sum())
+        packed = torch.stack(sums)
+        if group is not None:
+            dist.all_reduce(packed, group=group)
+        result = {"loss": packed[0] / self.num_steps}
+        for index, name in enumerate(names):
+            result[name] = packed[1 + 2 * index] / packed[2 + 2 * index].clamp_min(1e-12)
+        return result | {name: torch.stack(values).mean() for name, values in self._shared.items()}

@@ -1,0 +1,164 @@
+"""Where every call of an iteration runs: its layout, its ranks, its options; read from YAML and written back.
+
+A plan is a value: it can be printed, compared and hashed. Making it real is the strategy's work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_realloc.errors import LayoutError, PlanError
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.tuning.dataflow import Dataflow
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlan:
+    """One call's layout and options."""
+
+    layout: Layout
+    """Degrees of parallelism and the ordered ranks."""
+    micro_batch_tokens: int | None = None
+    """Most tokens that one forward pass packs together; None leaves it to the algorithm."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass; only training calls have one."""
+    max_slots: int = 64
+    """Most sequences that a generation engine decodes at once, per data-parallel rank."""
+
+    def __post_init__(self) -> None:
+        if self.micro_batch_tokens is not None and self.micro_batch_tokens < 1:
+            raise PlanError(f"micro_batch_tokens={self.micro_batch_tokens} must be at least 1; or leave it out")
+        if self.max_slots < 1:
+            raise PlanError(f"max_slots={self.max_slots} must be at least 1, the sequences decoded at once")
+
+    @classmethod
+    def parse(cls, name: str, entry: object) -> CallPlan:
+        """Read ``"fsdp2.tp2@0-3"`` or ``{layout: ..., micro_batch_tokens: ...}``; ``name`` is for messages."""
+        if isinstance(entry, str):
+            entry = {"layout": entry}
+        if not isinstance(entry, Mapping) or "layout" not in entry:
+            raise PlanError(f"calls.{name} is {entry!r}; write a layout such as 'fsdp4@0-3' or {{layout: fsdp4@0-3}}")
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(entry) - known)
+        if unknown:
+            raise PlanError(f"calls.{name} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+        try:
+            layout = Layout.parse(str(entry["layout"]))
+        except LayoutError as error:
+            raise PlanError(f"calls.{name}: {error}") from error
+        return cls(layout, **{key: value for key, value in entry.items() if key != "layout"})
+
+    def to_entry(self) -> str | dict[str, Any]:
+        """Return what :meth:`parse` reads: the bare layout where no option is set."""
+        options = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        chosen = {key: value for key, value in options.items() if key != "layout"}
+        return {"layout": str(self.layout), **chosen} if chosen else str(self.layout)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionPlan:
+    """Every model function call's layout, ranks and options."""
+
+    calls: tuple[tuple[str, CallPlan], ...]
+    """Call name and its plan, sorted by name so that equal plans compare equal."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "calls", tuple(sorted(self.calls, key=lambda item: item[0])))
+        names = [name for name, _ in self.calls]
+        if len(set(names)) < len(names):
+            raise PlanError(f"a plan names every call once; got {', '.join(names)}")
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> ExecutionPlan:
+        """Read a plan from ``{"calls": {name: layout or options}}``."""
+        unknown = sorted(set(mapping) - {"calls"})
+        if unknown or not isinstance(mapping.get("calls"), Mapping):
+            raise PlanError(
+                f"an execution plan has one key, 'calls', with a layout for every call; got {list(mapping)}"
+            )
+        return cls(tuple((str(name), CallPlan.parse(str(name), entry)) for name, entry in mapping["calls"].items()))
+
+    @classmethod
+    def load(cls, path: str | Path) -> ExecutionPlan:
+        """Read a YAML file; every error names the file."""
+        try:
+            content = yaml.safe_load(Path(path).read_text())
+            if not isinstance(content, Mapping):
+                raise PlanError("an execution plan is a mapping with the key 'calls'")
+            return cls.from_mapping(content)
+        except (OSError, yaml.YAMLError, PlanError) as error:
+            raise PlanError(f"plan file {path}: {error}") from error
+
+    @classmethod
+    def static(cls, dataflow: Dataflow, layout: Layout) -> ExecutionPlan:
+        """One layout for every call: nothing ever moves. The baseline."""
+        return cls(tuple((call.name, CallPlan(layout)) for call in dataflow.model_calls))
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return what :meth:`from_mapping` reads."""
+        return {"calls": {name: plan.to_entry() for name, plan in self.calls}}
+
+    def save(self, path: str | Path) -> None:
+        """Write the YAML file that :meth:`load` reads."""
+        Path(path).write_text(yaml.safe_dump(self.to_mapping(), sort_keys=False))
+
+    def call(self, name: str) -> CallPlan:
+        """Return one call's plan; PlanError when the plan does not name it."""
+        for known, plan in self.calls:
+            if known == name:
+                return plan
+        raise PlanError(f"the plan gives no layout for {name!r}; it names {', '.join(n for n, _ in self.calls)}")
+
+    def layout(self, name: str) -> Layout:
+        """Return one call's layout."""
+        return self.call(name).layout
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Every distinct layout, in the order of the call names."""
+        return tuple(dict.fromkeys(plan.layout for _, plan in self.calls))
+
+    @property
+    def digest(self) -> str:
+        """A hash of the plan's text, equal on every rank that holds the same plan."""
+        return hashlib.sha256(yaml.safe_dump(self.to_mapping()).encode()).hexdigest()
+
+    def completed(self, dataflow: Dataflow) -> ExecutionPlan:
+        """Return the plan with a home layout for the calls that it leaves out and that only serve evaluation."""
+        given = {name for name, _ in self.calls}
+        spare = [c for c in dataflow.model_calls if c not in dataflow.iteration_calls and c.name not in given]
+        homes = [(call.name, dataflow.home_call(str(call.role)).name) for call in spare]
+        return ExecutionPlan(self.calls + tuple((name, self.call(home)) for name, home in homes if home in given))
+
+    def check(self, dataflow: Dataflow, world_size: int) -> None:
+        """Refuse a plan that does not fit the algorithm or the number of ranks.
+
+        Raises:
+            PlanError: for a call without a layout, a layout without a call, a rank beyond ``world_size``.
+        """
+        wanted = {call.name for call in dataflow.model_calls}
+        given = {name for name, _ in self.calls}
+        if wanted - given:
+            missing = ", ".join(sorted(wanted - given))
+            raise PlanError(f"the plan gives no layout for {missing}; add a line for each under 'calls'")
+        if given - wanted:
+            extra = ", ".join(sorted(given - wanted))
+            raise PlanError(f"the plan names {extra}, which this algorithm has not; it has {', '.join(sorted(wanted))}")
+        for name, plan in self.calls:
+            beyond = [rank for rank in plan.layout.ranks if rank >= world_size]
+            if beyond:
+                raise PlanError(
+                    f"calls.{name}: layout {plan.layout} uses rank {beyond[0]}, but this run has {world_size} ranks "
+                    f"(0-{world_size - 1}); use {max(plan.layout.ranks) + 1} devices, or a plan for {world_size}"
+                )
+
+    def table(self) -> str:
+        """Return the plan as aligned text, one call a line."""
+        width = max((len(name) for name, _ in self.calls), default=0)
+        return "\n".join(f"{name:<{width}}  {plan.to_entry()}" for name, plan in self.calls)
