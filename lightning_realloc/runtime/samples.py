@@ -80,10 +80,9 @@ class Ragged:
     def select(self, indices: Sequence[int] | Tensor) -> Ragged:
         """Return the sequences at these positions, in this order; a position may repeat."""
         rows = _as_indices(indices, len(self))
-        if rows.numel() == 0:
-            return Ragged(self.values[:0], self.lengths[:0])
-        sequences = self.split()
-        return Ragged(torch.cat([sequences[row] for row in rows.tolist()]), self.lengths[rows])
+        begins, ends = self.offsets[rows].tolist(), self.offsets[rows + 1].tolist()
+        parts = [self.values[begin:end] for begin, end in zip(begins, ends, strict=True)]
+        return Ragged(torch.cat(parts) if parts else self.values[:0], self.lengths[rows])
 
     def to(self, device: torch.device | str) -> Ragged:
         """Return the same sequences with ``values`` on ``device``."""

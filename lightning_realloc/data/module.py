@@ -1,0 +1,192 @@
+"""What do data modules of prompts and of supervised pairs share? Reading, splitting, fitting the context, loaders."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from lightning_realloc.data.loader import BatchLoader
+from lightning_realloc.data.rows import Row, RowSource, read_rows, split_by_hash
+from lightning_realloc.errors import DataError
+from lightning_realloc.runtime.samples import Column, Samples
+
+log = logging.getLogger(__name__)
+
+LongRows = Literal["refuse", "truncate", "drop"]
+"""What happens to rows with more tokens than fit."""
+RESERVED_COLUMNS = frozenset(
+    {"prompt_id", "prompt_ids", "response_ids", "behaviour_logprobs", "ref_logprobs", "finish_reason", "rewards"}
+    | {"advantages", "group", "prompts", "completions", "completion_ids"}
+)
+"""Names that calls produce or reward functions are given; a data set must use others."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimit:
+    """The most tokens a row may have, and where that comes from."""
+
+    tokens: int
+    source: str
+    """For error messages, e.g. ``max_prompt_tokens``."""
+
+
+class RowDataModule(L.LightningDataModule, ABC):
+    """Global batches of :class:`Samples` from rows; a subclass says how rows become columns."""
+
+    def __init__(
+        self,
+        data: RowSource,
+        *,
+        batch_size: int,
+        val_data: RowSource | None,
+        val_fraction: float,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool,
+        long_rows: LongRows,
+    ) -> None:
+        super().__init__()
+        if not 0.0 <= val_fraction < 1.0:
+            raise DataError(f"val_fraction={val_fraction} must be at least 0 and below 1")
+        if val_data is not None and val_fraction > 0.0:
+            raise DataError(f"val_data and val_fraction={val_fraction} both name held-out rows; give one of them")
+        self.data = data
+        self.batch_size = batch_size
+        self.val_data = val_data
+        self.val_fraction = val_fraction
+        self.seed = seed
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.long_rows = long_rows
+        self._tokenizer = tokenizer
+        self._tables: dict[str, Samples] = {}
+
+    @abstractmethod
+    def split_column(self, rows: Sequence[Row]) -> str:
+        """Return the column whose hash decides which rows are held out."""
+
+    @abstractmethod
+    def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
+        """Return the rows that fit as samples with ids 0, 1, ...; called once per split, on every rank alike."""
+
+    # ---- Lightning's hooks
+    def setup(self, stage: str | None = None) -> None:
+        """Read, check and tokenize all rows, so that whatever is wrong with them is found before the first step."""
+        if self._tables:
+            return
+        tokenizer = self.tokenizer
+        rows = read_rows(self.data)
+        held_out: tuple[Row, ...] = ()
+        if self.val_data is not None:
+            held_out = read_rows(self.val_data)
+        elif self.val_fraction > 0.0:
+            rows, held_out = self._split(rows)
+        self._tables["train"] = self.tabulate(rows, tokenizer)
+        if held_out:
+            self._tables["val"] = self.tabulate(held_out, tokenizer)
+        rank_zero_info(f"{len(self._tables['train'])} rows to train on, {len(held_out)} held out")
+
+    def train_dataloader(self) -> BatchLoader:
+        """Return the training batches."""
+        return self._loader("train", shuffle=self.shuffle, drop_last=self.drop_last)
+
+    def val_dataloader(self) -> BatchLoader | list[Any]:
+        """Return the held-out batches, in the order of the rows; none without held-out rows."""
+        return self._loader("val", shuffle=False, drop_last=False) if "val" in self._tables else []
+
+    def test_dataloader(self) -> BatchLoader:
+        """Return the held-out batches, or all rows where none are held out."""
+        return self._loader("val" if "val" in self._tables else "train", shuffle=False, drop_last=False)
+
+    def predict_dataloader(self) -> BatchLoader:
+        """Return every row of ``data`` that is not held out, in order."""
+        return self._loader("train", shuffle=False, drop_last=False)
+
+    # ---- what subclasses use
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer given, or else that of the LightningModule under training."""
+        if isinstance(self._tokenizer, str | Path):
+            self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer)
+        if self._tokenizer is None:
+            self._tokenizer = getattr(self._module(), "tokenizer", None)
+        if not isinstance(self._tokenizer, PreTrainedTokenizerBase):
+            raise DataError(
+                f"{type(self).__name__} has no tokenizer and the LightningModule brings none; "
+                f"pass tokenizer= with a Hugging Face name, folder or tokenizer"
+            )
+        return self._tokenizer
+
+    def model_context(self) -> int | None:
+        """Return the most positions that every model of the LightningModule has; None if that is not known."""
+        roles = getattr(self._module(), "roles", None)
+        configs = [role.config() for role in roles()] if callable(roles) else []
+        contexts = [getattr(c.get_text_config(), "max_position_embeddings", None) for c in configs if c is not None]
+        known = [context for context in contexts if isinstance(context, int) and context > 0]
+        return min(known, default=None)
+
+    def columns_of(self, rows: Sequence[Row]) -> dict[str, Column]:
+        """Return every column of the rows as python objects, for reward functions and logs."""
+        taken = sorted(RESERVED_COLUMNS & set(rows[0].values))
+        if taken:
+            raise DataError(f"{rows[0].place}: columns named {taken} would hide what the run computes; rename them")
+        return {name: tuple(row.values[name] for row in rows) for name in rows[0].values}
+
+    def require(self, rows: Sequence[Row], column: str) -> None:
+        """Refuse rows without ``column``."""
+        if column not in rows[0].values:
+            raise DataError(
+                f"{rows[0].place} has no column {column!r}, only {sorted(rows[0].values)}; name another one"
+            )
+
+    def fitted(self, row: Row, num_tokens: int, limit: TokenLimit | None, ways_out: str) -> bool:
+        """Return whether the row is kept: it fits, or long rows are truncated.
+
+        Raises:
+            DataError: for a row that does not fit where long rows are refused.
+        """
+        if limit is None or num_tokens <= limit.tokens or self.long_rows == "truncate":
+            return True
+        if self.long_rows == "drop":
+            log.debug("dropped %s: %d tokens, %s=%d", row.place, num_tokens, limit.source, limit.tokens)
+            return False
+        raise DataError(f"{row.place} has {num_tokens} tokens, and {limit.source} allows {limit.tokens}; {ways_out}")
+
+    # ---- inside
+    def _split(self, rows: tuple[Row, ...]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+        column = self.split_column(rows)
+        self.require(rows, column)
+        rest, held_out = split_by_hash(rows, column, fraction=self.val_fraction, seed=self.seed)
+        if not rest or not held_out:
+            raise DataError(
+                f"val_fraction={self.val_fraction} leaves {len(rest)} rows to train on and {len(held_out)} held out of "
+                f"{len(rows)}; both need one at least, change val_fraction or seed, or give val_data"
+            )
+        return rest, held_out
+
+    def _loader(self, split: str, *, shuffle: bool, drop_last: bool) -> BatchLoader:
+        if split not in self._tables:
+            raise DataError(f"{type(self).__name__} has read no rows yet; call setup() first, as Trainer does")
+        return BatchLoader(
+            self._tables[split], batch_size=self.batch_size, seed=self.seed, shuffle=shuffle, drop_last=drop_last
+        )
+
+    def _module(self) -> object:
+        return None if self.trainer is None else self.trainer.lightning_module
+
+
+def tabulated(columns: Mapping[str, Column], num_rows: int, what: str) -> Samples:
+    """Return the columns as samples with ids 0, 1, ...; refuse a split of which nothing is left."""
+    if num_rows == 0:
+        raise DataError(f"no {what} is left to use; raise the token limit or give shorter ones")
+    return Samples(torch.arange(num_rows), columns)

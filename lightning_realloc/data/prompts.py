@@ -1,0 +1,100 @@
+"""Prompts to generate from, with whatever reward functions need beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_realloc.data.chat import prompt_token_ids
+from lightning_realloc.data.module import LongRows, RowDataModule, TokenLimit, tabulated
+from lightning_realloc.data.rows import Row, RowSource
+from lightning_realloc.errors import DataError
+from lightning_realloc.runtime.samples import Ragged, Samples
+
+
+class PromptDataModule(RowDataModule):
+    """Batches of prompts for generation, the same on every rank.
+
+    A batch is :class:`Samples` with ``prompt_ids`` (token ids), ``prompt`` (the text, or the messages) and every other
+    column of the data as python objects.
+
+    Args:
+        data: A JSONL file, a list of dictionaries, or a ``datasets.Dataset``.
+        prompt_column: Holds text, or a list of messages with ``role`` and ``content`` for the chat template.
+        batch_size: Prompts per iteration, over all ranks together.
+        val_data: Held-out rows, read like ``data``.
+        val_fraction: Instead of ``val_data``: the share of ``data`` that is held out, chosen by a hash of the prompt.
+        tokenizer: A Hugging Face name, folder or tokenizer; by default the LightningModule's.
+        seed: Of the order of the rows and of what is held out.
+        shuffle: Whether rows come in another order every epoch.
+        drop_last: Whether an epoch leaves out a last batch that is smaller than the others.
+        max_prompt_tokens: The longest prompt that is accepted; by default one less than the models have positions.
+        long_prompts: What happens to longer ones: ``refuse`` them all with an error, ``truncate`` them to their last
+            tokens, or ``drop`` their rows.
+
+    Raises:
+        DataError: in ``setup``, for anything in the data that cannot be used, with its file and line.
+    """
+
+    def __init__(
+        self,
+        data: RowSource,
+        *,
+        batch_size: int,
+        prompt_column: str = "prompt",
+        val_data: RowSource | None = None,
+        val_fraction: float = 0.0,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        max_prompt_tokens: int | None = None,
+        long_prompts: LongRows = "refuse",
+    ) -> None:
+        super().__init__(
+            data, batch_size=batch_size, val_data=val_data, val_fraction=val_fraction, tokenizer=tokenizer,
+            seed=seed, shuffle=shuffle, drop_last=drop_last, long_rows=long_prompts,
+        )  # fmt: skip
+        if max_prompt_tokens is not None and max_prompt_tokens < 1:
+            raise DataError(f"max_prompt_tokens={max_prompt_tokens} must be at least 1; use None for the models' limit")
+        self.prompt_column = prompt_column
+        self.max_prompt_tokens = max_prompt_tokens
+
+    def split_column(self, rows: Sequence[Row]) -> str:
+        """Return the prompts' column: equal prompts are never on both sides."""
+        return self.prompt_column
+
+    def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
+        """Return ``prompt_ids``, ``prompt`` and the other columns of the rows that fit."""
+        self.require(rows, self.prompt_column)
+        if self.prompt_column != "prompt" and "prompt" in rows[0].values:
+            raise DataError(
+                f"{rows[0].place} has a column 'prompt' beside prompt_column={self.prompt_column!r}, and both would be "
+                f"the samples' prompt; rename one"
+            )
+        limit = self._limit()
+        kept: list[Row] = []
+        prompts: list[list[int]] = []
+        for row in rows:
+            ids = prompt_token_ids(tokenizer, row.values[self.prompt_column], row.place)
+            if self.fitted(row, len(ids), limit, "shorten it, or set long_prompts to 'truncate' or 'drop'"):
+                kept.append(row)
+                prompts.append(ids if limit is None else ids[-limit.tokens :])
+        if not kept:
+            return tabulated({}, 0, "prompt")
+        columns = self.columns_of(kept)
+        return tabulated(
+            {**columns, "prompt": columns[self.prompt_column], "prompt_ids": Ragged.from_list(prompts)},
+            len(kept),
+            "prompt",
+        )
+
+    def _limit(self) -> TokenLimit | None:
+        context = self.model_context()
+        # One position is left for the first token that is generated.
+        limits = [] if context is None else [TokenLimit(context - 1, f"the models' context of {context} positions")]
+        if self.max_prompt_tokens is not None:
+            limits.append(TokenLimit(self.max_prompt_tokens, "max_prompt_tokens"))
+        return min(limits, key=lambda limit: limit.tokens, default=None)

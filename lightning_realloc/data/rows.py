@@ -1,0 +1,104 @@
+"""Which rows does a data set hold, and where is each one from? Reading and checking, before any tokenizer.
+
+A row remembers its place (file and line, or position in a data set), so that whoever finds fault with it later can
+say where.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_realloc.errors import DataError
+
+RowSource = str | Path | Iterable[Mapping[str, Any]]
+"""A JSONL file, a list of dictionaries, or anything that iterates over dictionaries, such as a ``datasets.Dataset``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One entry of a data set."""
+
+    place: str
+    """For error messages, e.g. ``prompts.jsonl, line 3``."""
+    values: Mapping[str, Any]
+    """Column name -> value; every row of a data set has the same columns."""
+
+
+def read_rows(source: RowSource) -> tuple[Row, ...]:
+    """Return all rows.
+
+    Raises:
+        DataError: with file and line, for what is not a JSON object, for columns that other rows do not have, and
+            for a data set without rows.
+    """
+    if isinstance(source, str | Path):
+        name, rows = str(source), tuple(_read_jsonl(Path(source)))
+    else:
+        name, rows = "the data set", tuple(_read_table(source))
+    if not rows:
+        raise DataError(f"{name} holds no rows; it needs at least one")
+    for row in rows[1:]:
+        differing = sorted(set(row.values) ^ set(rows[0].values))
+        if differing:
+            raise DataError(
+                f"{row.place} must have the same columns as {rows[0].place}; it differs in {differing}, "
+                f"write null where a row has no value"
+            )
+    return rows
+
+
+def split_by_hash(
+    rows: Sequence[Row], column: str, *, fraction: float, seed: int
+) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """Return (the rest, about ``fraction`` of the rows), chosen by a hash of ``column`` and ``seed``.
+
+    Rows with equal values of the column fall on the same side, so nothing that is held out is also trained on.
+    """
+    chosen: list[Row] = []
+    rest: list[Row] = []
+    for row in rows:
+        text = json.dumps([seed, row.values[column]], sort_keys=True, default=str)
+        place_in_unit = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64
+        (chosen if place_in_unit < fraction else rest).append(row)
+    return tuple(rest), tuple(chosen)
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    if not path.is_file():
+        raise DataError(f"no file at {str(path)!r}; give a JSONL file, one object a line, or pass a data set")
+    with path.open(encoding="utf-8") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    place = f"{path}, line {number}"
+                    yield Row(place, _parsed(line, place))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} must be UTF-8 text, one JSON object a line; {error}") from error
+
+
+def _parsed(line: str, place: str) -> Mapping[str, Any]:
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place} is not JSON: {error.msg} at column {error.colno} of {_short(line)}") from error
+    if not isinstance(values, dict):
+        raise DataError(f'{place} must be a JSON object such as {{"prompt": "..."}}; it is {_short(line)}')
+    return values
+
+
+def _read_table(table: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
+    for number, values in enumerate(table):
+        place = f"row {number} of the data set"
+        if not isinstance(values, Mapping):
+            raise DataError(f"{place} must be a mapping from column to value; it is a {type(values).__name__}")
+        yield Row(place, dict(values))
+
+
+def _short(line: str) -> str:
+    text = line.strip()
+    return repr(text if len(text) <= 60 else text[:57] + "...")
