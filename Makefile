@@ -18,6 +18,7 @@ test: lint
 
 lint: $(VENV)/.ready
 	$(RUN) ruff check
+	$(RUN) ruff format --check
 	$(RUN) mypy
 	$(VENV)/bin/lint-imports
 

@@ -12,26 +12,84 @@ from typing import TYPE_CHECKING
 from lightning_realloc_autoload import install as _register_strategies
 
 if TYPE_CHECKING:
+    from lightning_realloc.algorithms.calls import compute as compute
+    from lightning_realloc.algorithms.calls import generate as generate
+    from lightning_realloc.algorithms.calls import infer as infer
+    from lightning_realloc.algorithms.calls import train as train
+    from lightning_realloc.algorithms.grpo import GRPO as GRPO
+    from lightning_realloc.algorithms.module import MultiModelModule as MultiModelModule
+    from lightning_realloc.algorithms.role import Role as Role
+    from lightning_realloc.algorithms.sft import SFT as SFT
+    from lightning_realloc.callbacks import ParameterReallocation as ParameterReallocation
+    from lightning_realloc.callbacks import PhaseCallback as PhaseCallback
+    from lightning_realloc.data.prompts import PromptDataModule as PromptDataModule
+    from lightning_realloc.data.sft import SFTDataModule as SFTDataModule
+    from lightning_realloc.errors import CheckpointError as CheckpointError
+    from lightning_realloc.errors import ConfigError as ConfigError
+    from lightning_realloc.errors import DataError as DataError
+    from lightning_realloc.errors import GenerationError as GenerationError
+    from lightning_realloc.errors import LayoutError as LayoutError
+    from lightning_realloc.errors import PlanError as PlanError
     from lightning_realloc.errors import ReallocError as ReallocError
+    from lightning_realloc.errors import RewardError as RewardError
+    from lightning_realloc.generation import Completion as Completion
+    from lightning_realloc.generation import GenerationEngine as GenerationEngine
+    from lightning_realloc.generation import SamplingParams as SamplingParams
     from lightning_realloc.layout import ClusterSpec as ClusterSpec
     from lightning_realloc.layout import Layout as Layout
+    from lightning_realloc.layout import ModelLayout as ModelLayout
+    from lightning_realloc.layout import ModelSpec as ModelSpec
     from lightning_realloc.layout import ParallelDims as ParallelDims
+    from lightning_realloc.realloc import ReallocationPlan as ReallocationPlan
+    from lightning_realloc.realloc import plan_reallocation as plan_reallocation
+    from lightning_realloc.strategies import ReallocStrategy as ReallocStrategy
+    from lightning_realloc.tuning.execution_plan import CallPlan as CallPlan
+    from lightning_realloc.tuning.execution_plan import ExecutionPlan as ExecutionPlan
 
 __version__ = "0.1.0"
 
-# Public name -> the module it lives in; the imports above say the same to type checkers.
+# Public name -> the module of this package it lives in; the imports above say the same to type checkers.
 _HOMES = {
-    "ReallocError": "lightning_realloc.errors",
-    "ClusterSpec": "lightning_realloc.layout",
-    "Layout": "lightning_realloc.layout",
-    "ParallelDims": "lightning_realloc.layout",
+    "CheckpointError": "errors",
+    "ConfigError": "errors",
+    "DataError": "errors",
+    "GenerationError": "errors",
+    "LayoutError": "errors",
+    "PlanError": "errors",
+    "ReallocError": "errors",
+    "RewardError": "errors",
+    "ClusterSpec": "layout",
+    "Layout": "layout",
+    "ModelLayout": "layout",
+    "ModelSpec": "layout",
+    "ParallelDims": "layout",
+    "ReallocationPlan": "realloc",
+    "plan_reallocation": "realloc",
+    "CallPlan": "tuning.execution_plan",
+    "ExecutionPlan": "tuning.execution_plan",
+    "Completion": "generation",
+    "GenerationEngine": "generation",
+    "SamplingParams": "generation",
+    "PromptDataModule": "data.prompts",
+    "SFTDataModule": "data.sft",
+    "MultiModelModule": "algorithms.module",
+    "Role": "algorithms.role",
+    "compute": "algorithms.calls",
+    "generate": "algorithms.calls",
+    "infer": "algorithms.calls",
+    "train": "algorithms.calls",
+    "GRPO": "algorithms.grpo",
+    "SFT": "algorithms.sft",
+    "ReallocStrategy": "strategies",
+    "ParameterReallocation": "callbacks",
+    "PhaseCallback": "callbacks",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     return value
 
 

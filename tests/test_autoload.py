@@ -58,6 +58,18 @@ def test_a_bare_trainer_knows_our_strategies(stand_in: Path) -> None:
     ], finished.stderr
 
 
+def test_the_name_leads_to_the_real_strategy() -> None:
+    script = (
+        "import lightning as L\n"
+        "trainer = L.Trainer(strategy='realloc', logger=False, accelerator='cpu', devices=1)\n"
+        "print('made', type(trainer.strategy).__module__)\n"
+    )
+
+    finished = _python(script)
+
+    assert "made lightning_realloc.strategies.realloc" in finished.stdout, finished.stderr
+
+
 def test_neither_torch_nor_lightning_imports_the_package_by_itself() -> None:
     script = "import sys, torch, lightning.pytorch; print([name for name in sys.modules if 'realloc' in name])"
 

@@ -42,9 +42,10 @@ def test_every_public_name_can_be_imported_and_is_known_to_type_checkers() -> No
     typed = {
         alias.asname: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
+    homes = {name: f"lightning_realloc.{home}" for name, home in lightning_realloc._HOMES.items()}
 
-    assert typed == lightning_realloc._HOMES
-    for name, home in lightning_realloc._HOMES.items():
+    assert typed == homes
+    for name, home in homes.items():
         assert getattr(lightning_realloc, name) is getattr(importlib.import_module(home), name)
         assert name in dir(lightning_realloc)
     with pytest.raises(AttributeError, match="Reallok"):
