@@ -24,8 +24,8 @@ class SharedMemoryAllReduce:
     """Sums small CPU tensors over the ranks of a group that share a host, to the same bits on every rank.
 
     Every rank writes into a slot of its own, raises a flag, waits for the others' flags and adds all slots in order of
-    rank. There are two sets of slots, used in turn: who writes into a set has seen every rank pass the sum after the one
-    that used this set last, hence nobody still reads it. bfloat16 is added in float32 and rounded once.
+    rank. There are two sets of slots, used in turn: who writes into a set has seen all ranks begin the sum after the
+    one that used this set last, hence nobody still reads it. bfloat16 is added in float32 and rounded once.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """How do the processes of one host share memory, and how does one wait for another there?
 
-A `SharedSegment` is a piece of memory that several processes map; a `FlagBarrier` lets them meet by nothing but words in it.
-What is put into the segment, and which transport uses it, is decided elsewhere.
+A `SharedSegment` is a piece of memory that several processes map; a `FlagBarrier` lets them meet by nothing but words
+in it. What is put into the segment, and which transport uses it, is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def share_segment(
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     members = ranks if members is None else members
-    facts = _gather((host_identity(), shared_memory_obstacle()), group)
+    facts = gather_objects((host_identity(), shared_memory_obstacle()), group)
     obstacle = _obstacle_among({r: fact for r, fact in zip(ranks, facts, strict=True) if r in members})
     if obstacle is not None:
         return None, obstacle
@@ -174,7 +174,7 @@ def _share(
             segment = SharedSegment.create(size, backing=backing)
         except OSError as failure:
             reason = f"no shared memory as {backing}: {failure}"
-    handle, reason = _gather((segment.handle if segment else None, reason), group)[ranks.index(members[0])]
+    handle, reason = gather_objects((segment.handle if segment else None, reason), group)[ranks.index(members[0])]
     if handle is None:
         return None, reason
     if rank in members[1:]:
@@ -182,7 +182,7 @@ def _share(
             segment = SharedSegment.attach(handle)
         except OSError as failure:
             reason = f"rank {rank} cannot map {handle.path}: {failure}"
-    reasons = [text for text in _gather(reason, group) if text is not None]
+    reasons = [text for text in gather_objects(reason, group) if text is not None]
     if rank == members[0] and segment is not None:
         segment.unlink()
     return (None, reasons[0]) if reasons else (segment, None)
@@ -201,7 +201,10 @@ def _obstacle_among(facts: Mapping[int, tuple[str, str | None]]) -> str | None:
     return None
 
 
-def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return what every rank of the group passed, in the group's order. Collective over ``group``."""
+    if not dist.is_initialized():
+        return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

@@ -1,0 +1,81 @@
+"""A small model with every kind of cut, and a naive answer to "what does this rank hold?" to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_realloc.layout import Layout, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut
+
+WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCABULARY = 10, 4, 2, 3, 13, 31
+
+
+def odd_model(num_blocks: int = 2) -> ModelSpec:
+    """Sizes that no degree divides, fused blocks, kv heads that tp=4 exceeds, and a shard that is empty under fsdp4."""
+    query, key = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    params = [ParamSpec("embed", (VOCABULARY, WIDTH), TensorParallelCut(0), "input")]
+    for block in range(num_blocks):
+        fused = TensorParallelCut(0, 3 * HEADS, False, (query, query, query))
+        for name, shape, cut in (
+            ("qkv", (3 * query, WIDTH), fused),
+            ("qkv_bias", (3 * query,), fused),
+            ("key", (key, WIDTH), TensorParallelCut(0, KV_HEADS, True)),
+            ("out", (WIDTH, query), TensorParallelCut(1, HEADS)),
+            ("gate_up", (2 * INNER, WIDTH), TensorParallelCut(0, None, False, (INNER, INNER))),
+            ("down", (WIDTH, INNER), TensorParallelCut(1)),
+            ("norm", (WIDTH,), None),
+        ):
+            params.append(ParamSpec(f"layers.{block}.{name}", shape, cut, "block", block))
+    params.append(ParamSpec("scale", (3,), None, "output"))
+    params.append(ParamSpec("head", (VOCABULARY, WIDTH), TensorParallelCut(0), "output"))
+    return ModelSpec(tuple(params), num_blocks)
+
+
+def lay_out(text: str, model: ModelSpec | None = None) -> ModelLayout:
+    return ModelLayout(model or odd_model(), Layout.parse(text))
+
+
+def full_tensors(model: ModelSpec, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {param.name: torch.randn(param.shape, generator=generator) for param in model.params}
+
+
+def local_reference(full: Mapping[str, Tensor], layout: ModelLayout, rank: int) -> dict[str, Tensor]:
+    """What the rank holds, by torch.chunk and narrow alone."""
+    if rank not in layout.layout:
+        return {}
+    dims, at = layout.layout.dims, layout.layout.coordinate(rank)
+    held = {}
+    for param in layout.model.params:
+        if layout.stage(param.name) != at.pp:
+            continue
+        tensor = full[param.name]
+        if param.tp is not None and dims.tp > 1:
+            tensor = _cut(tensor, param.tp, dims.tp, at.tp)
+        if dims.fsdp > 1:
+            tensor = _chunk(tensor, 0, dims.fsdp, at.fsdp)
+        held[param.name] = tensor.contiguous().clone()
+    return held
+
+
+def _cut(tensor: Tensor, cut: TensorParallelCut, tp: int, index: int) -> Tensor:
+    parts = []
+    total = tensor.shape[cut.dim]
+    for block in tensor.split(list(cut.block_sizes or (total,)), dim=cut.dim):
+        size = block.shape[cut.dim]
+        if cut.num_units is None:
+            parts.append(_chunk(block, cut.dim, tp, index))
+            continue
+        units = cut.num_units * size // total
+        if units >= tp:
+            parts.append(_chunk(block, cut.dim, tp, index))
+        else:
+            parts.append(_chunk(block, cut.dim, units, index * units // tp))
+    return torch.cat(parts, dim=cut.dim)
+
+
+def _chunk(tensor: Tensor, dim: int, parts: int, index: int) -> Tensor:
+    chunks = torch.chunk(tensor, parts, dim=dim)
+    return chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
