@@ -107,14 +107,15 @@ def sample_tokens(
     At temperature 0 it is that of ``softmax(logits)``.
     """
     scaled = logits if params.temperature in (0.0, 1.0) else logits.float() / params.temperature
-    probabilities = torch.softmax(scaled, -1, dtype=torch.float32)
-    weights = probabilities
-    if forbidden is not None:
-        weights = probabilities.clone()
-        rows, tokens = (torch.as_tensor(part, device=weights.device) for part in forbidden)
-        weights[rows[:, None], tokens] = 0.0
-    tokens = _draw(weights, uniforms, params)
-    return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log()
+    if forbidden is None:
+        probabilities = torch.softmax(scaled, -1, dtype=torch.float32)
+        tokens = _draw(probabilities, uniforms, params)
+        return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log()
+    # Without the forbidden tokens the others may be all that is left of a probability that float32 rounds to 0.
+    rows, banned = (torch.as_tensor(part, device=logits.device) for part in forbidden)
+    allowed = scaled.index_put((rows[:, None], banned), scaled.new_tensor(float("-inf")))
+    tokens = _draw(torch.softmax(allowed, -1, dtype=torch.float32), uniforms, params)
+    return tokens, torch.log_softmax(scaled, -1, dtype=torch.float32).gather(1, tokens[:, None])[:, 0]
 
 
 def _draw(weights: Tensor, uniforms: Tensor, params: SamplingParams) -> Tensor:

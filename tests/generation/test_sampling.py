@@ -1,0 +1,143 @@
+"""Are tokens drawn from the right distribution, by the right numbers?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.sampling import SamplingParams, keyed_uniforms, sample_key, sample_tokens
+
+MASK = (1 << 64) - 1
+
+
+def draw(logits: torch.Tensor, count: int, params: SamplingParams) -> torch.Tensor:
+    """Return how often each token was drawn, over ``count`` draws keyed by position."""
+    keys = torch.full((count,), sample_key(params.seed, 0))
+    uniforms = keyed_uniforms(keys, torch.arange(count))
+    tokens, _ = sample_tokens(logits.expand(count, -1), uniforms, params)
+    return torch.bincount(tokens, minlength=logits.shape[-1])
+
+
+def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    expected = probabilities.double() * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+# The last is prime: no block width divides it.
+@pytest.mark.parametrize("vocabulary", [7, 96, 1024, 1031])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_draws_follow_softmax(vocabulary: int, temperature: float) -> None:
+    logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary))
+    counts = draw(logits, 20_000, SamplingParams(temperature=temperature))
+    statistic = chi_square(counts, torch.softmax(logits / temperature, -1))
+    # Chi-square with k degrees of freedom has mean k and variance 2k; five standard deviations, seeds are fixed.
+    freedom = vocabulary - 1
+    assert abs(statistic - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+def test_a_uniform_picks_the_token_that_a_plain_running_sum_picks() -> None:
+    logits = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
+    uniforms = torch.rand(64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    running = torch.softmax(logits.double(), -1).cumsum(-1)
+    expected = torch.searchsorted(running, uniforms[:, None], right=True)[:, 0]
+    tokens, logprobs = sample_tokens(logits, uniforms, SamplingParams())
+    assert torch.equal(tokens, expected)
+    torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1.0 - 2.0**-53])
+@pytest.mark.parametrize("vocabulary", [5, 1024, 1031])
+def test_the_extreme_uniforms_never_pick_a_token_of_no_probability(uniform: float, vocabulary: int) -> None:
+    logits = torch.full((1, vocabulary), float("-inf"))
+    logits[0, vocabulary // 2] = 3.0
+    for params in (SamplingParams(), SamplingParams(top_k=4), SamplingParams(top_p=0.9)):
+        tokens, logprobs = sample_tokens(logits, torch.tensor([uniform], dtype=torch.float64), params)
+        assert tokens.tolist() == [vocabulary // 2]
+        assert logprobs.tolist() == [0.0]
+
+
+@given(seed=st.integers(-(2**63), 2**63 - 1), sample=st.integers(0, 2**62), position=st.integers(0, 10_000))
+def test_uniforms_are_splitmix64_of_seed_sample_and_position(seed: int, sample: int, position: int) -> None:
+    def splitmix64(state: int) -> int:
+        z = state & MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+        return z ^ (z >> 31)
+
+    key = sample_key(seed, sample)
+    expected = splitmix64(key + (position + 1) * 0x9E3779B97F4A7C15) >> 11
+    assert keyed_uniforms(torch.tensor([key]), torch.tensor([position])).item() == expected / 2**53
+
+
+def test_splitmix64_gives_its_published_first_number() -> None:
+    # Of the reference implementation seeded with 1234567: 6457827717110365317.
+    assert keyed_uniforms(torch.tensor([1234567]), torch.tensor([0])).item() == (6457827717110365317 >> 11) / 2**53
+
+
+def test_neighbouring_samples_and_seeds_have_unrelated_uniforms() -> None:
+    positions = torch.arange(4000)
+    streams = torch.stack(
+        [keyed_uniforms(torch.full_like(positions, sample_key(s, i)), positions) for s, i in ((0, 0), (0, 1), (1, 0))]
+    )
+    correlation = torch.corrcoef(streams) - torch.eye(3)
+    assert correlation.abs().max() < 0.08  # five standard deviations of 1/sqrt(4000)
+    assert abs(float(streams.mean()) - 0.5) < 0.02
+
+
+def test_top_k_draws_exactly_the_k_most_likely() -> None:
+    logits = torch.arange(40.0) / 8
+    counts = draw(logits, 4000, SamplingParams(top_k=5))
+    assert counts.nonzero().flatten().tolist() == [35, 36, 37, 38, 39]
+    assert chi_square(counts[35:], torch.softmax(logits[35:], -1)) < 20  # 4 degrees of freedom, p = 0.0005
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.49, [0]), (0.51, [0, 1]), (0.79, [0, 1]), (0.81, [0, 1, 2]), (1.0, [0, 1, 2, 3])]
+)
+def test_top_p_draws_the_fewest_tokens_that_reach_it(top_p: float, kept: list[int]) -> None:
+    logits = torch.tensor([0.5, 0.3, 0.125, 0.075]).log()
+    counts = draw(logits, 2000, SamplingParams(top_p=top_p))
+    assert counts.nonzero().flatten().tolist() == kept
+
+
+def test_top_p_counts_probability_after_top_k() -> None:
+    # Among the first two, token 0 has 0.5 / 0.8 = 0.625: enough for 0.6, though it has only 0.5 of everything.
+    logits = torch.tensor([0.5, 0.3, 0.2]).log()
+    counts = draw(logits, 500, SamplingParams(top_k=2, top_p=0.6))
+    assert counts.tolist() == [500, 0, 0]
+
+
+def test_logprobs_are_of_the_whole_tempered_distribution_even_when_it_is_cut() -> None:
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(3))
+    params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9)
+    tokens, logprobs = sample_tokens(logits, torch.rand(6, dtype=torch.float64), params)
+    torch.testing.assert_close(logprobs, torch.log_softmax(logits / 0.5, -1).gather(1, tokens[:, None])[:, 0])
+
+
+def test_forbidden_tokens_are_not_drawn_in_their_rows_only() -> None:
+    logits = torch.tensor([[0.0, 9.0, 5.0]] * 2)
+    for temperature in (0.0, 0.01):
+        params = SamplingParams(temperature=temperature)
+        tokens, _ = sample_tokens(logits, torch.full((2,), 0.5, dtype=torch.float64), params, forbidden=([1], [1]))
+        assert tokens.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens=9 must lie between 0 and max_new_tokens=8"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": 0}, "top_k=0 must be at least 1; use None"),
+        ({"top_p": 0.0}, "top_p=0.0 must lie in"),
+        ({"n": 0}, "n=0"),
+        ({"stop_strings": ("",)}, "empty string"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(GenerationError, match=message):
+        SamplingParams(**settings)  # type: ignore[arg-type]
