@@ -23,6 +23,7 @@ from lightning_realloc.generation.kv_cache import SlotCache
 IMPLEMENTATION = "realloc_slots"
 STEP_ARGUMENT = "realloc_step"
 _LENGTH_MULTIPLE = 32
+_UNKNOWN_WINDOW = -1
 _CHANGES_ATTENTION = ("softcap", "s_aux", "position_bias")
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -103,7 +104,7 @@ def attend_slots(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | None = _UNKNOWN_WINDOW,
     realloc_step: PackedStep | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -113,13 +114,18 @@ def attend_slots(
             f"{type(module).__name__} does not hand keyword arguments on to its attention function, "
             "which in-process generation needs; generate with the model's own generate() instead"
         )
-    if any(others.get(name) is not None for name in _CHANGES_ATTENTION):
-        used = ", ".join(name for name in _CHANGES_ATTENTION if others.get(name) is not None)
-        raise GenerationError(
-            f"{type(module).__name__} attends with {used}, which in-process generation does not implement; "
-            "generate with the model's own generate() instead"
-        )
     step = realloc_step
+    if sliding_window == _UNKNOWN_WINDOW:
+        # Some models hand their window to the mask alone, and masks are not built for this attention.
+        declared = getattr(module.config, "sliding_window", None)
+        sliding_window = None
+        if declared is not None and step.max_length > declared:
+            _refuse_attention(module, f"a sliding window of {declared} that it states in its mask alone")
+    for name in _CHANGES_ATTENTION:
+        if others.get(name) is not None:
+            _refuse_attention(module, name)
+    if attention_mask is not None:
+        _refuse_attention(module, "a mask of its own")
     split = step.num_prefill
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     stored = step.cache.layer(module.layer_idx, keys, values)  # type: ignore[arg-type]
@@ -162,6 +168,13 @@ def check_supported(model: nn.Module, *, max_length: int) -> None:
             f"its {rope['rope_type']} rotary embedding changes with the batch's longest sequence beyond {original} "
             f"positions and this call may reach {max_length}; lower max_new_tokens or max_length to stay within them",
         )
+
+
+def _refuse_attention(module: nn.Module, extra: str) -> None:
+    raise GenerationError(
+        f"{type(module).__name__} attends with {extra}, which in-process generation does not implement; "
+        "generate with the model's own generate() instead"
+    )
 
 
 def _refuse(name: str, reason: str) -> None:

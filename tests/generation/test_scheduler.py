@@ -11,6 +11,7 @@ from lightning_realloc.generation.scheduler import Admission, Move, Prompt, Sche
 def play(prompts: list[Prompt], lengths: dict[int, int], num_slots: int, max_prefill_tokens: int) -> list[list[int]]:
     """Run every sample for ``lengths[sample]`` turns, checking every promise; return who ran in each turn."""
     scheduler = Scheduler(prompts, num_slots=num_slots, max_prefill_tokens=max_prefill_tokens)
+    prompts_by_index = {prompt.index: prompt for prompt in prompts}
     prompt_of = {sample: prompt for prompt in prompts for sample in prompt.samples}
     held_prompt: dict[int, int] = {}
     held_sample: dict[int, int] = {}
@@ -33,8 +34,8 @@ def play(prompts: list[Prompt], lengths: dict[int, int], num_slots: int, max_pre
             for slot, sample in zip(admission.slots, admission.samples, strict=True):
                 held_prompt[slot], held_sample[slot] = admission.prompt, sample
         computed += [admission.prompt for admission in fresh]
-        tokens = sum(prompts_by_index(prompts)[admission.prompt].num_tokens for admission in fresh)
-        assert len(fresh) <= 1 or tokens <= max_prefill_tokens
+        sizes = [prompts_by_index[admission.prompt].num_tokens for admission in fresh]
+        assert sum(sizes) <= max(max_prefill_tokens, *sizes, 0)
         running = list(scheduler.running)
         assert running and None not in running, "running samples fill the first slots"
         assert len(running) <= num_slots
@@ -48,10 +49,6 @@ def play(prompts: list[Prompt], lengths: dict[int, int], num_slots: int, max_pre
     assert sorted(computed) == sorted(prompt.index for prompt in prompts), "every prompt is computed exactly once"
     assert not any(left.values())
     return history
-
-
-def prompts_by_index(prompts: list[Prompt]) -> dict[int, Prompt]:
-    return {prompt.index: prompt for prompt in prompts}
 
 
 def make_prompts(sizes: list[int], n: int, hints: list[int] | None = None) -> list[Prompt]:

@@ -1,0 +1,63 @@
+"""Do ranks that share a model say the same, and the same as one rank alone?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams
+from lightning_realloc.layout import Layout, ModelLayout
+from lightning_realloc.runtime.mesh import MeshRegistry
+from lightning_realloc.runtime.model_spec import describe_model
+from lightning_realloc.runtime.parallelize import parallelize
+from tests.models import tiny_model
+from tests.workers import WorkerPool
+
+PROMPTS = [[5, 9, 17, 3], [8] * 11, [40], [7, 7, 90, 4, 4, 4], [101, 33]]
+PARAMS = SamplingParams(max_new_tokens=12, n=2, seed=11)
+
+
+def _generate(family: str, text: str) -> list[Completion]:
+    """Return this rank's completions; data-parallel ranks take prompts in turn, and the last of four takes none."""
+    layout = Layout.parse(text, world_size=dist.get_world_size())
+    meshes = MeshRegistry("cpu")
+    meshes.create([layout])
+    model = tiny_model(family)
+    model = parallelize(model, ModelLayout(describe_model(model), layout), meshes)
+    group = meshes.group(layout, "dp", "fsdp")
+
+    def anybody_has_work(has_work: bool) -> bool:
+        flag = torch.tensor([float(has_work)])
+        dist.all_reduce(flag, group=group)
+        return bool(flag.item() > 0)
+
+    engine = GenerationEngine(model, max_slots=3, lockstep=None if group is None else anybody_has_work)
+    index, size = layout.data_parallel_index(dist.get_rank()), min(layout.data_parallel_size, 3)
+    mine = [i for i in range(len(PROMPTS)) if i % size == index]
+    ids = [2 * i + k for i in mine for k in range(2)]
+    return engine.generate([PROMPTS[i] for i in mine], PARAMS, sample_ids=ids)
+
+
+def _alone(family: str) -> dict[int, tuple[int, ...]]:
+    completions = GenerationEngine(tiny_model(family)).generate(PROMPTS, PARAMS)
+    return {completion.sample_id: completion.token_ids for completion in completions}
+
+
+@pytest.mark.parametrize(("family", "layout"), [("llama", "tp2"), ("qwen2", "tp4"), ("gpt_neox", "tp2")])
+def test_tensor_parallel_ranks_agree_to_the_bit_and_draw_what_one_rank_draws(
+    workers: WorkerPool, family: str, layout: str
+) -> None:
+    # qwen2 has two key-value heads: four ranks hold each of them twice.
+    results = workers.run(_generate, family, layout, world_size=int(layout[2:]))
+    assert all(result == results[0] for result in results)
+    assert {completion.sample_id: completion.token_ids for completion in results[0]} == _alone(family)
+
+
+@pytest.mark.parametrize("layout", ["fsdp4", "fsdp2.tp2"])
+def test_sharded_ranks_with_unequal_work_draw_what_one_rank_draws(workers: WorkerPool, layout: str) -> None:
+    results = workers.run(_generate, "llama", layout, world_size=4)
+    drawn = {completion.sample_id: completion.token_ids for result in results for completion in result}
+    assert drawn == _alone("llama")
+    if layout == "fsdp4":
+        assert results[3] == []
