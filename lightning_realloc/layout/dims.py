@@ -172,6 +172,14 @@ class Layout:
         """Every group along ``axes``, ordered by its first rank's position in the layout."""
         return tuple(dict.fromkeys(self.group(rank, *axes) for rank in self.ranks))
 
+    def is_ascending(self, *axes: str) -> bool:
+        """Whether every group along each of ``axes`` alone lists its ranks in ascending order.
+
+        torch sorts the ranks of a process group, and ``fully_shard``, gathers and pipeline stages go by position in
+        the group: where an order is not ascending they disagree with the layout.
+        """
+        return all(list(group) == sorted(group) for axis in axes for group in self.groups(axis))
+
     @property
     def data_parallel_size(self) -> int:
         """How many ways a batch is split: ``dp * fsdp``."""

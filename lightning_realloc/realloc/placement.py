@@ -9,16 +9,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from lightning_realloc.layout import ClusterSpec, Layout, ModelLayout, ParallelDims
+from lightning_realloc.layout import AXES, ClusterSpec, Layout, ModelLayout, ParallelDims
 from lightning_realloc.realloc.assignment import assign_jobs
 from lightning_realloc.realloc.families import match_families
 
-EXACT_RANKS = 64
-"""Up to this many ranks (or tp groups, or ranks of one node) the assignment is solved exactly."""
+ASCENDING_AXES = ("pp", "fsdp", "tp")
+"""Axes whose groups must list their ranks in ascending order: see ``Layout.is_ascending``."""
+
+ENUMERATED_RANKS = 8
+"""Up to this many ranks every permitted order is tried."""
+
+ASSIGNED_RANKS = 64
+"""Up to this many ranks (or tensor-parallel groups, or ranks of one node) assignment problems are solved."""
 
 IMPROVED_CANDIDATES = 8
-"""How many of the candidates are improved node by node."""
+"""How many of the candidates are improved further."""
 
 Order = tuple[int, ...]
 
@@ -28,25 +35,80 @@ def choose_rank_order(
 ) -> Layout:
     """Lay ``dims`` over ``ranks`` in the order that moves the fewest bytes from ``source``.
 
-    With several nodes, tensor-parallel groups come first: no order with more groups that cross nodes is considered.
-    The result is optimal for up to ``EXACT_RANKS`` ranks of one node, or without tensor parallelism; otherwise it is
-    the best of several candidates, each optimal inside every node. The given order wins ties. Raises LayoutError
-    when the degrees do not multiply to the ranks or do not fit the model.
+    Permitted orders are ascending along ``ASCENDING_AXES``; among them the ones whose tensor-parallel groups cross
+    the fewest node borders come first, then the fewest bytes, then the given order. Optimal for up to
+    ``ENUMERATED_RANKS`` ranks and, up to ``ASSIGNED_RANKS``, wherever the unconstrained optimum is permitted, as it
+    always is without the ascending axes; otherwise the best of several candidates after local improvement. Raises
+    LayoutError when the degrees do not multiply to the ranks or do not fit the model.
     """
     given = Layout(dims, tuple(ranks))
-    gains = _overlaps(source, ModelLayout(source.model, given))
     node_of = {rank: 0 if cluster is None else cluster.node_of(rank) for rank in ranks}
+    problem = _Problem(dims, _overlaps(source, ModelLayout(source.model, given)), node_of)
+    candidates = list(dict.fromkeys(map(problem.repaired, _candidates(source.layout, given.ranks, problem))))
+    if problem.permits(given.ranks):
+        candidates.insert(0, given.ranks)
+    if len(ranks) <= ENUMERATED_RANKS:
+        candidates.extend(problem.permitted_orders())
+    candidates.sort(key=problem.cost)  # stable: the given order stays ahead of its equals
+    improved = [_improved(order, problem) for order in candidates[:IMPROVED_CANDIDATES]]
+    return Layout(dims, min((*candidates[:1], *improved), key=problem.cost))
 
-    def cost(order: Order) -> tuple[int, int]:
-        return _crossings(order, dims.tp, node_of), -sum(gains[rank][index] for index, rank in enumerate(order))
 
-    candidates = sorted(dict.fromkeys(_candidates(source.layout, given, gains, node_of)), key=cost)
-    improved = [_improved_inside_nodes(order, gains, node_of) for order in candidates[:IMPROVED_CANDIDATES]]
-    return Layout(dims, min((given.ranks, *candidates, *improved), key=cost))
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """What an order is judged by."""
+
+    dims: ParallelDims
+    gains: Mapping[int, Sequence[int]]
+    """By rank: the elements that it holds of every coordinate's shards, in row-major order of coordinates."""
+    node_of: Mapping[int, int]
+
+    def cost(self, order: Order) -> tuple[int, int]:
+        """Node borders that tensor-parallel groups cross, then elements that need not move, negated."""
+        groups = (order[start : start + self.dims.tp] for start in range(0, len(order), self.dims.tp))
+        crossings = sum(len({self.node_of[rank] for rank in group}) - 1 for group in groups)
+        return crossings, -sum(self.gains[rank][index] for index, rank in enumerate(order))
+
+    def lines(self) -> Iterator[range]:
+        """The positions of every group along an ascending axis."""
+        for axis in ASCENDING_AXES:
+            degree, stride = getattr(self.dims, axis), math.prod(self.dims.degrees[AXES.index(axis) + 1 :])
+            for start in range(self.dims.size if degree > 1 else 0):
+                if start // stride % degree == 0:
+                    yield range(start, start + degree * stride, stride)
+
+    def permits(self, order: Order) -> bool:
+        """Whether the order is ascending along every line."""
+        return all(order[i] < order[j] for line in self.lines() for i, j in itertools.pairwise(line))
+
+    def repaired(self, order: Order) -> Order:
+        """The order sorted along one axis after the other; sorting along one leaves the others sorted."""
+        ranks = list(order)
+        for line in self.lines():
+            for index, rank in zip(line, sorted(ranks[index] for index in line), strict=True):
+                ranks[index] = rank
+        return tuple(ranks)
+
+    def permitted_orders(self) -> Iterator[Order]:
+        """Every permitted order, position by position."""
+        before: dict[int, list[int]] = {}
+        for line in self.lines():
+            for i, j in itertools.pairwise(line):
+                before.setdefault(j, []).append(i)
+
+        def extend(order: Order) -> Iterator[Order]:
+            if len(order) == self.dims.size:
+                yield order
+                return
+            lowest = max((order[index] for index in before.get(len(order), ())), default=-1)
+            for rank in self.gains:
+                if rank > lowest and rank not in order:
+                    yield from extend((*order, rank))
+
+        return extend(())
 
 
 def _overlaps(source: ModelLayout, target: ModelLayout) -> dict[int, list[int]]:
-    """By rank: the elements that it holds of every coordinate's shards, in the row-major order of coordinates."""
     position = {rank: index for index, rank in enumerate(target.layout.ranks)}
     gains = {rank: [0] * len(position) for rank in position}
     for family in match_families(source, target):
@@ -60,33 +122,28 @@ def _overlaps(source: ModelLayout, target: ModelLayout) -> dict[int, list[int]]:
     return gains
 
 
-def _crossings(order: Order, tp: int, node_of: Mapping[int, int]) -> int:
-    """How many node borders the tensor-parallel groups cross."""
-    groups = (order[start : start + tp] for start in range(0, len(order), tp))
-    return sum(len({node_of[rank] for rank in group}) - 1 for group in groups)
-
-
-def _candidates(
-    source: Layout, given: Layout, gains: Mapping[int, Sequence[int]], node_of: Mapping[int, int]
-) -> Iterator[Order]:
-    packed = _packed(given.ranks, given.dims.tp, node_of)
-    bases = [given.ranks, packed]
-    if set(source.ranks) == set(given.ranks):
+def _candidates(source: Layout, ranks: Order, problem: _Problem) -> Iterator[Order]:
+    """Natural orders of both layouts' axes, and the optimum of the problem without its constraints."""
+    packed = _packed(ranks, problem)
+    bases = [ranks, packed]
+    if set(source.ranks) == set(ranks):
         bases.extend(tuple(source.ranks[index] for index in indices) for indices in _axis_orders(source.dims))
     yield from bases
     for base in bases:
-        for indices in _axis_orders(given.dims):
+        for indices in _axis_orders(problem.dims):
             yield _in_order(base, indices)
-    if len(packed) <= EXACT_RANKS:
-        yield _in_order(packed, assign_jobs([gains[rank] for rank in packed]))
-    yield from _by_group(packed, given.dims.tp, gains, node_of)
+    if len(packed) <= ASSIGNED_RANKS:
+        yield _in_order(packed, assign_jobs([problem.gains[rank] for rank in packed]))
+    if problem.dims.tp > 1 and len(packed) // problem.dims.tp <= ASSIGNED_RANKS:
+        yield _assigned_by_group(packed, problem)
 
 
-def _packed(ranks: Order, tp: int, node_of: Mapping[int, int]) -> Order:
+def _packed(ranks: Order, problem: _Problem) -> Order:
     """Ranks node by node, whole tensor-parallel groups first; what is left over of the nodes comes last."""
+    tp = problem.dims.tp
     nodes: dict[int, list[int]] = {}
     for rank in ranks:
-        nodes.setdefault(node_of[rank], []).append(rank)
+        nodes.setdefault(problem.node_of[rank], []).append(rank)
     whole = [rank for members in nodes.values() for rank in members[: len(members) // tp * tp]]
     return (*whole, *(rank for members in nodes.values() for rank in members[len(members) // tp * tp :]))
 
@@ -105,46 +162,57 @@ def _in_order(ranks: Sequence[int], positions: Sequence[int]) -> Order:
     return tuple(rank for _, rank in sorted(zip(positions, ranks, strict=True)))
 
 
-def _by_group(
-    packed: Order, tp: int, gains: Mapping[int, Sequence[int]], node_of: Mapping[int, int]
-) -> Iterator[Order]:
-    """Whole blocks of ranks assigned to tensor-parallel groups, a block valued alone or with its node's help."""
-    starts = range(0, len(packed), tp)
-    if tp == 1 or len(starts) > EXACT_RANKS:
-        return
-    blocks = [packed[start : start + tp] for start in starts]
-    homes = [[rank for rank in packed if node_of[rank] in {node_of[r] for r in block}] for block in blocks]
-    for pools in (blocks, homes):
-        # The value of a block at a group: the best that the pool's ranks could do there. A node has the same pool
-        # for all its blocks, so it is worked out once.
-        values: dict[tuple[int, ...], list[int]] = {}
-        for pool in map(tuple, pools):
-            if pool not in values:
-                values[pool] = [_best_value(pool, range(start, start + tp), gains) for start in starts]
-        chosen = assign_jobs([values[tuple(pool)] for pool in pools])
-        order: dict[int, int] = {}
-        for block, group in zip(blocks, chosen, strict=True):
-            columns = range(group * tp, group * tp + tp)
-            for rank, job in zip(block, assign_jobs([[gains[r][c] for c in columns] for r in block]), strict=True):
-                order[columns[job]] = rank
-        yield tuple(order[index] for index in range(len(packed)))
+def _assigned_by_group(packed: Order, problem: _Problem) -> Order:
+    """Whole blocks of ranks assigned to tensor-parallel groups, then ranks to coordinates inside each."""
+    tp = problem.dims.tp
+    blocks = [packed[start : start + tp] for start in range(0, len(packed), tp)]
+    spans = [range(start, start + tp) for start in range(0, len(packed), tp)]
+    tables = [
+        [[[problem.gains[rank][column] for column in span] for rank in block] for span in spans] for block in blocks
+    ]
+    jobs = [[assign_jobs(table) for table in row] for row in tables]
+    values = [
+        [
+            sum(line[job] for line, job in zip(table, chosen, strict=True))
+            for table, chosen in zip(row, picks, strict=True)
+        ]
+        for row, picks in zip(tables, jobs, strict=True)
+    ]
+    order = [0] * len(packed)
+    for index, group in enumerate(assign_jobs(values)):
+        for rank, job in zip(blocks[index], jobs[index][group], strict=True):
+            order[spans[group][job]] = rank
+    return tuple(order)
 
 
-def _best_value(pool: Sequence[int], columns: Sequence[int], gains: Mapping[int, Sequence[int]]) -> int:
-    rows = [[gains[rank][column] for rank in pool] for column in columns]
-    return sum(row[job] for row, job in zip(rows, assign_jobs(rows), strict=True))
+def _improved(order: Order, problem: _Problem) -> Order:
+    """The order after an exact assignment inside every node, then after swaps of two ranks while they help."""
+    best = min((order, problem.repaired(_improved_inside_nodes(order, problem))), key=problem.cost)
+    if len(order) > ASSIGNED_RANKS:
+        return best
+    gains, improving = problem.gains, True
+    while improving:
+        improving = False
+        for i, j in itertools.combinations(range(len(best)), 2):
+            a, b = best[i], best[j]
+            if gains[a][j] + gains[b][i] <= gains[a][i] + gains[b][j]:
+                continue
+            swapped = (*best[:i], b, *best[i + 1 : j], a, *best[j + 1 :])
+            if problem.cost(swapped) < problem.cost(best) and problem.permits(swapped):
+                best, improving = swapped, True
+    return best
 
 
-def _improved_inside_nodes(order: Order, gains: Mapping[int, Sequence[int]], node_of: Mapping[int, int]) -> Order:
-    """The best order that leaves every coordinate on its node."""
+def _improved_inside_nodes(order: Order, problem: _Problem) -> Order:
+    """The best order that leaves every coordinate on its node, permitted or not."""
     places: dict[int, list[int]] = {}
     for index, rank in enumerate(order):
-        places.setdefault(node_of[rank], []).append(index)
+        places.setdefault(problem.node_of[rank], []).append(index)
     improved = list(order)
     for columns in places.values():
-        if len(columns) <= EXACT_RANKS:
+        if len(columns) <= ASSIGNED_RANKS:
             members = sorted(order[index] for index in columns)
-            rows = [[gains[rank][column] for column in columns] for rank in members]
+            rows = [[problem.gains[rank][column] for column in columns] for rank in members]
             for rank, job in zip(members, assign_jobs(rows), strict=True):
                 improved[columns[job]] = rank
     return tuple(improved)

@@ -1,0 +1,114 @@
+"""Which models and layouts do the pure tests try? Strategies for small ones, the shapes of known large ones."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from lightning_realloc.layout import (
+    ClusterSpec,
+    Layout,
+    ModelLayout,
+    ModelSpec,
+    ParallelDims,
+    ParamSpec,
+    TensorParallelCut,
+)
+
+WORLD_SIZE = 8
+
+
+def llama_spec(*, width: int, inner: int, layers: int, vocab: int, heads: int, kv_heads: int) -> ModelSpec:
+    """The parameters of a Llama with the cuts that its plan gives them."""
+    head = width // heads
+    query, rows = TensorParallelCut(0, heads), TensorParallelCut(0)
+    key_value = TensorParallelCut(0, kv_heads, replicate_units=True)
+    shapes: list[tuple[str, tuple[int, ...], TensorParallelCut | None]] = [
+        ("self_attn.q_proj.weight", (width, width), query),
+        ("self_attn.k_proj.weight", (kv_heads * head, width), key_value),
+        ("self_attn.v_proj.weight", (kv_heads * head, width), key_value),
+        ("self_attn.o_proj.weight", (width, width), TensorParallelCut(1, heads)),
+        ("mlp.gate_proj.weight", (inner, width), rows),
+        ("mlp.up_proj.weight", (inner, width), rows),
+        ("mlp.down_proj.weight", (width, inner), TensorParallelCut(1)),
+        ("input_layernorm.weight", (width,), None),
+        ("post_attention_layernorm.weight", (width,), None),
+    ]
+    params = [ParamSpec("model.embed_tokens.weight", (vocab, width), rows, "input")]
+    for block in range(layers):
+        params += [ParamSpec(f"model.layers.{block}.{name}", shape, cut, block=block) for name, shape, cut in shapes]
+    params.append(ParamSpec("model.norm.weight", (width,), section="output"))
+    params.append(ParamSpec("lm_head.weight", (vocab, width), rows, "output"))
+    return ModelSpec(tuple(params), layers)
+
+
+LLAMA_7B = llama_spec(width=4096, inner=11008, layers=32, vocab=32000, heads=32, kv_heads=32)
+LLAMA_70B = llama_spec(width=8192, inner=28672, layers=80, vocab=32000, heads=64, kv_heads=8)
+SMALL = llama_spec(width=12, inner=18, layers=2, vocab=13, heads=4, kv_heads=2)
+
+
+@st.composite
+def cut_params(draw: st.DrawFn, name: str, section: str, block: int | None) -> ParamSpec:
+    """A parameter of one to three small dims with any kind of tensor-parallel cut, or none."""
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    dim = draw(st.integers(0, len(shape) - 1))
+    kind = draw(st.sampled_from(["none", "chunk", "heads", "kv", "fused", "fused_heads"]))
+    cut = None
+    if kind == "chunk":
+        shape[dim] = draw(st.integers(1, 9))
+        cut = TensorParallelCut(dim)
+    elif kind == "heads":
+        shape[dim] = 4 * draw(st.integers(1, 3))
+        cut = TensorParallelCut(dim, 4)
+    elif kind == "kv":
+        shape[dim] = 2 * draw(st.integers(1, 3))
+        cut = TensorParallelCut(dim, 2, replicate_units=True)
+    elif kind == "fused":
+        blocks = tuple(draw(st.lists(st.integers(1, 6), min_size=2, max_size=3)))
+        shape[dim] = sum(blocks)
+        cut = TensorParallelCut(dim, block_sizes=blocks)
+    elif kind == "fused_heads":  # q|k|v with four query heads and two of each other kind
+        head = draw(st.integers(1, 2))
+        shape[dim] = 8 * head
+        cut = TensorParallelCut(dim, 8, replicate_units=True, block_sizes=(4 * head, 2 * head, 2 * head))
+    return ParamSpec(name, tuple(shape), cut, section, block)  # type: ignore[arg-type]
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelSpec:
+    """Two or three blocks of one or two parameters, with something before and after them."""
+    num_blocks = draw(st.integers(2, 3))
+    params = [draw(cut_params("embed", "input", None))]
+    block_params = [draw(cut_params("w", "block", 0)) for _ in range(draw(st.integers(1, 2)))]
+    for block in range(num_blocks):
+        params += [
+            ParamSpec(f"layers.{block}.{index}", param.shape, param.tp, block=block)
+            for index, param in enumerate(block_params)
+        ]
+    params.append(draw(cut_params("head", "output", None)))
+    return ModelSpec(tuple(params), num_blocks)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Any degrees over any ordered ranks below ``WORLD_SIZE`` that every model of ``models`` allows."""
+    options = [
+        ParallelDims(pp, dp, fsdp, tp)
+        for pp in (1, 2)
+        for dp in (1, 2, 3)
+        for fsdp in (1, 2, 3, 4)
+        for tp in (1, 2, 4)
+        if pp * dp * fsdp * tp <= WORLD_SIZE
+    ]
+    dims = draw(st.sampled_from(options))
+    ranks = draw(st.permutations(range(WORLD_SIZE)))
+    return Layout(dims, tuple(ranks[: dims.size]))
+
+
+@st.composite
+def layout_pairs(draw: st.DrawFn) -> tuple[ModelLayout, ModelLayout]:
+    """One model under two layouts."""
+    model = draw(models())
+    return ModelLayout(model, draw(layouts())), ModelLayout(model, draw(layouts()))
+
+
+clusters = st.sampled_from([None, *(ClusterSpec.parse(f"h100:{text}") for text in ("1x8", "2x4", "4x2", "8x1"))])

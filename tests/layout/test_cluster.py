@@ -1,0 +1,39 @@
+"""Do clusters read from text, place ranks on nodes and refuse what they do not have?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_realloc.errors import LayoutError
+from lightning_realloc.layout import PRESETS, ClusterSpec
+
+
+def test_ranks_fill_node_after_node() -> None:
+    cluster = ClusterSpec.parse("h100:16x8")
+    assert cluster.num_devices == 128
+    assert [cluster.node_of(rank) for rank in (0, 7, 8, 127)] == [0, 0, 1, 15]
+
+
+def test_every_preset_reads_by_its_name() -> None:
+    assert {"cpu", "a100-80g", "a800-80g", "h100", "h200", "l40s"} <= set(PRESETS)
+    for name, preset in PRESETS.items():
+        assert ClusterSpec.parse(name) == preset
+        assert ClusterSpec.local(3, name).num_devices == 3
+
+
+def test_an_unknown_cluster_is_refused() -> None:
+    for text in ("h900:1x8", "h100:8", "h100:0x8", ""):
+        with pytest.raises(LayoutError, match=r'write "PRESET" or "PRESET:NODESxDEVICES".*a100-80g'):
+            ClusterSpec.parse(text)
+
+
+def test_a_rank_outside_the_cluster_is_refused() -> None:
+    with pytest.raises(LayoutError, match=r"rank 4 is outside .* 1x4 devices; use ranks 0-3"):
+        ClusterSpec.local(4).node_of(4)
+
+
+def test_a_cluster_without_memory_is_refused() -> None:
+    with pytest.raises(LayoutError, match=r"device_memory_bytes=0 .* positive"):
+        replace(PRESETS["cpu"], device_memory_bytes=0)

@@ -1,0 +1,112 @@
+"""Do degrees and ranks read, print, group and refuse as they should?"""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given, settings
+
+from lightning_realloc.errors import LayoutError
+from lightning_realloc.layout import Coordinate, Layout, ParallelDims, format_ranks, parse_ranks
+from tests.layout.examples import layouts
+
+
+def test_the_text_of_a_layout_reads_back_as_the_same_layout() -> None:
+    for text in ("fsdp2.tp2@0-3", "dp2.tp2@0,2,1,3", "pp2.dp2.fsdp2.tp2@0-7,16-23", "dp1@5", "tp2@2-3"):
+        assert str(Layout.parse(text)) == text
+
+
+@settings(max_examples=50, deadline=None)
+@given(layouts())
+def test_any_layout_survives_text_and_pickle(layout: Layout) -> None:
+    assert Layout.parse(str(layout)) == layout
+    assert pickle.loads(pickle.dumps(layout)) == layout
+    assert hash(Layout.parse(str(layout))) == hash(layout)
+
+
+@settings(max_examples=50, deadline=None)
+@given(layouts())
+def test_coordinates_and_ranks_are_inverse(layout: Layout) -> None:
+    assert [layout.rank_at(layout.coordinate(rank)) for rank in layout.ranks] == list(layout.ranks)
+    assert len({layout.coordinate(rank) for rank in layout.ranks}) == layout.dims.size
+
+
+def test_without_ranks_a_layout_takes_the_first_ones() -> None:
+    assert Layout.parse("fsdp2.tp2").ranks == (0, 1, 2, 3)
+    assert Layout.parse("fsdp2.tp2", world_size=4).ranks == (0, 1, 2, 3)
+    assert Layout.parse("tp2@2,3", world_size=4).ranks == (2, 3)
+    assert str(ParallelDims()) == "dp1"
+
+
+def test_tensor_parallel_neighbours_are_adjacent_in_the_list_of_ranks() -> None:
+    # pp2.dp2.tp2 over 0..7: rank = 4 * pp + 2 * dp + tp.
+    layout = Layout.parse("pp2.dp2.tp2")
+    assert layout.coordinate(6) == Coordinate(pp=1, dp=1, fsdp=0, tp=0)
+    assert layout.group(6, "tp") == (6, 7)
+    assert layout.group(6, "dp", "fsdp") == (4, 6)
+    assert layout.group(6, "pp") == (2, 6)
+    assert layout.group(6) == (6,)
+    assert layout.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert layout.groups("pp", "dp", "fsdp", "tp") == (tuple(range(8)),)
+
+
+def test_groups_follow_the_order_of_the_ranks() -> None:
+    assert Layout.parse("dp2.tp2@0,2,1,3").groups("tp") == ((0, 2), (1, 3))
+    assert Layout.parse("dp2.tp2@0,2,1,3").groups("dp") == ((0, 1), (2, 3))
+
+
+def test_the_data_parallel_index_counts_fsdp_fastest() -> None:
+    layout = Layout.parse("dp2.fsdp2.tp2")
+    assert layout.data_parallel_size == 4
+    assert [layout.data_parallel_index(rank) for rank in layout.ranks] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_ranks_print_as_runs_and_read_back() -> None:
+    assert format_ranks((0, 1, 2, 8, 6, 7)) == "0-2,8,6-7"
+    assert parse_ranks("0-2, 8,6-7") == (0, 1, 2, 8, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "words"),
+    [
+        ("zero3", None, ["unknown layout 'zero3'", "pp, dp, fsdp, tp", "fsdp2.tp2"]),
+        ("fsdp", None, ["unknown layout", "'fsdp'", "write degrees"]),
+        ("", None, ["unknown layout ''", "write degrees"]),
+        ("tp2.tp2", None, ["tp twice"]),
+        ("tp2.dp2", None, ["outermost first", "write 'dp2.tp2'"]),
+        ("tp0", None, ["tp=0", "at least 1"]),
+        ("fsdp2.tp2@0-2", None, ["multiply to 4", "3 ranks", "change a degree"]),
+        ("fsdp4@0,1,1,2", None, ["[1]", "more than once", "list each once"]),
+        ("fsdp2@3-2", None, ["runs backwards", "one by one"]),
+        ("fsdp2@a,b", None, ["'a'", "not a rank", "@0-3"]),
+        ("fsdp4", 8, ["multiply to 4", "8 ranks", "fsdp4@0-3"]),
+        ("fsdp2@3-4", 4, ["rank 4", "only 4 ranks (0-3)", "start more processes"]),
+    ],
+)
+def test_a_wrong_layout_is_refused_with_rule_values_and_way_out(
+    text: str, world_size: int | None, words: list[str]
+) -> None:
+    with pytest.raises(LayoutError) as refusal:
+        Layout.parse(text, world_size=world_size)
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_asking_about_a_foreign_rank_or_axis_is_refused() -> None:
+    layout = Layout.parse("tp2@2-3")
+    assert 2 in layout and 0 not in layout
+    with pytest.raises(LayoutError, match=r"rank 0 is not part of layout tp2@2-3"):
+        layout.coordinate(0)
+    with pytest.raises(LayoutError, match=r"unknown axis 'ep'"):
+        layout.group(2, "ep")
+    with pytest.raises(LayoutError, match=r"tp=2 is outside"):
+        layout.rank_at(Coordinate(0, 0, 0, 2))
+    with pytest.raises(LayoutError, match=r"0 or more"):
+        Layout(ParallelDims(), (-1,))
+
+
+def test_ascending_is_a_matter_of_each_axis_alone() -> None:
+    layout = Layout.parse("dp2.tp2@2-3,0-1")  # tp groups (2, 3) and (0, 1), dp groups (2, 0) and (3, 1)
+    assert layout.is_ascending("tp", "fsdp", "pp")
+    assert not layout.is_ascending("tp", "dp")

@@ -1,0 +1,144 @@
+"""Does a model laid over ranks hold what it should, and are impossible layouts refused?"""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given, settings
+
+from lightning_realloc.errors import LayoutError
+from lightning_realloc.layout import (
+    Layout,
+    ModelLayout,
+    ModelSpec,
+    ParamSpec,
+    TensorParallelCut,
+    stage_blocks,
+    stage_of_block,
+)
+from tests.layout.examples import SMALL, layout_pairs
+
+
+def lay(text: str, model: ModelSpec = SMALL) -> ModelLayout:
+    return ModelLayout(model, Layout.parse(text))
+
+
+def test_stages_are_contiguous_runs_none_of_them_empty() -> None:
+    assert stage_blocks(5, 4) == (range(0, 2), range(2, 3), range(3, 4), range(4, 5))
+    for num_blocks in range(1, 12):
+        for pp in range(1, num_blocks + 1):
+            runs = stage_blocks(num_blocks, pp)
+            assert [block for run in runs for block in run] == list(range(num_blocks))
+            assert all(
+                stage_of_block(block, num_blocks, pp) == stage for stage, run in enumerate(runs) for block in run
+            )
+            assert min(map(len, runs)) >= 1
+
+
+def test_input_lies_on_the_first_stage_and_output_on_the_last() -> None:
+    layout = lay("pp2")
+    assert layout.names(0)[0] == "model.embed_tokens.weight"
+    assert all(name.startswith("model.layers.0.") for name in layout.names(0)[1:])
+    assert layout.names(1)[-2:] == ("model.norm.weight", "lm_head.weight")
+    assert layout.pieces("lm_head.weight", 0) == ()
+    with pytest.raises(LayoutError, match=r"rank 0 has no 'lm_head.weight' under pp2@0-1"):
+        layout.local_shape("lm_head.weight", 0)
+
+
+def test_a_rank_outside_the_layout_holds_nothing() -> None:
+    layout = lay("tp2@2-3")
+    assert layout.names(0) == ()
+    assert layout.pieces("lm_head.weight", 0) == ()
+    assert layout.num_local_elements(0) == 0
+
+
+def test_replicas_of_data_parallelism_hold_the_same() -> None:
+    layout = lay("dp2.fsdp2.tp2")
+    for name in layout.names(0):
+        assert layout.shard(name, 1) == layout.shard(name, 5)
+
+
+def test_holders_group_the_ranks_of_equal_shards() -> None:
+    layout = lay("tp4")  # two kv heads over four ranks
+    shared = layout.holders("model.layers.0.self_attn.k_proj.weight")
+    assert [ranks for _, ranks in shared] == [(0, 1), (2, 3)]
+    assert [ranks for _, ranks in layout.holders("model.norm.weight")] == [(0, 1, 2, 3)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(layout_pairs())
+def test_local_shapes_count_what_the_pieces_hold(pair: tuple[ModelLayout, ModelLayout]) -> None:
+    for layout in pair:
+        for rank in layout.layout.ranks:
+            held = sum(piece.region.numel for name in layout.names(rank) for piece in layout.pieces(name, rank))
+            assert held == layout.num_local_elements(rank)
+    assert pickle.loads(pickle.dumps(pair)) == pair
+
+
+def test_a_tied_name_is_looked_up_under_its_owner() -> None:
+    tied = ModelSpec((ParamSpec("embed", (4, 4), section="input"),), 0, aliases=(("lm_head", "embed"),))
+    assert tied.param("lm_head") is tied.param("embed")
+    assert tied.num_elements == 16
+
+
+def test_degrees_that_every_parameter_allows() -> None:
+    # Four query heads; two kv heads may be shared, so 4 is allowed and 3 is not.
+    assert SMALL.tensor_parallel_degrees(8) == (1, 2, 4)
+    assert ModelSpec((), 0, tp_refusal="no plan").tensor_parallel_degrees(8) == (1,)
+
+
+def test_heads_that_tensor_parallelism_does_not_divide_are_refused() -> None:
+    with pytest.raises(LayoutError) as refusal:
+        lay("tp6")
+    assert str(refusal.value) == (
+        "model.layers.0.self_attn.q_proj.weight: tp=6 must divide num_units=4 along dim 0; use tp in (1, 2, 4)"
+    )
+    shared = ModelSpec((ParamSpec("k", (6, 2), TensorParallelCut(0, 2, replicate_units=True), block=0),), 1)
+    with pytest.raises(
+        LayoutError, match=r"k: tp=3 must divide, or be a multiple of, num_units=2 .*use tp in \(1, 2\)"
+    ):
+        lay("tp3", shared)
+
+
+def test_tensor_parallelism_on_a_model_without_a_plan_is_refused_with_the_models_reason() -> None:
+    model = ModelSpec((ParamSpec("w", (4,), block=0),), 1, tp_refusal="GPT2 has no tp_plan; pass tp_plan={...}")
+    assert lay("fsdp2", model).names(0) == ("w",)
+    with pytest.raises(
+        LayoutError, match=r"tp=2 is impossible.*GPT2 has no tp_plan; pass tp_plan=\{\.\.\.\}.*use tp=1"
+    ):
+        lay("tp2", model)
+
+
+def test_more_stages_than_blocks_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"pp=3 .* has 2 blocks; use pp of at most 2"):
+        lay("pp3")
+
+
+def test_tied_parameters_on_two_stages_are_refused() -> None:
+    params = (ParamSpec("embed", (4, 4), section="input"), *(ParamSpec(f"w{i}", (4,), block=i) for i in range(2)))
+    with pytest.raises(LayoutError, match=r"'lm_head' and 'embed', which are tied.*untie them or use pp=1"):
+        lay("pp2", ModelSpec(params, 2, aliases=(("lm_head", "embed"),)))
+
+
+def test_a_scalar_cannot_be_chunked() -> None:
+    scalar = ModelSpec((ParamSpec("scale", (), block=0),), 1)
+    assert lay("dp2", scalar).local_shape("scale", 1) == ()
+    with pytest.raises(LayoutError, match=r"scale: fsdp=2 .*shape \(1,\)"):
+        lay("fsdp2", scalar)
+
+
+def test_a_model_that_contradicts_itself_is_refused() -> None:
+    weight = ParamSpec("w", (4,), block=0)
+    for build, words in [
+        (lambda: ModelSpec((weight, weight), 1), "listed more than once"),
+        (lambda: ModelSpec((weight,), 0), "block=0 must be below num_blocks=0"),
+        (lambda: ModelSpec((weight,), 1, aliases=(("a", "b"),)), "must map a name outside params to one inside"),
+        (lambda: ModelSpec((weight,), 1).param("x"), "no parameter 'x'"),
+        (lambda: ParamSpec("w", (4,)), "block=None"),
+        (lambda: ParamSpec("w", (4,), section="middle"), "section='middle'"),  # type: ignore[arg-type]
+        (lambda: ParamSpec("w", (4,), TensorParallelCut(1), block=0), "w: the tensor-parallel cut along dim 1"),
+    ]:
+        with pytest.raises(LayoutError) as refusal:
+            build()
+        assert words in str(refusal.value)

@@ -1,0 +1,103 @@
+"""Which rows and columns does a coordinate hold? Hand-worked cases; agreement with torch is in ``test_agreement``."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_realloc.errors import LayoutError
+from lightning_realloc.layout import Region, TensorParallelCut, chunk_bounds, local_shard, tiles
+from tests.layout.examples import cut_params
+
+
+def rows(shape: tuple[int, ...], cut: TensorParallelCut | None, *coordinate: int) -> list[tuple[int, int]]:
+    """(start, stop) along dim 0 of every piece at (tp, tp index, fsdp, fsdp index)."""
+    return [(p.region.starts[0], p.region.stops[0]) for p in local_shard(shape, cut, *coordinate).pieces]
+
+
+def test_chunks_are_ceil_sized_and_the_last_may_be_empty() -> None:
+    # torch.chunk(arange(9), 4) gives 3, 3, 3 and no fourth; DTensor gives the fourth rank an empty tensor.
+    assert [chunk_bounds(9, 4, index) for index in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 9)]
+    assert [chunk_bounds(2, 4, index) for index in range(4)] == [(0, 1), (1, 2), (2, 2), (2, 2)]
+
+
+def test_tensor_parallelism_cuts_before_fsdp() -> None:
+    # 16 rows, fsdp 2 x tp 4. tp rank 1 has rows 4-7; the second half of those is 6-7.
+    assert rows((16,), TensorParallelCut(0), 4, 1, 2, 1) == [(6, 8)]
+
+
+def test_a_row_wise_weight_is_cut_along_both_dims() -> None:
+    shard = local_shard((6, 8), TensorParallelCut(1), 2, 1, 3, 2)
+    assert shard.shape == (2, 4)
+    assert [piece.region for piece in shard.pieces] == [Region((4, 4), (6, 8))]
+
+
+def test_an_empty_shard_has_a_shape_and_no_pieces() -> None:
+    shard = local_shard((3, 5), None, 1, 0, 4, 3)
+    assert shard.shape == (0, 5)
+    assert shard.pieces == ()
+
+
+def test_fused_blocks_are_cut_one_by_one() -> None:
+    # gate rows 0-5, up rows 6-11: tp rank 1 of 2 has 3-5 and 9-11, one after the other.
+    cut = TensorParallelCut(0, block_sizes=(6, 6))
+    shard = local_shard((12, 2), cut, 2, 1, 1, 0)
+    assert rows((12, 2), cut, 2, 1, 1, 0) == [(3, 6), (9, 12)]
+    assert [piece.offset for piece in shard.pieces] == [(0, 0), (3, 0)]
+    # FSDP over it: local rows 2-3 are the last of gate and the first of up.
+    assert rows((12, 2), cut, 2, 1, 3, 1) == [(5, 6), (9, 10)]
+
+
+def test_blocks_that_are_not_cut_make_one_piece() -> None:
+    assert rows((12,), TensorParallelCut(0, block_sizes=(6, 6)), 1, 0, 1, 0) == [(0, 12)]
+
+
+def test_key_value_heads_are_shared_when_tensor_parallelism_exceeds_them() -> None:
+    # Two heads of three rows over tp 4: ranks 0 and 1 hold head 0, ranks 2 and 3 head 1.
+    cut = TensorParallelCut(0, 2, replicate_units=True)
+    assert [rows((6,), cut, 4, index, 1, 0) for index in range(4)] == [[(0, 3)], [(0, 3)], [(3, 6)], [(3, 6)]]
+
+
+def test_fused_heads_share_key_values_and_split_queries() -> None:
+    # q has 4 heads, k and v have 2 each, 1 row a head: tp rank 3 of 4 has query head 3 and kv head 1.
+    cut = TensorParallelCut(0, 8, replicate_units=True, block_sizes=(4, 2, 2))
+    assert rows((8,), cut, 4, 3, 1, 0) == [(3, 4), (5, 6), (7, 8)]
+    assert rows((8,), cut, 2, 0, 1, 0) == [(0, 2), (4, 5), (6, 7)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut_params("w", "output", None), st.sampled_from([1, 2, 4]), st.integers(1, 4))
+def test_distinct_shards_tile_the_tensor_and_pieces_tile_each_shard(param, tp: int, fsdp: int) -> None:  # type: ignore[no-untyped-def]
+    shards = {local_shard(param.shape, param.tp, tp, t, fsdp, f) for t in range(tp) for f in range(fsdp)}
+    distinct = {piece.region for shard in shards for piece in shard.pieces}
+    if param.tp is None or param.tp.block_sizes == () or not param.tp.replicate_units or tp <= 2:
+        assert tiles(distinct, param.shape)
+    for shard in shards:
+        placed = [
+            Region(piece.offset, tuple(map(sum, zip(piece.offset, piece.region.shape, strict=True))))
+            for piece in shard.pieces
+        ]
+        assert tiles(placed, shard.shape)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shape", "words"),
+    [
+        ({"dim": 2}, (4, 4), ["along dim 2", "(4, 4)"]),
+        ({"dim": 0, "num_units": 3}, (4, 4), ["num_units=3", "divide 4"]),
+        ({"dim": 0, "block_sizes": (2, 3)}, (4, 4), ["(2, 3)", "add up to 4"]),
+        ({"dim": 0, "num_units": 2, "block_sizes": (3, 1)}, (4, 4), ["whole units of 2", "(3, 1)"]),
+        ({"dim": -1}, (4,), ["dim=-1", "count dims from the first"]),
+        ({"dim": 0, "num_units": 0}, (4,), ["num_units=0", "None"]),
+        ({"dim": 0, "block_sizes": (4, 0)}, (4,), ["(4, 0)", "leave empty blocks out"]),
+        ({"dim": 0, "replicate_units": True}, (4,), ["needs num_units"]),
+    ],
+)
+def test_a_cut_that_does_not_fit_its_parameter_is_refused(
+    arguments: dict[str, object], shape: tuple[int, ...], words: list[str]
+) -> None:
+    with pytest.raises(LayoutError) as refusal:
+        TensorParallelCut(**arguments).check_shape(shape)  # type: ignore[arg-type]
+    for word in words:
+        assert word in str(refusal.value)
