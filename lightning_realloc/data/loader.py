@@ -16,50 +16,33 @@ from lightning_realloc.errors import CheckpointError, DataError
 from lightning_realloc.runtime.samples import Samples
 
 
-class RowOrder:
-    """The order of the rows in each epoch; what Lightning calls a sampler."""
-
-    def __init__(self, num_rows: int, *, seed: int, shuffle: bool) -> None:
-        self.num_rows = num_rows
-        self.seed = seed
-        self.shuffle = shuffle
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the order of this epoch; Lightning calls it before each."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.permutation())
-
-    def permutation(self) -> list[int]:
-        """Return this epoch's rows in order."""
-        if not self.shuffle:
-            return list(range(self.num_rows))
-        digest = hashlib.sha256(f"{self.seed},{self.epoch}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-        return torch.randperm(self.num_rows, generator=generator).tolist()
-
-
 class BatchLoader:
-    """Batches of samples, epoch after epoch.
+    """Training batches, epoch after epoch, each in another order.
 
-    A sample's id is ``epoch * num_rows + row``: unique over the run, and the same wherever the sample goes.
+    A sample's id is ``epoch * num_rows + row``: unique over the run, and the same wherever the sample goes. Epochs are
+    counted here, not taken from Lightning: where ``max_steps`` ends a run inside an epoch, Lightning counts that epoch
+    as done, and a run resumed from there would leave out the rest of its rows.
 
     Args:
         table: Every row once, with ids 0..num_rows - 1 in order.
         batch_size: Samples per batch over all ranks together.
         drop_last: Whether to leave out a last batch that is smaller than the others.
+        epoch_batches: Batches after which the trainer begins the next epoch, where it does so before all are used
+            (``limit_train_batches``).
 
     Raises:
-        DataError: when that leaves no batch at all.
+        DataError: when there is no batch at all.
     """
 
     def __init__(
-        self, table: Samples, *, batch_size: int, seed: int = 0, shuffle: bool = True, drop_last: bool = False
+        self,
+        table: Samples,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        epoch_batches: int | None = None,
     ) -> None:
         if batch_size < 1:
             raise DataError(f"batch_size={batch_size} must be at least 1")
@@ -70,38 +53,53 @@ class BatchLoader:
             )
         self.table = table
         self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
         self.drop_last = drop_last
-        self.sampler = RowOrder(len(table), seed=seed, shuffle=shuffle)
+        self.epoch_batches = len(self) if epoch_batches is None else min(epoch_batches, len(self))
+        self.epoch = 0
         self._position = 0
-        self._resume_at: tuple[int, int] | None = None
+        self._resuming = False
 
     def __len__(self) -> int:
         full, left_over = divmod(len(self.table), self.batch_size)
         return full + (left_over > 0 and not self.drop_last)
 
+    @property
+    def sampler(self) -> BatchLoader:
+        """What Lightning calls ``set_epoch`` on."""
+        return self
+
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iteration goes through."""
-        self.sampler.set_epoch(epoch)
+        """Begin with this epoch, unless batches were handed out already or a place was loaded.
+
+        Lightning says so before every epoch, and it is all it says when it resumes between two epochs.
+        """
+        if self._position == 0 and not self._resuming:
+            self.epoch = epoch
 
     def __iter__(self) -> Iterator[Samples]:
-        # A generator: this runs at the first batch, after Lightning has set the epoch of a resumed run.
-        epoch = self.sampler.epoch
-        resume_at, self._resume_at = self._resume_at, None
-        self._position = resume_at[1] if resume_at is not None and resume_at[0] == epoch else 0
-        order = self.sampler.permutation()
-        while self._position < len(self):
+        # A generator, so an iterator that nobody draws from, as Lightning makes one before it resumes, changes nothing.
+        if self._position >= self.epoch_batches or (self._position > 0 and not self._resuming):
+            self.epoch, self._position = self.epoch + 1, 0
+        order = self._order()
+        while self._position < self.epoch_batches:
             begin = self._position * self.batch_size
             # Counted before it is handed out: a checkpoint written while the batch is trained on has it behind it.
             self._position += 1
             rows = self.table.select(order[begin : begin + self.batch_size])
-            yield Samples(rows.ids + epoch * len(self.table), rows.columns)
+            yield Samples(rows.ids + self.epoch * len(self.table), rows.columns)
+        self._resuming = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the run, and what it depends on."""
-        return {"epoch": self.sampler.epoch, "position": self._position, **self._identity()}
+        return {"epoch": self.epoch, "position": self._position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on behind the batch that was handed out last.
+
+        Iterations go on where the one before them stopped until the epoch is through: from a checkpoint written after
+        an epoch's last batch, Lightning draws a single batch before it begins anew.
 
         Raises:
             CheckpointError: when the data or its order are not those of the checkpoint.
@@ -109,17 +107,45 @@ class BatchLoader:
         for name, value in self._identity().items():
             if state.get(name) != value:
                 raise CheckpointError(
-                    f"resuming mid-run needs the same data in the same order; the checkpoint has {name}="
-                    f"{state.get(name)} and this run {name}={value}, set it back or start from the weights alone"
+                    f"resuming needs the same data in the same order; the checkpoint has {name}={state.get(name)} "
+                    f"and this run {name}={value}, set it back or start from the weights alone"
                 )
-        self.sampler.set_epoch(state["epoch"])
-        self._position = state["position"]
-        self._resume_at = (state["epoch"], state["position"])
+        self.epoch, self._position, self._resuming = state["epoch"], state["position"], True
+
+    def _order(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(len(self.table)))
+        digest = hashlib.sha256(f"{self.seed},{self.epoch}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+        order: list[int] = torch.randperm(len(self.table), generator=generator).tolist()
+        return order
 
     def _identity(self) -> dict[str, Any]:
         return {
             "num_rows": len(self.table),
             "batch_size": self.batch_size,
-            "seed": self.sampler.seed,
-            "shuffle": self.sampler.shuffle,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
         }
+
+
+class EvaluationLoader:
+    """All rows in order, the same batches with the same ids every time: what is sampled for them is comparable.
+
+    Args:
+        table: The rows.
+        batch_size: Samples per batch over all ranks together; the last one may be smaller.
+    """
+
+    def __init__(self, table: Samples, *, batch_size: int) -> None:
+        if batch_size < 1:
+            raise DataError(f"batch_size={batch_size} must be at least 1")
+        self.table = table
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self.table) // self.batch_size)
+
+    def __iter__(self) -> Iterator[Samples]:
+        for begin in range(0, len(self.table), self.batch_size):
+            yield self.table.select(range(begin, min(begin + self.batch_size, len(self.table))))

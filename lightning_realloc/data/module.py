@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lightning_realloc.data.loader import BatchLoader
+from lightning_realloc.data.loader import BatchLoader, EvaluationLoader
 from lightning_realloc.data.rows import Row, RowSource, read_rows, split_by_hash
 from lightning_realloc.errors import DataError
 from lightning_realloc.runtime.samples import Column, Samples
@@ -70,6 +70,7 @@ class RowDataModule(L.LightningDataModule, ABC):
         self.long_rows = long_rows
         self._tokenizer = tokenizer
         self._tables: dict[str, Samples] = {}
+        self._train_loader: BatchLoader | None = None
 
     @abstractmethod
     def split_column(self, rows: Sequence[Row]) -> str:
@@ -97,20 +98,26 @@ class RowDataModule(L.LightningDataModule, ABC):
         rank_zero_info(f"{len(self._tables['train'])} rows to train on, {len(held_out)} held out")
 
     def train_dataloader(self) -> BatchLoader:
-        """Return the training batches."""
-        return self._loader("train", shuffle=self.shuffle, drop_last=self.drop_last)
+        """Return the training batches; the same loader every time, so that its epochs go on."""
+        if self._train_loader is None:
+            table = self._table("train")
+            self._train_loader = BatchLoader(
+                table, batch_size=self.batch_size, seed=self.seed, shuffle=self.shuffle, drop_last=self.drop_last
+            )
+        self._train_loader.epoch_batches = self._epoch_batches(len(self._train_loader))
+        return self._train_loader
 
-    def val_dataloader(self) -> BatchLoader | list[Any]:
+    def val_dataloader(self) -> EvaluationLoader | list[Any]:
         """Return the held-out batches, in the order of the rows; none without held-out rows."""
-        return self._loader("val", shuffle=False, drop_last=False) if "val" in self._tables else []
+        return self._evaluation("val") if "val" in self._tables else []
 
-    def test_dataloader(self) -> BatchLoader:
+    def test_dataloader(self) -> EvaluationLoader:
         """Return the held-out batches, or all rows where none are held out."""
-        return self._loader("val" if "val" in self._tables else "train", shuffle=False, drop_last=False)
+        return self._evaluation("val" if "val" in self._tables else "train")
 
-    def predict_dataloader(self) -> BatchLoader:
+    def predict_dataloader(self) -> EvaluationLoader:
         """Return every row of ``data`` that is not held out, in order."""
-        return self._loader("train", shuffle=False, drop_last=False)
+        return self._evaluation("train")
 
     # ---- what subclasses use
     @property
@@ -174,12 +181,20 @@ class RowDataModule(L.LightningDataModule, ABC):
             )
         return rest, held_out
 
-    def _loader(self, split: str, *, shuffle: bool, drop_last: bool) -> BatchLoader:
+    def _table(self, split: str) -> Samples:
         if split not in self._tables:
             raise DataError(f"{type(self).__name__} has read no rows yet; call setup() first, as Trainer does")
-        return BatchLoader(
-            self._tables[split], batch_size=self.batch_size, seed=self.seed, shuffle=shuffle, drop_last=drop_last
-        )
+        return self._tables[split]
+
+    def _evaluation(self, split: str) -> EvaluationLoader:
+        return EvaluationLoader(self._table(split), batch_size=self.batch_size)
+
+    def _epoch_batches(self, num_batches: int) -> int:
+        """Return after how many batches Lightning begins the next epoch."""
+        limit = None if self.trainer is None else self.trainer.limit_train_batches
+        if limit is None:
+            return num_batches
+        return min(limit, num_batches) if isinstance(limit, int) else int(limit * num_batches)
 
     def _module(self) -> object:
         return None if self.trainer is None else self.trainer.lightning_module

@@ -1,0 +1,144 @@
+"""Order and place: deterministic batches, and a plain Lightning Trainer that resumes with the right one."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_realloc.data.loader import BatchLoader, EvaluationLoader
+from lightning_realloc.errors import CheckpointError, DataError
+from lightning_realloc.runtime.samples import Samples
+
+
+def _table(num_rows: int) -> Samples:
+    return Samples(torch.arange(num_rows), {"prompt": tuple(f"prompt {row}" for row in range(num_rows))})
+
+
+def _epoch(loader: BatchLoader) -> list[list[int]]:
+    return [batch.ids.tolist() for batch in loader]
+
+
+def test_an_epoch_holds_every_row_once_and_ids_say_which_epoch() -> None:
+    loader = BatchLoader(_table(10), batch_size=4, seed=1)
+    first, second = _epoch(loader), _epoch(loader)
+    assert [len(batch) for batch in first] == [4, 4, 2]
+    assert len(loader) == 3
+    assert sorted(chain(*first)) == list(range(10))
+    assert sorted(chain(*second)) == list(range(10, 20))
+    assert [row - 10 for row in chain(*second)] != list(chain(*first))
+
+
+def test_ids_belong_to_their_rows() -> None:
+    loader = BatchLoader(_table(5), batch_size=2)
+    loader.set_epoch(3)
+    for batch in loader:
+        assert batch.objects("prompt") == tuple(f"prompt {sample_id - 15}" for sample_id in batch.ids.tolist())
+
+
+def test_order_depends_on_seed_and_epoch_alone() -> None:
+    def order(seed: int, epoch: int) -> list[list[int]]:
+        loader = BatchLoader(_table(8), batch_size=3, seed=seed)
+        loader.set_epoch(epoch)
+        return _epoch(loader)
+
+    assert order(1, 2) == order(1, 2)
+    assert order(1, 2) != order(2, 2)
+    assert _epoch(BatchLoader(_table(5), batch_size=2, shuffle=False)) == [[0, 1], [2, 3], [4]]
+
+
+def test_a_small_last_batch_can_be_dropped() -> None:
+    loader = BatchLoader(_table(10), batch_size=4, drop_last=True)
+    assert [len(batch) for batch in loader] == [4, 4]
+    assert len(loader) == 2
+    with pytest.raises(DataError, match="batch_size=11 needs as many rows, there are 10"):
+        BatchLoader(_table(10), batch_size=11, drop_last=True)
+    with pytest.raises(DataError, match="batch_size=0"):
+        BatchLoader(_table(10), batch_size=0)
+
+
+def test_a_loader_goes_on_behind_the_last_batch_it_handed_out() -> None:
+    loader = BatchLoader(_table(10), batch_size=3, seed=4)
+    loader.set_epoch(2)
+    batches = iter(loader)
+    handed_out = [next(batches).ids.tolist() for _ in range(2)]
+    resumed, whole = BatchLoader(_table(10), batch_size=3, seed=4), BatchLoader(_table(10), batch_size=3, seed=4)
+    resumed.load_state_dict(loader.state_dict())
+    whole.set_epoch(2)
+    assert handed_out + _epoch(resumed) == _epoch(whole)
+    # and the epoch after that is whole again
+    assert _epoch(resumed) == _epoch(whole)
+
+
+def test_evaluation_batches_are_the_same_every_time() -> None:
+    loader = EvaluationLoader(_table(5), batch_size=2)
+    for _ in range(2):
+        assert [batch.ids.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
+    assert len(loader) == 3
+
+
+@pytest.mark.parametrize("change", [{"batch_size": 4}, {"seed": 1}, {"shuffle": False}])
+def test_a_place_in_other_data_is_refused(change: dict[str, Any]) -> None:
+    state = BatchLoader(_table(10), batch_size=3).state_dict()
+    with pytest.raises(CheckpointError, match=next(iter(change))):
+        BatchLoader(_table(10), **{"batch_size": 3, **change}).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="num_rows=10 and this run num_rows=11"):
+        BatchLoader(_table(11), batch_size=3).load_state_dict(state)
+
+
+class _Recorder(L.LightningModule):
+    """A module that trains nothing much and remembers which samples it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: Samples, batch_idx: int) -> torch.Tensor:
+        self.seen.append(batch.ids.tolist())
+        return self.weight.sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _fit(max_steps: int, *, resume: Path | None = None, save: Path | None = None, **settings: Any) -> list[list[int]]:
+    """Return the samples of each step, with five batches an epoch."""
+    module = _Recorder()
+    trainer = L.Trainer(
+        max_steps=max_steps, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        **{"max_epochs": -1, "enable_checkpointing": False, **settings},
+    )  # fmt: skip
+    limit = settings.get("limit_train_batches")
+    loader = BatchLoader(_table(10), batch_size=2, seed=7, drop_last=True, epoch_batches=limit)
+    trainer.fit(module, loader, ckpt_path=resume)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return module.seen
+
+
+# In the middle of the first and the second epoch, and exactly at the end of each.
+@pytest.mark.parametrize("stop", [2, 5, 7, 10])
+def test_a_trainer_resumes_from_a_checkpoint_written_when_it_was_done(tmp_path: Path, stop: int) -> None:
+    before = _fit(stop, save=tmp_path / "stop.ckpt")
+    assert before + _fit(13, resume=tmp_path / "stop.ckpt") == _fit(13)
+
+
+@pytest.mark.parametrize("limit", [None, 4])
+def test_a_trainer_resumes_from_a_checkpoint_written_while_it_ran(tmp_path: Path, limit: int | None) -> None:
+    saver = L.pytorch.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    whole = _fit(13, callbacks=[saver], enable_checkpointing=True, limit_train_batches=limit)
+    assert len(whole) == 13
+    for stop in (1, 4, 5, 6, 8):
+        after = _fit(13, resume=tmp_path / f"step={stop}.ckpt", limit_train_batches=limit)
+        assert whole[:stop] + after == whole
+
+
+def test_a_trainer_resumes_from_a_checkpoint_written_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    saver = L.pytorch.callbacks.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    whole = _fit(-1, max_epochs=3, callbacks=[saver], enable_checkpointing=True)
+    assert whole[:5] + _fit(-1, max_epochs=3, resume=tmp_path / "epoch=0.ckpt") == whole

@@ -1,0 +1,183 @@
+"""Prompt batches from files and data sets, with text and chat prompts, and what bad ones are told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from datasets import Dataset
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_realloc.data.prompts import PromptDataModule
+from lightning_realloc.errors import DataError
+from lightning_realloc.runtime.samples import Samples
+from tests.models import byte_tokenizer, tiny_model
+
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3)]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def _module(data: Any = ROWS, **settings: Any) -> PromptDataModule:
+    module = PromptDataModule(data, **{"batch_size": 4, "tokenizer": byte_tokenizer(), **settings})
+    module.setup()
+    return module
+
+
+def _chat_tokenizer() -> Any:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def test_batches_hold_token_ids_the_prompt_and_every_other_column(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    tokenizer = byte_tokenizer()
+    for data in (path, ROWS, Dataset.from_list(ROWS)):
+        batches = list(_module(data, shuffle=False).train_dataloader())
+        assert [batch.ids.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+        prompts = [row["prompt"] for row in ROWS[4:8]]
+        assert batches[1].objects("prompt") == tuple(prompts)
+        assert batches[1].objects("answer") == tuple(row["answer"] for row in ROWS[4:8])
+        assert tokenizer.batch_decode(batches[1].ragged("prompt_ids").to_lists()) == prompts
+
+
+def test_conversations_go_through_the_chat_template() -> None:
+    messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}]
+    tokenizer = _chat_tokenizer()
+    (batch,) = _module([{"prompt": messages}], batch_size=1, tokenizer=tokenizer).train_dataloader()
+    assert tokenizer.decode(batch.ragged("prompt_ids").values) == "s:add<eos>\nu:1+1<eos>\na:"
+    assert batch.objects("prompt") == (messages,)
+    with pytest.raises(DataError, match=r"row 0 of the data set is a conversation, and .* no chat template"):
+        _module([{"prompt": messages}], batch_size=1)
+
+
+def test_another_column_can_hold_the_prompts() -> None:
+    (batch,) = _module([{"question": "why?"}], prompt_column="question", batch_size=1).train_dataloader()
+    assert batch.objects("prompt") == batch.objects("question") == ("why?",)
+    with pytest.raises(DataError, match="'prompt' beside prompt_column='question'"):
+        _module([{"question": "why?", "prompt": "x"}], prompt_column="question")
+
+
+def test_held_out_rows_are_not_trained_on() -> None:
+    module = _module(val_fraction=0.4, batch_size=1)
+    train = {batch.objects("prompt")[0] for batch in module.train_dataloader()}
+    held_out = {batch.objects("prompt")[0] for batch in module.val_dataloader()}
+    assert train and held_out and not train & held_out
+    assert train | held_out == {row["prompt"] for row in ROWS}
+    assert len(list(_module(val_data=ROWS[:3]).val_dataloader())) == 1
+    assert list(_module().val_dataloader()) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "rule"),
+    [
+        ([{"text": "a"}], {}, r"line 1 has no column 'prompt', only \['text'\]"),
+        ([{"prompt": "a"}, {"prompt": 3}], {}, "line 2: expected text or a list of messages .* got int 3"),
+        ([{"prompt": "a"}, {"prompt": ""}], {}, "line 2: a prompt needs at least one token"),
+        (
+            [{"prompt": "a"}, {"prompt": "abcde"}],
+            {"max_prompt_tokens": 4},
+            "line 2 has 5 tokens, and max_prompt_tokens",
+        ),
+        ([{"prompt": "a", "rewards": 1}], {}, r"columns named \['rewards'\]"),
+        ([{"prompt": "abcde"}], {"max_prompt_tokens": 4, "long_prompts": "drop"}, "no prompt is left"),
+        ([{"prompt": "a"}], {"val_fraction": 0.5}, "leaves . rows to train on and . held out of 1"),
+    ],
+)
+def test_unusable_rows_are_refused_with_file_and_line(
+    tmp_path: Path, rows: list[dict[str, Any]], settings: dict[str, Any], rule: str
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=rule):
+        _module(path, **settings)
+
+
+def test_long_prompts_are_truncated_to_their_end_or_dropped() -> None:
+    rows = [{"prompt": "abcde"}, {"prompt": "xy"}]
+    tokenizer = byte_tokenizer()
+    for choice, expected in (("truncate", ["cde", "xy"]), ("drop", ["xy"])):
+        module = _module(rows, max_prompt_tokens=3, long_prompts=choice, batch_size=1, shuffle=False)
+        texts = [tokenizer.decode(batch.ragged("prompt_ids").values) for batch in module.train_dataloader()]
+        assert texts == expected
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(DataError, match="both name held-out rows"):
+        PromptDataModule(ROWS, batch_size=1, val_data=ROWS, val_fraction=0.5)
+    with pytest.raises(DataError, match=r"val_fraction=1.0"):
+        PromptDataModule(ROWS, batch_size=1, val_fraction=1.0)
+    with pytest.raises(DataError, match="max_prompt_tokens=0"):
+        PromptDataModule(ROWS, batch_size=1, max_prompt_tokens=0)
+    with pytest.raises(DataError, match=r"call setup\(\) first"):
+        PromptDataModule(ROWS, batch_size=1).train_dataloader()
+    with pytest.raises(DataError, match="has no tokenizer"):
+        PromptDataModule(ROWS, batch_size=1).setup()
+
+
+class _Role:
+    def config(self) -> Any:
+        return tiny_model("llama").config  # 128 positions
+
+
+class _Model(L.LightningModule):
+    """A module that brings tokenizer and models, as algorithms do."""
+
+    tokenizer = byte_tokenizer()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.batches: list[Samples] = []
+
+    def roles(self) -> tuple[_Role, ...]:
+        return (_Role(),)
+
+    def training_step(self, batch: Samples, batch_idx: int) -> torch.Tensor:
+        self.batches.append(batch)
+        return self.weight.sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _trainer() -> L.Trainer:
+    return L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+
+
+def test_tokenizer_and_context_come_from_the_module_under_training() -> None:
+    model = _Model()
+    _trainer().fit(model, PromptDataModule(ROWS, batch_size=4))
+    assert sorted(i for batch in model.batches for i in batch.ids.tolist()) == list(range(12))
+    rows = [{"prompt": "x" * 127}, {"prompt": "x" * 128}]
+    with pytest.raises(
+        DataError, match=r"row 1 .* has 128 tokens, and the models' context of 128 positions allows 127"
+    ):
+        _trainer().fit(_Model(), PromptDataModule(rows, batch_size=1))
+
+
+def test_a_yaml_file_configures_the_data(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(ROWS[0]))
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"data:\n  class_path: {PromptDataModule.__module__}.PromptDataModule\n"
+        f"  init_args:\n    data: {tmp_path}/prompts.jsonl\n    batch_size: 1\n    long_prompts: drop\n"
+    )
+    cli = LightningCLI(
+        _Model, L.LightningDataModule, subclass_mode_data=True, run=False, args=["--config", str(config)],
+        save_config_callback=None,
+    )  # fmt: skip
+    assert isinstance(cli.datamodule, PromptDataModule)
+    assert cli.datamodule.data == f"{tmp_path}/prompts.jsonl"
+    assert cli.datamodule.long_rows == "drop"

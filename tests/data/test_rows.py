@@ -1,0 +1,68 @@
+"""Reading rows: what comes back, and what each kind of broken file is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from lightning_realloc.data.rows import read_rows, split_by_hash
+from lightning_realloc.errors import DataError
+
+
+def _file(folder: Path, text: str) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_files_lists_and_datasets_give_the_same_rows(tmp_path: Path) -> None:
+    table = [{"prompt": "a ü", "answer": 1}, {"prompt": "b", "answer": None}]
+    path = _file(tmp_path, "\n".join(json.dumps(row) for row in table) + "\n\n")
+    for source in (path, str(path), table, Dataset.from_list(table)):
+        assert [row.values for row in read_rows(source)] == table
+    assert [row.place for row in read_rows(path)] == [f"{path}, line 1", f"{path}, line 2"]
+    assert read_rows(table)[1].place == "row 1 of the data set"
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ('{"prompt": "a"}\n\n{"prompt": "b"\n', r"rows.jsonl, line 3 is not JSON: .* at column \d+"),
+        ('{"prompt": "a"}\n["b"]\n', "rows.jsonl, line 2 must be a JSON object"),
+        (
+            '{"prompt": "a", "answer": 1}\n{"prompt": "b"}\n',
+            r"line 2 must have the same columns .* line 1.*\['answer'\]",
+        ),
+        ("", "rows.jsonl holds no rows"),
+    ],
+)
+def test_broken_files_are_refused_with_file_and_line(tmp_path: Path, text: str, rule: str) -> None:
+    with pytest.raises(DataError, match=rule):
+        read_rows(_file(tmp_path, text))
+
+
+def test_other_unreadable_sources_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no file at '.*missing.jsonl'"):
+        read_rows(tmp_path / "missing.jsonl")
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="must be UTF-8 text"):
+        read_rows(tmp_path / "binary.jsonl")
+    with pytest.raises(DataError, match=r"row 0 of the data set must be a mapping .* str"):
+        read_rows(["text"])  # type: ignore[list-item]
+    with pytest.raises(DataError, match="the data set holds no rows"):
+        read_rows([])
+
+
+def test_held_out_rows_depend_on_their_text_and_the_seed_alone() -> None:
+    rows = read_rows([{"prompt": f"prompt {number % 500}", "number": number} for number in range(1000)])
+    rest, held_out = split_by_hash(rows, "prompt", fraction=0.2, seed=1)
+    assert len(rest) + len(held_out) == 1000
+    # 500 distinct prompts, each held out with probability 0.2: 100 expected, standard deviation sqrt(500 * 0.16) = 8.9
+    assert 60 <= len({row.values["prompt"] for row in held_out}) <= 140
+    assert not {row.values["prompt"] for row in rest} & {row.values["prompt"] for row in held_out}
+    reversed_rest, reversed_held_out = split_by_hash(rows[::-1], "prompt", fraction=0.2, seed=1)
+    assert (reversed_rest[::-1], reversed_held_out[::-1]) == (rest, held_out)
+    assert split_by_hash(rows, "prompt", fraction=0.2, seed=2)[1] != held_out

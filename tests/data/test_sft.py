@@ -1,0 +1,75 @@
+"""Supervised pairs: what is given and what is learnt, from every row format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_realloc.data.sft import SFTDataModule
+from lightning_realloc.errors import DataError
+from tests.data.test_prompts import CHAT_TEMPLATE
+from tests.models import byte_tokenizer
+
+TURNS = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+
+
+def _pair(row: dict[str, Any], **settings: Any) -> tuple[str, str]:
+    """Return the text given and the text learnt, special tokens spelt out."""
+    tokenizer = settings.pop("tokenizer", byte_tokenizer())
+    module = SFTDataModule([row], batch_size=1, tokenizer=tokenizer, **settings)
+    module.setup()
+    (batch,) = module.train_dataloader()
+    assert batch.objects(next(iter(row))) == (next(iter(row.values())),)
+    return tokenizer.decode(batch.ragged("prompt_ids").values), tokenizer.decode(batch.ragged("response_ids").values)
+
+
+def _chat() -> Any:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def test_completions_and_whole_texts_end_with_the_end_token() -> None:
+    assert _pair({"prompt": "1+1=", "completion": "2"}) == ("1+1=", "2<eos>")
+    assert _pair({"prompt": "1+1=", "completion": "2<eos>"}) == ("1+1=", "2<eos>")
+    assert _pair({"text": "all of it"}) == ("", "all of it<eos>")
+
+
+def test_of_a_conversation_the_last_answer_is_learnt_with_the_templates_own_end() -> None:
+    expected = ("u:1+1<eos>\na:", "2<eos>\n")
+    assert _pair({"messages": TURNS}, tokenizer=_chat()) == expected
+    assert _pair({"prompt": TURNS[:1], "completion": TURNS[1:]}, tokenizer=_chat()) == expected
+
+
+def test_long_responses_are_cut_where_that_is_asked_for() -> None:
+    row = {"prompt": "abc", "completion": "defg"}
+    assert _pair(row, max_tokens=5, long_rows="truncate") == ("abc", "de")
+    with pytest.raises(DataError, match="row 0 of the data set has 8 tokens, and max_tokens allows 5"):
+        _pair(row, max_tokens=5)
+    with pytest.raises(DataError, match="prompt alone has 3 tokens"):
+        _pair(row, max_tokens=3, long_rows="truncate")
+    with pytest.raises(DataError, match="no row is left"):
+        _pair(row, max_tokens=5, long_rows="drop")
+
+
+@pytest.mark.parametrize(
+    ("row", "rule"),
+    [
+        ({"question": "a"}, r"needs 'prompt' and 'completion', or 'messages', or 'text'; it has \['question'\]"),
+        ({"prompt": "a", "completion": TURNS}, "must be all text or all lists"),
+        ({"messages": "a"}, "must be all text or all lists"),
+        ({"messages": TURNS[:1]}, r"its roles are \['user'\]"),
+        ({"messages": [TURNS[1], TURNS[0]]}, r"its roles are \['assistant', 'user'\]"),
+    ],
+)
+def test_rows_of_no_known_format_are_refused(row: dict[str, Any], rule: str) -> None:
+    with pytest.raises(DataError, match=rule):
+        _pair(row, tokenizer=_chat())
+
+
+def test_a_template_that_rewrites_the_prompt_is_refused() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    with pytest.raises(DataError, match="the same way whether or not an answer follows"):
+        _pair({"messages": TURNS}, tokenizer=tokenizer)
