@@ -7,6 +7,7 @@ which refuses a model that does not pass them on.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -245,6 +246,7 @@ def _half_dtype(value: Tensor) -> torch.dtype | None:
     return dtype if dtype in (torch.bfloat16, torch.float16) else None
 
 
+@functools.cache
 def _varlen_options() -> frozenset[str]:
     try:
         from torch.nn.attention.varlen import varlen_attn
