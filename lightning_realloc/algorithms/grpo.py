@@ -83,8 +83,7 @@ class GRPO(MultiModelModule):
         if self.sampling.temperature == 0:
             raise ConfigError("sampling.temperature=0 gives every response of a group the same tokens; set it above 0")
         self.evaluation_sampling = evaluation_sampling or replace(self.sampling, n=1, temperature=0.0)
-        functions = [reward] if isinstance(reward, str) or callable(reward) else list(reward)
-        self._rewards = RewardFunctions(functions, weights=reward_weights)
+        self._rewards = RewardFunctions(reward, weights=reward_weights)
         self.kl_coef = kl_coef
         self.kl_estimator = kl_estimator
         self.clip_low = clip_low
@@ -115,9 +114,18 @@ class GRPO(MultiModelModule):
     @compute(needs="rollout", produces=("rewards", "advantages"))
     def judge(self, samples: Samples) -> Mapping[str, Column]:
         """Reward every response and compare it with its group."""
-        rewards = self._rewards(samples, response_texts(samples, self.tokenizer))
+        known = {name: column for name, column in samples.columns.items() if isinstance(column, tuple)}
+        prompts = known.pop("prompt")
+        texts = response_texts(samples, self.tokenizer)
+        rewards = self._rewards(prompts, texts, samples.ragged("response_ids").to_lists(), known)
         eps = 1e-4 if self.normalize_by_std else None
-        return {"rewards": rewards, "advantages": group_advantages(rewards, samples.tensor("prompt_id"), std_eps=eps)}
+        advantages = group_advantages(rewards.total, samples.tensor("prompt_id"), std_eps=eps)
+        by_function = rewards.by_function if len(rewards.by_function) > 1 else {}
+        return {
+            "rewards": rewards.total,
+            "advantages": advantages,
+            **{f"reward/{name}": values for name, values in by_function.items()},
+        }
 
     @train("actor", needs=("rollout", "advantages", "ref_logprobs"))
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
@@ -144,12 +152,18 @@ class GRPO(MultiModelModule):
         return summed / totals.num_sequences
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Return mean reward, mean response length, and the share of responses that ended by themselves."""
+        """Return mean rewards, mean response length, and the share of responses that ended by themselves."""
+        by_function = [name for name in samples.columns if name.startswith("reward/")]
         return {
             "reward": samples.tensor("rewards").mean(),
+            **{name: samples.tensor(name).nanmean() for name in by_function},
             "response_length": samples.ragged("response_ids").lengths.float().mean(),
             "finished": (samples.tensor("finish_reason") == 0).float().mean(),
         }
+
+    def check_batch(self, batch: Samples) -> None:
+        """Refuse data without a column that a reward function asks for."""
+        self._rewards.check_columns([name for name, column in batch.columns.items() if isinstance(column, tuple)])
 
     @property
     def training_now(self) -> bool:

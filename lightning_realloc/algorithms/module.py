@@ -66,6 +66,9 @@ class MultiModelModule(L.LightningModule):
         """Return the algorithm's models."""
         raise NotImplementedError(f"{type(self).__name__} must return its models from roles()")
 
+    def check_batch(self, batch: Samples) -> None:
+        """Raise for a batch that the algorithm cannot use; called before any of its calls."""
+
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
         """Return what to log about an iteration's or an evaluation's samples; the same on every rank."""
         return {}
@@ -132,6 +135,7 @@ class MultiModelModule(L.LightningModule):
 
     def training_step(self, batch: Samples, batch_idx: int) -> None:
         """Run one iteration of the dataflow."""
+        self.check_batch(batch)
         samples = self._strategy.run_iteration(batch)
         self.log_dict(self.summarize(samples), prog_bar=True, batch_size=len(samples))
 
@@ -151,9 +155,10 @@ class MultiModelModule(L.LightningModule):
     def _evaluate(self, batch: Samples, prefix: str) -> None:
         if not self.evaluation_calls:
             raise ConfigError(f"{type(self).__name__} declares no evaluation_calls; leave the validation data out")
+        self.check_batch(batch)
         samples = self._strategy.run_calls(batch, self.evaluation_calls)
         metrics = {f"{prefix}/{name}": value for name, value in self.summarize(samples).items()}
-        self.log_dict(metrics, prog_bar=True, batch_size=len(samples))
+        self.log_dict(metrics, prog_bar=True, batch_size=len(samples), sync_dist=True)
 
     def _new_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         if self._make_optimizer is not None:
