@@ -85,6 +85,11 @@ def packed_logits(model: nn.Module, packed: PackedBatch) -> Tensor:
     """Return the (N, V) logits of a language model, or the (N, labels) scores of a token classifier."""
     with packed_attention(model, packed) as inputs:
         logits: Tensor = model(**inputs).logits
+    if logits.shape[:2] != packed.input_ids.shape:
+        raise ConfigError(
+            f"a packed forward pass needs a value per token; {type(_transformers_model(model)).__name__} gave "
+            f"{tuple(logits.shape)} for {packed.num_tokens} tokens, use a language model or token classification head"
+        )
     return logits[0]
 
 

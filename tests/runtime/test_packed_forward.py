@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.packed_forward import ATTENTION, install_packed_attention, packed_logits, token_logprobs
@@ -142,6 +148,16 @@ def test_attention_with_capped_scores_is_refused() -> None:
     model = _model("gemma2", num_attention_heads=2, num_key_value_heads=1, **sizes)
     with pytest.raises(ConfigError, match=r"\['softcap'\], which Gemma2Attention asks for"):
         packed_logits(model, _packed())
+
+
+def test_a_head_that_scores_whole_rows_is_refused_and_one_that_scores_tokens_is_not() -> None:
+    config, packed = tiny_model("llama").config, _packed()
+    config.num_labels, config.pad_token_id = 1, 0
+    with pytest.raises(ConfigError, match=r"LlamaForSequenceClassification gave \(1, 1\) for 24 tokens"):
+        packed_logits(AutoModelForSequenceClassification.from_config(config), packed)
+    scorer = AutoModelForTokenClassification.from_config(config).eval()
+    expected = [scorer(row[None]).logits[0] for row in torch.split(packed.input_ids[0], list(packed.lengths))]
+    torch.testing.assert_close(packed_logits(scorer, packed), torch.cat(expected), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.gpu
