@@ -160,14 +160,23 @@ def check_supported(model: nn.Module, *, max_length: int) -> None:
     foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES)
     if foreign:
         _refuse(name, f"it has layers of type {', '.join(foreign)}")
-    rope = getattr(text, "rope_parameters", None) or {}
-    original = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
-    if rope.get("rope_type") in ("dynamic", "longrope") and original is not None and max_length > original:
-        _refuse(
-            name,
-            f"its {rope['rope_type']} rotary embedding changes with the batch's longest sequence beyond {original} "
-            f"positions and this call may reach {max_length}; lower max_new_tokens or max_length to stay within them",
-        )
+    for rope in _rotary_settings(text):
+        kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings")
+        if kind in ("dynamic", "longrope") and original is not None and max_length > original:
+            _refuse(
+                name,
+                f"its {kind} rotary embedding changes with the batch's longest sequence beyond {original} positions "
+                f"and this call may reach {max_length}",
+                "lower max_new_tokens or max_length to stay within them",
+            )
+
+
+def _rotary_settings(config: Any) -> list[dict[str, Any]]:
+    """Return the rotary settings of a config: one for all layers, or one per type of layer."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    original = getattr(config, "original_max_position_embeddings", None)
+    several = [settings] if "rope_type" in settings else [s for s in settings.values() if isinstance(s, dict)]
+    return [{"original_max_position_embeddings": original, **one} for one in several]
 
 
 def _refuse_attention(module: nn.Module, extra: str) -> None:
@@ -177,10 +186,8 @@ def _refuse_attention(module: nn.Module, extra: str) -> None:
     )
 
 
-def _refuse(name: str, reason: str) -> None:
-    raise GenerationError(
-        f"{name} cannot be generated from in process: {reason}. Otherwise use the model's own generate()"
-    )
+def _refuse(name: str, reason: str, way_out: str = "use the model's own generate() instead") -> None:
+    raise GenerationError(f"{name} cannot be generated from in process: {reason}; {way_out}")
 
 
 def _decode(

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams
-from tests.models import FAMILIES, byte_tokenizer, tiny_model
+from tests.models import FAMILIES, SIZES, byte_tokenizer, tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0)
 
@@ -321,12 +321,30 @@ def test_weights_that_are_not_finite_are_reported_and_leave_no_trace() -> None:
 def test_models_that_cannot_attend_through_slots_are_refused_by_name(
     family: str, overrides: dict[str, Any], reason: str
 ) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
     config = AutoConfig.for_model(family, vocab_size=32, **overrides)
     model = (AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM).from_config(config)
     with pytest.raises(GenerationError, match=rf"{type(model).__name__} cannot be generated from.*({reason})"):
         GenerationEngine(model).generate([[5]], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "reason"),
+    [
+        ("gemma2", {}, "Gemma2Attention attends with softcap"),
+        (
+            "qwen2_moe",
+            {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0, "num_experts": 2},
+            "Qwen2MoeAttention attends with a sliding window of 6 that it states in its mask alone",
+        ),
+    ],
+)
+def test_attention_with_terms_that_are_not_implemented_is_refused(
+    family: str, overrides: dict[str, Any], reason: str
+) -> None:
+    config = AutoConfig.for_model(family, **SIZES, head_dim=16, **overrides)
+    engine = GenerationEngine(AutoModelForCausalLM.from_config(config))
+    with pytest.raises(GenerationError, match=reason):
+        engine.generate([[5] * 8], GREEDY)
 
 
 def test_rotary_embeddings_that_change_with_the_batch_are_refused_beyond_their_original_length() -> None:
