@@ -19,6 +19,7 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout
+from lightning_realloc.runtime.collectives import SharedMemoryAllReduce
 from lightning_realloc.runtime.executor import Reallocation, ReallocationReport
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
@@ -128,7 +129,10 @@ class ModelPool:
             return parallelize(skeleton, target, self.meshes, tp_plan=tp_plan)
         group = self.meshes.group(target.layout, "tp")
         if group is not None:
-            install_tensor_parallel(skeleton, target.layout, group, rank, tp_plan=tp_plan)
+            peers = install_tensor_parallel(skeleton, target.layout, group, rank, tp_plan=tp_plan)
+            if self._options.device.type == "cpu":
+                # Two sums of a few kilobytes per layer and token: over sockets they would cost more than the layers.
+                peers.inference_sum = SharedMemoryAllReduce.create(group)
         return skeleton
 
     # ---- reading
