@@ -97,7 +97,10 @@ def chunk_bounds(size: int, parts: int, index: int) -> Interval:
 
 
 def tensor_parallel_intervals(size: int, cut: TensorParallelCut | None, tp: int, index: int) -> tuple[Interval, ...]:
-    """The global ranges, in local order, that tp rank ``index`` holds along the cut dim of ``size``."""
+    """The global ranges, in local order, that tp rank ``index`` holds along the cut dim of ``size``.
+
+    Ranges of adjacent blocks are not joined, so those of two ranks are either equal or disjoint.
+    """
     if cut is None or tp == 1:
         return ((0, size),)
     intervals = []
@@ -106,7 +109,7 @@ def tensor_parallel_intervals(size: int, cut: TensorParallelCut | None, tp: int,
         start, stop = chunk_bounds(block, tp, index) if units is None else _unit_bounds(block, units, tp, index)
         intervals.append((begin + start, begin + stop))
         begin += block
-    return _merged(intervals)
+    return tuple((start, stop) for start, stop in intervals if start < stop)
 
 
 @lru_cache(maxsize=65536)
@@ -142,16 +145,6 @@ def _unit_bounds(block: int, units: int, tp: int, index: int) -> Interval:
 
 def _length(intervals: tuple[Interval, ...]) -> int:
     return sum(stop - start for start, stop in intervals)
-
-
-def _merged(intervals: list[Interval]) -> tuple[Interval, ...]:
-    merged: list[Interval] = []
-    for start, stop in intervals:
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        elif start < stop:
-            merged.append((start, stop))
-    return tuple(merged)
 
 
 def _sub_range(intervals: tuple[Interval, ...], start: int, stop: int) -> tuple[Interval, ...]:

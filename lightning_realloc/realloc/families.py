@@ -1,4 +1,4 @@
-"""Which part of which source shard makes up which target shard? Answered once for all parameters laid out alike.
+"""Which part of which source piece makes up which target piece? Answered once for all parameters laid out alike.
 
 A model repeats the same few shapes in every block, so the geometry of a reallocation is that of a handful of
 families. Who sends what is decided in ``planner``, who writes what in ``publication``.
@@ -8,28 +8,28 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lightning_realloc.errors import PlanError
-from lightning_realloc.layout import LocalShard, ModelLayout, Piece
+from lightning_realloc.layout import ModelLayout, Piece
 
 Offset = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A box that lies in one source shard and in one target shard."""
+    """A box that lies in one piece of the source and in one piece of the target."""
 
     shape: tuple[int, ...]
     source_offset: Offset
-    """Where the box begins in the source's local tensor."""
+    """Where the box begins in the source's local tensors."""
     target_offset: Offset
-    """Where the box begins in the target's local tensor."""
+    """Where the box begins in the target's local tensors."""
     holders: tuple[int, ...]
-    """Ranks with the source shard."""
+    """Ranks with the source's piece."""
     receivers: tuple[int, ...]
-    """Ranks with the target shard, those that are holders too."""
+    """Ranks with the target's piece, those that are holders too."""
 
     @property
     def numel(self) -> int:
@@ -39,7 +39,10 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class TargetShard:
-    """A distinct shard of the target and the cells that fill it."""
+    """A distinct local tensor of the target and the cells that fill it.
+
+    Two shards may share a cell: ranks with different query heads and the same key-value head do.
+    """
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -52,12 +55,9 @@ class Family:
 
     names: tuple[str, ...]
     """In natural order, so that "layers.2" comes before "layers.10"."""
+    cells: tuple[Cell, ...]
+    """Every distinct cell, once."""
     shards: tuple[TargetShard, ...]
-
-    @property
-    def cells(self) -> Iterator[Cell]:
-        """The cells of all shards."""
-        return (cell for shard in self.shards for cell in shard.cells)
 
 
 def match_families(source: ModelLayout, target: ModelLayout) -> tuple[Family, ...]:
@@ -71,7 +71,7 @@ def match_families(source: ModelLayout, target: ModelLayout) -> tuple[Family, ..
         before, after = source.model.param(name), target.model.param(name)
         key = (before.shape, before.tp, after.tp, source.stage(name), target.stage(name))
         members.setdefault(key, []).append(name)
-    families = [Family(tuple(names), _target_shards(source, target, names[0])) for names in members.values()]
+    families = [_make_family(source, target, tuple(names)) for names in members.values()]
     sizes = {family.names[0]: source.model.param(family.names[0]).numel * len(family.names) for family in families}
     return tuple(sorted(families, key=lambda family: (-sizes[family.names[0]], natural_key(family.names[0]))))
 
@@ -96,28 +96,33 @@ def _check_models(source: ModelLayout, target: ModelLayout) -> None:
             )
 
 
-def _target_shards(source: ModelLayout, target: ModelLayout, name: str) -> tuple[TargetShard, ...]:
-    held = [(piece, ranks) for shard, ranks in source.holders(name) for piece in shard.pieces]
+def _make_family(source: ModelLayout, target: ModelLayout, names: tuple[str, ...]) -> Family:
+    held = _ranks_by_piece(source, names[0])
+    cells = {piece: tuple(_cells(piece, ranks, held)) for piece, ranks in _ranks_by_piece(target, names[0]).items()}
     shards = []
-    for shard, ranks in target.holders(name):
-        cells = tuple(_cells(shard, ranks, held))
-        assert sum(cell.numel for cell in cells) == math.prod(shard.shape), f"{name}: the source must fill the target"
-        shards.append(TargetShard(shard.shape, ranks, cells))
-    return tuple(shards)
+    for shard, ranks in target.holders(names[0]):
+        filling = tuple(cell for piece in shard.pieces for cell in cells[piece])
+        assert sum(cell.numel for cell in filling) == math.prod(shard.shape), f"{names[0]}: source must fill target"
+        shards.append(TargetShard(shard.shape, ranks, filling))
+    return Family(names, tuple(cell for filling in cells.values() for cell in filling), tuple(shards))
 
 
-def _cells(shard: LocalShard, receivers: tuple[int, ...], held: list[tuple[Piece, tuple[int, ...]]]) -> Iterator[Cell]:
-    for wanted in shard.pieces:
-        for piece, holders in held:
-            common = wanted.region.intersect(piece.region)
-            if common is not None:
-                yield Cell(
-                    common.shape,
-                    _offset_in(piece, common.starts),
-                    _offset_in(wanted, common.starts),
-                    holders,
-                    receivers,
-                )
+def _ranks_by_piece(layout: ModelLayout, name: str) -> dict[Piece, tuple[int, ...]]:
+    """The distinct pieces of a parameter, which never overlap, and who holds each."""
+    ranks: dict[Piece, tuple[int, ...]] = {}
+    for shard, held_by in layout.holders(name):
+        for piece in shard.pieces:
+            ranks[piece] = ranks.get(piece, ()) + held_by
+    return ranks
+
+
+def _cells(wanted: Piece, receivers: tuple[int, ...], held: Mapping[Piece, tuple[int, ...]]) -> Iterator[Cell]:
+    for piece, holders in held.items():
+        common = wanted.region.intersect(piece.region)
+        if common is not None:
+            yield Cell(
+                common.shape, _offset_in(piece, common.starts), _offset_in(wanted, common.starts), holders, receivers
+            )
 
 
 def _offset_in(piece: Piece, starts: Offset) -> Offset:

@@ -66,10 +66,12 @@ def cut_params(draw: st.DrawFn, name: str, section: str, block: int | None) -> P
         blocks = tuple(draw(st.lists(st.integers(1, 6), min_size=2, max_size=3)))
         shape[dim] = sum(blocks)
         cut = TensorParallelCut(dim, block_sizes=blocks)
-    elif kind == "fused_heads":  # q|k|v with four query heads and two of each other kind
-        head = draw(st.integers(1, 2))
-        shape[dim] = 8 * head
-        cut = TensorParallelCut(dim, 8, replicate_units=True, block_sizes=(4 * head, 2 * head, 2 * head))
+    elif kind == "fused_heads":  # q|k|v with four query heads and one or two of each other kind
+        head, others = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+        units = (4, others, others)
+        shape[dim] = sum(units) * head
+        blocks = tuple(count * head for count in units)
+        cut = TensorParallelCut(dim, sum(units), replicate_units=True, block_sizes=blocks)
     return ParamSpec(name, tuple(shape), cut, section, block)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,98 @@
+"""Does the chosen order move the least, among those that torch and the nodes permit?"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lightning_realloc.errors import LayoutError
+from lightning_realloc.layout import ClusterSpec, Layout, ModelLayout, ParallelDims
+from lightning_realloc.realloc import choose_rank_order, plan_reallocation
+from lightning_realloc.realloc.assignment import assign_jobs
+from tests.layout.examples import LLAMA_7B, SMALL, layout_pairs
+
+
+def moved(source: ModelLayout, layout: Layout) -> int:
+    return plan_reallocation(source, ModelLayout(source.model, layout), rank=0).bytes_moved
+
+
+def crossings(layout: Layout, cluster: ClusterSpec) -> int:
+    return sum(len({cluster.node_of(rank) for rank in group}) - 1 for group in layout.groups("tp"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 2), st.randoms(use_true_random=False))
+def test_assignment_is_optimal(workers: int, spare: int, rng: random.Random) -> None:
+    gains = [[rng.randint(-3, 9) for _ in range(workers + spare)] for _ in range(workers)]
+    jobs = assign_jobs(gains)
+    assert len(set(jobs)) == workers
+    best = max(
+        sum(gains[worker][job] for worker, job in enumerate(order))
+        for order in itertools.permutations(range(workers + spare), workers)
+    )
+    assert sum(gains[worker][job] for worker, job in enumerate(jobs)) == best
+
+
+@settings(max_examples=20, deadline=None)
+@given(layout_pairs())
+def test_no_permitted_order_of_few_ranks_moves_less(pair: tuple[ModelLayout, ModelLayout]) -> None:
+    source, dims, ranks = pair[0], pair[1].layout.dims, pair[1].layout.ranks
+    assume(len(ranks) <= 4)
+    chosen = choose_rank_order(source, dims, ranks)
+    assert sorted(chosen.ranks) == sorted(ranks)
+    assert chosen.is_ascending("pp", "fsdp", "tp")
+    orders = (Layout(dims, order) for order in itertools.permutations(ranks))
+    assert moved(source, chosen) == min(
+        moved(source, order) for order in orders if order.is_ascending("pp", "fsdp", "tp")
+    )
+
+
+def test_tensor_parallel_groups_go_where_their_fsdp_chunks_lie() -> None:
+    # Ranks 0, 1 hold the first half of every column-wise weight: with (0, 2) and (1, 3) as tp groups they keep it.
+    source = ModelLayout(LLAMA_7B, Layout.parse("fsdp4"))
+    chosen = choose_rank_order(source, ParallelDims(dp=2, tp=2), range(4))
+    assert str(chosen) == "dp2.tp2@0,2,1,3"
+    assert moved(source, chosen) < 0.8 * moved(source, Layout.parse("dp2.tp2"))
+
+
+def test_the_given_order_wins_ties() -> None:
+    source = ModelLayout(SMALL, Layout.parse("dp4"))
+    for ranks in ((0, 1, 2, 3), (3, 1, 0, 2)):
+        assert choose_rank_order(source, ParallelDims(dp=4), ranks).ranks == ranks
+
+
+@pytest.mark.parametrize(("dims", "nodes"), [("dp8.tp8", "8x8"), ("dp16.tp4", "8x8"), ("dp4.fsdp4.tp4", "8x8")])
+def test_tensor_parallel_groups_stay_inside_nodes(dims: str, nodes: str) -> None:
+    cluster = ClusterSpec.parse(f"h100:{nodes}")
+    source = ModelLayout(LLAMA_7B, Layout.parse("dp8.fsdp8"))
+    shuffled = random.Random(0).sample(range(64), 64)
+    chosen = choose_rank_order(source, ParallelDims.parse(dims), shuffled, cluster)
+    assert crossings(chosen, cluster) == 0
+    assert chosen.is_ascending("pp", "fsdp", "tp")
+
+
+def test_a_group_too_large_for_a_node_crosses_as_few_borders_as_it_can() -> None:
+    cluster = ClusterSpec.parse("h100:2x3")
+    source = ModelLayout(SMALL, Layout.parse("fsdp6"))
+    # Three ranks a node: one tp pair in each, and the third pair of the two left over.
+    assert crossings(choose_rank_order(source, ParallelDims(dp=3, tp=2), range(6), cluster), cluster) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("fsdp64", "dp8.tp8"), ("dp8.fsdp8", "dp16.tp4"), ("pp4.fsdp16", "dp8.tp8")]
+)
+def test_many_ranks_never_move_more_than_in_their_natural_order(source: str, target: str) -> None:
+    model, natural = ModelLayout(LLAMA_7B, Layout.parse(source)), Layout.parse(target)
+    assert moved(model, choose_rank_order(model, natural.dims, natural.ranks)) < moved(model, natural)
+
+
+def test_degrees_that_do_not_fit_ranks_or_model_are_refused() -> None:
+    source = ModelLayout(SMALL, Layout.parse("fsdp4"))
+    with pytest.raises(LayoutError, match=r"multiply to 2 but 4 ranks"):
+        choose_rank_order(source, ParallelDims(tp=2), range(4))
+    with pytest.raises(LayoutError, match=r"tp=3 must divide"):
+        choose_rank_order(source, ParallelDims(tp=3), range(3))
