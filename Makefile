@@ -30,10 +30,10 @@ BENCHMARKS ?= reallocation generation iteration
 bench: $(VENV)/.ready
 	@for name in $(BENCHMARKS); do $(RUN) benchmarks.$$name || exit 1; done
 
-$(VENV)/.ready: pyproject.toml constraints.txt tools/install_torch.py
-	$(PYTHON) tools/install_torch.py --check-python
+$(VENV)/.ready: pyproject.toml constraints.txt .ci/install_torch.py
+	$(PYTHON) .ci/install_torch.py --check-python
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python tools/install_torch.py --wheels-for $(WHEELS_FOR) "$(TORCH)"
+	$(VENV)/bin/python .ci/install_torch.py --wheels-for $(WHEELS_FOR) "$(TORCH)"
 	$(RUN) pip install --quiet --constraint constraints.txt --editable ".[test]"
 	touch $@
 
