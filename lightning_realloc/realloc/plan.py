@@ -6,6 +6,7 @@ rounds, ``lightning_realloc.runtime`` carries it out and decides nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,9 @@ from typing import NamedTuple, TypeVar
 from lightning_realloc.layout import ModelLayout
 
 Item = TypeVar("Item")
+
+SUMMARY_RANKS = 32
+"""How many ranks a summary lists one by one."""
 
 
 class Route(NamedTuple):
@@ -170,9 +174,15 @@ class ReallocationPlan:
             f"{'rank':>6}{'node':>6}{'sent':>12}{'received':>12}{'kept':>12}",
         ]
         node_of = dict(self.nodes)
-        for rank, row in traffic.items():
+        for rank, row in itertools.islice(traffic.items(), SUMMARY_RANKS):
             amounts = (row.sent_bytes, row.received_bytes, row.kept_bytes)
             lines.append(f"{rank:>6}{node_of[rank]:>6}" + "".join(f"{format_bytes(amount):>12}" for amount in amounts))
+        if len(traffic) > SUMMARY_RANKS:
+            lines.append(
+                f"… and {len(traffic) - SUMMARY_RANKS} more; the most that one of all ranks sends is "
+                f"{format_bytes(max(row.sent_bytes for row in traffic.values()))}, receives "
+                f"{format_bytes(max(row.received_bytes for row in traffic.values()))}"
+            )
         return "\n".join([*lines, f"digest {self.digest[:16]}"])
 
 

@@ -117,6 +117,20 @@ def test_fsdp_over_tensor_parallel_is_torchs_strided_sharding() -> None:
             assert torch.equal(local, module.weight.to_local().detach())
 
 
+@pytest.mark.parametrize(("blocks", "tp", "fsdp"), [((6, 6), 2, 3), ((7, 5), 2, 2), ((9, 9), 4, 2), ((3, 1, 2), 3, 4)])
+def test_fused_blocks_are_chunked_one_by_one_then_joined_then_chunked_by_fsdp(
+    blocks: tuple[int, ...], tp: int, fsdp: int
+) -> None:
+    layout, whole = Layout.parse(f"fsdp{fsdp}.tp{tp}"), numbered((sum(blocks), 3))
+    for rank in layout.ranks:
+        at = layout.coordinate(rank)
+        chunks = [[*block.chunk(tp), *[whole[:0]] * tp] for block in whole.split(list(blocks))]
+        joined = torch.cat([parts[at.tp] for parts in chunks])
+        expected = [*joined.chunk(fsdp), *[whole[:0]] * fsdp][at.fsdp]
+        cut = TensorParallelCut(0, block_sizes=blocks)
+        assert torch.equal(assemble(one_param((sum(blocks), 3), layout, cut), rank, whole), expected)
+
+
 def test_fully_shard_goes_by_sorted_ranks_so_other_orders_are_told_apart() -> None:
     """The reason for ``Layout.is_ascending``: torch sorts the ranks of the group that a permuted mesh makes."""
     permuted, ascending = Layout.parse("fsdp3@2,0,1"), Layout.parse("fsdp3@0-2")

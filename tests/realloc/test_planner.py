@@ -185,6 +185,12 @@ def test_the_summary_gives_bytes_per_rank_and_per_link() -> None:
     assert plan.digest[:16] in lines[-1]
 
 
+def test_the_summary_of_many_ranks_stays_short() -> None:
+    lines = plan_reallocation(lay("fsdp64", LLAMA_7B), lay("dp8.tp8", LLAMA_7B), rank=0).summary().splitlines()
+    assert len(lines) == 3 + 32 + 2
+    assert lines[-2].startswith("… and 32 more; the most that one of all ranks sends is 1.")
+
+
 def test_what_cannot_be_planned_is_refused() -> None:
     other = ModelSpec((ParamSpec("w", (4,), block=0),), 1)
     longer = ModelSpec((ParamSpec("w", (5,), block=0),), 1)

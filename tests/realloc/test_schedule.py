@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout import ClusterSpec, Layout, ModelLayout
 from lightning_realloc.realloc import plan_reallocation, schedule_transfers
-from tests.layout.examples import SMALL, clusters, layout_pairs
+from tests.layout.examples import LLAMA_7B, SMALL, clusters, layout_pairs
 from tests.realloc.simulate import carry_out, weights
 
 Pair = tuple[ModelLayout, ModelLayout]
@@ -67,6 +67,14 @@ def test_rounds_are_well_filled() -> None:
     )
     needed = max(row.received_bytes for row in plan.bytes_by_rank().values()) / 64
     assert len(schedule_transfers(plan, max_staging_bytes=64).rounds) <= 2 * needed
+
+
+def test_pipeline_stages_send_in_the_same_rounds() -> None:
+    # One stage after the other would take four times the rounds that the busiest rank needs.
+    source, target = Layout.parse("pp4.fsdp16"), Layout.parse("dp8.tp8")
+    plan = plan_reallocation(ModelLayout(LLAMA_7B, source), ModelLayout(LLAMA_7B, target), rank=0)
+    busiest = max(max(row.sent_bytes, row.received_bytes) for row in plan.bytes_by_rank().values())
+    assert len(schedule_transfers(plan, max_staging_bytes=2**26).rounds) <= 1.5 * busiest / 2**26
 
 
 def test_a_bound_below_one_element_is_refused() -> None:
