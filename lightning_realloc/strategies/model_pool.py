@@ -26,6 +26,7 @@ from lightning_realloc.runtime.model_spec import describe_model
 from lightning_realloc.runtime.parallelize import parallelize
 from lightning_realloc.runtime.shards import bind_tensors, local_tensors, reshard
 from lightning_realloc.runtime.tensor_parallel import install_tensor_parallel
+from lightning_realloc.runtime.training_mode import enable_activation_checkpointing
 from lightning_realloc.runtime.twin import make_skeleton
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
@@ -108,6 +109,8 @@ class ModelPool:
             copy = ModelLayout(spec, layout)
             self._copies[role, layout] = Replica(role, copy, self._prepare_copy(role, model, copy))
         model.to(self._options.device)
+        if self.plan.call(self.dataflow.home_call(role).name).gradient_checkpointing:
+            enable_activation_checkpointing(model)
         home_layout = ModelLayout(spec, home)
         if self._options.rank in home.ranks:
             policy = self._options.mixed_precision if home.data_parallel_size > 1 else None

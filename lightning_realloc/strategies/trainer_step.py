@@ -23,6 +23,7 @@ from lightning_realloc.runtime.training import (
     minibatch_positions,
     pack_columns,
 )
+from lightning_realloc.runtime.training_mode import set_training_mode
 from lightning_realloc.strategies.model_pool import Replica
 
 LossMethod = Callable[..., Loss]
@@ -80,7 +81,7 @@ class Trainee:
         self, method: LossMethod, replica: Replica, samples: Samples, lengths: Sequence[int], *, max_tokens: int
     ) -> None:
         """Take the optimizer steps of one iteration and log their mean loss, metrics and gradient norm."""
-        replica.model.train(self._dropout or getattr(replica.model, "is_gradient_checkpointing", False))
+        set_training_mode(replica.model, dropout=self._dropout)
         sums = _MetricSums()
         for epoch in range(self._options.num_epochs):
             order_seed = hash((self._seed, self._stepper.iteration, epoch)) % 2**63
