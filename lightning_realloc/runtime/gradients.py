@@ -32,7 +32,7 @@ def clip_gradients(model: nn.Module, model_layout: ModelLayout, meshes: MeshRegi
 
 
 def global_grad_norm(model: nn.Module, model_layout: ModelLayout, meshes: MeshRegistry) -> Tensor:
-    """Return the 2-norm of the gradient of the whole model, a float32 scalar, the same on every rank of the layout.
+    """Return the 2-norm of the gradient of the whole model, a float64 scalar, the same on every rank of the layout.
 
     Parameters without a gradient count as zero. Collective over the layout's ranks, with one all-reduce.
     """
@@ -49,7 +49,7 @@ def global_grad_norm(model: nn.Module, model_layout: ModelLayout, meshes: MeshRe
     group = meshes.group(model_layout.layout, *AXES)
     if group is not None:
         dist.all_reduce(squares, group=group)
-    return squares.sqrt().to(torch.float32)
+    return squares.sqrt()
 
 
 def num_holders(model_layout: ModelLayout, name: str) -> int:

@@ -12,16 +12,16 @@ from torch import nn
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import ModelSpec, ParamSpec
 from lightning_realloc.layout.model import Section
-from lightning_realloc.runtime.tp_plan import read_tp_plan, tied_names
+from lightning_realloc.runtime.structure import find_blocks, tied_names
+from lightning_realloc.runtime.tp_plan import read_tp_plan
 
 
 def describe_model(model: nn.Module, *, tp_plan: Mapping[str, str] | None = None) -> ModelSpec:
     """Return the description of a model that holds full (or meta) weights.
 
-    ``tp_plan`` maps module names, ``*`` standing for a layer number, to tensor-parallel styles, and replaces the
-    model's own plan. Parameters outside the blocks belong to the input when they lie in an embedding that is not the
-    output head, or are registered before the blocks; the others belong to the output. A tied parameter lies where its
-    first name does.
+    ``tp_plan`` maps module names, ``*`` standing for a layer number, to tensor-parallel styles; its entries go over
+    those of the model's own plan. Parameters outside the blocks belong to the input when they lie in an embedding or
+    are registered before the blocks, otherwise to the output. A tied parameter lies where its first name does.
 
     Raises LayoutError for a model without parameters and for a ``tp_plan`` that names unknown modules.
     """
@@ -42,28 +42,6 @@ def describe_model(model: nn.Module, *, tp_plan: Mapping[str, str] | None = None
         params.append(ParamSpec(name, tuple(model.get_parameter(name).shape), plan.cuts.get(name), section, block))
     aliases = tuple((name, owner) for owner, names in owners.items() for name in names[1:])
     return ModelSpec(tuple(params), len(blocks), aliases, plan.refusal)
-
-
-def find_blocks(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
-    """Return the repeated blocks of a model with their names, in order.
-
-    They are the elements of the outermost module lists whose classes transformers names as not to be split, or, for
-    models that name none, of the list with the most parameters. () when there is no list.
-    """
-    lists = _outermost_lists(model)
-    whole = set(getattr(model, "_no_split_modules", None) or ())
-    named = [(name, blocks) for name, blocks in lists if any(type(block).__name__ in whole for block in blocks)]
-    if not named and lists:
-        named = [max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))]
-    return tuple((f"{name}.{index}", block) for name, blocks in named for index, block in enumerate(blocks))
-
-
-def _outermost_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    lists: list[tuple[str, nn.ModuleList]] = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer, _ in lists):
-            lists.append((name, module))
-    return lists
 
 
 def _block_of(name: str, blocks: list[str]) -> int | None:

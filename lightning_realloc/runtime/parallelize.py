@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import ModelLayout
 from lightning_realloc.runtime.mesh import MeshRegistry
-from lightning_realloc.runtime.model_spec import find_blocks
+from lightning_realloc.runtime.structure import find_blocks
 from lightning_realloc.runtime.tensor_parallel import install_tensor_parallel, slice_parameters
 
 

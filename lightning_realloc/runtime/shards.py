@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.runtime.tp_plan import tied_names
+from lightning_realloc.runtime.structure import tied_names
 
 
 def local_tensors(model: nn.Module) -> dict[str, Tensor]:

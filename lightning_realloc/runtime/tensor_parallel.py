@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import Layout, ModelLayout, ParallelDims
+from lightning_realloc.runtime.structure import tied_names
 from lightning_realloc.runtime.tp_group import (
     TensorParallelGroup,
     copy_to_ranks,
@@ -34,7 +35,6 @@ from lightning_realloc.runtime.tp_plan import (
     AttentionHeads,
     TensorParallelPlan,
     read_tp_plan,
-    tied_names,
 )
 
 

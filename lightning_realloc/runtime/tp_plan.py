@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import TensorParallelCut
+from lightning_realloc.runtime.structure import find_blocks, tied_names
 
 COLWISE = ("colwise", "colwise_gather_output", "packed_colwise")
 ROWWISE = ("rowwise", "rowwise_split_input", "packed_rowwise")
@@ -60,25 +61,24 @@ class TensorParallelPlan:
 
 
 def read_tp_plan(model: nn.Module, tp_plan: Mapping[str, str] | None = None) -> TensorParallelPlan:
-    """Return what ``tp_plan``, or else the model's own plan, means for this model.
+    """Return what the model's own plan, with the entries of ``tp_plan`` over it, means for this model.
 
-    ``tp_plan`` maps module names, ``*`` standing for a layer number, to styles, and replaces the model's own plan.
-    Raises LayoutError for a ``tp_plan`` that cannot be followed; what is wrong with a model's own becomes ``refusal``.
+    ``tp_plan`` maps module names, ``*`` standing for a layer number, to styles; "replicate" undoes an entry.
+    What cannot be followed becomes ``refusal``. Raises LayoutError when ``tp_plan`` names modules that do not exist.
     """
-    if tp_plan is not None:
-        return _follow(model, tp_plan)
+    known = _known_names(model)
+    if unknown := sorted((tp_plan or {}).keys() - known):
+        raise LayoutError(
+            f"tp_plan names {unknown}, which match no module of {type(model).__name__}; "
+            'write module names with "*" for layer numbers, such as "model.layers.*.mlp.up_proj"'
+        )
+    # Transformers' own plans have entries for modules that only some variants of a model have.
+    patterns = {key: style for key, style in (getattr(model, "tp_plan", None) or {}).items() if key in known}
+    patterns.update(tp_plan or {})
     try:
-        return _follow(model, _own_plan(model))
+        return _plan_for(model, _styles_by_module(model, patterns))
     except LayoutError as refusal:
         return TensorParallelPlan({}, {}, {}, refusal=str(refusal))
-
-
-def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return, by the owner's name, every name of each parameter; the owner's is the one ``named_parameters`` gives."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {group[0]: tuple(group) for group in names.values()}
 
 
 def with_wildcards(name: str) -> str:
@@ -86,30 +86,9 @@ def with_wildcards(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def _own_plan(model: nn.Module) -> dict[str, str]:
-    """Return the plan that transformers gives the model, without the entries that this variant has no module for."""
-    known = _known_names(model)
-    plan = {key: style for key, style in (getattr(model, "tp_plan", None) or {}).items() if key in known}
-    if not any(style != REPLICATE for style in plan.values()):
-        raise LayoutError(
-            f"{type(model).__name__} has no tensor-parallel plan; give one that maps module names to styles, as in "
-            'tp_plan={"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}'
-        )
-    return plan
-
-
 def _known_names(model: nn.Module) -> set[str]:
     names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
     return {*names, *map(with_wildcards, names)}
-
-
-def _follow(model: nn.Module, patterns: Mapping[str, str]) -> TensorParallelPlan:
-    if unknown := sorted(patterns.keys() - _known_names(model)):
-        raise LayoutError(
-            f"tp_plan names {unknown}, which match no module of {type(model).__name__}; "
-            'write module names with "*" for layer numbers, such as "model.layers.*.mlp.up_proj"'
-        )
-    return _plan_for(model, _styles_by_module(model, patterns))
 
 
 def _styles_by_module(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
@@ -123,8 +102,13 @@ def _styles_by_module(model: nn.Module, patterns: Mapping[str, str]) -> dict[str
         if style not in (None, REPLICATE):
             raise LayoutError(
                 f"{name}: the plan gives the style {style!r} to a bare parameter, and only modules can be cut; "
-                "give a tp_plan without it"
+                'pass a tp_plan that says "replicate" for it'
             )
+    if not any(style != REPLICATE for style in styles.values()):
+        raise LayoutError(
+            f"{type(model).__name__} has no tensor-parallel plan; pass one that maps module names to styles, as in "
+            'tp_plan={"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}'
+        )
     return styles
 
 
@@ -132,7 +116,7 @@ def _supported(style: str, name: str) -> str:
     if style not in STYLES:
         raise LayoutError(
             f"{name}: the tensor-parallel style {style!r} is not supported, only {', '.join(STYLES)}; "
-            "give a tp_plan that leaves it out"
+            'pass a tp_plan that says "replicate" for it'
         )
     return style
 
@@ -153,6 +137,7 @@ def _plan_for(model: nn.Module, styles: dict[str, str]) -> TensorParallelPlan:
             if cut is not None:
                 cuts[f"{name}.{parameter_name}"] = cut
     _check_tied_cuts(model, cuts)
+    _check_between_cuts(model, styles)
     return TensorParallelPlan(styles, cuts, attention)
 
 
@@ -165,12 +150,12 @@ def _check_module(module: nn.Module, name: str, style: str) -> None:
     if not isinstance(module, wanted):
         raise LayoutError(
             f"{name}: the tensor-parallel style {style!r} cuts {wanted.__name__} modules and this is a "
-            f"{type(module).__name__}; give a tp_plan without it"
+            f"{type(module).__name__}; pass a tp_plan that says 'replicate' for it"
         )
     if style in ROWWISE and type(module).forward is not nn.Linear.forward:
         raise LayoutError(
             f"{name}: the tensor-parallel style {style!r} adds the bias after the sum over ranks, which "
-            f"{type(module).__name__} with its own forward does not allow; give a tp_plan without it"
+            f"{type(module).__name__} with its own forward does not allow; pass a tp_plan that says 'replicate' for it"
         )
 
 
@@ -198,12 +183,14 @@ def _cut_by_heads(dim: int, size: int, heads: AttentionHeads, name: str) -> Tens
     Keys and values are told by their size, one head dim per key-value head. Everything else inside attention lists its
     features by query head: queries, gpt_neox's fused q, k and v, gates, and the input of the output projection.
     """
-    if dim == 0 and heads.key_value < heads.query and size in heads.key_value_sizes:
-        return TensorParallelCut(dim, num_units=heads.key_value, replicate_units=True)
+    if heads.key_value < heads.query and size in heads.key_value_sizes:
+        # What reads keys or values (dim 1) would need to know which ranks share a head: tp may not exceed the heads.
+        return TensorParallelCut(dim, num_units=heads.key_value, replicate_units=dim == 0)
     if size % heads.query:
         raise LayoutError(
             f"{name}: dim {dim} of size {size} holds neither {heads.query} query heads nor {heads.key_value} key-value "
-            f"heads of {heads.head_dims}, so where to cut it is unknown; give a tp_plan without this attention module"
+            f"heads of {heads.head_dims}, so where to cut is unknown; pass a tp_plan that says 'replicate' for all "
+            "projections of this module"
         )
     return TensorParallelCut(dim, num_units=heads.query)
 
@@ -214,7 +201,7 @@ def _attention_around(model: nn.Module, name: str) -> tuple[str, AttentionHeads]
         name = name.rpartition(".")[0]
         module = model.get_submodule(name)
         says_so = any(hasattr(module, attribute) for attribute in _ATTENTION_ATTRIBUTES)
-        if says_so or "Attention" in type(module).__name__:
+        if says_so or type(module).__name__.endswith("Attention"):
             return name, _heads_of(module, getattr(model, "config", None), name)
     return None
 
@@ -226,7 +213,7 @@ def _heads_of(attention: nn.Module, model_config: Any, name: str) -> AttentionHe
     if query is None:
         raise LayoutError(
             f"{name}: the number of attention heads is in neither the module nor its config (num_attention_heads), so "
-            "where to cut is unknown; give a tp_plan without this module"
+            "where to cut is unknown; pass a tp_plan that says 'replicate' for its projections"
         )
     groups = _first_int(attention, ("num_key_value_groups",))
     key_value = query // groups if groups else _first_int(attention, ("num_key_value_heads",))
@@ -271,5 +258,24 @@ def _check_tied_cuts(model: nn.Module, cuts: Mapping[str, TensorParallelCut]) ->
         if len({cuts.get(name) for name in names}) > 1:
             raise LayoutError(
                 f"{' and '.join(names)} are one tied parameter, but the plan cuts them differently "
-                f"({', '.join(str(cuts.get(name)) for name in names)}); give a tp_plan that cuts them alike"
+                f"({', '.join(str(cuts.get(name)) for name in names)}); pass a tp_plan that cuts them alike"
+            )
+
+
+def _check_between_cuts(model: nn.Module, styles: Mapping[str, str]) -> None:
+    """Refuse parameters beside a column-cut layer that the plan forgets, such as those of a learned activation.
+
+    They see only this rank's features, and would silently keep only this rank's part of their gradient.
+    """
+    repeated = {name for name, _ in find_blocks(model)}
+    divided = {name.rpartition(".")[0] for name, style in styles.items() if style in ("colwise", "packed_colwise")}
+    divided = {name for name in divided - repeated if not any(block.startswith(f"{name}.") for block in repeated)}
+    for name, _ in model.named_parameters():
+        module = name.rpartition(".")[0]
+        parts = module.split(".")
+        around = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
+        if module not in styles and not divided.isdisjoint(around):
+            raise LayoutError(
+                f"{name}: the plan cuts its neighbours and does not say whether its gradient is whole on every rank; "
+                f"pass a tp_plan that names {with_wildcards(module)!r} as {REPLICATE!r} or {PARTIAL_GRADIENT!r}"
             )

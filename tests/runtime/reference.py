@@ -1,8 +1,10 @@
-"""What must a laid-out model compute? The same as one process with the whole model, which this module runs beside it."""
+"""What must a laid-out model compute? What one process computes with the whole model, which runs beside it here."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,38 +18,44 @@ from lightning_realloc.runtime.parallelize import parallelize
 from lightning_realloc.runtime.shards import local_tensor, local_tensors
 from tests.models import tiny_model
 
+NUM_ROWS = 4
+MAX_NORM = 0.5
 
-class Case(NamedTuple):
-    """A model, a layout of it, and how far from the reference it may be, relative to the largest element."""
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a layout of it, and how far from the reference it may be, relative to a tensor's largest element."""
 
     family: str
     layout: str
-    overrides: dict[str, Any] = {}
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    tp_plan: Mapping[str, str] | None = None
+    num_labels: int | None = None  # a sequence-classification head instead of a language model's
+    num_micro_batches: int = 1
+    checkpointing: bool = False
     dtype: torch.dtype = torch.float32
     tolerance: float = 2e-5
-    num_labels: int | None = None
 
+    def build(self) -> nn.Module:
+        """Return the model with its full weights, in training mode: the same on every call and rank."""
+        model = tiny_model(self.family, **self.overrides)
+        if self.num_labels is not None:
+            from transformers import AutoModelForSequenceClassification
 
-def build(case: Case) -> nn.Module:
-    """Return the case's model with its full weights, in training mode: the same on every call and rank."""
-    if case.num_labels is None:
-        return tiny_model(case.family, **case.overrides).to(case.dtype).train()
-    from transformers import AutoModelForSequenceClassification
+            model.config.num_labels = self.num_labels
+            torch.manual_seed(0)
+            model = AutoModelForSequenceClassification.from_config(model.config)
+        if self.checkpointing:
+            model.gradient_checkpointing_enable()
+        return model.to(self.dtype).train()
 
-    config = tiny_model(case.family, **case.overrides).config
-    config.num_labels = case.num_labels
-    torch.manual_seed(0)
-    return AutoModelForSequenceClassification.from_config(config).to(case.dtype).train()
-
-
-def batch(case: Case, vocab_size: int) -> dict[str, Tensor]:
-    """Return four rows of tokens that touch the first row of every rank's share of the vocabulary, padding too."""
-    generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(0, vocab_size, (4, 10), generator=generator)
-    for position, token in enumerate((0, -(-vocab_size // 4), vocab_size // 2, 3 * -(-vocab_size // 4))):
-        ids[:, position] = token
-    labels = ids if case.num_labels is None else torch.arange(4) % case.num_labels
-    return {"input_ids": ids, "labels": labels}
+    def batch(self, vocab_size: int) -> dict[str, Tensor]:
+        """Return rows of tokens that touch the first row of every rank's share of the vocabulary, and padding."""
+        ids = torch.randint(0, vocab_size, (NUM_ROWS, 10), generator=torch.Generator().manual_seed(7))
+        for position, token in enumerate((0, -(-vocab_size // 4), vocab_size // 2, 3 * (vocab_size // 4))):
+            ids[:, position] = token
+        labels = ids if self.num_labels is None else torch.arange(NUM_ROWS) % self.num_labels
+        return {"input_ids": ids, "labels": labels}
 
 
 def local_part(full: Tensor, model_layout: ModelLayout, name: str, rank: int) -> Tensor:
@@ -61,72 +69,92 @@ def local_part(full: Tensor, model_layout: ModelLayout, name: str, rank: int) ->
 
 
 def train_beside_the_reference(cases: list[Case], num_steps: int = 3) -> dict[str, list[str]]:
-    """Train every case and one process with the whole model side by side; return what differed, by case.
+    """Train every case next to one process with the whole model; return what differed, by case.
 
-    Each step compares the loss, every gradient before clipping, the total norm and every weight after the update.
+    Each step compares the loss, every gradient before clipping, the total norm, and every weight after the update.
     Collective over the world; ranks outside a layout only take part in making its groups.
     """
     meshes = MeshRegistry("cpu")
-    differences: dict[str, list[str]] = {}
-    for case in cases:
+    meshes.create([Layout.parse(case.layout) for case in cases])
+    return {
+        str(case): _Pair(case, meshes).train(num_steps)
+        for case in cases
+        if dist.get_rank() in Layout.parse(case.layout)
+    }
+
+
+class _Pair:
+    """The laid-out model and the whole one."""
+
+    def __init__(self, case: Case, meshes: MeshRegistry) -> None:
+        self.case, self.meshes, self.rank = case, meshes, dist.get_rank()
+        self.whole, self.model = case.build(), case.build()
         layout = Layout.parse(case.layout)
-        meshes.create([layout])
-        if dist.get_rank() in layout:
-            differences[f"{case.family} {case.layout} {case.overrides} {case.num_labels}"] = _train(
-                case, layout, meshes, num_steps
-            )
-    return differences
+        self.model_layout = ModelLayout(describe_model(self.model, tp_plan=case.tp_plan), layout)
+        self.ties = len(list(self.model.named_parameters(remove_duplicate=False)))
+        parallelize(self.model, self.model_layout, meshes, tp_plan=case.tp_plan)
+        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (self.whole, self.model)]
+        self.inputs = case.batch(self.whole.config.vocab_size)
+        rows = NUM_ROWS // layout.data_parallel_size
+        first = layout.data_parallel_index(self.rank) * rows
+        self.my_inputs = {name: tensor[first : first + rows] for name, tensor in self.inputs.items()}
 
+    def train(self, num_steps: int) -> list[str]:
+        found = [] if self._ties_survive() else ["ties are gone"]
+        for step in range(num_steps):
+            found += [f"step {step}: {difference}" for difference in self._step()]
+        return found
 
-def _train(case: Case, layout: Layout, meshes: MeshRegistry, num_steps: int) -> list[str]:
-    rank = dist.get_rank()
-    whole, model = build(case), build(case)
-    model_layout = ModelLayout(describe_model(model), layout)
-    parallelize(model, model_layout, meshes)
-    inputs = batch(case, whole.config.vocab_size)
-    rows = 4 // layout.data_parallel_size
-    first = layout.data_parallel_index(rank) * rows
-    mine = {name: tensor[first : first + rows] for name, tensor in inputs.items()}
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (whole, model)]
-    found: list[str] = []
-    for step in range(num_steps):
-        expected_loss = whole(**inputs).loss
-        expected_loss.backward()
-        loss = model(**mine).loss
-        loss.backward()
-        mean_loss = loss.detach().clone()
-        data_group = meshes.group(layout, "dp", "fsdp")
-        if data_group is not None:
-            dist.all_reduce(mean_loss, group=data_group)
-            mean_loss /= layout.data_parallel_size
-        found += _compare(f"step {step} loss", mean_loss, expected_loss.detach(), case.tolerance)
-        for name, parameter in model.named_parameters():
-            full = whole.get_parameter(name).grad
-            assert full is not None
-            expected = local_part(full, model_layout, name, rank)
-            if parameter.grad is None:
-                found += [] if expected.numel() == 0 else [f"step {step} {name} has no gradient"]
-                continue
-            got = local_tensor(parameter.grad)
-            found += _compare(f"step {step} {name} gradient", got, expected, case.tolerance, scale=full)
-        norm = clip_gradients(model, model_layout, meshes, max_norm=0.5)
-        expected_norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-        found += _compare(f"step {step} norm", norm, expected_norm.float(), 1e-5)
-        for optimizer in optimizers:
+    def _ties_survive(self) -> bool:
+        names = [name for name, _ in self.model.named_parameters()]
+        every_name = list(self.model.named_parameters(remove_duplicate=False))
+        return names == [param.name for param in self.model_layout.model.params] and len(every_name) == self.ties
+
+    def _step(self) -> list[str]:
+        whole_loss = self.whole(**self.inputs).loss
+        whole_loss.backward()
+        # Transformers computes losses in float32 whatever the weights are, here over other rows than there.
+        loss_error = abs(self._backward().item() - whole_loss.item())
+        found = [] if loss_error <= 1e-6 * abs(whole_loss.item()) else [f"loss is off by {loss_error:.1e}"]
+        for name, parameter in self.model.named_parameters():
+            full = self.whole.get_parameter(name).grad
+            expected = local_part(full, self.model_layout, name, self.rank)
+            if parameter.grad is not None:
+                found += self._compare(f"gradient of {name}", local_tensor(parameter.grad), expected, full)
+            elif expected.numel():
+                found.append(f"no gradient of {name}")
+        norm = clip_gradients(self.model, self.model_layout, self.meshes, MAX_NORM)
+        expected_norm = torch.nn.utils.clip_grad_norm_(self.whole.parameters(), MAX_NORM)
+        found += self._compare("norm", norm, expected_norm.to(norm.dtype))
+        for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        for name, tensor in local_tensors(model).items():
-            full = whole.get_parameter(name).detach()
-            expected = local_part(full, model_layout, name, rank)
-            found += _compare(f"step {step} {name} weight", tensor, expected, case.tolerance, scale=full)
-    return found
+        for name, tensor in local_tensors(self.model).items():
+            full = self.whole.get_parameter(name).detach()
+            found += self._compare(name, tensor, local_part(full, self.model_layout, name, self.rank), full)
+        return found
 
+    def _backward(self) -> Tensor:
+        """Run the micro-batches; return the loss averaged over them and over the data-parallel ranks."""
+        total = torch.zeros((), dtype=self.case.dtype)
+        parts = self.case.num_micro_batches
+        for index in range(parts):
+            micro_batch = {name: tensor.chunk(parts)[index] for name, tensor in self.my_inputs.items()}
+            loss = self.model(**micro_batch).loss / parts
+            loss.backward()
+            total += loss.detach()
+        layout = self.model_layout.layout
+        group = self.meshes.group(layout, "dp", "fsdp")
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        return total / layout.data_parallel_size
 
-def _compare(what: str, got: Tensor, expected: Tensor, tolerance: float, scale: Tensor | None = None) -> list[str]:
-    if got.shape != expected.shape:
-        return [f"{what}: shape {tuple(got.shape)} instead of {tuple(expected.shape)}"]
-    if not expected.numel():
-        return []
-    largest = (expected if scale is None else scale).abs().max().item()
-    error = (got - expected).abs().max().item()
-    return [] if error <= tolerance * largest + 1e-9 else [f"{what}: off by {error:.1e} of {largest:.1e}"]
+    def _compare(self, what: str, got: Tensor, expected: Tensor, whole: Tensor | None = None) -> list[str]:
+        if got.shape != expected.shape:
+            return [f"{what} has shape {tuple(got.shape)} instead of {tuple(expected.shape)}"]
+        if not expected.numel():
+            return []
+        largest = (expected if whole is None else whole).abs().max().item()
+        error = (got - expected).abs().max().item()
+        close = error <= self.case.tolerance * largest + 1e-9
+        return [] if close else [f"{what} is off by {error:.1e} of {largest:.1e}"]
