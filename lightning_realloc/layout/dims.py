@@ -175,8 +175,8 @@ class Layout:
     def is_ascending(self, *axes: str) -> bool:
         """Whether every group along each of ``axes`` alone lists its ranks in ascending order.
 
-        torch sorts the ranks of a process group, and ``fully_shard``, gathers and pipeline stages go by position in
-        the group: where an order is not ascending they disagree with the layout.
+        torch sorts the ranks of a process group unless told not to, and ``fully_shard``, gathers and pipeline stages
+        go by position in the group: in sorted groups they disagree with a layout that is not ascending.
         """
         return all(list(group) == sorted(group) for axis in axes for group in self.groups(axis))
 

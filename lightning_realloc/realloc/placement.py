@@ -15,11 +15,8 @@ from lightning_realloc.layout import AXES, ClusterSpec, Layout, ModelLayout, Par
 from lightning_realloc.realloc.assignment import assign_jobs
 from lightning_realloc.realloc.families import match_families
 
-ASCENDING_AXES = ("pp", "fsdp", "tp")
-"""Axes whose groups must list their ranks in ascending order: see ``Layout.is_ascending``."""
-
 ENUMERATED_RANKS = 8
-"""Up to this many ranks every permitted order is tried."""
+"""Up to this many ranks every permitted order is tried, unless a candidate is known to be optimal."""
 
 ASSIGNED_RANKS = 64
 """Up to this many ranks (or tensor-parallel groups, or ranks of one node) assignment problems are solved."""
@@ -31,23 +28,31 @@ Order = tuple[int, ...]
 
 
 def choose_rank_order(
-    source: ModelLayout, dims: ParallelDims, ranks: Sequence[int], cluster: ClusterSpec | None = None
+    source: ModelLayout,
+    dims: ParallelDims,
+    ranks: Sequence[int],
+    cluster: ClusterSpec | None = None,
+    *,
+    ascending_axes: tuple[str, ...] = (),
 ) -> Layout:
     """Lay ``dims`` over ``ranks`` in the order that moves the fewest bytes from ``source``.
 
-    Permitted orders are ascending along ``ASCENDING_AXES``; among them the ones whose tensor-parallel groups cross
-    the fewest node borders come first, then the fewest bytes, then the given order. Optimal for up to
-    ``ENUMERATED_RANKS`` ranks and, up to ``ASSIGNED_RANKS``, wherever the unconstrained optimum is permitted, as it
-    always is without the ascending axes; otherwise the best of several candidates after local improvement. Raises
+    First come the orders whose tensor-parallel groups cross the fewest node borders, among them the ones that move
+    least, then the given one. With ``ascending_axes`` only orders with ``Layout.is_ascending(*ascending_axes)`` are
+    considered, which process groups with sorted ranks need.
+
+    Optimal for up to ``ENUMERATED_RANKS`` ranks and, up to ``ASSIGNED_RANKS``, wherever the unconstrained optimum is
+    permitted, as on one node without ``ascending_axes``. Otherwise the best of several candidates after local improvement. Raises
     LayoutError when the degrees do not multiply to the ranks or do not fit the model.
     """
     given = Layout(dims, tuple(ranks))
     node_of = {rank: 0 if cluster is None else cluster.node_of(rank) for rank in ranks}
-    problem = _Problem(dims, _overlaps(source, ModelLayout(source.model, given)), node_of)
+    gains = _overlaps(source, ModelLayout(source.model, given))
+    problem = _Problem(dims, gains, node_of, ascending_axes)
     candidates = list(dict.fromkeys(map(problem.repaired, _candidates(source.layout, given.ranks, problem))))
     if problem.permits(given.ranks):
         candidates.insert(0, given.ranks)
-    if len(ranks) <= ENUMERATED_RANKS:
+    if len(ranks) <= ENUMERATED_RANKS and min(map(problem.cost, candidates)) > problem.bound():
         candidates.extend(problem.permitted_orders())
     candidates.sort(key=problem.cost)  # stable: the given order stays ahead of its equals
     improved = [_improved(order, problem) for order in candidates[:IMPROVED_CANDIDATES]]
@@ -62,6 +67,12 @@ class _Problem:
     gains: Mapping[int, Sequence[int]]
     """By rank: the elements that it holds of every coordinate's shards, in row-major order of coordinates."""
     node_of: Mapping[int, int]
+    ascending_axes: tuple[str, ...]
+
+    def bound(self) -> tuple[int, int]:
+        """A cost that no order is below: every rank where it fits best, borders left aside."""
+        rows = list(self.gains.values())
+        return 0, -sum(row[job] for row, job in zip(rows, assign_jobs(rows), strict=True))
 
     def cost(self, order: Order) -> tuple[int, int]:
         """Node borders that tensor-parallel groups cross, then elements that need not move, negated."""
@@ -71,7 +82,7 @@ class _Problem:
 
     def lines(self) -> Iterator[range]:
         """The positions of every group along an ascending axis."""
-        for axis in ASCENDING_AXES:
+        for axis in self.ascending_axes:
             degree, stride = getattr(self.dims, axis), math.prod(self.dims.degrees[AXES.index(axis) + 1 :])
             for start in range(self.dims.size if degree > 1 else 0):
                 if start // stride % degree == 0:

@@ -38,17 +38,19 @@ def test_assignment_is_optimal(workers: int, spare: int, rng: random.Random) -> 
 
 
 @settings(max_examples=20, deadline=None)
-@given(layout_pairs())
-def test_no_permitted_order_of_few_ranks_moves_less(pair: tuple[ModelLayout, ModelLayout]) -> None:
+@given(layout_pairs(), st.sampled_from([(), ("pp", "fsdp", "tp")]), st.sampled_from([None, "2x4", "4x2"]))
+def test_no_permitted_order_of_few_ranks_is_better(
+    pair: tuple[ModelLayout, ModelLayout], ascending_axes: tuple[str, ...], nodes: str | None
+) -> None:
     source, dims, ranks = pair[0], pair[1].layout.dims, pair[1].layout.ranks
     assume(len(ranks) <= 4)
-    chosen = choose_rank_order(source, dims, ranks)
+    cluster = ClusterSpec.parse(f"h100:{nodes or '1x8'}")
+    chosen = choose_rank_order(source, dims, ranks, cluster, ascending_axes=ascending_axes)
     assert sorted(chosen.ranks) == sorted(ranks)
-    assert chosen.is_ascending("pp", "fsdp", "tp")
+    assert chosen.is_ascending(*ascending_axes)
     orders = (Layout(dims, order) for order in itertools.permutations(ranks))
-    assert moved(source, chosen) == min(
-        moved(source, order) for order in orders if order.is_ascending("pp", "fsdp", "tp")
-    )
+    best = min((crossings(o, cluster), moved(source, o)) for o in orders if o.is_ascending(*ascending_axes))
+    assert (crossings(chosen, cluster), moved(source, chosen)) == best
 
 
 def test_tensor_parallel_groups_go_where_their_fsdp_chunks_lie() -> None:
@@ -65,14 +67,22 @@ def test_the_given_order_wins_ties() -> None:
         assert choose_rank_order(source, ParallelDims(dp=4), ranks).ranks == ranks
 
 
-@pytest.mark.parametrize(("dims", "nodes"), [("dp8.tp8", "8x8"), ("dp16.tp4", "8x8"), ("dp4.fsdp4.tp4", "8x8")])
-def test_tensor_parallel_groups_stay_inside_nodes(dims: str, nodes: str) -> None:
-    cluster = ClusterSpec.parse(f"h100:{nodes}")
+@pytest.mark.parametrize("dims", ["dp8.tp8", "dp16.tp4", "dp4.fsdp4.tp4"])
+@pytest.mark.parametrize("ascending_axes", [(), ("fsdp", "tp")])
+def test_tensor_parallel_groups_stay_inside_nodes(dims: str, ascending_axes: tuple[str, ...]) -> None:
+    cluster = ClusterSpec.parse("h100:8x8")
     source = ModelLayout(LLAMA_7B, Layout.parse("dp8.fsdp8"))
     shuffled = random.Random(0).sample(range(64), 64)
-    chosen = choose_rank_order(source, ParallelDims.parse(dims), shuffled, cluster)
+    chosen = choose_rank_order(source, ParallelDims.parse(dims), shuffled, cluster, ascending_axes=ascending_axes)
     assert crossings(chosen, cluster) == 0
-    assert chosen.is_ascending("pp", "fsdp", "tp")
+    assert chosen.is_ascending(*ascending_axes)
+
+
+def test_fsdp_chunks_go_where_their_tensor_parallel_shards_lie() -> None:
+    # Column-wise shard t of 8 is FSDP's chunks 8t to 8t+7 of 64, which the eight replicas of shard t can take.
+    source = ModelLayout(LLAMA_7B, Layout.parse("dp8.tp8"))
+    chosen = choose_rank_order(source, ParallelDims(fsdp=64), range(64))
+    assert moved(source, chosen) < 0.3 * moved(source, Layout.parse("fsdp64"))
 
 
 def test_a_group_too_large_for_a_node_crosses_as_few_borders_as_it_can() -> None:
