@@ -13,14 +13,16 @@ WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCABULARY = 10, 4, 2, 3, 13, 31
 
 
 def odd_model(num_blocks: int = 2) -> ModelSpec:
-    """Sizes that no degree divides, fused blocks, kv heads that tp=4 exceeds, and a shard that is empty under fsdp4."""
+    """Odd sizes, fused blocks, fewer kv heads than tp (fused and alone too), and a shard that fsdp4 leaves empty."""
     query, key = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     params = [ParamSpec("embed", (VOCABULARY, WIDTH), TensorParallelCut(0), "input")]
     for block in range(num_blocks):
-        fused = TensorParallelCut(0, 3 * HEADS, False, (query, query, query))
+        fused = TensorParallelCut(0, HEADS + 2 * KV_HEADS, True, (query, key, key))
+        one_head = TensorParallelCut(0, HEADS + 2, True, (query, HEAD_DIM, HEAD_DIM))
         for name, shape, cut in (
-            ("qkv", (3 * query, WIDTH), fused),
-            ("qkv_bias", (3 * query,), fused),
+            ("qkv", (query + 2 * key, WIDTH), fused),
+            ("qkv_bias", (query + 2 * key,), fused),
+            ("multi_query", (query + 2 * HEAD_DIM, WIDTH), one_head),
             ("key", (key, WIDTH), TensorParallelCut(0, KV_HEADS, True)),
             ("out", (WIDTH, query), TensorParallelCut(1, HEADS)),
             ("gate_up", (2 * INNER, WIDTH), TensorParallelCut(0, None, False, (INNER, INNER))),
