@@ -1,13 +1,22 @@
-"""What a checkpoint of several models holds, and how it comes back into any layout.
+"""What a checkpoint of several models holds, and how it comes back into any layout and any number of ranks.
 
-A folder: every rank's regions of weights and optimizer state (see ``distributed_checkpoint``), and ``meta.pt`` with
-Lightning's loops, callbacks and schedules, each role's parameter names and shapes, and its Hugging Face config.
+A folder:
+
+- ``realloc.json``: every role's parameters, layout and class; the plan; the number of ranks. Readable by people.
+- ``meta.pt``: Lightning's loops, callbacks, schedules and optimizer settings, and the random states of all ranks.
+- ``*.distcp``: every rank's regions of weights and optimizer state (see ``distributed_checkpoint``).
+- ``huggingface/<role>/``: config and tokenizer, so that ``lightning-realloc export`` needs nothing but the folder.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import pickle
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,174 +24,297 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.layout.region import Region
-from lightning_realloc.layout.sharding import Piece
-from lightning_realloc.runtime.shards import local_tensor, local_tensors
+from lightning_realloc.runtime.shards import reshard
 from lightning_realloc.strategies import distributed_checkpoint as distributed
+from lightning_realloc.strategies import huggingface
 from lightning_realloc.strategies.distributed_checkpoint import ShardedTensor
-from lightning_realloc.strategies.model_pool import ModelPool, Replica
+from lightning_realloc.strategies.model_pool import ModelPool
+from lightning_realloc.strategies.random_state import set_random_state
+from lightning_realloc.strategies.sharded_state import optimizer_state, prepare_optimizer_state, weights_state
 
+log = logging.getLogger(__name__)
+
+ROLES_FILE = "realloc.json"
 META_FILE = "meta.pt"
-ROLES_KEY = "realloc"
-_SCALAR = Piece(Region((0,), (1,)), (0,))
+MODELS_FOLDER = "huggingface"
+RANDOM_STATES = "realloc_random_states"
+FORMAT = 1
+
+Broadcast = Callable[[Any], Any]
+"""Gives every rank the first rank's object. Collective."""
 
 
-def save_folder(
-    folder: Path, checkpoint: dict[str, Any], state: Mapping[str, ShardedTensor], *, is_writer: bool, barrier: Any
-) -> None:
-    """Write a checkpoint folder, replacing whatever was there. Collective over all ranks."""
-    if is_writer:
-        if folder.is_dir():
-            shutil.rmtree(folder)  # shards of a larger world would stay behind and be read again
-        elif folder.exists():
-            folder.unlink()
-        folder.mkdir(parents=True)
-    barrier()
-    distributed.save(state, folder)
-    if is_writer:
-        torch.save(checkpoint, folder / META_FILE)
-    barrier()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModels:
+    """What a checkpoint is made of, and read back into."""
+
+    pool: ModelPool
+    """All roles."""
+    algorithm: str
+    """The class whose roles they are."""
+    optimizers: Mapping[str, torch.optim.Optimizer]
+    """Role -> optimizer; {} where nothing is trained, as in ``validate``."""
+    tokenizer: Any
+    """Saved with the roles that are trained; None where there is none."""
+    rank: int
+    """This process."""
+    world_size: int
+    """All processes."""
+    broadcast: Broadcast
+    """Between them."""
 
 
-def read_meta(folder: Path, *, weights_only: bool) -> dict[str, Any]:
-    """Return Lightning's part of a checkpoint folder.
+# ---- writing
+def save(folder: Path, meta: dict[str, Any], models: TrainedModels, *, include_frozen: bool) -> None:
+    """Write a checkpoint folder, or replace an earlier one as a whole. Collective over all ranks.
 
     Raises:
-        CheckpointError: for a path that is not such a folder.
+        CheckpointError: on every rank, when ``folder`` is something else, or the first rank cannot write.
     """
-    if not (folder / META_FILE).is_file():
-        kind = "a file" if folder.is_file() else "a folder without it" if folder.is_dir() else "missing"
+    roles = [role for role in models.pool.roles if include_frozen or role in models.pool.dataflow.trained_roles]
+    state: dict[str, ShardedTensor] = {}
+    for role in roles:
+        home = models.pool.home(role)
+        state |= weights_state(home, models.rank)
+        if "optimizer_states" in meta and role in models.optimizers:
+            state |= optimizer_state(home, models.optimizers[role], models.rank)
+    partial = folder.with_name(folder.name + ".partial")
+    on_first_rank(lambda: _make_room(folder, partial), models)
+    distributed.save(state, partial)
+    on_first_rank(lambda: _finish(folder, partial, meta, models, roles), models)
+
+
+def on_first_rank(action: Callable[[], None], models: TrainedModels) -> None:
+    """Do something on the first rank while the others wait; what it raises is raised everywhere. Collective.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    problem: Exception | None = None
+    if models.rank == 0:
+        try:
+            action()
+        except Exception as error:
+            problem = error
+    message = models.broadcast(None if problem is None else f"{problem}")
+    if message is not None:
+        raise CheckpointError(message) from problem
+
+
+def _make_room(folder: Path, partial: Path) -> None:
+    if folder.is_dir() and not folder.is_symlink() and any(folder.iterdir()) and not is_checkpoint(folder):
         raise CheckpointError(
-            f"a checkpoint of this strategy is a folder with {META_FILE}; {folder} is {kind}. "
-            f"Weights in Hugging Face format are given as a model's path, not as ckpt_path"
+            f"{folder} is a folder, but not a checkpoint, and would be replaced by one; choose another path"
         )
-    meta: dict[str, Any] = torch.load(folder / META_FILE, map_location="cpu", weights_only=weights_only)
-    if ROLES_KEY not in meta:
-        raise CheckpointError(f"{folder} was written by another strategy; resume it with the one that wrote it")
-    return meta
+    _remove(partial)
+    partial.mkdir(parents=True)
 
 
-def describe_roles(pool: ModelPool) -> dict[str, Any]:
-    """Return, per role, what a later run needs to check that it continues the same model."""
-    roles = {}
-    for role in pool.roles:
-        home = pool.home(role)
-        config = getattr(home.model, "config", None)
-        roles[role] = {
-            "parameters": {param.name: list(param.shape) for param in home.model_layout.model.params},
-            "layout": str(home.layout),
-            "config": config.to_dict() if config is not None else None,
-            "architecture": _architecture(home.model),
-        }
-    return roles
+def _finish(folder: Path, partial: Path, meta: dict[str, Any], models: TrainedModels, roles: list[str]) -> None:
+    torch.save(meta, partial / META_FILE)
+    for role in roles:
+        tokenizer = models.tokenizer if role in models.pool.dataflow.trained_roles else None
+        huggingface.describe(models.pool.home(role).model, tokenizer, partial / MODELS_FOLDER / role)
+    description = {
+        "format": FORMAT,
+        "algorithm": models.algorithm,
+        "world_size": models.world_size,
+        "plan": models.pool.plan.to_mapping(),
+        "roles": {role: _describe_role(models.pool, role, saved=role in roles) for role in models.pool.roles},
+    }
+    (partial / ROLES_FILE).write_text(json.dumps(description, indent=1))
+    # The folder is whole before it takes the other's place: whoever is killed here still has one of them.
+    previous = folder.with_name(folder.name + ".previous")
+    _remove(previous)
+    if folder.exists() or folder.is_symlink():
+        os.replace(folder, previous)
+    os.replace(partial, folder)
+    _remove(previous)
 
 
-def check_roles(stored: Mapping[str, Any], pool: ModelPool, folder: Path) -> None:
-    """Refuse a checkpoint of other models, naming the first difference.
-
-    Raises:
-        CheckpointError: for a role, a parameter or a shape that differs.
-    """
-    for role in pool.roles:
-        if role not in stored:
-            raise CheckpointError(f"{folder} holds no role {role!r}; it holds {', '.join(stored) or 'none'}")
-        ours = {param.name: list(param.shape) for param in pool.home(role).model_layout.model.params}
-        theirs = stored[role]["parameters"]
-        for name in sorted(ours.keys() ^ theirs.keys()):
-            where = "only in the checkpoint" if name in theirs else "missing from the checkpoint"
-            raise CheckpointError(
-                f"{folder} is of another model: {role} parameter {name} is {where}; "
-                f"resume with the model it was saved from"
-            )
-        for name, shape in ours.items():
-            if shape != theirs[name]:
-                raise CheckpointError(
-                    f"{folder} is of another model: {role} parameter {name} has shape {theirs[name]} there and "
-                    f"{shape} here; resume with the model it was saved from"
-                )
-
-
-def weights_state(replica: Replica, rank: int) -> dict[str, ShardedTensor]:
-    """Return a role's weights as this rank holds them, ready to be written or read in place."""
-    inside = rank in replica.layout
-    locals_ = local_tensors(replica.model) if inside else {}
+def _describe_role(pool: ModelPool, role: str, *, saved: bool) -> dict[str, Any]:
+    home = pool.home(role)
     return {
-        f"model/{replica.role}/{param.name}": ShardedTensor(
-            param.shape,
-            locals_[param.name].dtype if inside else torch.float32,
-            replica.model_layout.pieces(param.name, rank) if inside else (),
-            locals_.get(param.name),
-        )
-        for param in replica.model_layout.model.params
+        "class": huggingface.class_path(home.model),
+        "layout": str(home.layout),
+        "saved": saved,
+        "parameters": {param.name: list(param.shape) for param in home.model_layout.model.params},
+        "tied": {alias: owner for alias, owner in home.model_layout.model.aliases},
     }
 
 
-def optimizer_state(replica: Replica, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, ShardedTensor]:
-    """Return an optimizer's per-parameter tensors; nothing is stepped or initialised to get them.
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# ---- reading
+def load(
+    folder: Path, models: TrainedModels, *, weights_only: bool, device: torch.device, resuming: bool
+) -> dict[str, Any]:
+    """Fill models, and optimizers where ``resuming``, in place, and return Lightning's part. Collective.
 
     Raises:
-        CheckpointError: for a state entry that is neither a tensor of the parameter's shape, a scalar, nor None.
+        CheckpointError: on every rank, for what is not a checkpoint of these models, naming the first difference.
     """
-    state = {}
-    for name, parameter in _optimized(replica, optimizer):
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if value is None:
-                continue
-            state[_optimizer_key(replica.role, name, key, value)] = _sharded_state(
-                replica, name, parameter, key, value, rank
+    description = read_description(folder)
+    check_roles(description, models, folder, resuming=resuming)
+    meta = _read_meta(folder, weights_only=weights_only)
+    stored = distributed.stored_tensors(folder)
+    state: dict[str, ShardedTensor] = {}
+    for role, entry in description["roles"].items():
+        if entry["saved"] and role in models.pool.roles:
+            state |= weights_state(models.pool.home(role), models.rank)
+            models.pool.weights_changed(role)
+    if resuming:
+        settings = _optimizer_settings(folder, meta, models)
+        for role, optimizer in models.optimizers.items():
+            for group, saved in zip(optimizer.param_groups, settings[role]["param_groups"], strict=True):
+                group.update(saved)
+            state |= prepare_optimizer_state(models.pool.home(role), optimizer, stored, models.rank)
+    distributed.load(state, folder)
+    for role in models.pool.roles:
+        reshard(models.pool.home(role).model)
+    if resuming:
+        _restore_random_state(meta, models, device)
+    return meta
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is one of ours."""
+    return (folder / ROLES_FILE).is_file()
+
+
+def refuse_folder(path: Path) -> None:
+    """Refuse a folder where a single file is read.
+
+    Raises:
+        CheckpointError: for a checkpoint of several models, or any other folder.
+    """
+    if path.is_dir():
+        what = "a checkpoint of several models" if is_checkpoint(path) else "a folder"
+        raise CheckpointError(
+            f"{path} is {what}, and this LightningModule, which declares no calls, is read from the single file that "
+            f"trainer.save_checkpoint wrote for it; give that file"
+        )
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """Return what ``realloc.json`` says.
+
+    Raises:
+        CheckpointError: for a path that is no checkpoint folder, with what it is instead.
+    """
+    if not is_checkpoint(folder):
+        if (folder / "config.json").is_file():
+            hint = "it is a Hugging Face model: give it as a model's path (actor=...) instead"
+        elif (folder / META_FILE).is_file():
+            hint = "it was written by another strategy: use the one that wrote it"
+        else:
+            kind = "a file" if folder.is_file() else "a folder without it" if folder.is_dir() else "missing"
+            hint = f"it is {kind}: give the folder that ModelCheckpoint or trainer.save_checkpoint wrote"
+        raise CheckpointError(
+            f"a checkpoint of several models is a folder with {ROLES_FILE}; {folder} cannot be read, {hint}"
+        )
+    description: dict[str, Any] = json.loads((folder / ROLES_FILE).read_text())
+    if description.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{folder} has format {description.get('format')!r}, this version reads {FORMAT}; "
+            f"read it with the version of lightning-realloc that wrote it"
+        )
+    return description
+
+
+def check_roles(description: Mapping[str, Any], models: TrainedModels, folder: Path, *, resuming: bool) -> None:
+    """Refuse a checkpoint of other models, naming the first difference.
+
+    Raises:
+        CheckpointError: for an algorithm, a role, a parameter or a shape that differs.
+    """
+    if resuming and description["algorithm"] != models.algorithm:
+        raise CheckpointError(
+            f"{folder} was saved by {description['algorithm']} and cannot be resumed by {models.algorithm}; to start "
+            f"from its weights, write them with 'lightning-realloc export' and give that folder as the model"
+        )
+    for role in models.pool.roles:
+        if role not in description["roles"]:
+            if role in models.pool.dataflow.trained_roles:
+                raise CheckpointError(f"{folder} has no role {role!r}, only {', '.join(description['roles'])}")
+            continue
+        ours = {p.name: list(p.shape) for p in models.pool.home(role).model_layout.model.params}
+        _compare(role, ours, description["roles"][role]["parameters"], folder)
+
+
+def _compare(role: str, ours: Mapping[str, list[int]], theirs: Mapping[str, list[int]], folder: Path) -> None:
+    way_out = "resume with the model that it was saved from"
+    for name in [*ours, *theirs]:
+        if name not in ours or name not in theirs:
+            where = "only in the checkpoint" if name in theirs else "not in the checkpoint"
+            raise CheckpointError(f"{folder} is of another model: {role} parameter {name} is {where}; {way_out}")
+        if ours[name] != theirs[name]:
+            raise CheckpointError(
+                f"{folder} is of another model: {role} parameter {name} has shape {theirs[name]} there and "
+                f"{ours[name]} here; {way_out}"
             )
+
+
+def _read_meta(folder: Path, *, weights_only: bool) -> dict[str, Any]:
+    try:
+        meta: dict[str, Any] = torch.load(folder / META_FILE, map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{folder / META_FILE} holds python objects, such as hyperparameters, which are refused because of "
+            f"weights_only=True; if you trust it, use ReallocStrategy(load_weights_only=False)"
+        ) from error
+    return meta
+
+
+def _optimizer_settings(folder: Path, meta: Mapping[str, Any], models: TrainedModels) -> dict[str, Any]:
+    """Return role -> stored settings of its optimizer, which fit the optimizer that it has now."""
+    settings = {state["param_groups"][0]["name"]: state for state in meta.get("optimizer_states", ())}
+    for role, optimizer in models.optimizers.items():
+        if role not in settings:
+            raise CheckpointError(
+                f"{folder} holds no optimizer state for {role!r} (saved with save_weights_only?), so training cannot "
+                f"go on from it; to start anew from its weights, write them with 'lightning-realloc export'"
+            )
+        theirs = (settings[role]["class"], len(settings[role]["param_groups"]))
+        ours = (type(optimizer).__name__, len(optimizer.param_groups))
+        if ours != theirs:
+            raise CheckpointError(
+                f"{role} was trained by {theirs[0]} with {theirs[1]} parameter groups in {folder}, and is by {ours[0]} "
+                f"with {ours[1]} here; resume with the same optimizer"
+            )
+    return settings
+
+
+def _restore_random_state(meta: Mapping[str, Any], models: TrainedModels, device: torch.device) -> None:
+    states = meta.get(RANDOM_STATES, ())
+    if len(states) == models.world_size:
+        set_random_state(states[models.rank], device)
+    elif models.rank == 0:
+        log.info("%d ranks were saved and %d are here: dropout draws other numbers", len(states), models.world_size)
+
+
+def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what ``meta.pt`` holds of an optimizer: its class and its groups' settings, no tensors per parameter."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {"class": type(optimizer).__name__, "param_groups": groups}
+
+
+def other_state(module: nn.Module, pool: ModelPool) -> dict[str, Tensor]:
+    """Return what of a module's state the shards leave out: all but the weights of roles, and frozen roles whole."""
+    roles = tuple(f"{role}." for role in pool.roles)
+    frozen = tuple(f"{role}." for role in pool.roles if role not in pool.dataflow.trained_roles)
+    state: dict[str, Tensor] = {}
+    for prefix, child in module.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in child.named_parameters(recurse=False):
+            if not (dot + name).startswith(roles):
+                state[dot + name] = parameter.detach().cpu()
+        for name, buffer in child.named_buffers(recurse=False):
+            if name not in child._non_persistent_buffers_set and not (dot + name).startswith(frozen):
+                state[dot + name] = buffer.detach().cpu()
     return state
-
-
-def prepare_optimizer_state(
-    replica: Replica,
-    optimizer: torch.optim.Optimizer,
-    stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-    rank: int,
-) -> dict[str, ShardedTensor]:
-    """Give ``optimizer`` room for what a checkpoint holds of its state and return it, to be read in place.
-
-    An optimizer that had not stepped when the checkpoint was written stays without state.
-    """
-    optimizer.state.clear()
-    for name, parameter in _optimized(replica, optimizer):
-        for stored_key, (_, dtype) in stored.items():
-            kind, role, key_name = (*stored_key.split("/", 2), "")[:3]
-            param_name, _, key = key_name.partition("//")
-            if role != replica.role or param_name != name:
-                continue
-            if kind == "optimizer_scalar":
-                optimizer.state[parameter][key] = torch.zeros((), dtype=dtype)
-            elif kind == "optimizer":
-                optimizer.state[parameter][key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return optimizer_state(replica, optimizer, rank)
-
-
-def _optimized(replica: Replica, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
-    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return ((name, p) for name, p in replica.model.named_parameters() if id(p) in known)
-
-
-def _optimizer_key(role: str, name: str, key: str, value: Any) -> str:
-    kind = "optimizer_scalar" if isinstance(value, Tensor) and value.dim() == 0 else "optimizer"
-    return f"{kind}/{role}/{name}//{key}"
-
-
-def _sharded_state(
-    replica: Replica, name: str, parameter: nn.Parameter, key: str, value: Any, rank: int
-) -> ShardedTensor:
-    if isinstance(value, Tensor) and value.dim() == 0:
-        return ShardedTensor((1,), value.dtype, (_SCALAR,), value.view(1))
-    if isinstance(value, Tensor) and value.shape == parameter.shape:
-        shape = replica.model_layout.model.param(name).shape
-        return ShardedTensor(shape, value.dtype, replica.model_layout.pieces(name, rank), local_tensor(value))
-    raise CheckpointError(
-        f"optimizer state {key!r} of {replica.role} parameter {name} is a {type(value).__name__}, neither a scalar "
-        f"tensor nor of the parameter's shape, so it cannot be sharded; use an optimizer whose state is per element"
-    )
-
-
-def _architecture(model: nn.Module) -> str:
-    """Return the class that the model had before sharding gave it a new one."""
-    name = type(model).__name__
-    return name.removeprefix("FSDP")

@@ -7,10 +7,10 @@ read into any other layout and any other number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,16 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
+from lightning_realloc.errors import CheckpointError
+from lightning_realloc.layout.region import Region
 from lightning_realloc.layout.sharding import Piece
+
+
+class StoredTensor(NamedTuple):
+    """What a checkpoint says of a tensor without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,21 +138,39 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 def save(state: State, folder: Path) -> None:
     """Write every rank's regions under ``folder``. Collective over all ranks, where there are several."""
-    save_state({}, storage_writer=FileSystemWriter(folder, single_file_per_rank=True), planner=_SavePlanner(state),
-             no_dist=not dist.is_initialized())  # fmt: skip
+    writer = FileSystemWriter(folder, single_file_per_rank=True)
+    save_state({}, storage_writer=writer, planner=_SavePlanner(state), no_dist=not dist.is_initialized())
 
 
 def load(state: State, folder: Path, *, alone: bool = False) -> None:
     """Fill every local tensor from ``folder``. Collective over all ranks unless ``alone``."""
-    load_state({}, storage_reader=FileSystemReader(folder), planner=_LoadPlanner(state),
-             no_dist=alone or not dist.is_initialized())  # fmt: skip
+    no_dist = alone or not dist.is_initialized()
+    load_state({}, storage_reader=FileSystemReader(folder), planner=_LoadPlanner(state), no_dist=no_dist)
 
 
-def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return name -> (global shape, dtype) of everything under ``folder``."""
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return the name, global shape and dtype of everything under ``folder``."""
     metadata = FileSystemReader(folder).read_metadata()
     return {
-        name: (tuple(entry.size), entry.properties.dtype)
+        name: StoredTensor(tuple(entry.size), entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
+
+
+def read_whole(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return whole tensors by name, in this process alone; no others are read.
+
+    Raises:
+        CheckpointError: for a name that ``folder`` does not hold.
+    """
+    stored = stored_tensors(folder)
+    state: dict[str, ShardedTensor] = {}
+    for name in names:
+        if name not in stored:
+            raise CheckpointError(f"{folder} holds no tensor {name!r}; is it from another version of this package?")
+        shape, dtype = stored[name]
+        whole = Piece(Region((0,) * len(shape), shape), (0,) * len(shape))
+        state[name] = ShardedTensor(shape, dtype, (whole,), torch.empty(shape, dtype=dtype))
+    load(state, folder, alone=True)
+    return {name: tensor.local for name, tensor in state.items() if tensor.local is not None}

@@ -15,15 +15,18 @@ from lightning_realloc.strategies.model_pool import Replica
 def gather_weights(replica: Replica, rank: int, world_size: int, device: torch.device) -> dict[str, Tensor]:
     """Return name -> full tensor on rank 0, {} elsewhere, tied names included. Collective over all ranks."""
     reshard(replica.model)
-    source = local_tensors(replica.model) if rank in replica.layout else {}
-    dtype = next(iter(source.values())).dtype if source else torch.float32
-    target = ModelLayout(replica.model_layout.model, Layout(ParallelDims(), (0,)))
-    reallocation = Reallocation(
-        replica.model_layout, source, target, rank=rank, world_size=world_size, dtype=dtype, device=device,
+    spec = replica.model_layout.model
+    dtype = next(replica.model.parameters()).dtype  # also on ranks that hold no weights of the role
+    full = {p.name: torch.empty(p.shape, dtype=dtype, device=device) for p in spec.params} if rank == 0 else {}
+    Reallocation(
+        replica.model_layout,
+        local_tensors(replica.model) if rank in replica.layout else {},
+        ModelLayout(spec, Layout(ParallelDims(), (0,))),
+        rank=rank,
+        world_size=world_size,
+        dtype=dtype,
+        device=device,
         transport="direct",
-    )  # fmt: skip
-    reallocation.run()
-    full = {name: tensor.clone() for name, tensor in reallocation.target_tensors.items()}
-    reallocation.release()
-    aliases = replica.model_layout.model.aliases if full else ()
-    return full | {alias: full[owner] for alias, owner in aliases}
+        target_tensors=full,
+    ).run()
+    return full | {alias: full[owner] for alias, owner in spec.aliases} if full else full

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -26,20 +27,20 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from lightning_realloc.callbacks.phase import dispatch
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
-from lightning_realloc.errors import CheckpointError, ConfigError, PlanError
+from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
 from lightning_realloc.runtime.samples import Samples
-from lightning_realloc.runtime.shards import reshard
 from lightning_realloc.strategies import checkpoint as checkpoints
-from lightning_realloc.strategies import distributed_checkpoint
+from lightning_realloc.strategies import huggingface
 from lightning_realloc.strategies.call_runner import CallRunner
 from lightning_realloc.strategies.data_parallel import average_gradients, broadcast_module
 from lightning_realloc.strategies.gather import gather_weights
 from lightning_realloc.strategies.launchers import FullStateLauncher
 from lightning_realloc.strategies.model_pool import ModelPool, PoolOptions, Replica, TransportName
+from lightning_realloc.strategies.random_state import random_state
 from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
@@ -379,7 +380,7 @@ class ReallocStrategy(ModelParallelStrategy):
         return bool(self.lightning_module.automatic_optimization)  # type: ignore[union-attr]
 
     @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:  # type: ignore[override]
+    def block_backward_sync(self) -> Iterator[None]:
         """Leave gradients unreduced inside, for accumulation."""
         self._sync_blocked = True
         sharded = [m for m in self.model.modules() if isinstance(m, FSDPModule)] if self.model is not None else []
@@ -408,41 +409,24 @@ class ReallocStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         if self.dataflow is None:
             return self.lightning_module.state_dict()
-        prefixes = tuple(f"{role}." for role in self.pool.roles)
-        return {
-            name: value.detach().cpu()
-            for name, value in _other_state(self.lightning_module)
-            if not name.startswith(prefixes)
-        }
+        return checkpoints.other_state(self.lightning_module, self.pool)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return an optimizer's state; of sharded roles only the groups' settings, tensors are written apart."""
         raw = getattr(optimizer, "_optimizer", optimizer)
-        if self.dataflow is None:
-            return raw.state_dict()  # type: ignore[no-any-return]
-        return {"param_groups": [{k: v for k, v in g.items() if k != "params"} for g in raw.param_groups]}
+        return raw.state_dict() if self.dataflow is None else checkpoints.optimizer_settings(raw)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint: one file, or a folder of shards where roles are sharded."""
         if self.dataflow is None:
-            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options) if self.is_global_zero else None
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
             raise ConfigError("storage_options cannot be used: a folder of shards is not written by a CheckpointIO")
-        state: dict[str, distributed_checkpoint.ShardedTensor] = {}
-        trained = self.pool.dataflow.trained_roles
-        for role in self.pool.roles:
-            if role in trained or self._save_frozen_roles:
-                state |= checkpoints.weights_state(self.pool.home(role), self.global_rank)
-            if role in trained and "optimizer_states" in checkpoint:
-                state |= checkpoints.optimizer_state(self.pool.home(role), self.optimizer_of(role), self.global_rank)
-        checkpoint[checkpoints.ROLES_KEY] = {
-            "roles": checkpoints.describe_roles(self.pool),
-            "plan": self.plan.to_mapping(),
-            "world_size": self.world_size,
-        }
+        checkpoint[checkpoints.RANDOM_STATES] = self._gather_random_states()
         folder = Path(self.broadcast(str(filepath)))
-        checkpoints.save_folder(folder, checkpoint, state, is_writer=self.is_global_zero, barrier=self.barrier)
+        checkpoints.save(folder, checkpoint, self._trained_models(), include_frozen=self._save_frozen_roles)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; sharded roles are filled in place, whatever layout and world they were written under.
@@ -451,42 +435,57 @@ class ReallocStrategy(ModelParallelStrategy):
             CheckpointError: for something that is not a checkpoint of this strategy, or is one of other models.
         """
         if self.dataflow is None:
+            checkpoints.refuse_folder(Path(checkpoint_path))
             return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        # Lightning drops the argument of fit(weights_only=...) for strategies that restore after their setup.
+        weights_only = self._load_weights_only if weights_only is None else weights_only
         folder = Path(self.broadcast(str(checkpoint_path)))
-        meta = checkpoints.read_meta(
-            folder, weights_only=self._load_weights_only if weights_only is None else weights_only
+        return checkpoints.load(
+            folder, self._trained_models(), weights_only=weights_only, device=self.root_device, resuming=self._fitting
         )
-        checkpoints.check_roles(meta[checkpoints.ROLES_KEY]["roles"], self.pool, folder)
-        stored = distributed_checkpoint.stored_tensors(folder)
-        state: dict[str, distributed_checkpoint.ShardedTensor] = {}
-        for role in self.pool.roles:
-            weights = checkpoints.weights_state(self.pool.home(role), self.global_rank)
-            if any(name in stored for name in weights):
-                state |= weights
-                self.pool.weights_changed(role)
-        if self.optimizers:
-            state |= self._prepare_optimizers(meta, stored, folder)
-        distributed_checkpoint.load(state, folder)
-        for role in self.pool.roles:
-            reshard(self.pool.home(role).model)
-        return meta
 
-    def _prepare_optimizers(self, meta: Mapping[str, Any], stored: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-        saved = {
-            groups["param_groups"][0]["name"]: groups["param_groups"] for groups in meta.get("optimizer_states", ())
-        }
-        state: dict[str, Any] = {}
-        for role in self.pool.dataflow.trained_roles:
-            if role not in saved:
-                raise CheckpointError(
-                    f"{folder} holds no optimizer state for {role!r} (saved with save_weights_only?); "
-                    f"start a new run from its weights instead: lightning-realloc export"
-                )
-            optimizer = self.optimizer_of(role)
-            for group, settings in zip(optimizer.param_groups, saved[role], strict=True):
-                group.update(settings)
-            state |= checkpoints.prepare_optimizer_state(self.pool.home(role), optimizer, stored, self.global_rank)
-        return state
+    def save_huggingface(self, role: str, folder: str | Path, *, dtype: str | None = None) -> None:
+        """Write a role's current weights as a folder that ``from_pretrained`` reads. Collective over all ranks.
+
+        Raises:
+            CheckpointError: on every rank, for what has no Hugging Face form or cannot be written.
+        """
+        models, parsed = self._trained_models(), huggingface.parse_dtype(dtype)
+        weights = self.full_weights(role)
+        checkpoints.on_first_rank(
+            lambda: huggingface.write_running_model(
+                self.pool.home(role).model, weights, models.tokenizer, Path(folder), role=role, dtype=parsed
+            ),
+            models,
+        )
+
+    def _trained_models(self) -> checkpoints.TrainedModels:
+        module: Any = self.lightning_module
+        try:
+            tokenizer = module.tokenizer
+        except (AttributeError, ConfigError):  # models that were handed over as modules may come without one
+            tokenizer = None
+        optimizers = {str(optimizer.param_groups[0].get("name")): optimizer for optimizer in self.optimizers}
+        return checkpoints.TrainedModels(
+            pool=self.pool,
+            algorithm=type(module).__name__,
+            optimizers=optimizers if self._fitting else {},
+            tokenizer=tokenizer,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            broadcast=self.broadcast,
+        )
+
+    @property
+    def _fitting(self) -> bool:
+        return self.lightning_module.trainer.state.fn == TrainerFn.FITTING  # type: ignore[union-attr]
+
+    def _gather_random_states(self) -> list[Any]:
+        states: list[Any] = [random_state(self.root_device)]
+        if self.world_size > 1:
+            states = [None] * self.world_size
+            dist.all_gather_object(states, random_state(self.root_device))
+        return states
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load what is not sharded; sharded roles were filled by ``load_checkpoint``."""
@@ -528,17 +527,6 @@ REGISTERED_NAMES: dict[str, dict[str, Any]] = {
     "realloc_fork": {"start_method": "fork"},
 }
 """Name -> arguments of :class:`ReallocStrategy`."""
-
-
-def _other_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and persistent buffers with their names."""
-    for prefix, child in module.named_modules():
-        dot = f"{prefix}." if prefix else ""
-        for name, buffer in child.named_buffers(recurse=False):
-            if name not in child._non_persistent_buffers_set:
-                yield dot + name, buffer
-        for name, parameter in child.named_parameters(recurse=False):
-            yield dot + name, parameter
 
 
 def _with_memory(base: ClusterSpec, num_nodes: int, device: torch.device) -> ClusterSpec:

@@ -1,0 +1,67 @@
+"""From a checkpoint folder to a Hugging Face folder: one process, no training run, one role's weights only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_realloc.errors import CheckpointError
+from lightning_realloc.strategies import distributed_checkpoint, huggingface
+from lightning_realloc.strategies.checkpoint import MODELS_FOLDER, read_description
+from lightning_realloc.strategies.sharded_state import weight_key
+
+
+def export_checkpoint(
+    checkpoint: str | Path, folder: str | Path, *, role: str = "actor", dtype: torch.dtype | None = None
+) -> Path:
+    """Write one role of a checkpoint as a folder that ``from_pretrained`` reads, and return that folder.
+
+    Args:
+        checkpoint: What ModelCheckpoint or ``trainer.save_checkpoint`` wrote.
+        folder: New, empty, or an earlier export, which is overwritten.
+        role: Which model.
+        dtype: Of its floating-point weights; by default as they were trained.
+
+    Raises:
+        CheckpointError: for what is no checkpoint, a role without weights in it, or a folder with other files.
+    """
+    checkpoint, folder = Path(checkpoint), Path(folder)
+    entry = _role_entry(checkpoint, role)
+    model_class = huggingface.import_model_class(entry["class"], role)
+    check_output(folder)
+    weights = _read_weights(checkpoint, role, entry)
+    huggingface.write_model(model_class, checkpoint / MODELS_FOLDER / role, weights, folder, dtype=dtype)
+    return folder
+
+
+def check_output(folder: Path) -> None:
+    """Refuse to write among other files.
+
+    Raises:
+        CheckpointError: unless ``folder`` is new, empty or an earlier export.
+    """
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file; a Hugging Face model is a folder, give another path")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / huggingface.CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"{folder} holds files, and no earlier export that could be overwritten; give a new or empty folder"
+        )
+
+
+def _role_entry(checkpoint: Path, role: str) -> dict[str, Any]:
+    roles = read_description(checkpoint)["roles"]
+    saved = [name for name, entry in roles.items() if entry["saved"]]
+    if role not in saved:
+        why = "it was not trained, and save_frozen_roles was off" if role in roles else "it has no such role"
+        raise CheckpointError(f"{checkpoint} holds no weights of {role!r}: {why}; it holds those of {', '.join(saved)}")
+    entry: dict[str, Any] = roles[role]
+    return entry
+
+
+def _read_weights(checkpoint: Path, role: str, entry: dict[str, Any]) -> dict[str, Tensor]:
+    names = {weight_key(role, name): name for name in entry["parameters"]}
+    weights = {names[key]: tensor for key, tensor in distributed_checkpoint.read_whole(checkpoint, names).items()}
+    return weights | {alias: weights[owner] for alias, owner in entry["tied"].items()}

@@ -1,0 +1,145 @@
+"""How does a role leave as an ordinary Hugging Face folder?
+
+In two halves. What the model is (its config, generation config and tokenizer) is written into every checkpoint; the
+full weights join it when they are exported, from a checkpoint or from a running strategy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lightning_realloc.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+BUFFERS_FILE = "buffers.safetensors"
+
+
+def class_path(model: nn.Module) -> str:
+    """Return ``module:name`` of the class that a model had before sharding gave it a new one."""
+    original = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+    return f"{original.__module__}:{original.__qualname__}"
+
+
+def import_model_class(path: str, role: str) -> type[PreTrainedModel]:
+    """Return the class that :func:`class_path` named.
+
+    Raises:
+        CheckpointError: when it cannot be imported here, or is no transformers model.
+    """
+    module_name, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise CheckpointError(
+            f"{role} is a {path}, which cannot be imported here ({error}); put its module on PYTHONPATH, or write the "
+            f"model while it is trained, with the callback SaveHuggingFace"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+        raise CheckpointError(
+            f"{role} is a {path}, no transformers PreTrainedModel, and has no Hugging Face form; read its weights with "
+            f"lightning_realloc.strategies.distributed_checkpoint.read_whole"
+        )
+    return found
+
+
+def describe(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+    """Write what a model is, without its weights; nothing for what is no transformers model."""
+    if not isinstance(model, PreTrainedModel):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        # Not save_pretrained, which refuses settings that published models do have.
+        model.generation_config.to_json_file(folder / GENERATION_CONFIG_FILE)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
+    buffers = _persistent_buffers(model)
+    if buffers:
+        save_file(buffers, folder / BUFFERS_FILE)
+
+
+def write_model(
+    model_class: type[PreTrainedModel],
+    description: Path,
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a folder that ``from_pretrained`` reads: full weights with the files that :func:`describe` wrote.
+
+    Args:
+        weights: All parameters by name, tied ones under each of their names.
+        dtype: Of the floating-point weights; by default as they are.
+    """
+    config = model_class.config_class.from_pretrained(description)  # type: ignore[union-attr]
+    with torch.device("meta"):
+        model = model_class(config)
+    if (description / BUFFERS_FILE).is_file():
+        weights = {**weights, **load_file(description / BUFFERS_FILE)}
+    if dtype is not None:
+        weights = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
+    missing, unknown = model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    left = [name for name in missing if model.get_parameter_or_buffer(name).is_meta]
+    if left or unknown:
+        raise CheckpointError(
+            f"the weights do not fit {model_class.__name__}: missing {left[:4]}, unknown {list(unknown)[:4]}; "
+            f"use the version of transformers that they were saved with"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    for file in description.iterdir():
+        if file.is_file() and file.name not in (CONFIG_FILE, BUFFERS_FILE):
+            shutil.copy2(file, folder / file.name)
+
+
+def write_running_model(
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    *,
+    role: str,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write the same folder from a model that is laid out over ranks, and its full ``weights``."""
+    model_class = import_model_class(class_path(model), role)
+    with tempfile.TemporaryDirectory() as description:
+        describe(model, tokenizer, Path(description))
+        write_model(model_class, Path(description), weights, folder, dtype=dtype)
+
+
+def parse_dtype(text: str | None) -> torch.dtype | None:
+    """Return ``torch.bfloat16`` for ``"bfloat16"``; None stays None.
+
+    Raises:
+        CheckpointError: for a name that is no floating-point dtype.
+    """
+    if text is None:
+        return None
+    dtype: Any = getattr(torch, text, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise CheckpointError(f"dtype={text!r} is no floating-point dtype; use 'float32', 'bfloat16' or 'float16'")
+    return dtype
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer.detach().cpu().contiguous()
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
