@@ -273,7 +273,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return one row's figures; the gathering arms stop early when they would outlast ``budget_s``."""
     start = time.monotonic()
-    common = {"rank": dist.get_rank(), "world_size": WORLD_SIZE, "dtype": dtype, "device": "cpu"}
+    common: dict[str, Any] = {"rank": dist.get_rank(), "world_size": WORLD_SIZE, "dtype": dtype, "device": "cpu"}
     push, direct = (Reallocation(source, held, target, transport=name, **common) for name in ("push", "direct"))
     reports = [push.run(), direct.run()]
     same = all(torch.equal(push.target_tensors[name], tensor) for name, tensor in direct.target_tensors.items())

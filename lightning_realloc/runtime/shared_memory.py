@@ -228,9 +228,12 @@ class FlagBarrier:
         self._arrivals = 0
         self._words[self._mine + 1] = os.getpid()
 
-    def arrive(self) -> bool:
-        """Say that this process has come, without waiting; tell whether all the others had come before."""
-        self._arrivals += 1
+    def arrive(self, turn: int | None = None) -> bool:
+        """Say that this process has come, without waiting; tell whether all the others had come before.
+
+        ``turn`` is how often it has come by now, once more than before if None; it never decreases.
+        """
+        self._arrivals = self._arrivals + 1 if turn is None else turn
         self._words[self._mine] = self._arrivals
         return all(self._words[flag] >= self._arrivals for flag, _ in self._others)
 

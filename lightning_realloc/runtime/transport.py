@@ -280,7 +280,7 @@ class _RoundBinder:
         return message
 
     def _is_wire_ready(self, view: Tensor) -> bool:
-        return view.dtype == self._dtype and view.device == self._device and view.is_contiguous()
+        return view.dtype == self._dtype and view.device.type == self._device.type and view.is_contiguous()
 
 
 class PushTransport:
@@ -308,7 +308,7 @@ class PushTransport:
         self._barrier = FlagBarrier(segment, index, names, deadline_s=deadline_s)
         self._leaving = FlagBarrier(segment, index, names, deadline_s=deadline_s, channel=1)
         self._is_first = index == 0
-        self._discards_seen = self._shortages_seen = 0
+        self._runs = self._discards_seen = self._shortages_seen = 0
         self.bytes_moved = bytes_moved
         self.bytes_written = copies.num_bytes
 
@@ -321,11 +321,12 @@ class PushTransport:
             self._reserve()
         self._copies.run()
         self._barrier.wait()
+        self._runs += 1
         return time.perf_counter() - start
 
     def release(self) -> None:
-        """See `Transport.release`. Memory goes back when the last rank has called this; nobody waits for it."""
-        if self._leaving.arrive():
+        """See `Transport.release`. Memory goes back when all ranks have called this since the last run."""
+        if self._leaving.arrive(self._runs):
             self._segment.discard()
             self._segment.words[DISCARDS] += 1
 
