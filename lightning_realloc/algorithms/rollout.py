@@ -28,7 +28,9 @@ def sample_responses(engine: GenerationEngine, prompts: Samples, sampling: Sampl
             "prompt_ids": samples.ragged("prompt_ids"),
             "response_ids": Ragged.from_list([c.token_ids for c in completions], dtype=torch.int64),
             "behaviour_logprobs": Ragged.from_list([c.logprobs for c in completions], dtype=torch.float32),
-            "finish_reason": torch.tensor([FINISH_REASONS.index(c.finish_reason) for c in completions]),
+            "finish_reason": torch.tensor(
+                [FINISH_REASONS.index(c.finish_reason) for c in completions], dtype=torch.int64
+            ),
         },
     )
 

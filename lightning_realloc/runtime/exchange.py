@@ -1,19 +1,24 @@
-"""Getting what one call made to every rank that will use it.
+"""Getting what one call made to every rank that will use it, or the error that kept a rank from making it.
 
 The bookkeeping of a column (name, kind, dtype, trailing shape) travels as JSON, its numbers as raw bytes: nothing is
 pickled. Python objects never travel, every rank has them from the data loader.
+
+A rank that raised alone would leave the others waiting in the next collective. So what it caught takes the place of
+its samples, and every rank raises it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_realloc.errors import DataError
+from lightning_realloc import errors
+from lightning_realloc.errors import DataError, ReallocError
 from lightning_realloc.runtime.samples import Column, Ragged, Samples
 
 _DTYPES = {
@@ -59,22 +64,64 @@ def decode(blob: Tensor) -> Samples:
     return Samples(ids, columns)
 
 
-def all_gather_samples(mine: Samples | None, *, device: torch.device) -> Samples:
+def all_gather_samples(mine: Samples | Exception | None, *, device: torch.device) -> Samples:
     """Return everybody's samples on every rank, in ascending order of their ids. Collective over all ranks.
 
     Args:
-        mine: What this rank contributes; None where another rank already contributes the same samples.
+        mine: What this rank contributes; None where another rank already contributes the same samples; an exception
+            where this rank failed to make them.
         device: Where the process group can communicate.
+
+    Raises:
+        ReallocError: on every rank when one contributed an exception: its own there, elsewhere one of the same class
+            if that is this package's, and the message of the lowest rank that failed.
     """
-    blob = encode(mine) if mine is not None else torch.empty(0, dtype=torch.uint8)
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        if mine is None:
-            raise DataError("the only rank contributed no samples; a call must run on at least one rank")
-        return decode(blob).sorted_by_id()
-    parts = [decode(part) for part in _all_gather_bytes(blob, device) if part.numel()]
-    if not parts:
+    mine, blob = _outgoing(mine)
+    parts = [blob]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        parts = list(_all_gather_bytes(blob, device))
+    for rank, part in enumerate(parts):
+        if _is_failure(part):
+            _raise_failure(part, rank, mine if isinstance(mine, Exception) else None)
+    made = [decode(part) for part in parts if part.numel()]
+    if not made:
         raise DataError("no rank contributed samples; a call must run on at least one rank")
-    return Samples.concatenate(parts).sorted_by_id()
+    return Samples.concatenate(made).sorted_by_id()
+
+
+def _outgoing(mine: Samples | Exception | None) -> tuple[Samples | Exception | None, Tensor]:
+    """Return what this rank contributes, and its bytes; samples that cannot be encoded become their error."""
+    if mine is None:
+        return None, torch.empty(0, dtype=torch.uint8)
+    if isinstance(mine, Samples):
+        try:
+            return mine, encode(mine)
+        except DataError as error:
+            mine = error
+    return mine, _encode_failure(mine)
+
+
+def _encode_failure(error: Exception) -> Tensor:
+    """Return an error's class and message; a negative size tells it from samples."""
+    text = json.dumps({"error": type(error).__name__, "message": str(error)}).encode()
+    size = torch.tensor([-len(text)], dtype=torch.int64)
+    return torch.cat([_bytes(size), torch.frombuffer(bytearray(text), dtype=torch.uint8)])
+
+
+def _is_failure(blob: Tensor) -> bool:
+    return blob.numel() > 0 and int(_Reader(blob).numbers(torch.int64, (1,))[0]) < 0
+
+
+def _raise_failure(blob: Tensor, rank: int, own: Exception | None) -> NoReturn:
+    """Raise what rank ``rank`` caught, or, on that rank, raise it again."""
+    if own is not None and (not dist.is_initialized() or dist.get_rank() == rank):
+        raise own
+    reader = _Reader(blob)
+    content = json.loads(bytes(reader.take(-int(reader.numbers(torch.int64, (1,))[0])).tolist()))
+    known = getattr(errors, content["error"], None)
+    if isinstance(known, type) and issubclass(known, ReallocError):
+        raise known(content["message"]) from own
+    raise ReallocError(f"rank {rank} failed with {content['error']}: {content['message']}") from own
 
 
 def _all_gather_bytes(blob: Tensor, device: torch.device) -> Sequence[Tensor]:

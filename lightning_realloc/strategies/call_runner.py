@@ -22,6 +22,7 @@ from lightning_realloc.runtime.balance import balanced_shares
 from lightning_realloc.runtime.exchange import all_gather_samples
 from lightning_realloc.runtime.samples import Column, Samples
 from lightning_realloc.runtime.training import MicroBatch, micro_batch_plan, pack_columns
+from lightning_realloc.strategies.lockstep import Lockstep, PeerFailure
 from lightning_realloc.strategies.model_pool import ModelPool, Replica
 from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
@@ -52,7 +53,7 @@ class CallRunner:
         self._trainee = trainee
         self._device = device
         self._rank = rank
-        self._engines: dict[int, GenerationEngine] = {}
+        self._engines: dict[int, tuple[GenerationEngine, Lockstep | None]] = {}
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.counts: defaultdict[str, int] = defaultdict(int)
 
@@ -76,46 +77,71 @@ class CallRunner:
         lengths = prompts.ragged("prompt_ids").lengths.tolist()
         with self._phase(call.name) as replica:
             share = self._share(replica, lengths)
-            made = None
-            if share is not None:
-                with self._precise():
-                    made = getattr(self._module, call.method)(self._engine(call, replica), prompts.select(share))
-            mine = made if made is not None and self._contributes(replica) else None
-            made = all_gather_samples(mine, device=self._device)
+            mine = None if share is None else self._generate_share(call, replica, prompts.select(share))
+            made = all_gather_samples(self._contribution(replica, mine), device=self._device)
         return _with_known_objects(made, prompts)
 
-    def _engine(self, call: ModelFunctionCall, replica: Replica) -> GenerationEngine:
-        engine = self._engines.get(id(replica.model))
-        if engine is None:
+    def _generate_share(
+        self, call: ModelFunctionCall, replica: Replica, prompts: Samples
+    ) -> Samples | Exception | None:
+        """Return this rank's responses or what it failed with; None when it stopped because another rank failed."""
+        engine, lockstep = self._engine(call, replica)
+        if lockstep is not None:
+            lockstep.begin()
+        try:
+            with self._precise():
+                made: Samples = getattr(self._module, call.method)(engine, prompts)
+            return made
+        except PeerFailure:
+            return None
+        except Exception as error:
+            if lockstep is not None:
+                lockstep.give_up()
+            return error
+
+    def _engine(self, call: ModelFunctionCall, replica: Replica) -> tuple[GenerationEngine, Lockstep | None]:
+        if id(replica.model) not in self._engines:
             group = self._pool.meshes.group(replica.layout, "dp", "fsdp") if replica.is_sharded else None
+            lockstep = None if group is None else Lockstep(group, self._device)
             engine = GenerationEngine(
                 replica.model,
                 tokenizer=self._module.tokenizer,
                 max_slots=self._pool.plan.call(call.name).max_slots,
-                lockstep=None if group is None else _anybody(group, self._device),
+                lockstep=lockstep,
             )
-            self._engines[id(replica.model)] = engine
+            self._engines[id(replica.model)] = engine, lockstep
+        engine, lockstep = self._engines[id(replica.model)]
         engine.weights_updated()
-        return engine
+        return engine, lockstep
 
     # ---- infer
     def _infer(self, call: ModelFunctionCall, samples: Samples) -> Samples:
         lengths = _sequence_lengths(samples)
         with self._phase(call.name) as replica:
-            result: Samples | None = None
+            mine: Samples | Exception | None = None
             plans = micro_batch_plan(
                 lengths, replica.layout.data_parallel_size, max_tokens=self._micro_batch_tokens(call),
                 equal_counts=replica.is_sharded,
             )  # fmt: skip
             if self._rank in replica.layout:
-                plan = plans[replica.layout.data_parallel_index(self._rank)]
-                method = getattr(self._module, call.method)
-                with torch.no_grad(), self._precise():
-                    parts = [self._infer_one(method, replica, samples, micro, call.produces[0]) for micro in plan]
-                counted = [part for part, micro in zip(parts, plan, strict=True) if micro.counts]
-                result = Samples.concatenate(counted) if counted else None
-            made = all_gather_samples(result if self._contributes(replica) else None, device=self._device)
+                mine = self._infer_share(call, replica, samples, plans[replica.layout.data_parallel_index(self._rank)])
+            made = all_gather_samples(self._contribution(replica, mine), device=self._device)
         return samples.with_columns(**made.by_ids(samples.ids).columns)
+
+    def _infer_share(
+        self, call: ModelFunctionCall, replica: Replica, samples: Samples, plan: Sequence[MicroBatch]
+    ) -> Samples | Exception | None:
+        """Return what this rank's micro-batches gave, or what it failed with; None when none of them counts."""
+        method = getattr(self._module, call.method)
+        try:
+            with torch.no_grad(), self._precise():
+                parts = [self._infer_one(method, replica, samples, micro, call.produces[0]) for micro in plan]
+            counted = [part for part, micro in zip(parts, plan, strict=True) if micro.counts]
+            return Samples.concatenate(counted) if counted else None
+        except Exception as error:
+            if replica.is_sharded:
+                raise  # in the middle of a forward pass that others take part in: ending is all that frees them
+            return error
 
     def _infer_one(
         self, method: Callable[..., Tensor], replica: Replica, samples: Samples, micro: MicroBatch, name: str
@@ -133,8 +159,13 @@ class CallRunner:
         groups = samples.tensor("prompt_id").tolist() if "prompt_id" in samples else samples.ids.tolist()
         share = balanced_shares([1] * len(samples), world, groups=groups)[self._rank]
         chosen = samples.select(share)
-        columns: Mapping[str, Column] = getattr(self._module, call.method)(chosen) if share else {}
-        mine = Samples(chosen.ids, columns) if share else None
+        mine: Samples | Exception | None = None
+        if share:
+            try:
+                columns: Mapping[str, Column] = getattr(self._module, call.method)(chosen)
+                mine = Samples(chosen.ids, columns)
+            except Exception as error:
+                mine = error
         made = all_gather_samples(mine, device=self._device)
         return samples.with_columns(**made.by_ids(samples.ids).columns)
 
@@ -157,9 +188,11 @@ class CallRunner:
         shares = balanced_shares(lengths, replica.layout.data_parallel_size)
         return shares[replica.layout.data_parallel_index(self._rank)]
 
-    def _contributes(self, replica: Replica) -> bool:
-        """Return whether this rank hands on its share's results: one rank of every tensor-parallel group does."""
-        return self._rank in replica.layout and replica.layout.coordinate(self._rank).tp == 0
+    def _contribution(self, replica: Replica, mine: Samples | Exception | None) -> Samples | Exception | None:
+        """Return what this rank hands on: one rank of every tensor-parallel group speaks for all, errors always go."""
+        if isinstance(mine, Exception) or mine is None:
+            return mine
+        return mine if replica.layout.coordinate(self._rank).tp == 0 else None
 
     def _micro_batch_tokens(self, call: ModelFunctionCall) -> int:
         planned = self._pool.plan.call(call.name).micro_batch_tokens
@@ -187,15 +220,3 @@ def _with_known_objects(made: Samples, prompts: Samples) -> Samples:
         if isinstance(column, tuple)
     }
     return made.with_columns(**known)
-
-
-def _anybody(group: dist.ProcessGroup, device: torch.device) -> Callable[[bool], bool]:
-    """Return a function that tells whether any rank of the group still has work. Collective."""
-    flag = torch.zeros(1, dtype=torch.int32, device=device)
-
-    def anybody(mine: bool) -> bool:
-        flag.fill_(int(mine))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        return bool(flag.item())
-
-    return anybody

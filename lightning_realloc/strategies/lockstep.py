@@ -1,0 +1,53 @@
+"""Keeping ranks in step whose forward passes are collective, until the last one has no work or the first one fails."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+_IDLE, _WORKING, _FAILED = range(3)
+
+
+class PeerFailure(Exception):
+    """Another rank of the group failed; it knows why, this one does not."""
+
+
+class Lockstep:
+    """Asked before every step of a generation, on all ranks of a group: does anybody still have work?
+
+    Args:
+        group: The ranks whose forward passes wait for each other.
+        device: Where the group can communicate.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._status = torch.zeros(1, dtype=torch.int32, device=device)
+        self._others_wait = False
+
+    def begin(self) -> None:
+        """Start a generation: from here on every rank asks at least once."""
+        self._others_wait = True
+
+    def __call__(self, has_work: bool) -> bool:
+        """Return whether any rank has work. Collective over the group.
+
+        Raises:
+            PeerFailure: when another rank gave up instead.
+        """
+        status = self._agree(_WORKING if has_work else _IDLE)
+        self._others_wait = status == _WORKING
+        if status == _FAILED:
+            raise PeerFailure
+        return status == _WORKING
+
+    def give_up(self) -> None:
+        """Tell the ranks that wait for this one's next step that there will be none."""
+        if self._others_wait:
+            self._agree(_FAILED)
+            self._others_wait = False
+
+    def _agree(self, status: int) -> int:
+        self._status.fill_(status)
+        dist.all_reduce(self._status, op=dist.ReduceOp.MAX, group=self._group)
+        return int(self._status.item())
