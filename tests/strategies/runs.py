@@ -1,0 +1,157 @@
+"""How do the tests of the strategy run an algorithm? Tiny models and batches, a few iterations, everything recorded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from lightning_realloc.algorithms.grpo import GRPO
+from lightning_realloc.algorithms.sft import SFT
+from lightning_realloc.generation import SamplingParams
+from lightning_realloc.runtime.samples import Ragged, Samples
+from lightning_realloc.runtime.training import TrainOptions
+from lightning_realloc.strategies import ReallocStrategy
+from tests.models import byte_tokenizer, tiny_model
+
+SAMPLING = SamplingParams(n=2, max_new_tokens=6)
+
+
+class Batches:
+    """The same batches of random prompts in every epoch and on every rank; with ``responses``, of supervised pairs."""
+
+    def __init__(self, count: int = 2, *, size: int = 6, responses: bool = False, seed: int = 0) -> None:
+        self.count = count
+        self.size = size
+        self.responses = responses
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Samples]:
+        generator = torch.Generator().manual_seed(self.seed)
+        for index in range(self.count):
+            columns: dict[str, Any] = {"prompt_ids": _rows(self.size, generator)}
+            if self.responses:
+                columns["response_ids"] = _rows(self.size, generator)
+            ids = torch.arange(self.size) + index * self.size
+            columns["prompt"] = tuple(f"prompt {number}" for number in ids.tolist())
+            yield Samples(ids, columns)
+
+
+def _rows(count: int, generator: torch.Generator) -> Ragged:
+    lengths = torch.randint(2, 9, (count,), generator=generator).tolist()
+    return Ragged.from_list([torch.randint(3, 128, (length,), generator=generator) for length in lengths])
+
+
+def low_tokens(completion_ids: Sequence[Sequence[int]], **columns: object) -> list[float]:
+    """Reward the share of tokens in the lower half of the vocabulary."""
+    return [sum(token < 64 for token in ids) / max(1, len(ids)) for ids in completion_ids]
+
+
+@dataclass
+class Record(Callback):
+    """What a run logged after every iteration, less what depends on the clock."""
+
+    logged: list[dict[str, float]] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Read what Lightning holds once the iteration is over."""
+        self.logged.append(numbers(trainer.logged_metrics))
+        self.steps.append(trainer.global_step)
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as plain numbers, without seconds."""
+    return {name: float(value) for name, value in metrics.items() if not name.startswith("seconds/")}
+
+
+class RecordedGRPO(GRPO):
+    """GRPO that keeps the tokens and rewards of every iteration and evaluation."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.tokens: list[list[list[int]]] = []
+        self.rewards: list[list[float]] = []
+
+    def summarize(self, samples: Samples) -> dict[str, Tensor]:
+        """Record, and log what GRPO logs."""
+        self.tokens.append(samples.ragged("response_ids").to_lists())
+        self.rewards.append(samples.tensor("rewards").tolist())
+        return super().summarize(samples)
+
+
+def grpo(**settings: Any) -> RecordedGRPO:
+    """Return GRPO on the tiny llama, learning fast enough for two iterations to differ."""
+    settings = {"sampling": SAMPLING, "learning_rate": 1e-2, "tokenizer": byte_tokenizer(), **settings}
+    reward = settings.pop("reward", low_tokens)
+    model = settings.pop("actor", None) or tiny_model("llama")
+    reference = settings.pop("reference", None) or tiny_model("llama", seed=1)
+    return RecordedGRPO(model, reward, reference=reference, **settings)
+
+
+def sft(**settings: Any) -> SFT:
+    """Return SFT on the tiny llama."""
+    settings = {"learning_rate": 1e-2, "tokenizer": byte_tokenizer(), **settings}
+    return SFT(settings.pop("actor", None) or tiny_model("llama"), **settings)
+
+
+def world_size() -> int:
+    """Return the number of ranks; ask before a Trainer ran, Lightning clears the environment behind itself."""
+    return int(os.environ["WORLD_SIZE"])
+
+
+def trainer(strategy: Any, world_size: int, **options: Any) -> L.Trainer:
+    """Return a quiet Trainer on CPU ranks."""
+    quiet = {
+        "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
+        "num_sanity_val_steps": 0, "max_epochs": 1,
+    }  # fmt: skip
+    return L.Trainer(accelerator="cpu", devices=world_size, strategy=strategy, **{**quiet, **options})
+
+
+@dataclass
+class Outcome:
+    """What is left of a run on this rank."""
+
+    logged: list[dict[str, float]]
+    steps: list[int]
+    weights: dict[str, Tensor]
+    """The actor's full weights; {} on all ranks but the first."""
+    tokens: list[list[list[int]]] = field(default_factory=list)
+    rewards: list[list[float]] = field(default_factory=list)
+
+
+def train(module: Any, plan: Any, world_size: int, batches: Batches, **options: Any) -> Outcome:
+    """Fit under ``ReallocStrategy(plan)`` and return what came of it."""
+    record = Record()
+    options["callbacks"] = [*options.get("callbacks", ()), record]
+    strategy = plan if isinstance(plan, ReallocStrategy) else ReallocStrategy(plan)
+    fitted = trainer(strategy, world_size, **options)
+    fitted.fit(module, batches)
+    weights = strategy.full_weights("actor")
+    return Outcome(record.logged, record.steps, weights, getattr(module, "tokens", []), getattr(module, "rewards", []))
+
+
+def calls(**layouts: Any) -> dict[str, Any]:
+    """Return a plan's mapping: ``calls(actor_train="fsdp4")`` names ``actor.train``."""
+    return {"calls": {name.replace("_", "."): layout for name, layout in layouts.items()}}
+
+
+def options(**settings: Any) -> TrainOptions:
+    """Return training options."""
+    return TrainOptions(**settings)
+
+
+def largest_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """Return how far apart two sets of weights are at most."""
+    assert ours.keys() == theirs.keys(), f"only in one: {ours.keys() ^ theirs.keys()}"
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)

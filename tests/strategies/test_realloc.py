@@ -1,0 +1,185 @@
+"""Whatever the layouts, ranks and options: the same tokens, rewards, losses and weights as on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+from torch.optim import SGD
+
+from lightning_realloc.callbacks import ParameterReallocation
+from tests.strategies import runs
+from tests.strategies.runs import Batches, Outcome, calls
+from tests.workers import WorkerPool
+
+LOSS_TOLERANCE = 1e-5
+WEIGHT_TOLERANCE = 2e-6
+TRAINING_LAYOUTS = ("fsdp4", "tp4", "fsdp2.tp2", "dp2.tp2", "dp4", "dp2.fsdp2")
+GRPO_PLANS = (
+    ("fsdp4", "dp4"), ("fsdp4", "dp2.tp2"), ("fsdp4", "tp2@2-3"), ("tp4", "dp2.tp2"), ("fsdp2.tp2", "dp4"),
+    ("dp2.tp2", "tp2@2-3"), ("dp4", "fsdp4"), ("dp2.fsdp2", "dp2.tp2@0,2,1,3"),
+)  # fmt: skip
+
+# Plain gradient descent: AdamW's division turns the last bit of a tiny gradient into a whole step.
+DESCENT = partial(SGD, lr=1.0)
+
+
+def run_sft(plans: Sequence[Any], settings: dict[str, Any], batches: Batches) -> list[Outcome]:
+    """Train a fresh model under each plan on all ranks of this run."""
+    world_size = runs.world_size()
+    return [runs.train(runs.sft(optimizer=DESCENT, **settings), plan, world_size, batches) for plan in plans]
+
+
+def run_grpo(plans: Sequence[Any], settings: dict[str, Any], batches: Batches) -> list[Outcome]:
+    """Train a fresh model under each plan on all ranks of this run."""
+    world_size = runs.world_size()
+    return [runs.train(runs.grpo(optimizer=DESCENT, **settings), plan, world_size, batches) for plan in plans]
+
+
+def run_switched(switches: Sequence[dict[str, Any]], plan: Any) -> list[tuple[Outcome, list[str], int]]:
+    """Train with each kind of reallocation; also return the calls it moved weights for, and the bytes moved."""
+    world_size = runs.world_size()
+    found = []
+    for settings in switches:
+        reallocation = ParameterReallocation(**settings)
+        module = runs.grpo(optimizer=DESCENT)
+        outcome = runs.train(module, plan, world_size, Batches(2), callbacks=[reallocation])
+        totals = reallocation.summary()
+        found.append((outcome, sorted(totals), sum(total.bytes_moved for total in totals.values())))
+    return found
+
+
+def on_ranks(
+    workers: WorkerPool,
+    function: Any,
+    plans: Sequence[Any],
+    settings: dict[str, Any],
+    batches: Batches,
+    world_size: int,
+) -> list[Outcome]:
+    """Return rank 0's outcomes, after checking that all ranks logged the same and stand at the same step."""
+    everyone = workers.run(
+        function, list(plans), settings, batches, world_size=world_size, init_process_group=False, deadline_s=120.0
+    )
+    for outcomes in everyone[1:]:
+        for ours, first in zip(outcomes, everyone[0], strict=True):
+            assert ours.logged == first.logged
+            assert ours.steps == first.steps
+            assert ours.tokens == first.tokens
+    return everyone[0]
+
+
+def assert_same(ours: Outcome, theirs: Outcome, *, weights: float = WEIGHT_TOLERANCE) -> None:
+    """Compare everything that two runs left behind."""
+    assert ours.tokens == theirs.tokens
+    assert ours.rewards == theirs.rewards
+    assert ours.steps == theirs.steps
+    for one, other in zip(ours.logged, theirs.logged, strict=True):
+        assert one == pytest.approx(other, abs=LOSS_TOLERANCE, rel=LOSS_TOLERANCE)
+    assert runs.largest_difference(ours.weights, theirs.weights) <= weights
+
+
+def test_sft_learns_the_same_in_every_layout_and_on_1_2_and_4_ranks(workers: WorkerPool) -> None:
+    batches = Batches(2, responses=True)
+    (one,) = on_ranks(workers, run_sft, ["heuristic"], {}, batches, 1)
+    assert one.steps == [1, 2]
+    assert one.logged[1]["actor/loss"] < one.logged[0]["actor/loss"]
+    two = on_ranks(workers, run_sft, ["heuristic", calls(actor_train="tp2")], {}, batches, 2)
+    plans = [calls(actor_train=layout) for layout in TRAINING_LAYOUTS]
+    four = on_ranks(workers, run_sft, ["heuristic", *plans], {}, batches, 4)
+    for outcome in (*two, *four):
+        assert_same(outcome, one)
+
+
+def test_grpo_samples_judges_and_learns_the_same_in_every_layout_and_on_1_2_and_4_ranks(workers: WorkerPool) -> None:
+    batches = Batches(2)
+    (one,) = on_ranks(workers, run_grpo, ["heuristic"], {}, batches, 1)
+    assert one.tokens[0] != one.tokens[1]
+    assert one.logged[1]["actor/kl"] != one.logged[0]["actor/kl"]
+    two = on_ranks(workers, run_grpo, ["heuristic"], {}, batches, 2)
+    plans = [
+        calls(actor_train=train, actor_generate=generate, reference_infer="tp2@0-1") for train, generate in GRPO_PLANS
+    ]
+    four = on_ranks(workers, run_grpo, ["heuristic", *plans], {}, batches, 4)
+    for outcome in (*two, *four):
+        assert_same(outcome, one, weights=2e-5)
+
+
+def test_mini_batches_epochs_and_micro_batches_change_nothing_between_layouts(workers: WorkerPool) -> None:
+    many = {"train_options": runs.options(num_epochs=2, num_minibatches=2, micro_batch_tokens=18)}
+    few = {"train_options": runs.options(num_epochs=2, num_minibatches=2)}
+    batches = Batches(2, size=5)
+    (one,) = on_ranks(workers, run_grpo, ["heuristic"], few, batches, 1)
+    # Two epochs of two mini-batches are four optimizer steps and one iteration.
+    assert one.steps == [1, 2]
+    (packed_apart,) = on_ranks(workers, run_grpo, ["heuristic"], many, batches, 1)
+    plans = [
+        calls(actor_train=layout, actor_generate="dp2.tp2", reference_infer="fsdp4")
+        for layout in ("fsdp4", "fsdp2.tp2", "dp2.fsdp2")
+    ]
+    four = on_ranks(workers, run_grpo, plans, many, batches, 4)
+    for outcome in (packed_apart, *four):
+        assert_same(outcome, one, weights=1e-4)
+
+
+def test_clipping_shortens_the_same_gradient_by_the_same_factor_in_every_layout(workers: WorkerPool) -> None:
+    batches = Batches(2, responses=True)
+    clipped = {"train_options": runs.options(max_grad_norm=0.05)}
+    unclipped = {"train_options": runs.options(max_grad_norm=None)}
+    (one,) = on_ranks(workers, run_sft, ["heuristic"], clipped, batches, 1)
+    (free,) = on_ranks(workers, run_sft, ["heuristic"], unclipped, batches, 1)
+    assert "actor/grad_norm" not in free.logged[0]
+    assert one.logged[0]["actor/grad_norm"] > 0.05
+    assert runs.largest_difference(one.weights, free.weights) > 0.01
+    four = on_ranks(
+        workers, run_sft, [calls(actor_train=x) for x in ("fsdp4", "fsdp2.tp2", "tp4")], clipped, batches, 4
+    )
+    for outcome in four:
+        assert_same(outcome, one)
+
+
+def test_ranks_may_have_nothing_to_do(workers: WorkerPool) -> None:
+    plans = [
+        calls(actor_train="fsdp4", actor_generate="dp4", reference_infer="dp4"),
+        calls(actor_train="dp4", actor_generate="fsdp4", reference_infer="fsdp4"),
+    ]
+    for batches in (Batches(1, size=1), Batches(1, size=3)):
+        (one,) = on_ranks(workers, run_grpo, ["heuristic"], {}, batches, 1)
+        for outcome in on_ranks(workers, run_grpo, plans, {}, batches, 4):
+            assert_same(outcome, one)
+
+
+def test_a_static_layout_moves_nothing_and_samples_the_same(workers: WorkerPool) -> None:
+    plan = calls(actor_train="fsdp4", actor_generate="dp2.tp2", reference_infer="dp4")
+    switches = [{}, {"enabled": False}, {"free_after": True}]
+    everyone = workers.run(run_switched, switches, plan, init_process_group=False, deadline_s=120.0)
+    moving, staying, freeing = everyone[0]
+    assert moving[1] == freeing[1] == ["actor.generate"]
+    assert moving[2] == freeing[2] > 0
+    assert staying[1:] == ([], 0)
+    static = workers.run(run_switched, [{}], "static", init_process_group=False, deadline_s=120.0)[0][0]
+    assert static[1:] == ([], 0)
+    for outcome, _, _ in (staying, freeing, static):
+        assert_same(outcome, moving[0], weights=2e-5)
+
+
+def read_registered_names() -> dict[str, list[str]]:
+    """Return, per registered name, the layouts that an untouched run chooses, and what it moved."""
+    found = {}
+    for name in ("realloc", "realloc-static"):
+        moved = ParameterReallocation()
+        module = runs.grpo()
+        trainer = runs.trainer(name, 2, callbacks=[moved])
+        trainer.fit(module, Batches(1))
+        layouts = sorted({str(layout) for layout in trainer.strategy.plan.layouts})
+        found[name] = [*layouts, *moved.summary()]
+    return found
+
+
+def test_both_registered_names_choose_their_plan(workers: WorkerPool) -> None:
+    first, second = workers.run(read_registered_names, world_size=2, init_process_group=False)
+    assert first == second
+    assert first["realloc"] == ["dp2@0-1", "fsdp2@0-1", "actor.generate"]
+    assert first["realloc-static"] == ["fsdp2@0-1"]
