@@ -42,8 +42,8 @@ def choose_rank_order(
     considered, which process groups with sorted ranks need.
 
     Optimal for up to ``ENUMERATED_RANKS`` ranks and, up to ``ASSIGNED_RANKS``, wherever the unconstrained optimum is
-    permitted, as on one node without ``ascending_axes``. Otherwise the best of several candidates after local improvement. Raises
-    LayoutError when the degrees do not multiply to the ranks or do not fit the model.
+    permitted, as on one node without ``ascending_axes``; otherwise the best of several candidates after local
+    improvement. Raises LayoutError when the degrees do not multiply to the ranks or do not fit the model.
     """
     given = Layout(dims, tuple(ranks))
     node_of = {rank: 0 if cluster is None else cluster.node_of(rank) for rank in ranks}
