@@ -252,5 +252,6 @@ def _divide_heads(attention: nn.Module, heads: AttentionHeads, tp: int) -> None:
 
 def _tell_generate(model: nn.Module, plan: TensorParallelPlan, tp: int) -> None:
     """Set the private degree by which ``generate`` divides the key-value heads of a static cache."""
-    if hasattr(model, "_tp_size") and plan.attention:
-        vars(model)["_tp_size"] = min(tp, *(heads.key_value for heads in plan.attention.values()))
+    base = getattr(model, "get_base_model", lambda: model)()  # inside PEFT's wrapper
+    if hasattr(base, "_tp_size") and plan.attention:
+        vars(base)["_tp_size"] = min(tp, *(heads.key_value for heads in plan.attention.values()))

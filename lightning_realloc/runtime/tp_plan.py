@@ -6,6 +6,7 @@ the sizes that a model's config declares, never by its family. Only reads the mo
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ STYLES = (*COLWISE, *ROWWISE, *EMBEDDING, PARTIAL_GRADIENT, REPLICATE)
 
 _SYNONYMS = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 _ATTENTION_ATTRIBUTES = ("num_key_value_groups", "head_dim", "head_size")
+_PEFT_PREFIX, _PEFT_SUFFIX = "base_model.model.", ".base_layer"
+"""What PEFT adds to the names of the modules that it wraps."""
 _NUM_PACKED = 2
 """Transformers' packed styles fuse two blocks, gate and up."""
 
@@ -87,29 +90,54 @@ def with_wildcards(name: str) -> str:
 
 
 def _known_names(model: nn.Module) -> set[str]:
-    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
-    return {*names, *map(with_wildcards, names)}
+    named = itertools.chain(model.named_modules(), model.named_parameters())
+    return {spelling for name, _ in named for spelling in _spellings(name)}
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    """Return the keys by which a plan may mean a module: as it is, as PEFT found it, and both with wildcards."""
+    before_peft = name.removeprefix(_PEFT_PREFIX).removesuffix(_PEFT_SUFFIX)
+    return name, with_wildcards(name), before_peft, with_wildcards(before_peft)
+
+
+def _style(name: str, patterns: Mapping[str, str]) -> str | None:
+    return next((patterns[spelling] for spelling in _spellings(name) if spelling in patterns), None)
 
 
 def _styles_by_module(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
     styles = {}
-    for name, _ in model.named_modules():
-        style = patterns.get(name, patterns.get(with_wildcards(name)))
-        if style is not None:
+    for name, module in model.named_modules():
+        style = _style(name, patterns)
+        if style is not None and not isinstance(getattr(module, "base_layer", None), nn.Module):
             styles[name] = _supported(_SYNONYMS.get(style, style), name)
     for name, _ in model.named_parameters():
-        style = patterns.get(name, patterns.get(with_wildcards(name)))
+        style = _style(name, patterns)
         if style not in (None, REPLICATE):
             raise LayoutError(
                 f"{name}: the plan gives the style {style!r} to a bare parameter, and only modules can be cut; "
                 'pass a tp_plan that says "replicate" for it'
             )
+    styles.update(_styles_of_adapters(model, styles))
     if not any(style != REPLICATE for style in styles.values()):
         raise LayoutError(
             f"{type(model).__name__} has no tensor-parallel plan; pass one that maps module names to styles, as in "
             'tp_plan={"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}'
         )
     return styles
+
+
+def _styles_of_adapters(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """Cut the LoRA pair of every cut layer as the layer: B where its output is cut, A where its input is."""
+    adapters = {}
+    for name, module in model.named_modules():
+        layer, _, kind = name.rpartition(".")
+        style = styles.get(f"{layer}{_PEFT_SUFFIX}")
+        if kind in ("lora_A", "lora_B") and style in (*COLWISE, *ROWWISE):
+            cut_here = (style in COLWISE) == (kind == "lora_B")
+            adapters.update(
+                {f"{name}.{adapter}": style if cut_here else REPLICATE for adapter, _ in module.named_children()}
+            )
+    return adapters
 
 
 def _supported(style: str, name: str) -> str:
@@ -268,7 +296,9 @@ def _check_between_cuts(model: nn.Module, styles: Mapping[str, str]) -> None:
     They see only this rank's features, and would silently keep only this rank's part of their gradient.
     """
     repeated = {name for name, _ in find_blocks(model)}
-    divided = {name.rpartition(".")[0] for name, style in styles.items() if style in ("colwise", "packed_colwise")}
+    cut_names = [name for name, style in styles.items() if style in ("colwise", "packed_colwise")]
+    divided = {name.removesuffix(_PEFT_SUFFIX).rpartition(".")[0] for name in cut_names}
+    divided |= {name.removesuffix(_PEFT_SUFFIX) for name in styles if name.endswith(_PEFT_SUFFIX)}
     divided = {name for name in divided - repeated if not any(block.startswith(f"{name}.") for block in repeated)}
     for name, _ in model.named_parameters():
         module = name.rpartition(".")[0]

@@ -31,6 +31,7 @@ class Case:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     tp_plan: Mapping[str, str] | None = None
     num_labels: int | None = None  # a sequence-classification head instead of a language model's
+    lora_modules: tuple[str, ...] = ()  # train adapters of these layers over frozen weights
     num_micro_batches: int = 1
     checkpointing: bool = False
     dtype: torch.dtype = torch.float32
@@ -45,6 +46,12 @@ class Case:
             model.config.num_labels = self.num_labels
             torch.manual_seed(0)
             model = AutoModelForSequenceClassification.from_config(model.config)
+        if self.lora_modules:
+            from peft import LoraConfig, get_peft_model
+
+            torch.manual_seed(0)
+            config = LoraConfig(r=4, target_modules=list(self.lora_modules), init_lora_weights=False)
+            model = get_peft_model(model, config)
         if self.checkpointing:
             model.gradient_checkpointing_enable()
         return model.to(self.dtype).train()
@@ -68,7 +75,7 @@ def local_part(full: Tensor, model_layout: ModelLayout, name: str, rank: int) ->
     return local
 
 
-def train_beside_the_reference(cases: list[Case], num_steps: int = 3) -> dict[str, list[str]]:
+def train_beside_the_reference(cases: list[Case], num_steps: int = 2) -> dict[str, list[str]]:
     """Train every case next to one process with the whole model; return what differed, by case.
 
     Each step compares the loss, every gradient before clipping, the total norm, and every weight after the update.
@@ -118,6 +125,9 @@ class _Pair:
         found = [] if loss_error <= 1e-6 * abs(whole_loss.item()) else [f"loss is off by {loss_error:.1e}"]
         for name, parameter in self.model.named_parameters():
             full = self.whole.get_parameter(name).grad
+            if full is None:
+                found += [] if parameter.grad is None else [f"{name} is frozen and has a gradient"]
+                continue
             expected = local_part(full, self.model_layout, name, self.rank)
             if parameter.grad is not None:
                 found += self._compare(f"gradient of {name}", local_tensor(parameter.grad), expected, full)

@@ -27,7 +27,7 @@ def _assert_nothing_differs(answers: list[dict[str, list[str]]]) -> None:
 def test_training_under_tensor_parallelism_equals_one_process(workers: WorkerPool, layout: str) -> None:
     cases = [Case(family, layout) for family in TENSOR_PARALLEL_FAMILIES]
 
-    _assert_nothing_differs(workers.run(train_beside_the_reference, cases))
+    _assert_nothing_differs(workers.run(train_beside_the_reference, cases, 3))
 
 
 def test_training_under_data_parallelism_equals_one_process(workers: WorkerPool) -> None:
@@ -91,6 +91,19 @@ def test_heads_micro_batches_checkpointing_and_a_plan_of_ones_own(workers: Worke
         Case("qwen3", "fsdp2.tp2@0-3", num_micro_batches=2),
         Case("qwen2", "tp2@0-1", checkpointing=True),
         Case("opt", "tp2@2-3", tp_plan=opt_plan),
+    ]
+
+    _assert_nothing_differs(workers.run(train_beside_the_reference, cases))
+
+
+def test_adapters_train_on_divided_layers(workers: WorkerPool) -> None:
+    everywhere = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+    cases = [
+        Case("qwen3", "tp4@0-3", lora_modules=everywhere),
+        Case("qwen2", "fsdp2.tp2@0-3", lora_modules=everywhere),
+        Case("gpt_neox", "tp2@2-3", lora_modules=("query_key_value", "dense")),
+        Case("phi3", "tp2@0-1", lora_modules=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+        Case("gpt2", "fsdp4@0-3", lora_modules=("c_attn",)),
     ]
 
     _assert_nothing_differs(workers.run(train_beside_the_reference, cases))

@@ -123,3 +123,22 @@ def test_what_a_plan_asks_in_vain_is_a_refusal(entry: dict[str, str], reason: st
 def test_a_plan_for_modules_that_do_not_exist_is_an_error() -> None:
     with pytest.raises(LayoutError, match=r"model\.layer\.\*\.mlp.*match no module of LlamaForCausalLM"):
         read_tp_plan(tiny_model("llama"), {"model.layer.*.mlp.up_proj": "colwise"})
+
+
+def test_adapters_are_cut_as_the_layers_they_adapt() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    names = ["k_proj", "down_proj"]
+    plan = read_tp_plan(get_peft_model(tiny_model("llama"), LoraConfig(r=4, target_modules=names)))
+    layer = "base_model.model.model.layers.0"
+
+    heads = TensorParallelCut(0, num_units=2, replicate_units=True)
+    assert plan.cuts[f"{layer}.self_attn.k_proj.base_layer.weight"] == heads
+    assert plan.cuts[f"{layer}.self_attn.k_proj.lora_B.default.weight"] == heads
+    assert f"{layer}.self_attn.k_proj.lora_A.default.weight" not in plan.cuts
+    assert plan.cuts[f"{layer}.mlp.down_proj.lora_A.default.weight"] == TensorParallelCut(1)
+    assert f"{layer}.mlp.down_proj.lora_B.default.weight" not in plan.cuts
+    with_magnitudes = LoraConfig(r=4, target_modules=["down_proj"], use_dora=True)
+    refusal = read_tp_plan(get_peft_model(tiny_model("llama"), with_magnitudes)).refusal
+    assert refusal is not None
+    assert "lora_magnitude_vector" in refusal
