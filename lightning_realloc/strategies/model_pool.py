@@ -57,8 +57,8 @@ class Replica:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a forward pass gathers weights, and so is a collective."""
-        return isinstance(self.model, FSDPModule)
+        """Whether a forward pass gathers weights, and so is a collective; under replication alone it is not."""
+        return isinstance(self.model, FSDPModule) and self.layout.dims.fsdp > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

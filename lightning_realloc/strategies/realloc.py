@@ -329,9 +329,9 @@ class ReallocStrategy(ModelParallelStrategy):
             f"no optimizer's parameter group is named {role!r}, there are {names}; name groups after roles"
         )
 
-    def forward_context(self, *, sharded: bool) -> Any:
-        """Autocast for plain weights; sharded ones are gathered in the lower precision already."""
-        return nullcontext() if sharded else self.precision_plugin.forward_context()
+    def forward_context(self, *, wrapped: bool) -> Any:
+        """Autocast for plain weights; those that FSDP wraps are gathered in the lower precision already."""
+        return nullcontext() if wrapped else self.precision_plugin.forward_context()
 
     def backward_loss(self, loss: Tensor) -> None:
         """Run backward with Lightning's hooks."""

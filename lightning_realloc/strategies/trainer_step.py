@@ -39,8 +39,8 @@ class Stepper(Protocol):
     def optimizer_of(self, role: str) -> torch.optim.Optimizer:
         """Return the role's optimizer."""
 
-    def forward_context(self, *, sharded: bool) -> Any:
-        """Return the context of a training forward pass: autocast where the precision asks for it."""
+    def forward_context(self, *, wrapped: bool) -> Any:
+        """Return the context of a training forward pass: autocast unless FSDP, which wraps the model, casts."""
 
     def backward_loss(self, loss: Tensor) -> None:
         """Run backward with Lightning's hooks."""
@@ -127,7 +127,7 @@ class Trainee:
         sums: _MetricSums,
     ) -> None:
         batch = pack_columns(chosen, self._device)
-        with self._stepper.forward_context(sharded=replica.is_sharded):
+        with self._stepper.forward_context(wrapped=isinstance(replica.model, FSDPModule)):
             loss = method(replica.model, batch, totals)
         if not loss.value.requires_grad:
             raise PlanError(
