@@ -1,0 +1,298 @@
+"""What cannot work is refused on every rank, before any training step, with the rule, the values and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_realloc.algorithms.sft import SFT
+from lightning_realloc.errors import ConfigError, PlanError, ReallocError
+from lightning_realloc.generation import GenerationEngine, SamplingParams
+from lightning_realloc.runtime.packing import PackedBatch
+from lightning_realloc.runtime.samples import Ragged, Samples
+from lightning_realloc.strategies import ReallocStrategy
+from tests.models import byte_tokenizer, tiny_model
+from tests.strategies import runs
+from tests.strategies.runs import Batches, calls
+from tests.workers import WorkerPool
+
+WORLD_SIZE = 2
+
+
+def refusal(make: Callable[[], Any]) -> str:
+    """Return what ``make`` was refused with, and after how many iterations."""
+    record = runs.Record()
+    try:
+        make_and_fit(make, record)
+    except (ReallocError, MisconfigurationException) as error:
+        return f"{len(record.steps)} {type(error).__name__}: {error}"
+    return f"{len(record.steps)} not refused"
+
+
+def make_and_fit(make: Callable[[], Any], record: runs.Record) -> None:
+    """Fit what ``make`` returns: a module, a strategy or plan, and batches."""
+    module, strategy, batches = make()
+    if not isinstance(strategy, ReallocStrategy):
+        strategy = ReallocStrategy(strategy)
+    runs.trainer(strategy, WORLD_SIZE, callbacks=[record]).fit(module, batches)
+
+
+def refusals(cases: Sequence[Callable[[], Any]]) -> list[str]:
+    """Return what each case was refused with on this rank."""
+    return [refusal(case) for case in cases]
+
+
+def expect(workers: WorkerPool, expected: dict[Callable[[], Any], str]) -> None:
+    """Run all cases on two ranks; each must be refused with this text, before any step, on both."""
+    everyone = workers.run(refusals, list(expected), world_size=WORLD_SIZE, init_process_group=False, deadline_s=120.0)
+    for rank, texts in enumerate(everyone):
+        for (case, text), found in zip(expected.items(), texts, strict=True):
+            assert found.startswith("0 "), f"{case.__name__} on rank {rank}: {found}"
+            assert text in found, f"{case.__name__} on rank {rank}: {found}"
+
+
+# ---- plans
+
+
+def unknown_layout() -> Any:
+    """A layout string that names no axis."""
+    return runs.sft(), calls(actor_train="zero3"), Batches(1, responses=True)
+
+
+def degrees_that_do_not_multiply() -> Any:
+    """Two times two on three ranks."""
+    return runs.sft(), calls(actor_train="fsdp2.tp2@0-2"), Batches(1, responses=True)
+
+
+def heads_not_divisible() -> Any:
+    """Three heads over two ranks."""
+    model = tiny_model("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
+    return runs.sft(actor=model), calls(actor_train="tp2"), Batches(1, responses=True)
+
+
+def too_many_ranks() -> Any:
+    """Four ranks, two devices."""
+    return runs.sft(), calls(actor_train="fsdp4"), Batches(1, responses=True)
+
+
+def plan_for_another_world() -> Any:
+    """A plan for one rank."""
+    return runs.sft(), calls(actor_train="fsdp1"), Batches(1, responses=True)
+
+
+def call_without_layout() -> Any:
+    """No layout for the reference."""
+    return runs.grpo(), calls(actor_train="fsdp2", actor_generate="dp2"), Batches(1)
+
+
+def unknown_call() -> Any:
+    """A layout for a critic that there is not."""
+    return runs.sft(), calls(actor_train="fsdp2", critic_train="fsdp2"), Batches(1, responses=True)
+
+
+def unknown_option() -> Any:
+    """A misspelt option."""
+    return runs.sft(), {"calls": {"actor.train": {"layout": "fsdp2", "microbatch": 4}}}, Batches(1, responses=True)
+
+
+def missing_plan_file() -> Any:
+    """A path that leads nowhere."""
+    return runs.sft(), "no/such/plan.yaml", Batches(1, responses=True)
+
+
+def no_tensor_parallel_plan() -> Any:
+    """A model that transformers cannot cut."""
+    return runs.sft(actor=tiny_model("gpt2")), calls(actor_train="tp2"), Batches(1, responses=True)
+
+
+class WithoutModel(SFT):
+    """An algorithm that forgets to build its model."""
+
+    def configure_model(self) -> None:
+        """Build nothing."""
+
+
+def role_without_model() -> Any:
+    """A call whose role was never built."""
+    return WithoutModel(tiny_model("llama")), "heuristic", Batches(1, responses=True)
+
+
+def test_plans_that_do_not_fit_are_refused(workers: WorkerPool) -> None:
+    expect(
+        workers,
+        {
+            unknown_layout: "PlanError: calls.actor.train: ",
+            degrees_that_do_not_multiply: "PlanError: calls.actor.train: ",
+            heads_not_divisible: "LayoutError: ",
+            too_many_ranks: "layout fsdp4@0-3 uses rank 2, but this run has 2 ranks (0-1); use 4 devices",
+            plan_for_another_world: "layout dp1@0 leaves out ranks of this run's 2",
+            call_without_layout: "PlanError: the plan gives no layout for reference.infer; add a line",
+            unknown_call: "the plan names critic.train, which this algorithm has not; it has actor.infer, actor.train",
+            unknown_option: "calls.actor.train has no option 'microbatch'; it has gradient_checkpointing",
+            missing_plan_file: "PlanError: plan file no/such/plan.yaml: ",
+            no_tensor_parallel_plan: "LayoutError: ",
+            role_without_model: "PlanError: role 'actor' has no model; configure_model() built none",
+        },
+    )
+
+
+# ---- what calls are given and make
+
+
+def shouting(prompts: Sequence[object], **columns: object) -> list[float]:
+    """A reward function that one prompt breaks."""
+    if "prompt 3" in prompts:
+        raise ValueError("no digits allowed")
+    return [0.0] * len(prompts)
+
+
+def forgetful(prompts: Sequence[object], **columns: object) -> list[float]:
+    """A reward function that loses a reward, on one rank only."""
+    return [0.0] * (len(prompts) - ("prompt 3" in prompts))
+
+
+def undefined(prompts: Sequence[object], **columns: object) -> list[float]:
+    """A reward function that divides nothing by nothing for one prompt."""
+    return [float("nan") if prompt == "prompt 3" else 0.0 for prompt in prompts]
+
+
+def raising_reward() -> Any:
+    """Prompt 3 is judged on one rank only."""
+    return runs.grpo(reward=shouting), "heuristic", Batches(1)
+
+
+def wrong_number_of_rewards() -> Any:
+    """One reward too few, on one rank."""
+    return runs.grpo(reward=forgetful), "heuristic", Batches(1)
+
+
+def undefined_reward() -> Any:
+    """NaN, on one rank."""
+    return runs.grpo(reward=undefined), "heuristic", Batches(1)
+
+
+class LongPrompt(Batches):
+    """Six short prompts, of which the last is longer than the model's context."""
+
+    def __iter__(self) -> Any:
+        for samples in super().__iter__():
+            rows = [*samples.ragged("prompt_ids").split()[:-1], torch.full((200,), 5)]
+            yield samples.with_columns(prompt_ids=Ragged.from_list(rows))
+
+
+def long_prompt() -> Any:
+    """A prompt that only one rank generates from."""
+    return runs.grpo(), "heuristic", LongPrompt(1)
+
+
+def long_prompt_in_lockstep() -> Any:
+    """The same where the other rank waits for this one's steps."""
+    return runs.grpo(), "static", LongPrompt(1)
+
+
+class NotFinite(runs.RecordedGRPO):
+    """An algorithm whose inference fails on the rank that has sample 3."""
+
+    def score_reference(self, reference: nn.Module, batch: PackedBatch) -> torch.Tensor:
+        """Fail on one rank."""
+        if 3 in batch.ids.tolist():
+            raise ArithmeticError("overflow")
+        return super().score_reference(reference, batch)
+
+    score_reference._model_function_call = runs.GRPO.score_reference._model_function_call  # type: ignore[attr-defined]
+
+
+def failing_inference() -> Any:
+    """An error of the user's code, on one rank."""
+    module = NotFinite(
+        tiny_model("llama"), runs.low_tokens, sampling=runs.SAMPLING, tokenizer=byte_tokenizer(), kl_coef=0.1
+    )
+    return module, "heuristic", Batches(1)
+
+
+class AfterwardsFailing(runs.RecordedGRPO):
+    """An algorithm that fails on one rank after it generated in step with the others."""
+
+    def roll_out(self, actor: GenerationEngine, prompts: Samples) -> Samples:
+        """Generate, then fail where prompt 3 is."""
+        made = super().roll_out(actor, prompts)
+        if 3 in prompts.ids.tolist():
+            raise PlanError("too late")
+        return made
+
+    roll_out._model_function_call = runs.GRPO.roll_out._model_function_call  # type: ignore[attr-defined]
+
+
+def failing_after_lockstep() -> Any:
+    """The other rank no longer waits for a step."""
+    module = AfterwardsFailing(
+        tiny_model("llama"), runs.low_tokens, sampling=runs.SAMPLING, tokenizer=byte_tokenizer(), kl_coef=0.0
+    )
+    return module, "static", Batches(1)
+
+
+def no_samples_for_mini_batches() -> Any:
+    """More mini-batches than samples."""
+    return runs.sft(train_options=runs.options(num_minibatches=9)), "heuristic", Batches(1, responses=True)
+
+
+def sequence_longer_than_a_micro_batch() -> Any:
+    """A pack must hold the longest sequence."""
+    return runs.sft(train_options=runs.options(micro_batch_tokens=4)), "heuristic", Batches(1, responses=True)
+
+
+def test_what_fails_on_one_rank_is_raised_on_all(workers: WorkerPool) -> None:
+    expect(
+        workers,
+        {
+            raising_reward: "RewardError: reward function 'shouting' raised ValueError: no digits allowed; it was given",
+            wrong_number_of_rewards: "RewardError: reward function 'forgetful' must return one number for each of",
+            undefined_reward: "RewardError: reward function 'undefined' must return finite numbers, or None",
+            long_prompt: "GenerationError: prompt ",
+            long_prompt_in_lockstep: "holds 200 tokens and leaves no room for a response within the model's",
+            failing_after_lockstep: "PlanError: too late",
+            no_samples_for_mini_batches: "ConfigError: num_minibatches=9 needs as many samples in an iteration",
+            sequence_longer_than_a_micro_batch: "DataError: a sequence must fit one micro-batch",
+        },
+    )
+
+
+def failing_elsewhere() -> str:
+    """Return what an error of the user's own code becomes on this rank."""
+    try:
+        make_and_fit(failing_inference, runs.Record())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "not raised"
+
+
+def test_an_error_of_other_code_keeps_its_type_where_it_was_raised(workers: WorkerPool) -> None:
+    texts = workers.run(failing_elsewhere, world_size=WORLD_SIZE, init_process_group=False)
+    assert sorted(text.split(":")[0] for text in texts) == ["ArithmeticError", "ReallocError"]
+    assert all("overflow" in text for text in texts)
+
+
+def test_a_group_of_one_or_a_greedy_group_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"sampling\.n=1: a group needs 2 or more responses to compare; set n >= 2"):
+        runs.grpo(sampling=SamplingParams(n=1))
+    with pytest.raises(ConfigError, match=r"sampling\.temperature=0 gives every response of a group the same tokens"):
+        runs.grpo(sampling=SamplingParams(n=2, temperature=0.0))
+
+
+def test_an_algorithm_without_the_strategy_says_which_one_it_needs(workers: WorkerPool) -> None:
+    (text,) = workers.run(run_under_another_strategy, world_size=1, init_process_group=False)
+    assert "needs Trainer(strategy='realloc'), which runs its calls; this Trainer has SingleDeviceStrategy" in text
+
+
+def run_under_another_strategy() -> str:
+    """Fit SFT without the strategy."""
+    try:
+        runs.trainer("auto", 1).fit(runs.sft(), Batches(1, responses=True))
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
