@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_realloc.algorithms.sft import SFT as SFT
     from lightning_realloc.callbacks import ParameterReallocation as ParameterReallocation
     from lightning_realloc.callbacks import PhaseCallback as PhaseCallback
+    from lightning_realloc.callbacks import SaveHuggingFace as SaveHuggingFace
     from lightning_realloc.data.prompts import PromptDataModule as PromptDataModule
     from lightning_realloc.data.sft import SFTDataModule as SFTDataModule
     from lightning_realloc.errors import CheckpointError as CheckpointError
@@ -83,6 +84,7 @@ _HOMES = {
     "ReallocStrategy": "strategies",
     "ParameterReallocation": "callbacks",
     "PhaseCallback": "callbacks",
+    "SaveHuggingFace": "callbacks",
 }
 
 

@@ -1,6 +1,7 @@
-"""When layouts change, and what the user sees of it."""
+"""When layouts change, when models are written, and what the user sees of it."""
 
+from lightning_realloc.callbacks.huggingface import SaveHuggingFace
 from lightning_realloc.callbacks.phase import PhaseCallback
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
 
-__all__ = ["ParameterReallocation", "PhaseCallback"]
+__all__ = ["ParameterReallocation", "PhaseCallback", "SaveHuggingFace"]

@@ -90,7 +90,7 @@ class ReallocStrategy(ModelParallelStrategy):
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        self._plan_source = plan
+        self._plan_source = _read_plan_source(plan)
         self._transport: TransportName = transport
         self._cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
         self._tp_plans = dict(tp_plans or {})
@@ -259,15 +259,11 @@ class ReallocStrategy(ModelParallelStrategy):
         source = self._plan_source
         if isinstance(source, ExecutionPlan):
             return source
-        if isinstance(source, Mapping):
-            return ExecutionPlan.from_mapping(source)
         if source == "static":
             return ExecutionPlan.static(flow, Layout(ParallelDims(fsdp=self.world_size), tuple(range(self.world_size))))
-        if source == "heuristic":
-            specs = {role: describe_model(models[role], tp_plan=self._tp_plans.get(role)) for role in flow.roles}
-            element_bytes = 2 if str(self.precision_plugin.precision).startswith("bf16") else 4
-            return heuristic_plan(flow, specs, self.cluster, world_size=self.world_size, element_bytes=element_bytes)
-        return ExecutionPlan.load(source)
+        specs = {role: describe_model(models[role], tp_plan=self._tp_plans.get(role)) for role in flow.roles}
+        element_bytes = 2 if str(self.precision_plugin.precision).startswith("bf16") else 4
+        return heuristic_plan(flow, specs, self.cluster, world_size=self.world_size, element_bytes=element_bytes)
 
     def _agree_on(self, plan: ExecutionPlan) -> None:
         if self.broadcast(plan.digest) == plan.digest:
@@ -459,6 +455,11 @@ class ReallocStrategy(ModelParallelStrategy):
             models,
         )
 
+    def check_huggingface(self, role: str, *, dtype: str | None = None) -> None:
+        """Raise what :meth:`save_huggingface` would raise before it gathers anything."""
+        huggingface.parse_dtype(dtype)
+        huggingface.import_model_class(huggingface.class_path(self.pool.home(role).model), role)
+
     def _trained_models(self) -> checkpoints.TrainedModels:
         module: Any = self.lightning_module
         try:
@@ -527,6 +528,17 @@ REGISTERED_NAMES: dict[str, dict[str, Any]] = {
     "realloc_fork": {"start_method": "fork"},
 }
 """Name -> arguments of :class:`ReallocStrategy`."""
+
+
+def _read_plan_source(plan: PlanSource) -> ExecutionPlan | Literal["heuristic", "static"]:
+    """Return a plan, read where it is a file or a mapping, or the name of how one is worked out."""
+    if isinstance(plan, ExecutionPlan):
+        return plan
+    if isinstance(plan, Mapping):
+        return ExecutionPlan.from_mapping(plan)
+    if plan == "heuristic" or plan == "static":
+        return plan  # type: ignore[return-value]
+    return ExecutionPlan.load(plan)
 
 
 def _with_memory(base: ClusterSpec, num_nodes: int, device: torch.device) -> ClusterSpec:

@@ -1,0 +1,106 @@
+"""``lightning-realloc fit | validate | test | predict | export``: everything from one YAML file.
+
+A LightningCLI whose model and data are chosen by class, and whose strategy is ``realloc`` unless the file says
+otherwise. ``export`` needs no configuration: a checkpoint in, a Hugging Face folder out. What a user can get wrong ends
+with one message and exit code 2, on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+# Imported for their names: a configuration may say GRPO or SFTDataModule without the module.
+from lightning_realloc.algorithms import GRPO, SFT
+from lightning_realloc.callbacks import ParameterReallocation, SaveHuggingFace
+from lightning_realloc.data.prompts import PromptDataModule
+from lightning_realloc.data.sft import SFTDataModule
+from lightning_realloc.errors import ReallocError
+from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.strategies.export import export_checkpoint
+from lightning_realloc.strategies.huggingface import parse_dtype
+
+SHORT_NAMES = (GRPO, SFT, PromptDataModule, SFTDataModule, ReallocStrategy, ParameterReallocation, SaveHuggingFace)
+"""Classes that a configuration names without their module; any other has its full class path."""
+EXPORT_HELP = "Write one role of a checkpoint as a folder that Hugging Face's from_pretrained reads."
+
+
+class Parser(LightningArgumentParser):
+    """Reports an error without the sixty lines of usage that would hide it; ``--help`` shows those."""
+
+    def print_usage(self, file: Any = None) -> None:
+        """Print nothing; only errors ask for it."""
+
+
+class ReallocCLI(LightningCLI):
+    """LightningCLI for algorithms of several models, which build their optimizers themselves."""
+
+    def __init__(self, args: Sequence[str] | None = None, **options: Any) -> None:
+        defaults: dict[str, Any] = {
+            "subclass_mode_model": True,
+            "subclass_mode_data": True,
+            # Lightning would build an optimizer from parameters() before there are models.
+            "auto_configure_optimizers": False,
+            # A random one would differ between processes that were not started by Lightning.
+            "seed_everything_default": 0,
+            "trainer_defaults": {"strategy": "realloc"},
+            "save_config_kwargs": {"overwrite": True},
+            "parser_class": Parser,
+        }
+        given = list(args) if args is not None else None
+        super().__init__(LightningModule, LightningDataModule, args=given, **defaults | options)
+
+    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
+        super()._add_subcommands(parser, **kwargs)
+        # Only for --help: LightningCLI's subcommands are the Trainer's methods, so main() takes this one itself.
+        action = parser._subcommands_action
+        assert action is not None, "LightningCLI has just added subcommands"
+        action.add_subcommand("export", export_parser(), help=EXPORT_HELP)
+
+
+def export_parser() -> ArgumentParser:
+    """Return the parser of ``lightning-realloc export``."""
+    parser = ArgumentParser(prog="lightning-realloc export", description=EXPORT_HELP)
+    parser.add_argument("checkpoint", type=str, help="The folder that ModelCheckpoint or save_checkpoint wrote.")
+    parser.add_argument("--output", type=str, required=True, help="A new or empty folder, or an earlier export.")
+    parser.add_argument("--role", type=str, default="actor", help="Which model of the checkpoint.")
+    parser.add_argument("--dtype", type=str | None, default=None, help="float32, bfloat16, ...; default: as trained.")
+    return parser
+
+
+def run(args: Sequence[str]) -> None:
+    """Do what the arguments say; errors are raised."""
+    if args[:1] == ["export"]:
+        chosen = export_parser().parse_args(list(args[1:]))
+        folder = export_checkpoint(
+            Path(chosen.checkpoint), Path(chosen.output), role=chosen.role, dtype=parse_dtype(chosen.dtype)
+        )
+        sys.stdout.write(f"{chosen.role} of {chosen.checkpoint} written to {folder}\n")
+    else:
+        ReallocCLI()
+
+
+def main() -> int:
+    """Run the command line of this process, and return its exit code."""
+    if os.getcwd() not in sys.path:  # reward functions are named by import paths, and mostly lie beside the file
+        sys.path.insert(0, os.getcwd())
+    try:
+        run(sys.argv[1:])
+    except (ReallocError, MisconfigurationException) as error:
+        rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+        sys.stderr.write(f"error{f' on rank {rank}' if rank else ''}: {error}\n")
+        sys.stderr.flush()
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
