@@ -1,0 +1,293 @@
+"""How many sequences per CPU-second does GRPO train here, and how many under TRL, for one workload?
+
+Both train the same random model from the same folder, on the same prompts and reward, with the same numbers of
+sequences and tokens per step, in one process with one thread each. The two processes live side by side and take turns.
+CPU time is that of the whole process, from the first measured step's beginning to the last one's end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import multiprocessing
+import os
+import resource
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.harness import BenchmarkReport, make_parser, paired_ratio
+
+ARMS = ("trl", "realloc")
+TARGET_RATIO = 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is trained, and for how long."""
+
+    architecture: str = "qwen2"
+    hidden_size: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    num_prompts: int = 4
+    num_generations: int = 4
+    prompt_tokens: int = 32
+    new_tokens: int = 64
+    kl_coef: float = 0.04
+    learning_rate: float = 1e-3
+    steps: int = 6
+    warmup: int = 2
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences per optimizer step."""
+        return self.num_prompts * self.num_generations
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one arm's steps took."""
+
+    cpu_s: float
+    """CPU time of the measured steps, all of them."""
+    wall_s: float
+    """Wall time of the same steps."""
+    rewards: tuple[float, ...]
+    """Mean reward of every step, those of the warm-up included."""
+    new_tokens: float
+    """Mean response length: the arms must have drawn the same."""
+    peak_bytes: int
+    """The process's largest resident set so far."""
+
+
+class Stopwatch:
+    """CPU and wall time between two moments."""
+
+    def __init__(self) -> None:
+        self._begin = self._end = (0.0, 0.0)
+
+    def start(self) -> None:
+        """Begin."""
+        self._begin = time.process_time(), time.perf_counter()
+
+    def stop(self) -> None:
+        """End; may be called again later."""
+        self._end = time.process_time(), time.perf_counter()
+
+    def turn(self, rewards: list[float], new_tokens: list[float]) -> Turn:
+        """Return what was measured, with what the steps were about."""
+        cpu_s, wall_s = (end - begin for begin, end in zip(self._begin, self._end, strict=True))
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return Turn(cpu_s, wall_s, tuple(rewards), sum(new_tokens) / len(new_tokens), peak_bytes)
+
+
+# --- the arms ---------------------------------------------------------------------------------------------------------
+
+
+def save_model(work: Workload, folder: str) -> int:
+    """Write the random model and its tokenizer, which both arms load, and return its number of weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from benchmarks.workload import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    config = AutoConfig.for_model(
+        work.architecture, vocab_size=len(tokenizer), hidden_size=work.hidden_size,
+        intermediate_size=3 * work.hidden_size, num_hidden_layers=work.num_layers,
+        num_attention_heads=work.num_heads, num_key_value_heads=max(1, work.num_heads // 2),
+        max_position_embeddings=1024, pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def train_with_realloc(work: Workload, folder: str) -> Turn:
+    """Train with ``Trainer(strategy="realloc")`` on one device."""
+    import lightning as L
+
+    from benchmarks.workload import random_texts, share_of_vowels
+    from lightning_realloc import GRPO, PromptDataModule, SamplingParams
+
+    watch = Stopwatch()
+    rewards: list[float] = []
+    lengths: list[float] = []
+
+    class Clock(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == work.warmup:
+                watch.start()
+
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            watch.stop()
+            rewards.append(float(trainer.callback_metrics["reward"]))
+            lengths.append(float(trainer.callback_metrics["response_length"]))
+
+    sampling = SamplingParams(n=work.num_generations, max_new_tokens=work.new_tokens, min_new_tokens=work.new_tokens)
+    module = GRPO(
+        folder, share_of_vowels, sampling=sampling, kl_coef=work.kl_coef, learning_rate=work.learning_rate, seed=0
+    )
+    rows = [{"prompt": text} for text in random_texts(256, length=work.prompt_tokens, seed=1)]
+    trainer = L.Trainer(
+        strategy="realloc", accelerator="cpu", devices=1, max_steps=work.warmup + work.steps, callbacks=[Clock()],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        log_every_n_steps=1,
+    )  # fmt: skip
+    trainer.fit(module, PromptDataModule(rows, batch_size=work.num_prompts))
+    return watch.turn(rewards, lengths)
+
+
+def train_with_trl(work: Workload, folder: str) -> Turn:
+    """Train with ``trl.GRPOTrainer``: its defaults, but for what the workload fixes."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.trainer_callback import PrinterCallback, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from benchmarks.workload import random_texts, share_of_vowels
+
+    watch = Stopwatch()
+    rewards: list[float] = []
+    lengths: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == work.warmup:
+                watch.start()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            watch.stop()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, float], **_: Any) -> None:
+            if "reward" in logs:
+                rewards.append(float(logs["reward"]))
+                lengths.append(float(logs["completions/mean_length"]))
+
+    settings = GRPOConfig(
+        output_dir=str(Path(folder) / "trl"), use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False,
+        per_device_train_batch_size=work.num_sequences, gradient_accumulation_steps=1,
+        num_generations=work.num_generations, num_iterations=1, max_completion_length=work.new_tokens,
+        generation_kwargs={"min_new_tokens": work.new_tokens}, beta=work.kl_coef, learning_rate=work.learning_rate,
+        lr_scheduler_type="constant", max_steps=work.warmup + work.steps, logging_steps=1, save_strategy="no",
+        report_to=[], disable_tqdm=True, dataloader_num_workers=0, seed=0,
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        args=settings,
+        train_dataset=Dataset.from_dict({"prompt": random_texts(256, length=work.prompt_tokens, seed=1)}),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        reward_funcs=share_of_vowels,
+        callbacks=[Clock()],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return watch.turn(rewards, lengths)
+
+
+# --- taking turns -----------------------------------------------------------------------------------------------------
+
+
+def serve(arm: str, work: Workload, folder: str, connection: Connection) -> None:
+    """Train one arm each time something comes through ``connection``, until it is closed; send what each took."""
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    train = {"realloc": train_with_realloc, "trl": train_with_trl}[arm]
+    while True:
+        try:
+            connection.recv()
+        except EOFError:
+            return
+        connection.send(train(work, folder))
+
+
+@contextmanager
+def _workers(work: Workload, folder: str) -> Iterator[dict[str, Connection]]:
+    context = multiprocessing.get_context("spawn")
+    connections, processes = {}, []
+    for arm in ARMS:
+        connections[arm], theirs = context.Pipe()
+        processes.append(context.Process(target=serve, args=(arm, work, folder, theirs)))
+        processes[-1].start()
+        theirs.close()
+    try:
+        yield connections
+    finally:
+        for connection in connections.values():
+            connection.close()
+        for process in processes:
+            process.join()
+
+
+def take_turns(work: Workload, turns: int) -> dict[str, list[Turn]]:
+    """Return every arm's turns."""
+    measured: dict[str, list[Turn]] = {arm: [] for arm in ARMS}
+    with tempfile.TemporaryDirectory(prefix="benchmark-trl-") as folder:
+        save_model(work, folder)
+        with _workers(work, folder) as connections:
+            for number in range(turns):
+                for arm, connection in connections.items():
+                    connection.send(number)
+                    try:
+                        measured[arm].append(connection.recv())
+                    except EOFError:
+                        raise RuntimeError(f"the process of arm {arm!r} ended; its error is above") from None
+    return measured
+
+
+def fill(report: BenchmarkReport, work: Workload, measured: Mapping[str, list[Turn]]) -> None:
+    """Add a row for each arm, and the target."""
+    for arm, turns in measured.items():
+        cpu_s = median(turn.cpu_s for turn in turns) / work.steps
+        wall_s = median(turn.wall_s for turn in turns) / work.steps
+        report.add_row(
+            arm=arm,
+            cpu_s_per_step=cpu_s,
+            wall_s_per_step=wall_s,
+            sequences_per_cpu_s=work.num_sequences / cpu_s,
+            new_tokens_per_cpu_s=work.num_sequences * turns[0].new_tokens / cpu_s,
+            new_tokens=turns[0].new_tokens,
+            first_reward=turns[0].rewards[0],
+            last_reward=turns[0].rewards[-1],
+            peak_mib=round(turns[-1].peak_bytes / 2**20),
+        )
+    theirs, ours = ([turn.cpu_s for turn in measured[arm]] for arm in ARMS)
+    report.require_at_least("sequences per CPU-second over TRL's", paired_ratio(theirs, ours), TARGET_RATIO)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure both arms in turn and report."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--turns", type=int, default=3, help="turns that each arm has")
+    parser.add_argument("--steps", type=int, default=Workload.steps, help="measured steps in a turn")
+    options: argparse.Namespace = parser.parse_args(arguments)
+    if importlib.util.find_spec("trl") is None:
+        sys.stderr.write("this benchmark compares with TRL, which is not installed: pip install -e '.[bench]'\n")
+        return 2
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "ACCELERATE_USE_CPU": "true"}
+    work = Workload(steps=options.steps)
+    report = BenchmarkReport("trl", settings={"clock": "process CPU time", "turns": options.turns} | asdict(work))
+    fill(report, work, take_turns(work, options.turns))
+    return report.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
