@@ -31,7 +31,6 @@ from lightning_realloc.runtime.twin import make_skeleton
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
 
-
 TransportName = Literal["auto", "push", "direct"]
 
 

@@ -7,7 +7,6 @@ is overridden and why.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -15,15 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_realloc.callbacks.phase import dispatch
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
@@ -33,30 +28,19 @@ from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
 from lightning_realloc.runtime.samples import Samples
-from lightning_realloc.strategies import checkpoint as checkpoints
-from lightning_realloc.strategies import huggingface
 from lightning_realloc.strategies.call_runner import CallRunner
-from lightning_realloc.strategies.data_parallel import average_gradients, broadcast_module
-from lightning_realloc.strategies.gather import gather_weights
-from lightning_realloc.strategies.launchers import FullStateLauncher
+from lightning_realloc.strategies.checkpointing import CheckpointStrategy
+from lightning_realloc.strategies.data_parallel import broadcast_module
 from lightning_realloc.strategies.model_pool import ModelPool, PoolOptions, Replica, TransportName
-from lightning_realloc.strategies.random_state import random_state
 from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.heuristic import heuristic_plan
 
 PlanSource = ExecutionPlan | Mapping[str, Any] | str | Path
-REFUSED_PRECISIONS = {
-    "16-mixed": "one gradient scaler cannot serve several optimizers: each would unscale with the other's scale",
-    "16-true": "float16 weights lose small updates without a gradient scaler",
-    "64-true": "float64 weights would be cast to float32 by collectives and kernels that have no float64 form",
-    "transformer-engine": "its layers hide their weights from reallocation",
-    "transformer-engine-float16": "its layers hide their weights from reallocation",
-}
 
 
-class ReallocStrategy(ModelParallelStrategy):
+class ReallocStrategy(CheckpointStrategy):
     """Gives every model function call of an iteration the layout and ranks that suit it.
 
     Args:
@@ -74,7 +58,6 @@ class ReallocStrategy(ModelParallelStrategy):
     """
 
     strategy_name = "realloc"
-    is_distributed = True  # Lightning asks only its own classes; without it samplers and sync_dist are silently skipped
 
     def __init__(
         self,
@@ -89,18 +72,20 @@ class ReallocStrategy(ModelParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        super().__init__(
+            cluster=cluster,
+            start_method=start_method,
+            save_frozen_roles=save_frozen_roles,
+            load_weights_only=load_weights_only,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
         self._plan_source = _read_plan_source(plan)
         self._transport: TransportName = transport
-        self._cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
         self._tp_plans = dict(tp_plans or {})
-        self._start_method = start_method
-        self._save_frozen_roles = save_frozen_roles
-        self._load_weights_only = load_weights_only
         self._pool: ModelPool | None = None
         self._runner: CallRunner | None = None
         self._placed_module: nn.Module | None = None
-        self._sync_blocked = False
 
     # ---- what users and callbacks read
     @property
@@ -122,51 +107,6 @@ class ReallocStrategy(ModelParallelStrategy):
             raise ConfigError("the models are not set up yet; read strategy.runner from on_fit_start on")
         return self._runner
 
-    @property
-    def dataflow(self) -> Dataflow | None:
-        """The algorithm's calls; None for a LightningModule that declares none."""
-        flow = getattr(self.lightning_module, "dataflow", None)
-        return flow if isinstance(flow, Dataflow) else None
-
-    # ---- launching and processes
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if self.cluster_environment.creates_processes_externally:
-            return
-        if self.num_processes * self.num_nodes == 1:
-            return  # no launcher: works in notebooks, and no observer thread delays the end of the process
-        if self._start_method == "popen":
-            super()._configure_launcher()
-        else:
-            self._launcher = FullStateLauncher(self, start_method=self._start_method)
-
-    def setup_environment(self) -> None:
-        """Start the process group; with external launchers also check what they started."""
-        assert self.cluster_environment is not None
-        assert self.lightning_module is not None
-        if self.cluster_environment.creates_processes_externally:
-            self._check_external_processes()
-        self._setup_distributed()
-        self._device_mesh = init_device_mesh(
-            self.root_device.type, (self.world_size,), mesh_dim_names=("data_parallel",)
-        )
-        self.lightning_module._device_mesh = self._device_mesh
-
-    def _check_external_processes(self) -> None:
-        started = int(os.environ.get("WORLD_SIZE", self.num_processes * self.num_nodes))
-        if started != self.num_processes * self.num_nodes:
-            raise MisconfigurationException(
-                f"{started} processes were started, but Trainer(devices={self.num_processes}, "
-                f"num_nodes={self.num_nodes}) asks for {self.num_processes * self.num_nodes}; make both equal"
-            )
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """A loader's share: everything for an algorithm with calls, which take theirs; else a part per rank."""
-        if self.dataflow is not None:
-            return {"num_replicas": 1, "rank": 0}
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
     # ---- models
     def setup(self, trainer: Trainer) -> None:
         """Shard every role into its home layout, then make the optimizers, which must see sharded parameters."""
@@ -186,14 +126,6 @@ class ReallocStrategy(ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-
-    def _check_precision(self) -> None:
-        precision = str(getattr(self.precision_plugin, "precision", "32-true"))
-        if precision in REFUSED_PRECISIONS:
-            raise MisconfigurationException(
-                f"precision={precision!r} cannot be used with strategy='realloc': {REFUSED_PRECISIONS[precision]}; "
-                f"use '32-true', 'bf16-mixed' or 'bf16-true'"
-            )
 
     def _set_up_roles(self, trainer: Trainer, flow: Dataflow) -> None:
         module: Any = self.lightning_module
@@ -230,14 +162,6 @@ class ReallocStrategy(ModelParallelStrategy):
             transport=self._transport,
             tp_plans=self._tp_plans,
         )
-
-    @property
-    def cluster(self) -> ClusterSpec:
-        """Nodes, devices and memory: what was given, else what this machine shows."""
-        if self._cluster is None:
-            base = ClusterSpec.local(self.num_processes, "h100" if self.root_device.type == "cuda" else "cpu")
-            self._cluster = _with_memory(base, self.num_nodes, self.root_device)
-        return self._cluster
 
     def _resolve_plan(self, flow: Dataflow, models: Mapping[str, nn.Module]) -> ExecutionPlan:
         missing = [role for role in flow.roles if role not in models]
@@ -348,171 +272,6 @@ class ReallocStrategy(ModelParallelStrategy):
             return super().training_step(*args, **kwargs)
         return self.lightning_module.training_step(*args, **kwargs)  # type: ignore[union-attr]
 
-    # An FSDP2 module whose first forward runs under inference_mode, as Lightning's evaluation loops use with NCCL,
-    # cannot be trained afterwards.
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run under ``no_grad``."""
-        with torch.inference_mode(False), torch.no_grad():
-            return super().validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run under ``no_grad``."""
-        with torch.inference_mode(False), torch.no_grad():
-            return super().test_step(*args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run under ``no_grad``."""
-        with torch.inference_mode(False), torch.no_grad():
-            return super().predict_step(*args, **kwargs)
-
-    # ---- gradients of a LightningModule without calls
-    def post_backward(self, closure_loss: Tensor) -> None:
-        """Average gradients over all ranks, once per optimizer step."""
-        if self.dataflow is None and not self._sync_blocked and self._optimizes_automatically():
-            assert self.model is not None
-            average_gradients(self.model)
-
-    def _optimizes_automatically(self) -> bool:
-        return bool(self.lightning_module.automatic_optimization)  # type: ignore[union-attr]
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Leave gradients unreduced inside, for accumulation."""
-        self._sync_blocked = True
-        sharded = [m for m in self.model.modules() if isinstance(m, FSDPModule)] if self.model is not None else []
-        for module in sharded:
-            module.set_requires_gradient_sync(False, recurse=False)
-        try:
-            yield
-        finally:
-            self._sync_blocked = False
-            for module in sharded:
-                module.set_requires_gradient_sync(True, recurse=False)
-
-    # ---- checkpoints
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Whether weights are read into sharded models."""
-        return self.dataflow is not None
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning restores optimizers itself."""
-        return self.dataflow is None
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return what rank 0 writes: everything, or, where roles are sharded, everything but their parameters."""
-        assert self.lightning_module is not None
-        if self.dataflow is None:
-            return self.lightning_module.state_dict()
-        return checkpoints.other_state(self.lightning_module, self.pool)
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state; of sharded roles only the groups' settings, tensors are written apart."""
-        raw = getattr(optimizer, "_optimizer", optimizer)
-        return raw.state_dict() if self.dataflow is None else checkpoints.optimizer_settings(raw)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint: one file, or a folder of shards where roles are sharded."""
-        if self.dataflow is None:
-            if self.is_global_zero:
-                self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        if storage_options is not None:
-            raise ConfigError("storage_options cannot be used: a folder of shards is not written by a CheckpointIO")
-        checkpoint[checkpoints.RANDOM_STATES] = self._gather_random_states()
-        folder = Path(self.broadcast(str(filepath)))
-        checkpoints.save(folder, checkpoint, self._trained_models(), include_frozen=self._save_frozen_roles)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint; sharded roles are filled in place, whatever layout and world they were written under.
-
-        Raises:
-            CheckpointError: for something that is not a checkpoint of this strategy, or is one of other models.
-        """
-        if self.dataflow is None:
-            checkpoints.refuse_folder(Path(checkpoint_path))
-            return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
-        # Lightning drops the argument of fit(weights_only=...) for strategies that restore after their setup.
-        weights_only = self._load_weights_only if weights_only is None else weights_only
-        folder = Path(self.broadcast(str(checkpoint_path)))
-        return checkpoints.load(
-            folder, self._trained_models(), weights_only=weights_only, device=self.root_device, resuming=self._fitting
-        )
-
-    def save_huggingface(self, role: str, folder: str | Path, *, dtype: str | None = None) -> None:
-        """Write a role's current weights as a folder that ``from_pretrained`` reads. Collective over all ranks.
-
-        Raises:
-            CheckpointError: on every rank, for what has no Hugging Face form or cannot be written.
-        """
-        models, parsed = self._trained_models(), huggingface.parse_dtype(dtype)
-        weights = self.full_weights(role)
-        checkpoints.on_first_rank(
-            lambda: huggingface.write_running_model(
-                self.pool.home(role).model, weights, models.tokenizer, Path(folder), role=role, dtype=parsed
-            ),
-            models,
-        )
-
-    def check_huggingface(self, role: str, *, dtype: str | None = None) -> None:
-        """Raise what :meth:`save_huggingface` would raise before it gathers anything."""
-        huggingface.parse_dtype(dtype)
-        huggingface.import_model_class(huggingface.class_path(self.pool.home(role).model), role)
-
-    def _trained_models(self) -> checkpoints.TrainedModels:
-        module: Any = self.lightning_module
-        try:
-            tokenizer = module.tokenizer
-        except (AttributeError, ConfigError):  # models that were handed over as modules may come without one
-            tokenizer = None
-        optimizers = {str(optimizer.param_groups[0].get("name")): optimizer for optimizer in self.optimizers}
-        return checkpoints.TrainedModels(
-            pool=self.pool,
-            algorithm=type(module).__name__,
-            optimizers=optimizers if self._fitting else {},
-            tokenizer=tokenizer,
-            rank=self.global_rank,
-            world_size=self.world_size,
-            broadcast=self.broadcast,
-        )
-
-    @property
-    def _fitting(self) -> bool:
-        return self.lightning_module.trainer.state.fn == TrainerFn.FITTING  # type: ignore[union-attr]
-
-    def _gather_random_states(self) -> list[Any]:
-        states: list[Any] = [random_state(self.root_device)]
-        if self.world_size > 1:
-            states = [None] * self.world_size
-            dist.all_gather_object(states, random_state(self.root_device))
-        return states
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load what is not sharded; sharded roles were filled by ``load_checkpoint``."""
-        assert self.lightning_module is not None
-        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict and self.dataflow is None)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizers of a module without calls; those of roles were filled by ``load_checkpoint``."""
-        if self.dataflow is None:
-            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-                optimizer.load_state_dict(state)
-
-    def full_weights(self, role: str) -> dict[str, Tensor]:
-        """Return a role's full weights on rank 0, {} elsewhere. Collective over all ranks."""
-        return gather_weights(self.pool.home(role), self.global_rank, self.world_size, self.root_device)
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """Return the module's state with full tensors on rank 0. Collective over all ranks."""
-        assert self.lightning_module is not None
-        if self.dataflow is None:
-            return self.lightning_module.state_dict()
-        state = self.lightning_module_state_dict()
-        for role in self.pool.roles:
-            state |= {f"{role}.{name}": tensor.cpu() for name, tensor in self.full_weights(role).items()}
-        return state
-
     # ---- names
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -539,13 +298,3 @@ def _read_plan_source(plan: PlanSource) -> ExecutionPlan | Literal["heuristic", 
     if plan == "heuristic" or plan == "static":
         return plan  # type: ignore[return-value]
     return ExecutionPlan.load(plan)
-
-
-def _with_memory(base: ClusterSpec, num_nodes: int, device: torch.device) -> ClusterSpec:
-    from dataclasses import replace
-
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // base.devices_per_node
-    return replace(base, num_nodes=num_nodes, device_memory_bytes=memory)

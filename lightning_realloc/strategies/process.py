@@ -1,0 +1,169 @@
+"""One process per device: how they start, what precision they may use, and how any LightningModule trains on them.
+
+Knows nothing of layouts. A module that declares no calls is trained data-parallel, like under any strategy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.strategies.data_parallel import average_gradients
+from lightning_realloc.strategies.launchers import FullStateLauncher
+from lightning_realloc.tuning.dataflow import Dataflow
+
+REFUSED_PRECISIONS = {
+    "16-mixed": "one gradient scaler cannot serve several optimizers: each would unscale with the other's scale",
+    "16-true": "float16 weights lose small updates without a gradient scaler",
+    "64-true": "float64 weights would be cast to float32 by collectives and kernels that have no float64 form",
+    "transformer-engine": "its layers hide their weights from reallocation",
+    "transformer-engine-float16": "its layers hide their weights from reallocation",
+}
+
+
+class ProcessStrategy(ModelParallelStrategy):
+    """Lightning's model-parallel strategy without its assumption of one mesh for one model.
+
+    Args:
+        cluster: Nodes, devices and memory; by default what this machine shows.
+        start_method: How processes start where nobody started them: ``popen``, ``spawn`` or ``fork``.
+        process_group_backend: By default nccl on CUDA, gloo elsewhere.
+        timeout: Of every collective.
+    """
+
+    is_distributed = True  # Lightning asks only its own classes; without it samplers and sync_dist are silently skipped
+
+    def __init__(
+        self,
+        *,
+        cluster: ClusterSpec | str | None,
+        start_method: Literal["popen", "spawn", "fork"],
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+    ) -> None:
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        self._cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
+        self._start_method = start_method
+        self._sync_blocked = False
+
+    @property
+    def dataflow(self) -> Dataflow | None:
+        """The algorithm's calls; None for a LightningModule that declares none."""
+        flow = getattr(self.lightning_module, "dataflow", None)
+        return flow if isinstance(flow, Dataflow) else None
+
+    # ---- launching and processes
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self.cluster_environment.creates_processes_externally:
+            return
+        if self.num_processes * self.num_nodes == 1:
+            return  # no launcher: works in notebooks, and no observer thread delays the end of the process
+        if self._start_method == "popen":
+            super()._configure_launcher()
+        else:
+            self._launcher = FullStateLauncher(self, start_method=self._start_method)
+
+    def setup_environment(self) -> None:
+        """Start the process group; with external launchers also check what they started."""
+        assert self.cluster_environment is not None
+        assert self.lightning_module is not None
+        if self.cluster_environment.creates_processes_externally:
+            self._check_external_processes()
+        self._setup_distributed()
+        self._device_mesh = init_device_mesh(
+            self.root_device.type, (self.world_size,), mesh_dim_names=("data_parallel",)
+        )
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def _check_external_processes(self) -> None:
+        started = int(os.environ.get("WORLD_SIZE", self.num_processes * self.num_nodes))
+        if started != self.num_processes * self.num_nodes:
+            raise MisconfigurationException(
+                f"{started} processes were started, but Trainer(devices={self.num_processes}, "
+                f"num_nodes={self.num_nodes}) asks for {self.num_processes * self.num_nodes}; make both equal"
+            )
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """A loader's share: everything for an algorithm with calls, which take theirs; else a part per rank."""
+        if self.dataflow is not None:
+            return {"num_replicas": 1, "rank": 0}
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def _check_precision(self) -> None:
+        precision = str(getattr(self.precision_plugin, "precision", "32-true"))
+        if precision in REFUSED_PRECISIONS:
+            raise MisconfigurationException(
+                f"precision={precision!r} cannot be used with strategy='realloc': {REFUSED_PRECISIONS[precision]}; "
+                f"use '32-true', 'bf16-mixed' or 'bf16-true'"
+            )
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """Nodes, devices and memory: what was given, else what this machine shows."""
+        if self._cluster is None:
+            base = ClusterSpec.local(self.num_processes, "h100" if self.root_device.type == "cuda" else "cpu")
+            self._cluster = _with_memory(base, self.num_nodes, self.root_device)
+        return self._cluster
+
+    # An FSDP2 module whose first forward runs under inference_mode, as Lightning's evaluation loops use with NCCL,
+    # cannot be trained afterwards.
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run under ``no_grad``."""
+        with torch.inference_mode(False), torch.no_grad():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run under ``no_grad``."""
+        with torch.inference_mode(False), torch.no_grad():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run under ``no_grad``."""
+        with torch.inference_mode(False), torch.no_grad():
+            return super().predict_step(*args, **kwargs)
+
+    # ---- gradients of a LightningModule without calls
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Average gradients over all ranks, once per optimizer step."""
+        if self.dataflow is None and not self._sync_blocked and self._optimizes_automatically():
+            assert self.model is not None
+            average_gradients(self.model)
+
+    def _optimizes_automatically(self) -> bool:
+        return bool(self.lightning_module.automatic_optimization)  # type: ignore[union-attr]
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Leave gradients unreduced inside, for accumulation."""
+        self._sync_blocked = True
+        sharded = [m for m in self.model.modules() if isinstance(m, FSDPModule)] if self.model is not None else []
+        for module in sharded:
+            module.set_requires_gradient_sync(False, recurse=False)
+        try:
+            yield
+        finally:
+            self._sync_blocked = False
+            for module in sharded:
+                module.set_requires_gradient_sync(True, recurse=False)
+
+
+def _with_memory(base: ClusterSpec, num_nodes: int, device: torch.device) -> ClusterSpec:
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // base.devices_per_node
+    return replace(base, num_nodes=num_nodes, device_memory_bytes=memory)
