@@ -16,7 +16,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _InstantiatorFn
 
 # Imported for their names: a configuration may say GRPO or SFTDataModule without the module.
 from lightning_realloc.algorithms import GRPO, SFT
@@ -30,6 +30,8 @@ from lightning_realloc.strategies.huggingface import parse_dtype
 
 SHORT_NAMES = (GRPO, SFT, PromptDataModule, SFTDataModule, ReallocStrategy, ParameterReallocation, SaveHuggingFace)
 """Classes that a configuration names without their module; any other has its full class path."""
+OUR_ERRORS = (ReallocError, MisconfigurationException)
+"""What is reported in one line; anything else is a bug, and keeps its traceback."""
 EXPORT_HELP = "Write one role of a checkpoint as a folder that Hugging Face's from_pretrained reads."
 
 
@@ -38,6 +40,31 @@ class Parser(LightningArgumentParser):
 
     def print_usage(self, file: Any = None) -> None:
         """Print nothing; only errors ask for it."""
+
+
+class _Refusal(BaseException):
+    """Carries an error of ours out of jsonargparse, which takes any Exception for "this value has another type"."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class _Instantiator(_InstantiatorFn):
+    """Constructs a model or a data module, as Lightning does."""
+
+    def __call__(self, class_type: type, *args: Any, applied_instantiation_links: Any, **kwargs: Any) -> Any:
+        try:
+            links = applied_instantiation_links
+            return super().__call__(class_type, *args, applied_instantiation_links=links, **kwargs)
+        except OUR_ERRORS as error:
+            raise _Refusal(error) from error
+
+
+def _construct(class_type: type, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return class_type(*args, **kwargs)
+    except OUR_ERRORS as error:
+        raise _Refusal(error) from error
 
 
 class ReallocCLI(LightningCLI):
@@ -57,6 +84,18 @@ class ReallocCLI(LightningCLI):
         }
         given = list(args) if args is not None else None
         super().__init__(LightningModule, LightningDataModule, args=given, **defaults | options)
+
+    def instantiate_classes(self) -> None:
+        """Construct the model, the data and the Trainer; what our classes refuse is raised as it is."""
+        try:
+            super().instantiate_classes()
+        except _Refusal as refusal:
+            raise refusal.error from None
+
+    def _add_instantiators(self) -> None:
+        self.parser.add_instantiator(_Instantiator(cli=self, key="model"), LightningModule, subclasses=True)
+        self.parser.add_instantiator(_Instantiator(cli=self, key="data"), LightningDataModule, subclasses=True)
+        self.parser.add_instantiator(_construct, object, subclasses=True)  # asked last: strategies, options, callbacks
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         super()._add_subcommands(parser, **kwargs)
@@ -94,7 +133,7 @@ def main() -> int:
         sys.path.insert(0, os.getcwd())
     try:
         run(sys.argv[1:])
-    except (ReallocError, MisconfigurationException) as error:
+    except OUR_ERRORS as error:
         rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
         sys.stderr.write(f"error{f' on rank {rank}' if rank else ''}: {error}\n")
         sys.stderr.flush()

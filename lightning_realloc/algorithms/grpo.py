@@ -61,7 +61,7 @@ class GRPO(MultiModelModule):
     def __init__(
         self,
         actor: ModelSource,
-        reward: RewardFunction | str | Sequence[RewardFunction | str],
+        reward: str | Sequence[str | RewardFunction] | RewardFunction,
         *,
         reward_weights: Sequence[float] | None = None,
         reference: ModelSource | None = None,
