@@ -32,10 +32,16 @@ class CallPlan:
     """Most sequences that a generation engine decodes at once, per data-parallel rank."""
 
     def __post_init__(self) -> None:
-        if self.micro_batch_tokens is not None and self.micro_batch_tokens < 1:
-            raise PlanError(f"micro_batch_tokens={self.micro_batch_tokens} must be at least 1; or leave it out")
-        if self.max_slots < 1:
-            raise PlanError(f"max_slots={self.max_slots} must be at least 1, the sequences decoded at once")
+        if self.micro_batch_tokens is not None and not _is_count(self.micro_batch_tokens):
+            raise PlanError(
+                f"micro_batch_tokens={self.micro_batch_tokens!r} must be a whole number, at least 1; or leave it out"
+            )
+        if not _is_count(self.max_slots):
+            raise PlanError(
+                f"max_slots={self.max_slots!r} must be a whole number, at least 1: the sequences decoded at once"
+            )
+        if not isinstance(self.gradient_checkpointing, bool):
+            raise PlanError(f"gradient_checkpointing={self.gradient_checkpointing!r} must be true or false")
 
     @classmethod
     def parse(cls, name: str, entry: object) -> CallPlan:
@@ -50,15 +56,19 @@ class CallPlan:
             raise PlanError(f"calls.{name} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
         try:
             layout = Layout.parse(str(entry["layout"]))
-        except LayoutError as error:
+            return cls(layout, **{key: value for key, value in entry.items() if key != "layout"})
+        except (LayoutError, PlanError) as error:
             raise PlanError(f"calls.{name}: {error}") from error
-        return cls(layout, **{key: value for key, value in entry.items() if key != "layout"})
 
     def to_entry(self) -> str | dict[str, Any]:
         """Return what :meth:`parse` reads: the bare layout where no option is set."""
         options = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         chosen = {key: value for key, value in options.items() if key != "layout"}
         return {"layout": str(self.layout), **chosen} if chosen else str(self.layout)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclass(frozen=True, slots=True)

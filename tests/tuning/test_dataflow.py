@@ -1,0 +1,76 @@
+"""The order of an iteration's calls follows from what they need and produce; contradictions are named."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_realloc.errors import PlanError
+from lightning_realloc.tuning.dataflow import CallKind, Dataflow, ModelFunctionCall
+
+
+def call(name: str, needs: tuple[str, ...] = ("batch",), produces: tuple[str, ...] = ()) -> ModelFunctionCall:
+    """Return a call as the decorators would: ``role.kind``, or a computation where there is no dot."""
+    role, _, kind = name.rpartition(".")
+    kinds: dict[str, CallKind] = {"generate": "generate", "infer": "infer", "train": "train"}
+    return ModelFunctionCall(name, kinds.get(kind, "compute"), role or None, kind, needs, produces)
+
+
+GENERATE = call("actor.generate", produces=("rollout",))
+SCORE = call("reference.infer", ("rollout",), ("ref_logprobs",))
+JUDGE = call("judge", ("rollout",), ("rewards",))
+TRAIN = call("actor.train", ("rollout", "ref_logprobs", "rewards"))
+EVALUATE = call("critic.infer", ("rollout",), ("values",))
+
+
+def test_calls_run_after_what_they_need_and_otherwise_as_written() -> None:
+    assert Dataflow((TRAIN, JUDGE, SCORE, GENERATE)).calls == (GENERATE, JUDGE, SCORE, TRAIN)
+    assert Dataflow((GENERATE, SCORE, JUDGE, TRAIN)).calls == (GENERATE, SCORE, JUDGE, TRAIN)
+
+
+def test_an_iteration_leaves_out_what_no_training_depends_on() -> None:
+    flow = Dataflow((GENERATE, EVALUATE, SCORE, JUDGE, TRAIN))
+    assert flow.iteration_calls == (GENERATE, SCORE, JUDGE, TRAIN)
+    assert flow.calls == (GENERATE, EVALUATE, SCORE, JUDGE, TRAIN)
+    # What is needed through another call counts too.
+    advantages = call("advantages", ("values",), ("advantages",))
+    train = call("actor.train", ("advantages",))
+    assert Dataflow((GENERATE, EVALUATE, advantages, train)).iteration_calls == (GENERATE, EVALUATE, advantages, train)
+
+
+def test_roles_and_home_calls_follow_from_the_calls() -> None:
+    flow = Dataflow((GENERATE, SCORE, JUDGE, TRAIN))
+    assert flow.roles == ("actor", "reference")
+    assert flow.trained_roles == ("actor",)
+    assert flow.model_calls == (GENERATE, SCORE, TRAIN)
+    assert flow.calls_of("actor") == (GENERATE, TRAIN)
+    assert flow.home_call("actor") == TRAIN
+    assert flow.home_call("reference") == SCORE
+    assert flow.call("judge") == JUDGE
+    with pytest.raises(PlanError, match=r"no call is named 'critic\.train'; this algorithm has actor\.generate"):
+        flow.call("critic.train")
+    with pytest.raises(PlanError, match="role 'critic' takes part in no call; known roles: actor, reference"):
+        flow.home_call("critic")
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ((GENERATE, GENERATE), r"two calls 'actor\.generate'; keep one"),
+        ((GENERATE, call("again", produces=("rollout",))), r"two producer of 'rollout'|two producers of 'rollout'"),
+        ((call("actor.train"), ModelFunctionCall("more", "train", "actor", "more")), "training"),
+        ((SCORE,), r"call 'reference\.infer' needs 'rollout', which nothing produces; the loader supplies batch"),
+        ((call("a", ("y",), ("x",)), call("b", ("x",), ("y",))), "wait for each other's products in a circle: a, b"),
+    ],
+)
+def test_contradictions_are_refused(calls: tuple[ModelFunctionCall, ...], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Dataflow(calls)
+
+
+def test_only_computations_have_no_role() -> None:
+    with pytest.raises(PlanError, match=r"only 'compute' calls have no role"):
+        ModelFunctionCall("judge", "infer", None, "judge")
+    with pytest.raises(PlanError, match=r"only 'compute' calls have no role"):
+        ModelFunctionCall("judge", "compute", "actor", "judge")
+    with pytest.raises(PlanError, match=r"kind 'dream'; use one of \('generate', 'infer', 'train', 'compute'\)"):
+        ModelFunctionCall("actor.dream", "dream", "actor", "dream")  # type: ignore[arg-type]

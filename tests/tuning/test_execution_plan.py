@@ -1,0 +1,131 @@
+"""A plan is read from YAML and written back the same; one that does not fit says what to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.tuning.dataflow import Dataflow
+from lightning_realloc.tuning.execution_plan import CallPlan, ExecutionPlan
+from tests.tuning.test_dataflow import EVALUATE, GENERATE, JUDGE, SCORE, TRAIN, call
+
+FLOW = Dataflow((GENERATE, SCORE, JUDGE, TRAIN))
+ENTRIES: dict[str, Any] = {
+    "actor.train": {"layout": "fsdp4@0-3", "micro_batch_tokens": 512, "gradient_checkpointing": True},
+    "actor.generate": {"layout": "dp2.tp2@0,2,1,3", "max_slots": 8},
+    "reference.infer": "tp2@2-3",
+}
+PLAN = ExecutionPlan.from_mapping({"calls": ENTRIES})
+
+
+def test_a_plan_reads_back_what_it_writes(tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "plan.yaml")
+    again = ExecutionPlan.load(tmp_path / "plan.yaml")
+    assert again == PLAN
+    assert again.digest == PLAN.digest
+    assert again.to_mapping() == {"calls": ENTRIES}
+
+
+def test_a_plan_does_not_depend_on_the_order_of_its_calls() -> None:
+    turned = ExecutionPlan.from_mapping({"calls": dict(reversed(ENTRIES.items()))})
+    assert turned == PLAN
+    assert turned.digest == PLAN.digest
+    other = ExecutionPlan.from_mapping({"calls": {**ENTRIES, "reference.infer": "tp2@0-1"}})
+    assert other.digest != PLAN.digest
+
+
+def test_a_plan_answers_for_every_call() -> None:
+    assert PLAN.layout("actor.generate") == Layout.parse("dp2.tp2@0,2,1,3")
+    assert PLAN.call("actor.generate").max_slots == 8
+    assert PLAN.call("reference.infer") == CallPlan(Layout.parse("tp2@2-3"))
+    assert [str(layout) for layout in PLAN.layouts] == ["dp2.tp2@0,2,1,3", "fsdp4@0-3", "tp2@2-3"]
+    with pytest.raises(PlanError, match=r"no layout for 'critic\.train'; it names actor\.generate, actor\.train"):
+        PLAN.call("critic.train")
+
+
+def test_the_table_has_a_line_per_call() -> None:
+    lines = PLAN.table().splitlines()
+    assert [line.split()[0] for line in lines] == ["actor.generate", "actor.train", "reference.infer"]
+    assert lines[2].endswith("tp2@2-3")
+
+
+def test_a_static_plan_gives_every_model_call_the_same_layout() -> None:
+    layout = Layout.parse("fsdp2@0-1")
+    plan = ExecutionPlan.static(FLOW, layout)
+    assert [name for name, _ in plan.calls] == ["actor.generate", "actor.train", "reference.infer"]
+    assert plan.layouts == (layout,)
+
+
+def test_calls_that_only_serve_evaluation_default_to_the_home_layout() -> None:
+    flow = Dataflow((GENERATE, SCORE, JUDGE, TRAIN, EVALUATE, call("critic.train", ("rewards",))))
+    entries = {**ENTRIES, "critic.train": "fsdp2.tp2@0-3"}
+    plan = ExecutionPlan.from_mapping({"calls": entries}).completed(flow)
+    assert plan.layout("critic.infer") == Layout.parse("fsdp2.tp2@0-3")
+    plan.check(flow, 4)
+    # Calls of the iteration itself are the plan's to give.
+    assert ExecutionPlan.from_mapping({"calls": {"actor.train": "fsdp4"}}).completed(FLOW).calls == (
+        ("actor.train", CallPlan(Layout.parse("fsdp4@0-3"))),
+    )
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"call": {}}, r"an execution plan has one key, 'calls', with a layout for every call; got \['call'\]"),
+        ({"calls": {"a": 4}}, r"calls\.a is 4; write a layout such as 'fsdp4@0-3'"),
+        ({"calls": {"a": {"micro_batch_tokens": 4}}}, r"calls\.a is .*; write a layout such as"),
+        ({"calls": {"a": {"layout": "tp2", "slots": 4}}}, r"calls\.a has no option 'slots'; it has gradient_check"),
+        ({"calls": {"a": "tp2@0-2"}}, r"calls\.a: "),
+        ({"calls": {"a": "zp2"}}, r"calls\.a: "),
+        (
+            {"calls": {"a": {"layout": "tp2", "max_slots": 0}}},
+            r"calls\.a: max_slots=0 must be a whole number, at least 1",
+        ),
+        (
+            {"calls": {"a": {"layout": "tp2", "micro_batch_tokens": 0}}},
+            r"calls\.a: micro_batch_tokens=0 must be",
+        ),
+    ],
+)
+def test_entries_that_cannot_be_read_are_named(mapping: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        ExecutionPlan.from_mapping(mapping)
+
+
+def test_a_plan_names_every_call_once() -> None:
+    entry = ("a", CallPlan(Layout.parse("tp2")))
+    with pytest.raises(PlanError, match="a plan names every call once; got a, a"):
+        ExecutionPlan((entry, entry))
+
+
+def test_an_option_of_another_type_is_named() -> None:
+    for option, value in (("max_slots", "many"), ("micro_batch_tokens", 1.5), ("gradient_checkpointing", "yes")):
+        with pytest.raises(PlanError, match=rf"calls\.a: {option}={value!r} must be "):
+            ExecutionPlan.from_mapping({"calls": {"a": {"layout": "tp2", option: value}}})
+
+
+@pytest.mark.parametrize("text", ["calls: [", "- a", "calls: {a: zp2}", ""])
+def test_errors_of_a_file_name_the_file(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=r"^plan file .*broken\.yaml: "):
+        ExecutionPlan.load(path)
+    with pytest.raises(PlanError, match=r"^plan file .*absent\.yaml: "):
+        ExecutionPlan.load(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"actor.train": "fsdp4"}, r"no layout for actor\.generate, reference\.infer; add a line for each under"),
+        ({**ENTRIES, "critic.train": "tp2"}, r"the plan names critic\.train, which this algorithm has not; it has act"),
+        ({**ENTRIES, "reference.infer": "tp2@4-5"}, r"uses rank 4, but this run has 4 ranks \(0-3\); use 6 devices"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(entries: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        ExecutionPlan.from_mapping({"calls": entries}).check(FLOW, 4)
