@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_realloc.data.rewards import RewardFunction, RewardFunctions
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -26,6 +25,7 @@ from lightning_realloc.algorithms.functional import (
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.rollout import response_texts, sample_responses
+from lightning_realloc.data.rewards import RewardFunction, RewardFunctions
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.runtime.packed_forward import token_logprobs

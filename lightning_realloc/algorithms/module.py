@@ -128,7 +128,7 @@ class MultiModelModule(L.LightningModule):
                 entry["lr_scheduler"] = {
                     "scheduler": self._make_lr_scheduler(optimizer),
                     "interval": "step",
-                    "name": f"lr-{name}",
+                    "name": "lr",  # LearningRateMonitor appends the group's name: lr/actor
                 }
             made.append(entry)
         return made if made else None

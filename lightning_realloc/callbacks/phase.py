@@ -16,7 +16,8 @@ from lightning_realloc.runtime.executor import ReallocationReport
 class PhaseCallback(Callback):
     """A callback that also sees every call of an iteration as a phase. Override what you need.
 
-    ``self.log`` of the module may be used in all of them. Any other callback may define the same methods.
+    ``self.log`` of the module may be used in all of them but while predicting, where Lightning logs nothing. Any other
+    callback may define the same methods.
     """
 
     def on_phase_start(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
