@@ -8,6 +8,7 @@ with one message and exit code 2, on every rank.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +37,11 @@ EXPORT_HELP = "Write one role of a checkpoint as a folder that Hugging Face's fr
 
 
 class Parser(LightningArgumentParser):
-    """Reports an error without the sixty lines of usage that would hide it; ``--help`` shows those."""
+    """Says less: an error without sixty lines of usage before it, help without every nn.Module there is."""
+
+    def format_help(self) -> str:
+        """Leave out lists of known subclasses that fill pages."""
+        return re.sub(r",\s+known\s+subclasses:[^()]{2000,}\)", ")", super().format_help())
 
     def print_usage(self, file: Any = None) -> None:
         """Print nothing; only errors ask for it."""
