@@ -175,7 +175,6 @@ class CallRunner:
         with self._phase(call.name) as replica:
             method = getattr(self._module, call.method)
             self._trainee.train(method, replica, samples, lengths, max_tokens=self._micro_batch_tokens(call))
-            self._pool.weights_changed(replica.role)
         return samples
 
     _KINDS: ClassVar = {"generate": _generate, "infer": _infer, "compute": _compute, "train": _train}

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from lightning_realloc.errors import PlanError
+from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout
@@ -142,6 +142,25 @@ class ModelPool:
     def roles(self) -> tuple[str, ...]:
         """Roles that have been placed."""
         return tuple(self._home)
+
+    def require_same(self, plan: ExecutionPlan, options: PoolOptions) -> None:
+        """Refuse to serve another plan, precision or transport: models that are laid out already stay as they are.
+
+        Raises:
+            ConfigError: naming what differs.
+        """
+        if plan != self.plan:
+            raise ConfigError(
+                f"the models were laid out by an earlier Trainer, as\n{self.plan.table()}\nand this one asks for\n"
+                f"{plan.table()}\nGive both the same plan, or build the LightningModule anew"
+            )
+        for name in ("world_size", "copy_dtype", "mixed_precision", "transport", "tp_plans"):
+            ours, theirs = getattr(self._options, name), getattr(options, name)
+            if ours != theirs:
+                raise ConfigError(
+                    f"the models were laid out by an earlier Trainer with {name}={ours}, and this one asks for "
+                    f"{theirs}; give both the same settings, or build the LightningModule anew"
+                )
 
     def home(self, role: str) -> Replica:
         """Return the replica that owns a role's weights."""

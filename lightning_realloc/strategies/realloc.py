@@ -7,7 +7,7 @@ is overridden and why.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -38,6 +38,9 @@ from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.heuristic import heuristic_plan
 
 PlanSource = ExecutionPlan | Mapping[str, Any] | str | Path
+
+_POOL_ATTRIBUTE = "_realloc_pool"
+"""Where a LightningModule remembers its laid-out models for the next Trainer."""
 
 
 class ReallocStrategy(CheckpointStrategy):
@@ -133,13 +136,16 @@ class ReallocStrategy(CheckpointStrategy):
             trainer.callbacks.insert(0, ParameterReallocation())  # type: ignore[attr-defined]
         if self._placed_module is module and self._pool is not None:
             return
+        earlier: ModelPool | None = vars(module).get(_POOL_ATTRIBUTE)
         models = module.models()
-        plan = self._resolve_plan(flow, models)
-        meshes = MeshRegistry(self.root_device.type)
-        meshes.create((*plan.layouts, Layout(ParallelDims(dp=self.world_size), tuple(range(self.world_size)))))
-        self._pool = ModelPool(flow, plan, meshes, self._pool_options())
-        for role in flow.roles:
-            self._pool.place(role, models[role])
+        plan = self._resolve_plan(flow, models, earlier)
+        if earlier is None:
+            self._pool = self._place_roles(flow, plan, models)
+            setattr(module, _POOL_ATTRIBUTE, self._pool)
+        else:
+            earlier.require_same(plan, self._pool_options())
+            self._pool = earlier
+        meshes = self._pool.meshes
         self._placed_module = module
         trainee = Trainee(
             self, meshes, module.train_options, device=self.root_device, rank=self.global_rank, seed=module.seed,
@@ -147,6 +153,14 @@ class ReallocStrategy(CheckpointStrategy):
         )  # fmt: skip
         self._runner = CallRunner(module, self._pool, self.phase_replica, trainee, device=self.root_device,
                                   rank=self.global_rank)  # fmt: skip
+
+    def _place_roles(self, flow: Dataflow, plan: ExecutionPlan, models: Mapping[str, nn.Module]) -> ModelPool:
+        meshes = MeshRegistry(self.root_device.type)
+        meshes.create((*plan.layouts, Layout(ParallelDims(dp=self.world_size), tuple(range(self.world_size)))))
+        pool = ModelPool(flow, plan, meshes, self._pool_options())
+        for role in flow.roles:
+            pool.place(role, models[role])
+        return pool
 
     def _pool_options(self) -> PoolOptions:
         precision = str(self.precision_plugin.precision)
@@ -163,11 +177,13 @@ class ReallocStrategy(CheckpointStrategy):
             tp_plans=self._tp_plans,
         )
 
-    def _resolve_plan(self, flow: Dataflow, models: Mapping[str, nn.Module]) -> ExecutionPlan:
+    def _resolve_plan(
+        self, flow: Dataflow, models: Mapping[str, nn.Module], earlier: ModelPool | None
+    ) -> ExecutionPlan:
         missing = [role for role in flow.roles if role not in models]
         if missing:
             raise PlanError(f"role {missing[0]!r} has no model; configure_model() built {', '.join(models) or 'none'}")
-        plan = self._read_plan(flow, models).completed(flow)
+        plan = self._read_plan(flow, models, earlier).completed(flow)
         plan.check(flow, self.world_size)
         for role in flow.trained_roles:
             layout = plan.layout(flow.home_call(role).name)
@@ -179,13 +195,18 @@ class ReallocStrategy(CheckpointStrategy):
         self._agree_on(plan)
         return plan
 
-    def _read_plan(self, flow: Dataflow, models: Mapping[str, nn.Module]) -> ExecutionPlan:
+    def _read_plan(self, flow: Dataflow, models: Mapping[str, nn.Module], earlier: ModelPool | None) -> ExecutionPlan:
         source = self._plan_source
         if isinstance(source, ExecutionPlan):
             return source
         if source == "static":
             return ExecutionPlan.static(flow, Layout(ParallelDims(fsdp=self.world_size), tuple(range(self.world_size))))
-        specs = {role: describe_model(models[role], tp_plan=self._tp_plans.get(role)) for role in flow.roles}
+        specs = {  # a model that is cut already no longer shows its own shapes
+            role: earlier.home(role).model_layout.model
+            if earlier is not None
+            else describe_model(models[role], tp_plan=self._tp_plans.get(role))
+            for role in flow.roles
+        }
         element_bytes = 2 if str(self.precision_plugin.precision).startswith("bf16") else 4
         return heuristic_plan(flow, specs, self.cluster, world_size=self.world_size, element_bytes=element_bytes)
 
@@ -260,6 +281,18 @@ class ReallocStrategy(CheckpointStrategy):
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step an optimizer with Lightning's hooks; the iteration is counted once, in ``run_iteration``."""
         self.optimizer_step(optimizer, lambda: None)
+
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Step, and note that copies of the weights it changed are stale; a hand-written step comes here too."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.dataflow is not None:
+            named = {str(group.get("name")) for group in optimizer.param_groups}
+            trained = self.pool.dataflow.trained_roles
+            for role in named if named.issubset(trained) else trained:
+                self.pool.weights_changed(role)
+        return result
 
     def log(self, metrics: dict[str, Tensor]) -> None:
         """Log values that are the same on every rank."""
