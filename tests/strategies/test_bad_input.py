@@ -250,7 +250,7 @@ def test_what_fails_on_one_rank_is_raised_on_all(workers: WorkerPool) -> None:
     expect(
         workers,
         {
-            raising_reward: "RewardError: reward function 'shouting' raised ValueError: no digits allowed; it was given",
+            raising_reward: "RewardError: reward function 'shouting' raised ValueError: no digits allowed; it was",
             wrong_number_of_rewards: "RewardError: reward function 'forgetful' must return one number for each of",
             undefined_reward: "RewardError: reward function 'undefined' must return finite numbers, or None",
             long_prompt: "GenerationError: prompt ",

@@ -1,0 +1,140 @@
+"""Accounts of what was moved, and who is told about a phase."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+
+from lightning_realloc.callbacks import ParameterReallocation, PhaseCallback
+from lightning_realloc.callbacks.phase import dispatch
+from lightning_realloc.callbacks.reallocation import SwitchTotals
+from lightning_realloc.runtime.executor import ReallocationReport
+
+
+def report(moved: int, seconds: float = 0.5) -> ReallocationReport:
+    """Return a report of ``moved`` bytes of which half had to move."""
+    return ReallocationReport(moved, moved // 2, moved, seconds, "direct")
+
+
+class Pool:
+    """A model pool that moves weights for one call, every other time."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def realize(self, call: str) -> ReallocationReport | None:
+        """Move, unless the weights are there already."""
+        self.asked.append(f"realize {call}")
+        return report(100) if len(self.asked) % 4 == 1 else None
+
+    def relinquish(self, call: str, *, free: bool) -> None:
+        """Note whether storage was to be freed."""
+        self.asked.append(f"relinquish {call}, free={free}")
+
+
+class Profiler:
+    """A profiler that notes what it was asked to measure."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def profile(self, name: str) -> Any:
+        """Note the name."""
+        self.names.append(name)
+        return nullcontext()
+
+
+class Module:
+    """A LightningModule as far as hooks go."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def on_phase_start(self, phase: str) -> None:
+        """Note the phase."""
+        self.told.append(phase)
+
+
+class Strategy:
+    """A strategy as far as phases go."""
+
+    def __init__(self) -> None:
+        self.pool = Pool()
+
+
+class Trainer:
+    """A Trainer as far as hooks go."""
+
+    def __init__(self, *callbacks: Callback) -> None:
+        self.callbacks = list(callbacks)
+        self.lightning_module = Module()
+        self.profiler = Profiler()
+        self.strategy = Strategy()
+
+
+class Listener(PhaseCallback):
+    """Notes what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[Any, ...]] = []
+
+    def on_phase_start(self, trainer: Any, pl_module: Any, phase: str) -> None:
+        """Note the start."""
+        self.heard.append(("start", phase))
+
+    def on_reallocate(self, trainer: Any, pl_module: Any, phase: str, report: ReallocationReport) -> None:
+        """Note the bytes."""
+        self.heard.append(("moved", phase, report.bytes_moved))
+
+
+def test_hooks_reach_those_that_have_them_and_the_module_last() -> None:
+    listener = Listener()
+    trainer: Any = Trainer(Callback(), listener)
+    dispatch(trainer, "on_phase_start", "actor.train")
+    dispatch(trainer, "on_reallocate", "actor.train", report(7))
+    dispatch(trainer, "on_nothing_that_exists", 1, 2)
+    assert listener.heard == [("start", "actor.train"), ("moved", "actor.train", 7)]
+    assert trainer.lightning_module.told == ["actor.train"]
+    assert [name.split(".")[-1] for name in trainer.profiler.names] == [
+        "on_phase_start", "on_phase_start", "on_reallocate",
+    ]  # fmt: skip
+    assert trainer.profiler.names[1] == "[LightningModule]Module.on_phase_start"
+
+
+def test_every_call_is_made_real_and_given_back_and_what_moved_is_summed() -> None:
+    reallocation, listener = ParameterReallocation(), Listener()
+    trainer: Any = Trainer(reallocation, listener)
+    for _ in range(4):
+        dispatch(trainer, "on_phase_start", "actor.generate")
+        dispatch(trainer, "on_phase_end", "actor.generate")
+    assert trainer.strategy.pool.asked == ["realize actor.generate", "relinquish actor.generate, free=False"] * 4
+    totals = reallocation.summary()["actor.generate"]
+    assert totals == SwitchTotals(count=2, bytes_moved=200, bytes_minimum=100, seconds=1.0)
+    assert totals.bytes_per_s == 200.0
+    # Told of the move before the phase starts: the layout is real by then.
+    assert listener.heard[:2] == [("moved", "actor.generate", 100), ("start", "actor.generate")]
+
+
+def test_storage_is_freed_where_that_was_asked_for() -> None:
+    trainer: Any = Trainer(ParameterReallocation(free_after=True))
+    dispatch(trainer, "on_phase_end", "actor.generate")
+    assert trainer.strategy.pool.asked == ["relinquish actor.generate, free=True"]
+
+
+def test_switched_off_it_leaves_every_role_where_it_is() -> None:
+    reallocation = ParameterReallocation(enabled=False)
+    trainer: Any = Trainer(reallocation)
+    dispatch(trainer, "on_phase_start", "actor.generate")
+    dispatch(trainer, "on_phase_end", "actor.generate")
+    assert trainer.strategy.pool.asked == []
+    assert reallocation.summary() == {}
+
+
+def test_nothing_moved_has_no_throughput() -> None:
+    assert SwitchTotals().bytes_per_s == 0.0
+    totals = SwitchTotals()
+    totals.add(report(10, seconds=0.25))
+    assert totals.bytes_per_s == pytest.approx(40.0)
