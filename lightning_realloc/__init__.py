@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_realloc.callbacks import PhaseCallback as PhaseCallback
     from lightning_realloc.callbacks import SaveHuggingFace as SaveHuggingFace
     from lightning_realloc.data.prompts import PromptDataModule as PromptDataModule
+    from lightning_realloc.data.rewards import exact_match as exact_match
     from lightning_realloc.data.sft import SFTDataModule as SFTDataModule
     from lightning_realloc.errors import CheckpointError as CheckpointError
     from lightning_realloc.errors import ConfigError as ConfigError
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from lightning_realloc.layout import ParallelDims as ParallelDims
     from lightning_realloc.realloc import ReallocationPlan as ReallocationPlan
     from lightning_realloc.realloc import plan_reallocation as plan_reallocation
+    from lightning_realloc.runtime.training import TrainOptions as TrainOptions
     from lightning_realloc.strategies import ReallocStrategy as ReallocStrategy
     from lightning_realloc.tuning.execution_plan import CallPlan as CallPlan
     from lightning_realloc.tuning.execution_plan import ExecutionPlan as ExecutionPlan
@@ -72,6 +74,7 @@ _HOMES = {
     "GenerationEngine": "generation",
     "SamplingParams": "generation",
     "PromptDataModule": "data.prompts",
+    "exact_match": "data.rewards",
     "SFTDataModule": "data.sft",
     "MultiModelModule": "algorithms.module",
     "Role": "algorithms.role",
@@ -81,6 +84,7 @@ _HOMES = {
     "train": "algorithms.calls",
     "GRPO": "algorithms.grpo",
     "SFT": "algorithms.sft",
+    "TrainOptions": "runtime.training",
     "ReallocStrategy": "strategies",
     "ParameterReallocation": "callbacks",
     "PhaseCallback": "callbacks",
