@@ -1,0 +1,478 @@
+"""What does one GRPO iteration cost on four ranks when every call has its own layout, and when all share one?
+
+The same random Llama, prompts and seeds in every arm: `realloc` trains under FSDP and generates from whole or
+tensor-parallel copies; the others keep one layout, with and without gathering it once for a whole generation. Each
+turn of an arm is a Trainer of its own in the same four processes: a warm-up iteration, then measured ones.
+
+Memory is what lives on a rank between iterations, and what a generation needs on top and gives back: bytes of live
+tensors, those in memory that the ranks share divided among them. Activations, alike in all arms, are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from benchmarks.harness import BenchmarkReport, make_parser
+
+WORLD_SIZE = 4
+CALLS = ("actor.generate", "reference.infer", "actor.train")
+FASTER_THAN_STATIC = 4.0
+LOSS_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to lay the calls out."""
+
+    name: str
+    layouts: tuple[str, str, str]
+    """Of `CALLS`."""
+    gathers_once: bool = False
+    """Whether sharded weights are gathered for the whole of a generation."""
+
+    @property
+    def plan(self) -> dict[str, dict[str, str]]:
+        """The execution plan."""
+        return {"calls": dict(zip(CALLS, self.layouts, strict=True))}
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything is reallocated."""
+        return len(set(self.layouts)) > 1
+
+
+STATIC = "fsdp4"
+ARMS = (
+    Arm(STATIC, ("fsdp4", "fsdp4", "fsdp4")),
+    Arm("fsdp4 unshard()", ("fsdp4", "fsdp4", "fsdp4"), gathers_once=True),
+    # Sharding over one rank gathers too: a copy of every weight in every step, unless that is done once.
+    Arm("dp4", ("dp4", "dp4", "dp4"), gathers_once=True),
+    Arm("realloc dp4", ("dp4", "dp4", "fsdp4")),
+    Arm("realloc dp2.tp2", ("dp2.tp2", "dp2.tp2", "fsdp4")),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The model and one iteration's samples; 105 million weights by default."""
+
+    hidden_size: int = 768
+    intermediate_size: int = 2048
+    num_layers: int = 12
+    num_heads: int = 12
+    num_kv_heads: int = 4
+    vocabulary: int = 32000
+    num_prompts: int = 8
+    num_generations: int = 2
+    prompt_tokens: int = 16
+    new_tokens: int = 24
+    learning_rate: float = 1e-5
+    measured: int = 1
+    """Iterations after the first one."""
+
+
+TINY = Workload(
+    hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=4, vocabulary=512, new_tokens=6
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What one turn of one arm measured, all ranks together."""
+
+    seconds: float
+    """Of an iteration, median; from when all ranks begin to when the last one ends."""
+    cpu_s: float
+    """CPU time of an iteration, all ranks."""
+    seconds_per_call: Mapping[str, float]
+    """Of the slowest rank, reallocation included."""
+    switch_s: float
+    """Reallocation alone, all calls of an iteration."""
+    lasting_bytes: int
+    """Live tensors between iterations; the rank with most."""
+    passing_bytes: int
+    """What generation needs besides; the rank with most."""
+    rollouts: tuple[Any, ...]
+    """Response token ids of every iteration."""
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    num_weights: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Live tensors of a rank at its fullest."""
+        return self.lasting_bytes + self.passing_bytes
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def live_bytes() -> int:
+    """Return the bytes of all tensors that are alive in this process; shared memory counts by its share."""
+    gc.collect()
+    found = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
+    found += [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in found)
+    storages = {s.data_ptr(): s.nbytes() for s in map(_host_storage, local) if s is not None}
+    shared = shared_ranges(Path("/proc/self/maps").read_text().splitlines())
+    return sum(size // (WORLD_SIZE if _is_within(at, shared) else 1) for at, size in storages.items())
+
+
+def shared_ranges(maps: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the address ranges of the lines of ``/proc/self/maps`` that several processes write."""
+    ranges = []
+    for line in maps:
+        addresses, permissions, *_ = line.split()
+        if permissions.endswith("s"):
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            ranges.append((begin, end))
+    return ranges
+
+
+def _is_within(address: int, ranges: Sequence[tuple[int, int]]) -> bool:
+    return any(begin <= address < end for begin, end in ranges)
+
+
+def _host_storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    return tensor.untyped_storage() if tensor.device.type == "cpu" and tensor.layout is torch.strided else None
+
+
+# --- one arm on one rank ----------------------------------------------------------------------------------------------
+
+
+def share_of_even_tokens(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    """Reward the share of tokens with an even id: a rule for responses that are no text."""
+    return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
+
+
+def run_arm(arm: Arm, work: Workload, rank: int) -> Turn:
+    """Train one Trainer's iterations on this rank, with the three others, and return what all measured."""
+    import lightning as L
+
+    from benchmarks.workload import random_texts
+    from lightning_realloc import ParameterReallocation, PromptDataModule, ReallocStrategy
+
+    meter, switching = _make_meter(), ParameterReallocation()
+    callbacks = [switching, meter, *([_make_gathering()] if arm.gathers_once else [])]
+    trainer = L.Trainer(
+        accelerator="cpu", devices=WORLD_SIZE, strategy=ReallocStrategy(plan=arm.plan), callbacks=callbacks,
+        max_steps=1 + work.measured, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    rows = [{"prompt": t} for t in random_texts(work.num_prompts * 8, length=work.prompt_tokens, seed=1)]
+    trainer.fit(_make_module(work, meter), PromptDataModule(rows, batch_size=work.num_prompts))
+    switches = switching.summary().values()
+    mine = meter.readings(sum(s.seconds / s.count for s in switches if s.count > 1))
+    parts: list[Any] = [None] * WORLD_SIZE
+    dist.all_gather_object(parts, mine)
+    return merge(parts)
+
+
+@dataclass(slots=True)
+class Readings:
+    """What one rank noted."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    calls: list[dict[str, float]] = field(default_factory=list)
+    switch_s: float = 0.0
+    lasting_bytes: int = 0
+    passing_bytes: int = 0
+    rollouts: list[Any] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    num_weights: int = 0
+
+
+def merge(parts: Sequence[Readings]) -> Turn:
+    """Return all ranks' readings as one; the first iteration only counts for what was computed."""
+    slowest = [max(values) for values in zip(*(part.seconds for part in parts), strict=True)]
+    calls: defaultdict[str, list[float]] = defaultdict(list)
+    for ranks in zip(*(part.calls for part in parts), strict=True):
+        for name in ranks[0]:
+            calls[name].append(max(seconds[name] for seconds in ranks))
+    cpu_s = [sum(values) for values in zip(*(part.cpu_s for part in parts), strict=True)]
+    return Turn(
+        seconds=median(slowest[1:]),
+        cpu_s=median(cpu_s[1:]),
+        seconds_per_call={name: median(values[1:]) for name, values in calls.items()},
+        switch_s=max(part.switch_s for part in parts),
+        lasting_bytes=max(part.lasting_bytes for part in parts),
+        passing_bytes=max(part.passing_bytes for part in parts),
+        rollouts=tuple(parts[0].rollouts),
+        losses=tuple(parts[0].losses),
+        grad_norms=tuple(parts[0].grad_norms),
+        num_weights=parts[0].num_weights,
+    )
+
+
+def _make_module(work: Workload, meter: Any) -> Any:
+    from transformers import LlamaConfig
+
+    from benchmarks.workload import byte_tokenizer
+    from lightning_realloc import GRPO, SamplingParams
+
+    class Recorded(GRPO):
+        def summarize(self, samples: Any) -> dict[str, Tensor]:
+            meter.noted.rollouts.append(samples.ragged("response_ids").to_lists())
+            return super().summarize(samples)
+
+    config = LlamaConfig(
+        vocab_size=work.vocabulary, hidden_size=work.hidden_size, intermediate_size=work.intermediate_size,
+        num_hidden_layers=work.num_layers, num_attention_heads=work.num_heads,
+        num_key_value_heads=work.num_kv_heads, max_position_embeddings=512, tie_word_embeddings=True,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    sampling = SamplingParams(n=work.num_generations, max_new_tokens=work.new_tokens, ignore_eos=True)
+    return Recorded(
+        config, share_of_even_tokens, tokenizer=byte_tokenizer(), sampling=sampling, learning_rate=work.learning_rate
+    )
+
+
+def _make_meter() -> Any:
+    from lightning_realloc import PhaseCallback
+
+    class Meter(PhaseCallback):
+        """Takes times of every iteration, memory around the first one's generation and after it."""
+
+        def __init__(self) -> None:
+            self.noted = Readings()
+            self._begin = (0.0, 0.0)
+            self._in_first = False
+            self._generating_bytes = 0
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            self._in_first = batch_idx == 0
+            if batch_idx == 1:
+                self.noted.lasting_bytes = live_bytes()
+            self._calls = dict(trainer.strategy.runner.seconds)
+            dist.barrier()
+            self._begin = time.perf_counter(), time.process_time()
+
+        def on_phase_end(self, trainer: Any, module: Any, phase: str) -> None:
+            if self._in_first and phase == "actor.generate":
+                self._generating_bytes = live_bytes()
+
+        def on_phase_start(self, trainer: Any, module: Any, phase: str) -> None:
+            if self._in_first and phase == "reference.infer":
+                self.noted.passing_bytes = max(0, self._generating_bytes - live_bytes())
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            wall, cpu = time.perf_counter(), time.process_time()
+            self.noted.seconds.append(wall - self._begin[0])
+            self.noted.cpu_s.append(cpu - self._begin[1])
+            seconds = trainer.strategy.runner.seconds
+            self.noted.calls.append({name: seconds[name] - self._calls.get(name, 0.0) for name in CALLS})
+            self.noted.losses.append(float(trainer.callback_metrics["actor/loss"]))
+            self.noted.grad_norms.append(float(trainer.callback_metrics["actor/grad_norm"]))
+            self.noted.num_weights = trainer.strategy.pool.home("actor").model_layout.model.num_elements
+
+        def readings(self, switch_s: float) -> Readings:
+            """Return what was noted."""
+            self.noted.switch_s = switch_s
+            return self.noted
+
+    return Meter()
+
+
+def _make_gathering() -> Any:
+    from lightning_realloc import PhaseCallback
+
+    class GatherForGeneration(PhaseCallback):
+        """Keeps sharded weights gathered from a generation's beginning to its end: FSDP2's own way to generate."""
+
+        def on_phase_start(self, trainer: Any, module: Any, phase: str) -> None:
+            if phase == "actor.generate":
+                for part in self._sharded(trainer):
+                    part.set_reshard_after_forward(False, recurse=False)
+                    part.unshard()
+
+        def on_phase_end(self, trainer: Any, module: Any, phase: str) -> None:
+            if phase == "actor.generate":
+                root, *blocks = self._sharded(trainer)
+                for block in blocks:
+                    block.set_reshard_after_forward(True, recurse=False)
+                for part in (root, *blocks):
+                    part.reshard()
+
+        def _sharded(self, trainer: Any) -> list[FSDPModule]:
+            modules = trainer.strategy.pool.home("actor").model.modules()
+            return [module for module in modules if isinstance(module, FSDPModule)]
+
+    return GatherForGeneration()
+
+
+# --- four ranks -------------------------------------------------------------------------------------------------------
+
+
+def work_on(rank: int, port: int, options: argparse.Namespace, answers: Connection) -> None:
+    """Run every turn of every arm on this rank; rank 0 sends them on."""
+    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
+    os.environ |= {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE, timeout=timedelta(minutes=10))
+    chosen = [arm for arm in ARMS if arm.name in options.arms]
+    begin = time.monotonic()
+    for number in range(options.turns):
+        if number and _outlasts(begin, number, options.limit_s):
+            break
+        for arm in chosen:
+            turn = run_arm(arm, workload(options), rank)
+            gc.collect()
+            if rank == 0:
+                answers.send((arm, turn))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _outlasts(begin: float, turns_done: int, limit_s: float) -> bool:
+    """Return whether one more turn would end after the limit, on the slowest rank's clock."""
+    spent = torch.tensor([time.monotonic() - begin], dtype=torch.float64)
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return float(spent) * (turns_done + 1) / turns_done > limit_s
+
+
+def measured_turns(options: argparse.Namespace) -> Iterator[tuple[Arm, Turn]]:
+    """Start the ranks and yield every turn as it ends."""
+    context = multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    ranks = [context.Process(target=work_on, args=(rank, port, options, sending)) for rank in range(WORLD_SIZE)]
+    for process in ranks:
+        process.start()
+    sending.close()
+    try:
+        while True:
+            yield receiving.recv()
+    except EOFError:
+        pass
+    finally:
+        for process in ranks:
+            process.join()
+    failed = [rank for rank, process in enumerate(ranks) if process.exitcode]
+    if failed:
+        raise RuntimeError(f"ranks {failed} ended with an error, which is printed above")
+
+
+def workload(options: argparse.Namespace) -> Workload:
+    """Return the workload that the options ask for."""
+    return TINY if options.tiny else Workload(new_tokens=options.new_tokens)
+
+
+# --- judging ----------------------------------------------------------------------------------------------------------
+
+
+def fill(report: BenchmarkReport, turns: Mapping[Arm, Sequence[Turn]]) -> None:
+    """Add a row for each arm."""
+    static = next((made[0] for arm, made in turns.items() if arm.name == STATIC), None)
+    for arm, made in turns.items():
+        seconds = median(turn.seconds for turn in made)
+        calls = {name: median(turn.seconds_per_call[name] for turn in made) for name in CALLS}
+        compared = {} if static is None else compare(made[0], static)
+        report.add_row(
+            arm=arm.name,
+            seconds=round(seconds, 2),
+            **{name.partition(".")[2]: round(value, 2) for name, value in calls.items()},
+            switch=round(median(turn.switch_s for turn in made), 3),
+            cpu_s=round(median(turn.cpu_s for turn in made), 1),
+            lasting_mb=round(max(turn.lasting_bytes for turn in made) / 1e6),
+            peak_mb=round(max(turn.peak_bytes for turn in made) / 1e6),
+            **compared,
+        )
+
+
+def compare(turn: Turn, reference: Turn) -> dict[str, float]:
+    """Return the share of equal responses, and how far losses (absolutely) and gradient norms (relatively) differ."""
+    pairs = [
+        (mine, theirs)
+        for ours, others in zip(turn.rollouts, reference.rollouts, strict=True)
+        for mine, theirs in zip(ours, others, strict=True)
+    ]
+    return {
+        "equal_tokens": sum(mine == theirs for mine, theirs in pairs) / len(pairs),
+        "loss_diff": max(abs(a - b) for a, b in zip(turn.losses, reference.losses, strict=True)),
+        "norm_diff": max(abs(a / b - 1) for a, b in zip(turn.grad_norms, reference.grad_norms, strict=True) if b),
+    }
+
+
+def judge(report: BenchmarkReport, turns: Mapping[Arm, Sequence[Turn]]) -> None:
+    """Add the targets, for the fastest of the arms that reallocate."""
+    moving = {arm: made for arm, made in turns.items() if arm.moves}
+    resting = {arm: made for arm, made in turns.items() if not arm.moves}
+    static = next((arm for arm in resting if arm.name == STATIC), None)
+    if not moving or static is None:
+        return
+    best = min(moving, key=lambda arm: _seconds(moving[arm]))
+    report.require_at_least(
+        f"seconds of {STATIC} over {best.name}", _ratio(turns[static], turns[best]), FASTER_THAN_STATIC
+    )
+    peak = max(turn.peak_bytes for turn in turns[best])
+    fitting = {arm: made for arm, made in resting.items() if max(turn.peak_bytes for turn in made) <= peak}
+    rival = min(fitting, key=lambda arm: _seconds(fitting[arm]), default=None)
+    if rival is not None:
+        name = f"seconds of {best.name} over {rival.name}, the fastest that fits its memory"
+        report.require_at_most(name, _ratio(turns[best], turns[rival]), 1.0)
+    differences = [compare(turn, turns[static][0]) for made in turns.values() for turn in made]
+    report.require_at_least("share of equal responses", min(d["equal_tokens"] for d in differences), 1.0)
+    report.require_at_most("largest difference of losses", max(d["loss_diff"] for d in differences), LOSS_TOLERANCE)
+
+
+def _seconds(turns: Sequence[Turn]) -> float:
+    return median(turn.seconds for turn in turns)
+
+
+def _ratio(slow: Sequence[Turn], fast: Sequence[Turn]) -> float:
+    """Return the median over turns of slow/fast, each turn's arms having run next to each other."""
+    return median(s.seconds / f.seconds for s, f in zip(slow, fast, strict=True))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run every arm in turn and report."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--turns", type=int, default=2, help="turns that each arm has")
+    parser.add_argument("--arms", nargs="+", default=[arm.name for arm in ARMS], metavar="ARM", help="by name")
+    parser.add_argument("--new-tokens", type=int, default=Workload.new_tokens, help="length of the responses")
+    parser.add_argument("--tiny", action="store_true", help="a model of 100,000 weights, for a quick look")
+    parser.add_argument("--limit-s", type=float, default=700.0, help="fewer turns if they would last longer")
+    options = parser.parse_args(arguments)
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+    report = BenchmarkReport("iteration", settings={"world_size": WORLD_SIZE} | asdict(workload(options)))
+    turns: defaultdict[Arm, list[Turn]] = defaultdict(list)
+    for arm, turn in measured_turns(options):
+        turns[arm].append(turn)
+        sys.stderr.write(f"{arm.name}: {turn.seconds:.2f} s an iteration\n")
+    report.settings["num_weights"] = next(iter(turns.values()))[0].num_weights
+    whole = min(map(len, turns.values()))
+    complete = {arm: made[:whole] for arm, made in turns.items()}
+    fill(report, complete)
+    judge(report, complete)
+    return report.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
