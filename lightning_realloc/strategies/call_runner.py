@@ -98,6 +98,10 @@ class CallRunner:
             if lockstep is not None:
                 lockstep.give_up()
             return error
+        finally:
+            # Training needs the memory more. And a cache that has grown rounds logprobs differently, in the last bit,
+            # than the fresh one of a run that was resumed here.
+            engine.release()
 
     def _engine(self, call: ModelFunctionCall, replica: Replica) -> tuple[GenerationEngine, Lockstep | None]:
         if id(replica.model) not in self._engines:
