@@ -7,6 +7,7 @@ read into any other layout and any other number of ranks.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,13 +140,17 @@ class _LoadPlanner(DefaultLoadPlanner):
 def save(state: State, folder: Path) -> None:
     """Write every rank's regions under ``folder``. Collective over all ranks, where there are several."""
     writer = FileSystemWriter(folder, single_file_per_rank=True)
-    save_state({}, storage_writer=writer, planner=_SavePlanner(state), no_dist=not dist.is_initialized())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process")
+        save_state({}, storage_writer=writer, planner=_SavePlanner(state), no_dist=not dist.is_initialized())
 
 
 def load(state: State, folder: Path, *, alone: bool = False) -> None:
     """Fill every local tensor from ``folder``. Collective over all ranks unless ``alone``."""
     no_dist = alone or not dist.is_initialized()
-    load_state({}, storage_reader=FileSystemReader(folder), planner=_LoadPlanner(state), no_dist=no_dist)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
+        load_state({}, storage_reader=FileSystemReader(folder), planner=_LoadPlanner(state), no_dist=no_dist)
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
