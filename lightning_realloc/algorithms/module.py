@@ -5,7 +5,6 @@ It builds plain modules with full weights; sharding, moving, running calls and s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.calls import declared_calls
 from lightning_realloc.algorithms.role import Role
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.tuning.dataflow import Dataflow
@@ -175,9 +174,15 @@ class MultiModelModule(L.LightningModule):
             )
         return strategy
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Name the algorithm, so that a checkpoint of another one is refused by name."""
-        checkpoint["algorithm"] = type(self).__name__
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Refuse, with what to do instead: a checkpoint is a folder of shards, which only a strategy can place.
 
-    def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing to restore: the strategy restores models and optimizers."""
+        Raises:
+            CheckpointError: always.
+        """
+        raise CheckpointError(
+            f"{cls.__name__} is not built from a checkpoint; to go on training give {checkpoint_path} as "
+            f"trainer.fit(..., ckpt_path=...), to use its weights write them with "
+            f"'lightning-realloc export {checkpoint_path} --output DIR' and give DIR as the model"
+        )
