@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,15 +23,8 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.strategies.data_parallel import average_gradients
 from lightning_realloc.strategies.launchers import FullStateLauncher
+from lightning_realloc.strategies.precision import for_samples
 from lightning_realloc.tuning.dataflow import Dataflow
-
-REFUSED_PRECISIONS = {
-    "16-mixed": "one gradient scaler cannot serve several optimizers: each would unscale with the other's scale",
-    "16-true": "float16 weights lose small updates without a gradient scaler",
-    "64-true": "float64 weights would be cast to float32 by collectives and kernels that have no float64 form",
-    "transformer-engine": "its layers hide their weights from reallocation",
-    "transformer-engine-float16": "its layers hide their weights from reallocation",
-}
 
 
 class ProcessStrategy(ModelParallelStrategy):
@@ -103,13 +97,14 @@ class ProcessStrategy(ModelParallelStrategy):
             return {"num_replicas": 1, "rank": 0}
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
-    def _check_precision(self) -> None:
-        precision = str(getattr(self.precision_plugin, "precision", "32-true"))
-        if precision in REFUSED_PRECISIONS:
-            raise MisconfigurationException(
-                f"precision={precision!r} cannot be used with strategy='realloc': {REFUSED_PRECISIONS[precision]}; "
-                f"use '32-true', 'bf16-mixed' or 'bf16-true'"
-            )
+    @property
+    def precision_plugin(self) -> Precision:
+        """Lightning's plugin; where that would take samples apart, one that does not."""
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = for_samples(precision_plugin)
 
     @property
     def cluster(self) -> ClusterSpec:
@@ -119,32 +114,44 @@ class ProcessStrategy(ModelParallelStrategy):
             self._cluster = _with_memory(base, self.num_nodes, self.root_device)
         return self._cluster
 
-    # An FSDP2 module whose first forward runs under inference_mode, as Lightning's evaluation loops use with NCCL,
-    # cannot be trained afterwards.
+    # An algorithm's calls choose their precision themselves. And an FSDP2 module whose first forward runs under
+    # inference_mode, as Lightning's evaluation loops use with NCCL, cannot be trained afterwards.
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step, in the context of the precision only where it declares no calls."""
+        if self.dataflow is None:
+            return super().training_step(*args, **kwargs)
+        return self.lightning_module.training_step(*args, **kwargs)  # type: ignore[union-attr]
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run under ``no_grad``."""
+        """Run under ``no_grad``, in the context of the precision only where the module declares no calls."""
         with torch.inference_mode(False), torch.no_grad():
-            return super().validation_step(*args, **kwargs)
+            if self.dataflow is None:
+                return super().validation_step(*args, **kwargs)
+            return self.lightning_module.validation_step(*args, **kwargs)  # type: ignore[union-attr]
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run under ``no_grad``."""
+        """Run under ``no_grad``, in the context of the precision only where the module declares no calls."""
         with torch.inference_mode(False), torch.no_grad():
-            return super().test_step(*args, **kwargs)
+            if self.dataflow is None:
+                return super().test_step(*args, **kwargs)
+            return self.lightning_module.test_step(*args, **kwargs)  # type: ignore[union-attr]
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run under ``no_grad``."""
+        """Run under ``no_grad``, in the context of the precision only where the module declares no calls."""
         with torch.inference_mode(False), torch.no_grad():
-            return super().predict_step(*args, **kwargs)
+            if self.dataflow is None:
+                return super().predict_step(*args, **kwargs)
+            return self.lightning_module.predict_step(*args, **kwargs)  # type: ignore[union-attr]
 
     # ---- gradients of a LightningModule without calls
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Average gradients over all ranks, once per optimizer step."""
-        if self.dataflow is None and not self._sync_blocked and self._optimizes_automatically():
+        """Average gradients over all ranks: once per optimizer step, or at each backward pass that is called by hand.
+
+        What earlier backward passes left is equal everywhere by then, and stays as it is.
+        """
+        if self.dataflow is None and not self._sync_blocked:
             assert self.model is not None
             average_gradients(self.model)
-
-    def _optimizes_automatically(self) -> bool:
-        return bool(self.lightning_module.automatic_optimization)  # type: ignore[union-attr]
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -32,6 +32,7 @@ from lightning_realloc.strategies.call_runner import CallRunner
 from lightning_realloc.strategies.checkpointing import CheckpointStrategy
 from lightning_realloc.strategies.data_parallel import broadcast_module
 from lightning_realloc.strategies.model_pool import ModelPool, PoolOptions, Replica, TransportName
+from lightning_realloc.strategies.precision import check_precision
 from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
@@ -115,7 +116,7 @@ class ReallocStrategy(CheckpointStrategy):
         """Shard every role into its home layout, then make the optimizers, which must see sharded parameters."""
         assert self.accelerator is not None
         assert self.model is not None
-        self._check_precision()
+        check_precision(self.precision_plugin)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         flow = self.dataflow
@@ -271,8 +272,9 @@ class ReallocStrategy(CheckpointStrategy):
         )
 
     def forward_context(self, *, wrapped: bool) -> Any:
-        """Autocast for plain weights; those that FSDP wraps are gathered in the lower precision already."""
-        return nullcontext() if wrapped else self.precision_plugin.forward_context()
+        """Autocast under ``bf16-mixed``, unless FSDP wraps the model and gathers its weights in bfloat16 already."""
+        is_mixed = str(self.precision_plugin.precision).endswith("-mixed")
+        return self.precision_plugin.forward_context() if is_mixed and not wrapped else nullcontext()
 
     def backward_loss(self, loss: Tensor) -> None:
         """Run backward with Lightning's hooks."""
@@ -298,12 +300,6 @@ class ReallocStrategy(CheckpointStrategy):
         """Log values that are the same on every rank."""
         module: Any = self.lightning_module
         module.log_dict(metrics, batch_size=1)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step; autocast around all of it only where it declares no calls."""
-        if self.dataflow is None:
-            return super().training_step(*args, **kwargs)
-        return self.lightning_module.training_step(*args, **kwargs)  # type: ignore[union-attr]
 
     # ---- names
     @classmethod

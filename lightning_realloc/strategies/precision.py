@@ -1,0 +1,45 @@
+"""Which of Lightning's precisions can be used with several models, and what they leave alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import HalfPrecision, Precision
+
+from lightning_realloc.runtime.samples import Samples
+
+REFUSED_PRECISIONS = {
+    "16-mixed": "one gradient scaler cannot serve several optimizers: each would unscale with the other's scale",
+    "16-true": "float16 weights lose small updates without a gradient scaler",
+    "64-true": "float64 weights would be cast to float32 by collectives and kernels that have no float64 form",
+    "transformer-engine": "its layers hide their weights from reallocation",
+    "transformer-engine-float16": "its layers hide their weights from reallocation",
+}
+
+
+def check_precision(plugin: Precision) -> None:
+    """Refuse a precision that cannot work.
+
+    Raises:
+        MisconfigurationException: with the reason.
+    """
+    precision = str(getattr(plugin, "precision", "32-true"))
+    if precision in REFUSED_PRECISIONS:
+        raise MisconfigurationException(
+            f"precision={precision!r} cannot be used with strategy='realloc': {REFUSED_PRECISIONS[precision]}; "
+            f"use '32-true', 'bf16-mixed' or 'bf16-true'"
+        )
+
+
+class SamplesHalfPrecision(HalfPrecision):
+    """``bf16-true`` that keeps the dtypes of samples: log-probabilities are float32, whatever the weights are."""
+
+    def convert_input(self, data: Any) -> Any:
+        """Cast a batch of tensors; samples stay as they are."""
+        return data if isinstance(data, Samples) else super().convert_input(data)
+
+
+def for_samples(plugin: Precision | None) -> Precision | None:
+    """Return the plugin that does for samples what Lightning's does for batches of tensors."""
+    return SamplesHalfPrecision(plugin.precision) if type(plugin) is HalfPrecision else plugin
