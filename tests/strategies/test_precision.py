@@ -1,0 +1,109 @@
+"""Which precisions train, in which dtype every weight is held and read, and which are refused and why."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from lightning_realloc.callbacks import PhaseCallback
+from lightning_realloc.strategies import ReallocStrategy
+from tests.strategies import runs
+from tests.strategies.runs import Batches, calls
+from tests.workers import WorkerPool
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+
+
+class Dtypes(PhaseCallback):
+    """Notes the dtype of the weights that each call works on."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+
+    def on_phase_start(self, trainer: L.Trainer, pl_module: L.LightningModule, phase: str) -> None:
+        """Look at one weight."""
+        replica = trainer.strategy.pool.active(phase)  # type: ignore[attr-defined]
+        self.found[phase] = str(next(replica.model.parameters()).dtype).removeprefix("torch.")
+
+
+def train_in_every_precision(train_layout: str, generate_layout: str) -> dict[str, Any]:
+    """Return per precision the dtypes of each call, the losses, and the weights' dtype at the end."""
+    world_size, found = runs.world_size(), {}
+    for precision in PRECISIONS:
+        dtypes, record = Dtypes(), runs.Record()
+        plan = calls(actor_train=train_layout, actor_generate=generate_layout, reference_infer=generate_layout)
+        trainer = runs.trainer(ReallocStrategy(plan), world_size, precision=precision, callbacks=[dtypes, record])
+        trainer.fit(runs.grpo(learning_rate=1e-3), Batches(2))
+        supervised = runs.Record()
+        trainer = runs.trainer(
+            ReallocStrategy(calls(actor_train=train_layout)), world_size, precision=precision, callbacks=[supervised]
+        )
+        trainer.fit(runs.sft(learning_rate=1e-3), Batches(2, responses=True))
+        losses = [logged["actor/loss"] for logged in supervised.logged]
+        found[precision] = (dtypes.found, [logged["actor/loss"] for logged in record.logged], losses)
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_rank(workers: WorkerPool) -> dict[str, Any]:
+    """What one rank finds, with generation in the training layout."""
+    found: dict[str, Any] = workers.run(
+        train_in_every_precision, "fsdp1", "fsdp1", world_size=1, init_process_group=False, deadline_s=120.0
+    )[0]
+    return found
+
+
+@pytest.mark.parametrize("layouts", [("fsdp2", "tp2"), ("tp2", "dp2"), ("dp2", "tp2")], ids=" to ".join)
+def test_each_precision_trains_in_each_layout_close_to_one_rank(
+    layouts: tuple[str, str], one_rank: dict[str, Any], workers: WorkerPool
+) -> None:
+    everyone = workers.run(train_in_every_precision, *layouts, world_size=2, init_process_group=False, deadline_s=120.0)
+    assert everyone[0] == everyone[1]
+    for precision, (dtypes, losses, supervised) in everyone[0].items():
+        home = "bfloat16" if precision == "bf16-true" else "float32"
+        copy = "float32" if precision == "32-true" else "bfloat16"
+        assert dtypes["actor.train"] == home, precision
+        assert dtypes["actor.generate"] == copy, precision
+        assert all(math.isfinite(loss) for loss in losses), precision
+        tolerance = 1e-5 if precision == "32-true" else 2e-2
+        assert supervised == pytest.approx(one_rank[precision][2], abs=tolerance), precision
+        assert supervised[1] < supervised[0], precision
+
+
+def refusals() -> list[str]:
+    """Return what each precision that cannot work is refused with."""
+    world_size, found = runs.world_size(), []
+    scaler = torch.amp.GradScaler("cpu")
+    for options in (
+        {"precision": "64-true"},
+        {"precision": "16-true"},
+        {"plugins": MixedPrecision("16-mixed", "cpu", scaler)},
+    ):
+        for strategy in ("realloc", ReallocStrategy()):
+            record = runs.Record()
+            with pytest.raises((MisconfigurationException, ValueError)) as caught:
+                trainer = runs.trainer(strategy, world_size, callbacks=[record], **options)
+                trainer.fit(runs.sft(), Batches(1, responses=True))
+            assert record.steps == []
+            found.append(f"{type(caught.value).__name__}: {caught.value}")
+    return found
+
+
+def test_other_precisions_are_refused_before_any_step_with_the_reason(workers: WorkerPool) -> None:
+    for texts in workers.run(refusals, world_size=2, init_process_group=False):
+        double, double_too, half, half_too, mixed, mixed_too = texts
+        for text in (double, half, mixed, mixed_too):
+            assert text.startswith("MisconfigurationException: precision="), text
+            assert "use '32-true', 'bf16-mixed' or 'bf16-true'" in text
+        assert "no float64 form" in double
+        assert "float16 weights lose small updates" in half
+        assert "one gradient scaler cannot serve several optimizers" in mixed
+        # Lightning itself checks a strategy that is given as an object.
+        assert "64-true" in double_too
+        assert "16-true" in half_too
