@@ -2,7 +2,7 @@
 
 Four ranks on this host, the shapes of a Llama (width 1,024, 16 blocks, vocabulary 32,000), fp32 sources into bf16 (or
 fp32) targets, every ordered pair of six layouts. The arms of a row take turns; a figure is the slowest rank's wall
-time, the least of the turns.
+time, the least of the turns (fewer turns, for all arms of a row, where the machine is busy and time runs out).
 
 - push, direct: `Reallocation` through shared memory and point to point.
 - full: every parameter as a DTensor, cast, gathered whole by `full_tensor()`, then sliced. Ranks that hold no
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -130,7 +130,7 @@ def gather_by_full_tensor(row: Row) -> Arm:
     def run() -> None:
         for param in row.source.model.params:
             if param.name in sources:
-                full = sources[param.name].to(row.dtype).full_tensor()
+                full = cast(DTensor, sources[param.name].to(row.dtype)).full_tensor()
             else:
                 full = torch.empty(param.shape, dtype=row.dtype)
             row.spread(full)
@@ -271,7 +271,7 @@ def measure(
     budget_s: float,
     repeats: int,
 ) -> dict[str, Any]:
-    """Return one row's figures; the gathering arms stop early when they would outlast ``budget_s``."""
+    """Return one row's figures; another turn is taken only when it is likely to end within ``budget_s``."""
     start = time.monotonic()
     common: dict[str, Any] = {"rank": dist.get_rank(), "world_size": WORLD_SIZE, "dtype": dtype, "device": "cpu"}
     push, direct = (Reallocation(source, held, target, transport=name, **common) for name in ("push", "direct"))
@@ -282,28 +282,28 @@ def measure(
     row = Row(source, held, mesh, gathering, target, wanted, dtype)
     floor = move_raw(row, plan_reallocation(source, target, element_bytes=dtype.itemsize))
     floor()
-    quick = {"push": push.run, "direct": direct.run, "floor": floor}
-    slow = {"full": gather_by_full_tensor(row), "layer": gather_per_layer(row)}
-    seconds: dict[str, list[float]] = {name: [] for name in quick | slow}
+    arms: dict[str, Arm] = {"push": push.run, "direct": direct.run, "floor": floor}
+    arms |= {"full": gather_by_full_tensor(row), "layer": gather_per_layer(row)}
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(repeats):
-        outlasts = _everybody_max(time.monotonic() - start) * (turn + 1) / max(1, turn) > budget_s
-        for name, arm in (quick | ({} if turn and outlasts else slow)).items():
+        if turn and _everybody_max(time.monotonic() - start) * (turn + 1) / turn > budget_s:
+            break
+        for name, arm in arms.items():
             seconds[name].append(_time(arm))
     same = same and all(torch.equal(push.target_tensors[name], tensor) for name, tensor in wanted.items())
     least = {name: min(times) for name, times in seconds.items()}
     pushed, sent = reports
+    minimal = sent.bytes_moved == sent.bytes_minimum == pushed.bytes_moved
     return {
         "min_mb": round(sent.bytes_minimum / 1e6, 1),
         "moved_mb": round(sent.bytes_moved / 1e6, 1),
-        "wrote_mb": round(pushed.bytes_written / 1e6, 1),
         **{f"{name}_s": round(value, 4) for name, value in least.items()},
         "full/push": round(least["full"] / least["push"], 1),
         "full/direct": round(least["full"] / least["direct"], 2),
-        "direct/floor": round(least["direct"] / least["floor"], 2),
+        "over_floor": round(least["direct"] / least["floor"], 2),
         "extra_mb": round(_everybody_max(direct.staging_bytes) / 1e6, 1),
-        "minimal": sent.bytes_moved == sent.bytes_minimum == pushed.bytes_moved,
-        "equal": _everybody_max(0.0 if same else 1.0) == 0.0,
-        "turns": len(seconds["full"]),
+        "exact": minimal and _everybody_max(0.0 if same else 1.0) == 0.0,
+        "turns": len(seconds["push"]),
     }
 
 
@@ -390,14 +390,14 @@ def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def _judge(report: BenchmarkReport, dtype: str) -> None:
     rows = report.rows
-    report.require_at_most("rows where moved bytes exceed the minimum", sum(not r["minimal"] for r in rows), 0)
-    report.require_at_most("rows where the arms' bits differ", sum(not r["equal"] for r in rows), 0)
+    inexact = sum(not row["exact"] for row in rows)
+    report.require_at_most("rows where moved bytes are not the minimum or bits differ", inexact, 0)
     if dtype == "bfloat16":
         over_push = median(row["full/push"] for row in rows)
         report.require_at_least("full_tensor seconds / push seconds, median", over_push, 20)
     over_direct = median(row["full/direct"] for row in rows)
     report.require_at_least("full_tensor seconds / direct seconds, median", over_direct, 4)
-    report.require_at_most("direct seconds / floor seconds, median", median(r["direct/floor"] for r in rows), 1.8)
+    report.require_at_most("direct seconds / floor seconds, median", median(row["over_floor"] for row in rows), 1.8)
     bucket_mb = 2 * MAX_STAGING_BYTES / 1e6
     report.require_at_most("extra memory of a rank, MB, one bucket", max(row["extra_mb"] for row in rows), bucket_mb)
 
@@ -408,7 +408,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="turns of every arm; the least counts")
     parser.add_argument("--blocks", type=int, default=BLOCKS, help="of the model; fewer for a quick look")
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, metavar="LAYOUT", help="all ordered pairs of these")
-    parser.add_argument("--limit-s", type=float, default=780.0, help="the slow arms take fewer turns beyond this")
+    parser.add_argument("--limit-s", type=float, default=780.0, help="rows take fewer turns to end about then")
     return parser.parse_args()
 
 
