@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
 from lightning_realloc.data.loader import BatchLoader
+from lightning_realloc.errors import CheckpointError
 from lightning_realloc.runtime.samples import Samples
+from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.distributed_checkpoint import read_whole, stored_tensors
 from tests.models import tiny_model
@@ -75,14 +78,16 @@ class SaveAt(Callback):
     """Writes checkpoints in the middle of epochs, while the trainer trains."""
 
     part: Part
-    written: list[int] = field(default_factory=list)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write before any optimizer has stepped."""
+        self.on_train_batch_end(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Write where the part asks for it."""
         if trainer.global_step in self.part.save_at:
             assert self.part.save is not None
             trainer.save_checkpoint(f"{self.part.save}-{trainer.global_step}")
-            self.written.append(trainer.global_step)
 
 
 def run_parts(parts: Sequence[Part], world_size: int) -> list[list[dict[str, float]]]:
@@ -119,11 +124,130 @@ def differences(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dic
     }
 
 
-def fit_with_model_checkpoint(folder: Path, world_size: int, options: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Fit two epochs of two batches, and return the best path and what lies in the folder."""
-    checkpoint = ModelCheckpoint(dirpath=folder, **options)
-    fitted = runs.trainer(
-        ReallocStrategy("static"), world_size, max_epochs=2, enable_checkpointing=True, callbacks=[checkpoint]
-    )
-    fitted.fit(runs.sft(), runs.Batches(2, responses=True), runs.Batches(1, responses=True, seed=7))
-    return checkpoint.best_model_path, sorted(path.name for path in folder.iterdir())
+def fit_with_model_checkpoint(folder: Path, world_size: int) -> tuple[list[str], list[str], list[int]]:
+    """Fit, go on from "last", test from "best"; return what lay in the folder after either fit, and the steps."""
+    names, steps = [], []
+    for max_epochs in (3, 4):
+        checkpoint = ModelCheckpoint(
+            dirpath=folder, filename="{step}", monitor="val/loss", save_top_k=2, save_last=True
+        )
+        fitted = runs.trainer(
+            ReallocStrategy("static"), world_size, max_epochs=max_epochs, enable_checkpointing=True,
+            callbacks=[checkpoint],
+        )  # fmt: skip
+        held_out = runs.Batches(1, responses=True, seed=7)
+        fitted.fit(runs.sft(), runs.Batches(2, responses=True), held_out, ckpt_path="last" if steps else None)
+        names.append(sorted(path.name for path in folder.iterdir()))
+        steps.append(fitted.global_step)
+        fitted.test(dataloaders=held_out, ckpt_path="best", verbose=False)
+    return names[0], names[1], steps
+
+
+def refusals(parts: Sequence[Part], world_size: int) -> list[str | None]:
+    """Run the parts and return, on every rank, what each is refused with; None for one that runs."""
+    answers: list[str | None] = []
+    for part in parts:
+        try:
+            run_parts([part], world_size)
+            answers.append(None)
+        except CheckpointError as error:
+            answers.append(str(error))
+    return answers
+
+
+def save_weights_only(folder: Path, world_size: int) -> str:
+    """Write a checkpoint without optimizers, validate from it, and return what resuming it is refused with."""
+    fitted = runs.trainer(ReallocStrategy("static"), world_size, max_steps=2)
+    fitted.fit(runs.sft(), runs.Batches(2, responses=True))
+    fitted.save_checkpoint(folder, weights_only=True)
+    fitted.validate(runs.sft(), runs.Batches(1, responses=True), ckpt_path=folder, verbose=False)
+    return str(refusals([Part("static", 3, resume=folder)], world_size)[0])
+
+
+def resume_with_hyperparameters(folder: Path, world_size: int) -> tuple[int, str]:
+    """Write a checkpoint whose metadata holds a dataclass, and resume it trustingly and not."""
+    answers: list[Any] = []
+    for resume, weights_only in ((None, False), (folder, False), (folder, True)):
+        module = runs.sft()
+        module.save_hyperparameters({"options": TrainOptions(num_epochs=1)})
+        strategy = ReallocStrategy("static", load_weights_only=weights_only)
+        fitted = runs.trainer(strategy, world_size, max_steps=2 if resume else 1, max_epochs=-1)
+        try:
+            fitted.fit(module, runs.Batches(2, responses=True), ckpt_path=resume)
+            answers.append(fitted.global_step)
+        except CheckpointError as error:
+            answers.append(str(error))
+        if resume is None:
+            fitted.save_checkpoint(folder)
+    return answers[1], answers[2]
+
+
+class Linear(L.LightningModule):
+    """A LightningModule as anybody would write it: automatic optimization, a batch norm, a momentum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Return a mean square."""
+        loss: Tensor = self.layers(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD with momentum."""
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def run_plain_module(folder: Path, world_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Train a plain module for four steps, and for two and two; return both ends."""
+    loader = torch.utils.data.DataLoader(torch.randn(32, 3, generator=torch.Generator().manual_seed(1)), batch_size=4)
+    ends = []
+    for name, max_steps, resume in (("straight", 4, None), ("half", 2, None), ("resumed", 4, folder / "half.ckpt")):
+        L.seed_everything(0, verbose=False)
+        module = Linear()
+        fitted = runs.trainer(
+            ReallocStrategy(), world_size, max_steps=max_steps, max_epochs=-1, use_distributed_sampler=False
+        )
+        # The same batches in both halves: what is compared is the state, a plain DataLoader keeps no place.
+        fitted.fit(module, _Cycle(loader, start=2 if resume else 0), ckpt_path=resume)
+        fitted.save_checkpoint(folder / f"{name}.ckpt")
+        ends.append({key: value.clone() for key, value in module.state_dict().items()})
+    return ends[0], ends[2]
+
+
+class _Cycle:
+    """A loader's batches from a given one on."""
+
+    def __init__(self, loader: Any, *, start: int) -> None:
+        self.batches = list(loader)[start:]
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+def fit_in_forked_processes(folder: Path) -> tuple[dict[str, Tensor], float]:
+    """Fit on two ranks that the launcher forks, and return what comes back to the process that called fit."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    part = Part(runs.calls(actor_train="fsdp2"), 2, save=folder / "saved", save_at=(2,))
+    strategy = ReallocStrategy(part.plan, start_method="fork")
+    fitted = runs.trainer(strategy, 2, max_steps=2, callbacks=[SaveAt(part)])
+    module = make_module(part)
+    fitted.fit(module, runs.Batches(2, responses=True))
+    weights = {name: parameter.detach() for name, parameter in module.actor.named_parameters()}
+    return weights, float(fitted.callback_metrics["actor/loss"])
+
+
+def save_onto(paths: Sequence[Path], world_size: int) -> list[str | None]:
+    """Save a checkpoint to each path, and return what it is refused with."""
+    fitted = runs.trainer(ReallocStrategy("static"), world_size, max_steps=1)
+    fitted.fit(runs.sft(), runs.Batches(1, responses=True))
+    answers: list[str | None] = []
+    for path in paths:
+        try:
+            fitted.save_checkpoint(path)
+            answers.append(None)
+        except CheckpointError as error:
+            answers.append(str(error))
+    return answers

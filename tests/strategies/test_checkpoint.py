@@ -1,13 +1,31 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from lightning_realloc.algorithms.sft import SFT
+from lightning_realloc.errors import CheckpointError
+from lightning_realloc.strategies.checkpoint import refuse_folder
 from tests.strategies import runs
-from tests.strategies.checkpoint_runs import Part, contents, differences, run_parts
+from tests.strategies.checkpoint_runs import (
+    Linear,
+    Part,
+    contents,
+    differences,
+    fit_in_forked_processes,
+    fit_with_model_checkpoint,
+    refusals,
+    resume_with_hyperparameters,
+    run_parts,
+    run_plain_module,
+    save_onto,
+    save_weights_only,
+)
 from tests.workers import WorkerPool
 
 GRPO_PLAN = runs.calls(actor_generate="tp2", reference_infer="dp2", actor_train="fsdp2")
@@ -32,13 +50,26 @@ def test_a_resumed_run_is_the_straight_run_bit_by_bit(workers: WorkerPool, tmp_p
 
 def test_saving_changes_nothing(workers: WorkerPool, tmp_path: Path) -> None:
     # Upstream steps an optimizer that has no state yet in order to save it, which moves weights under Adam.
-    saving = Part(_sft("fsdp2"), 3, save=tmp_path / "saving", save_at=(1, 2))
+    saving = Part(_sft("fsdp2"), 3, save=tmp_path / "saving", save_at=(0, 1))
     silent = replace(saving, save=tmp_path / "silent", save_at=())
+    fresh = replace(silent, resume=tmp_path / "saving-0", save=tmp_path / "fresh")
 
-    logged = workers.run(run_parts, [saving, silent], 2, world_size=2, init_process_group=False)[0]
+    logged = workers.run(run_parts, [saving, silent, fresh], 2, world_size=2, init_process_group=False)[0]
 
-    assert logged[0] == logged[1]
+    assert logged[0] == logged[1] == logged[2]
     assert differences(contents(tmp_path / "saving"), contents(tmp_path / "silent")) == {}
+    assert differences(contents(tmp_path / "fresh"), contents(tmp_path / "silent")) == {}
+    assert not [name for name in contents(tmp_path / "saving-0") if name.startswith("optimizer")]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+def test_an_optimizer_without_state_resumes_too(workers: WorkerPool, tmp_path: Path, optimizer: str) -> None:
+    straight = Part(_sft("fsdp2"), 3, save=tmp_path / "straight", save_at=(1,), optimizer=optimizer)
+    resumed = replace(straight, resume=tmp_path / "straight-1", save=tmp_path / "resumed", save_at=())
+
+    workers.run(run_parts, [straight, resumed], 2, world_size=2, init_process_group=False)
+
+    assert differences(contents(tmp_path / "resumed"), contents(tmp_path / "straight")) == {}
 
 
 def test_dropout_goes_on_where_it_was(workers: WorkerPool, tmp_path: Path) -> None:
@@ -90,3 +121,130 @@ def _close(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None
 def _close_contents(ours: Path, theirs: Path) -> None:
     apart = {name: size for name, size in differences(contents(ours), contents(theirs)).items() if size > 1e-6}
     assert apart == {}
+
+
+# ---- what lies in the folder
+def test_frozen_roles_and_ranks_that_are_gone_leave_nothing_behind(workers: WorkerPool, tmp_path: Path) -> None:
+    folder = tmp_path / "run.ckpt"
+    plan = runs.calls(actor_generate="tp2", reference_infer="dp2", actor_train="fsdp4")
+    workers.run(run_parts, [Part(plan, 1, save=folder, algorithm="grpo")], 4, init_process_group=False)
+    (tmp_path / "run.ckpt.partial").mkdir()  # as a run leaves it that was killed while it wrote
+    four = {path.name for path in folder.glob("*.distcp")}
+    one = Part("static", 2, resume=folder, save=folder, algorithm="grpo")
+
+    workers.run(run_parts, [one], 1, world_size=1, init_process_group=False)
+
+    assert len(four) == 4
+    assert [path.name for path in folder.glob("*.distcp")] == ["__0_0.distcp"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.ckpt"]
+    description = json.loads((folder / "realloc.json").read_text())
+    assert {role: entry["saved"] for role, entry in description["roles"].items()} == {"actor": True, "reference": False}
+    assert not [name for name in contents(folder) if "reference" in name]
+
+
+def test_model_checkpoint_treats_folders_as_files(workers: WorkerPool, tmp_path: Path) -> None:
+    first, second, steps = workers.run(fit_with_model_checkpoint, tmp_path, 2, world_size=2, init_process_group=False)[
+        0
+    ]
+
+    assert steps == [6, 8]
+    assert len(first) == 3 and "last.ckpt" in first  # the two best, and the last
+    assert len(second) == 3 and "last.ckpt" in second
+
+
+def test_a_folder_of_other_things_is_never_replaced(workers: WorkerPool, tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("ten years")
+    (tmp_path / "file").write_text("")
+    paths = [tmp_path / "home", tmp_path / "file" / "below", tmp_path / "new", tmp_path / "new", tmp_path / "file"]
+
+    answers = workers.run(save_onto, paths, 2, world_size=2, init_process_group=False)
+
+    assert answers[0] == answers[1]
+    home, below, *others = answers[0]
+    assert home == f"{tmp_path / 'home'} is a folder, but not a checkpoint, and would be replaced by one; " + (
+        "choose another path"
+    )
+    assert below is not None and str(tmp_path / "file") in below
+    assert others == [None, None, None]
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["thesis.tex"]
+
+
+def test_hyperparameters_are_read_unless_they_are_distrusted(workers: WorkerPool, tmp_path: Path) -> None:
+    # Upstream drops fit(weights_only=...) for strategies that restore after setup, and fails on any dataclass.
+    answers = workers.run(resume_with_hyperparameters, tmp_path / "run.ckpt", 2, world_size=2, init_process_group=False)
+
+    for steps, refusal in answers:
+        assert steps == 2
+        assert "load_weights_only=False" in refusal
+
+
+# ---- what is refused
+def test_a_checkpoint_of_something_else_is_refused_on_every_rank(workers: WorkerPool, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    (tmp_path / "file.ckpt").write_text("")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    parts = [
+        Part("static", 1, save=saved),
+        Part("static", 2, resume=saved, family="qwen3"),
+        Part("static", 2, resume=saved, family="gemma"),
+        Part("static", 2, resume=saved, algorithm="grpo"),
+        Part("static", 2, resume=saved, optimizer="sgd"),
+        Part("static", 2, resume=tmp_path / "file.ckpt"),
+        Part("static", 2, resume=tmp_path / "model"),
+        Part("static", 2, resume=tmp_path / "nothing"),
+    ]
+
+    answers = workers.run(refusals, parts, 2, world_size=2, init_process_group=False)
+
+    assert answers[0] == answers[1]
+    ran, qwen3, gemma, algorithm, optimizer, file, model, nothing = answers[0]
+    assert ran is None
+    assert "actor parameter model.layers.0.self_attn.q_norm.weight is not in the checkpoint" in qwen3
+    assert "actor parameter lm_head.weight is only in the checkpoint" in gemma
+    assert "was saved by SFT and cannot be resumed by RecordedGRPO" in algorithm
+    assert "actor was trained by AdamW with 1 parameter groups" in optimizer and "is by SGD" in optimizer
+    assert "it is a file" in file
+    assert "it is a Hugging Face model: give it as a model's path" in model
+    assert "it is missing" in nothing
+
+
+def test_weights_alone_are_enough_to_validate_and_not_to_resume(workers: WorkerPool, tmp_path: Path) -> None:
+    answers = workers.run(save_weights_only, tmp_path / "run.ckpt", 2, world_size=2, init_process_group=False)
+
+    for refusal in answers:
+        assert "holds no optimizer state for 'actor' (saved with save_weights_only?)" in refusal
+
+
+def test_load_from_checkpoint_says_what_to_do_instead() -> None:
+    with pytest.raises(CheckpointError, match=r"ckpt_path=.*lightning-realloc export run\.ckpt"):
+        SFT.load_from_checkpoint("run.ckpt")
+
+
+# ---- other ways to run
+def test_a_plain_module_has_a_single_file_as_everywhere(workers: WorkerPool, tmp_path: Path) -> None:
+    straight, resumed = workers.run(run_plain_module, tmp_path, 2, world_size=2, init_process_group=False)[0]
+
+    assert differences(resumed, straight) == {}
+    stored = torch.load(tmp_path / "straight.ckpt", weights_only=True)
+    assert differences(stored["state_dict"], straight) == {}
+    assert stored["optimizer_states"][0]["state"][0]["momentum_buffer"].shape == (4, 3)
+    assert differences(Linear.load_from_checkpoint(tmp_path / "straight.ckpt").state_dict(), straight) == {}
+
+
+def test_a_plain_module_is_not_read_from_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="a folder, and this LightningModule, which declares no calls"):
+        refuse_folder(tmp_path)
+
+
+def test_weights_come_back_from_forked_processes(tmp_path: Path) -> None:
+    pool = WorkerPool()  # a process that has trained nothing: threads of an earlier run do not survive a fork
+    try:
+        weights, loss = pool.run(fit_in_forked_processes, tmp_path, world_size=1, init_process_group=False)[0]
+    finally:
+        pool.close()
+
+    saved = {name: weight for name, weight in contents(tmp_path / "saved-2").items() if name.startswith("model/")}
+    assert differences({f"model/actor/{name}": weight for name, weight in weights.items()}, saved) == {}
+    assert loss > 0
