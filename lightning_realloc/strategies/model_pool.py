@@ -226,7 +226,8 @@ class ModelPool:
             dtype=options.copy_dtype,
             device=options.device,
             cluster=options.cluster,
-            transport=options.transport,
+            # Shards that FSDP allocated are filled in place, which shared memory cannot do.
+            transport="direct" if uses_storage else options.transport,
             target_tensors=(existing or {}) if uses_storage else None,
         )
         if inside and not uses_storage:
