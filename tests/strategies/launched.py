@@ -1,0 +1,56 @@
+"""A user's script, for the tests of launchers: fits SFT on two devices, under each strategy it is told to.
+
+Every rank writes what it saw to a folder, and so does the process that called ``fit``, of the weights it is left with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+
+from tests.strategies import runs
+from tests.strategies.runs import Batches
+
+
+class Witness(Callback):
+    """Writes what a rank saw of the run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write one file per rank."""
+        seen = {
+            "world_size": trainer.world_size,
+            "steps": trainer.global_step,
+            "logged": runs.numbers(trainer.logged_metrics),
+            "launcher": type(trainer.strategy.launcher).__name__,
+            "process": os.getpid(),
+        }
+        (self.folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(seen))
+
+
+def main(folder: Path, *strategies: str) -> None:
+    """Fit once under each strategy."""
+    for name in strategies:
+        (folder / name).mkdir(exist_ok=True, parents=True)
+        module: Any = runs.sft()
+        trainer = runs.trainer(name, 2, callbacks=[Witness(folder / name)])
+        trainer.fit(module, Batches(2, responses=True))
+        # Started by a script or torchrun this process is a rank; else it holds what the ranks handed back.
+        is_rank = dist.is_initialized()
+        weights = trainer.strategy.full_weights("actor") if is_rank else module.actor.state_dict()
+        if trainer.is_global_zero:
+            sums = {key: float(value.abs().sum()) for key, value in weights.items()}
+            (folder / name / "caller.json").write_text(json.dumps({"process": os.getpid(), "sums": sums}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])

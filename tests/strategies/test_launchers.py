@@ -1,0 +1,117 @@
+"""The same script runs under every way of starting processes, and learns the same."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from tests.strategies import runs
+from tests.strategies.runs import Batches
+from tests.workers import WorkerPool
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(Path(__file__).with_name("launched.py"))
+DEADLINE_S = 120.0
+
+
+def launch(folder: Path, *commands: tuple[str, ...]) -> None:
+    """Run commands side by side, each as a user would from a shell that knows of no other run."""
+    foreign = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "NODE_RANK", "TORCHELASTIC")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    logs = [folder / f"{number}.log" for number in range(len(commands))]
+    with contextlib.ExitStack() as stack:
+        started = [
+            subprocess.Popen(
+                [sys.executable, *command], cwd=folder, env=environment, stderr=subprocess.STDOUT,
+                stdout=stack.enter_context(log.open("w")), start_new_session=True,
+            )
+            for command, log in zip(commands, logs, strict=True)
+        ]  # fmt: skip
+        for process in started:
+            stack.callback(end, process)
+        give_up_at = time.monotonic() + DEADLINE_S
+        for process, log in zip(started, logs, strict=True):
+            assert process.wait(timeout=give_up_at - time.monotonic()) == 0, log.read_text()[-6000:]
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End what a command has started, where it did not come to its own end."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=5.0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return what both ranks saw, and what was left to the process that called ``fit``."""
+    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    caller = json.loads((folder / "caller.json").read_text())
+    for rank in ranks:
+        assert (rank["world_size"], rank["steps"]) == (2, 2)
+        assert rank["logged"] == ranks[0]["logged"]
+    assert ranks[0]["process"] != ranks[1]["process"]
+    return ranks, caller
+
+
+def fit_here() -> tuple[dict[str, float], dict[str, float]]:
+    """Return what one rank logs, and the sums of its weights."""
+    outcome = runs.train(runs.sft(), "heuristic", 1, Batches(2, responses=True))
+    return outcome.logged[-1], {name: float(value.abs().sum()) for name, value in outcome.weights.items()}
+
+
+@pytest.mark.slow
+def test_script_torchrun_spawn_and_fork_learn_the_same(tmp_path: Path, workers: WorkerPool) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    launch(
+        tmp_path,
+        (SCRIPT, "script", "realloc"),
+        (*torchrun, SCRIPT, "torchrun", "realloc"),
+        (SCRIPT, "processes", "realloc_spawn", "realloc_fork"),
+    )
+    logged, sums = workers.run(fit_here, world_size=1, init_process_group=False)[0]
+    expected = {
+        "script/realloc": "_SubprocessScriptLauncher",
+        "torchrun/realloc": "NoneType",
+        "processes/realloc_spawn": "FullStateLauncher",
+        "processes/realloc_fork": "FullStateLauncher",
+    }
+    for name, launcher in expected.items():
+        ranks, caller = read(tmp_path / name)
+        assert ranks[0]["launcher"] == launcher
+        assert ranks[0]["logged"] == pytest.approx(logged, abs=1e-5)
+        # The weights come back, whether the caller is a rank or has waited for the ranks.
+        assert (caller["process"] == ranks[0]["process"]) == (launcher != "FullStateLauncher")
+        assert caller["sums"] == pytest.approx(sums, rel=1e-4)
+
+
+def start_too_many() -> list[str]:
+    """Return what a Trainer says that asks for other numbers of devices than torchrun started processes."""
+    world_size, rank = runs.world_size(), os.environ["RANK"]
+    texts = []
+    for devices in (1, 4):
+        # Lightning clears some of it behind itself.
+        os.environ |= {"TORCHELASTIC_RUN_ID": "run", "WORLD_SIZE": str(world_size), "RANK": rank, "LOCAL_RANK": rank}
+        with pytest.raises(MisconfigurationException) as caught:
+            runs.trainer("realloc", devices).fit(runs.sft(), Batches(1, responses=True))
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_torchrun_with_another_number_of_devices_is_refused(workers: WorkerPool) -> None:
+    for one, four in workers.run(start_too_many, world_size=2, init_process_group=False):
+        assert one == "2 processes were started, but Trainer(devices=1, num_nodes=1) asks for 1; make both equal"
+        assert four == "2 processes were started, but Trainer(devices=4, num_nodes=1) asks for 4; make both equal"
