@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -32,6 +32,8 @@ from lightning_realloc.runtime.packed_forward import token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.samples import Column, Samples
 from lightning_realloc.runtime.training import Average, Loss, Totals
+
+LossAverage = Literal["sequence", "token"]
 
 
 class GRPO(MultiModelModule):
@@ -57,6 +59,7 @@ class GRPO(MultiModelModule):
     """
 
     evaluation_calls = ("actor.generate", "judge")
+    share_prompts = True
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class GRPO(MultiModelModule):
         clip_low: float = 0.2,
         clip_high: float = 0.2,
         normalize_by_std: bool = True,
-        loss_average: Literal["sequence", "token"] = "sequence",
+        loss_average: LossAverage = "sequence",
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
@@ -82,6 +85,8 @@ class GRPO(MultiModelModule):
             raise ConfigError(f"sampling.n={self.sampling.n}: a group needs 2 or more responses to compare; set n >= 2")
         if self.sampling.temperature == 0:
             raise ConfigError("sampling.temperature=0 gives every response of a group the same tokens; set it above 0")
+        _check_choices(kl_estimator, loss_average)
+        _check_not_negative(kl_coef=kl_coef, clip_low=clip_low, clip_high=clip_high)
         self.evaluation_sampling = evaluation_sampling or replace(self.sampling, n=1, temperature=0.0)
         self._rewards = RewardFunctions(reward, weights=reward_weights)
         self.kl_coef = kl_coef
@@ -169,3 +174,18 @@ class GRPO(MultiModelModule):
     def training_now(self) -> bool:
         """Whether a rollout is made to learn from."""
         return bool(self.trainer.training)
+
+
+def _check_choices(kl_estimator: str, loss_average: str) -> None:
+    for name, value, choices in (
+        ("kl_estimator", kl_estimator, get_args(KLEstimator)),
+        ("loss_average", loss_average, get_args(LossAverage)),
+    ):
+        if value not in choices:
+            raise ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}")
+
+
+def _check_not_negative(**settings: float) -> None:
+    for name, value in settings.items():
+        if not value >= 0:  # NaN too
+            raise ConfigError(f"{name}={value} may not be negative; 0 switches it off")

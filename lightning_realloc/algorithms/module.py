@@ -39,6 +39,9 @@ class MultiModelModule(L.LightningModule):
 
     evaluation_calls: tuple[str, ...] = ()
     """The calls that ``validate`` and ``test`` run on held-out prompts."""
+    share_prompts: bool = False
+    """Whether samples next to each other in a pack may hold the same prompt once; models must look back only, and
+    methods find the token before a token by ``PackedBatch.predecessors``, as ``token_logprobs`` does."""
     dropout: bool = False
     """Whether dropout is active in training; policies are trained on the distribution that they were sampled from."""
 

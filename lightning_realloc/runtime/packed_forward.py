@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -38,9 +38,13 @@ class Segments:
     """Where the sequences of a pack begin and end, as the attention function wants it."""
 
     lengths: tuple[int, ...]
-    """Tokens of each of the B sequences."""
+    """Tokens of each of the B sequences in the row."""
     cu_seqlens: Tensor
     """(B + 1,) int32 on the model's device."""
+    shared: tuple[int, ...]
+    """Tokens before them that each sequence sees of the nearest sequence before it that shares none."""
+    masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+    """Additive masks, made once for all layers."""
 
 
 def install_packed_attention(model: nn.Module) -> None:
@@ -75,7 +79,7 @@ def packed_attention(model: nn.Module, packed: PackedBatch) -> Iterator[dict[str
             "input_ids": packed.input_ids,
             "position_ids": packed.position_ids,
             "use_cache": False,
-            "packed_segments": Segments(packed.lengths, packed.cu_seqlens),
+            "packed_segments": Segments(packed.lengths, packed.cu_seqlens, packed.shared),
         }
     finally:
         _in_packed_forward.reset(token)
@@ -114,9 +118,9 @@ def token_logprobs(
     targets = predicted.nonzero().squeeze(1)
     with packed_attention(model, packed) as inputs:
         if _keeps_logits(_transformers_model(model)):
-            logits = model(**inputs, logits_to_keep=targets - 1).logits[0]
+            logits = model(**inputs, logits_to_keep=packed.predecessors[targets]).logits[0]
         else:
-            logits = model(**inputs).logits[0][targets - 1]
+            logits = model(**inputs).logits[0][packed.predecessors[targets]]
     chosen = selected_logprobs(logits, packed.input_ids[0, targets], temperature=temperature, with_entropy=with_entropy)
     num_tokens = packed.num_tokens
     entropy = None if chosen.entropy is None else _scattered(chosen.entropy, targets, num_tokens)
@@ -203,7 +207,13 @@ def _segment_attention(
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     settings = _Attention(causal, scaling, dropout, sliding_window)
-    attend = _attend_varlen if _can_use_varlen(query, key, value, settings) else _attend_by_segment
+    if any(packed_segments.shared) and not causal:
+        raise ConfigError(
+            f"{type(module).__name__} looks ahead, so what it says about a prompt depends on the response, and "
+            f"responses cannot share it; set share_prompts=False on the algorithm"
+        )
+    use_varlen = not any(packed_segments.shared) and _can_use_varlen(query, key, value, settings)
+    attend = _attend_varlen if use_varlen else _attend_by_segment
     return attend(query, key, value, packed_segments, settings), None
 
 
@@ -218,24 +228,43 @@ class _Attention:
 def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, settings: _Attention) -> Tensor:
     # split, not slices: the backward of a slice fills a whole (N, ...) gradient with zeros, once per segment.
     lengths = list(segments.lengths)
+    parts = zip(*(torch.split(tensor, lengths, dim=2) for tensor in (query, key, value)), segments.shared, strict=True)
     outputs: list[Tensor] = []
-    for q, k, v in zip(*(torch.split(tensor, lengths, dim=2) for tensor in (query, key, value)), strict=True):
-        band = _window_mask(q.shape[2], settings, q.device)
+    owner = key, value
+    for q, k, v, shared in parts:
+        if shared:
+            k, v = (torch.cat([held[:, :, :shared], own], dim=2) for held, own in zip(owner, (k, v), strict=True))
+        else:
+            owner = k, v
+        mask = _mask(q, k.shape[2], segments, settings)
         attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=band, is_causal=settings.causal and band is None,
+            q, k, v, attn_mask=mask, is_causal=settings.causal and mask is None,
             dropout_p=settings.dropout, scale=settings.scaling, enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
         outputs.append(attended)
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
-def _window_mask(length: int, settings: _Attention, device: torch.device) -> Tensor | None:
-    """Return the (length, length) band of the last ``sliding_window`` tokens, itself included; None if all fit."""
-    window = settings.sliding_window
-    if window is None or length <= window:
+def _mask(query: Tensor, num_keys: int, segments: Segments, settings: _Attention) -> Tensor | None:
+    """Return the additive (queries, keys) mask of queries that end where the keys do; None where `is_causal` says it.
+
+    A sliding window is the last ``sliding_window`` tokens, the token itself included.
+    """
+    num_queries, window = query.shape[2], settings.sliding_window
+    if window is not None and num_keys <= window:
+        window = None
+    if window is None and num_queries == num_keys:
         return None
-    band = torch.ones(length, length, dtype=torch.bool, device=device).triu(1 - window)
-    return band.tril(0 if settings.causal else window - 1)
+    name = (num_queries, num_keys, window, query.dtype)
+    if name not in segments.masks:
+        first = num_keys - num_queries  # where the first query stands among the keys
+        seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+        if window is not None:
+            seen = seen.triu(first + 1 - window)
+        seen = seen.tril(first if settings.causal else first + (window or num_keys) - 1)
+        mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
+        segments.masks[name] = mask.masked_fill_(~seen, float("-inf"))
+    return segments.masks[name]
 
 
 def _can_use_varlen(query: Tensor, key: Tensor, value: Tensor, settings: _Attention) -> bool:

@@ -2,6 +2,7 @@
 
 A pack is one row of N tokens; each sequence keeps its own positions, and ``packed_forward`` keeps them from
 seeing each other. Which sequences go together is decided by token counts alone, so it can be planned anywhere.
+Neighbours that answer the same prompt may hold it once: a group of responses then costs one prompt, not one each.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -31,13 +33,17 @@ class PackedBatch:
     cu_seqlens: Tensor
     """(B + 1,) int32: sequence b is ``input_ids[0, cu_seqlens[b]:cu_seqlens[b + 1]]``."""
     lengths: tuple[int, ...]
-    """Tokens of each sequence, prompt and response together."""
+    """Tokens of each sequence that lie in the row: prompt and response, or the response alone where it is shared."""
     response_lengths: tuple[int, ...]
     """Tokens of each sequence's response, which is its end."""
     response_mask: Tensor
     """(N,) bool: True where the token belongs to a response and has a token before it to be predicted from."""
     sample_index: Tensor
     """(N,) int64: which of the B sequences a token belongs to."""
+    predecessors: Tensor
+    """(N,) int64: where the token before a token lies; its own place for the first one of a sequence."""
+    shared: tuple[int, ...]
+    """Prompt tokens of each sequence that lie with the nearest sequence before it that shares none."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """Per token (N, ...), zero outside the responses, where the column was ragged; else per sequence (B, ...)."""
 
@@ -59,7 +65,7 @@ class PackedBatch:
     @property
     def max_length(self) -> int:
         """Tokens of the longest sequence."""
-        return max(self.lengths)
+        return max(length + shared for length, shared in zip(self.lengths, self.shared, strict=True))
 
     def per_token(self, values: Tensor) -> Tensor:
         """Return per-sequence ``values`` (B, ...) repeated for every token, (N, ...)."""
@@ -78,17 +84,19 @@ class PackedBatch:
         """Return the same pack with its tensors on ``device``; ids stay on the host."""
         moved = {
             name: getattr(self, name).to(device)
-            for name in ("input_ids", "position_ids", "cu_seqlens", "response_mask", "sample_index")
+            for name in ("input_ids", "position_ids", "cu_seqlens", "response_mask", "sample_index", "predecessors")
         }
         columns = {name: column.to(device) for name, column in self.columns.items()}
         return dataclasses.replace(self, **moved, columns=columns)
 
 
-def pack(samples: Samples, *, columns: Sequence[str] = ()) -> PackedBatch:
+def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool = False) -> PackedBatch:
     """Return all ``samples`` in one pack, with these of their columns beside the tokens.
 
     The samples need ``prompt_ids`` and ``response_ids``; either may be empty for a sample, but not both. A ragged
-    column must be as long as the response, sample by sample, and lands on the response's tokens.
+    column must be as long as the response, sample by sample, and lands on the response's tokens. With
+    ``share_prompts``, samples next to each other with the same prompt hold it once: what a model says about the
+    responses stays the same as long as it only looks back.
 
     Raises:
         DataError: when there is nothing to pack, or a column does not fit.
@@ -97,16 +105,19 @@ def pack(samples: Samples, *, columns: Sequence[str] = ()) -> PackedBatch:
         raise DataError("a pack needs at least one sequence; got no samples")
     prompts, responses = samples.ragged("prompt_ids"), samples.ragged("response_ids")
     device = responses.values.device
-    lengths = prompts.lengths + responses.lengths
-    if int(lengths.min()) == 0:
-        empty = int(samples.ids[int(lengths.argmin())])
+    totals = prompts.lengths + responses.lengths
+    if int(totals.min()) == 0:
+        empty = int(samples.ids[int(totals.argmin())])
         raise DataError(f"a packed sequence needs at least one token; prompt and response of sample {empty} are empty")
-    order = _interleaved(prompts, responses)
+    shared = _shared_prompt_lengths(prompts, responses) if share_prompts else torch.zeros_like(totals)
+    held = _without(prompts, shared > 0)
+    lengths = totals - shared
     sample_index = torch.repeat_interleave(torch.arange(len(samples)), lengths)
     starts = lengths.cumsum(0) - lengths
-    positions = torch.arange(int(lengths.sum())) - starts[sample_index]
+    positions = torch.arange(int(lengths.sum())) - starts[sample_index] + shared[sample_index]
     in_response = positions >= prompts.lengths[sample_index]
-    input_ids = torch.cat([prompts.values.to(device), responses.values])[order.to(device)]
+    order = _interleaved(held, responses)
+    input_ids = torch.cat([held.values.to(device), responses.values])[order.to(device)]
     return PackedBatch(
         ids=samples.ids,
         input_ids=input_ids.unsqueeze(0),
@@ -116,6 +127,8 @@ def pack(samples: Samples, *, columns: Sequence[str] = ()) -> PackedBatch:
         response_lengths=tuple(responses.lengths.tolist()),
         response_mask=(in_response & (positions > 0)).to(device),
         sample_index=sample_index.to(device),
+        predecessors=_predecessors(starts, shared, positions).to(device),
+        shared=tuple(shared.tolist()),
         columns={name: _packed_column(samples, name, responses, in_response) for name in columns},
     )
 
@@ -146,6 +159,31 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ..
             packs[place].append(position)
             room[place] -= lengths[position]
     return sorted(tuple(sorted(members)) for members in packs)
+
+
+def _shared_prompt_lengths(prompts: Ragged, responses: Ragged) -> Tensor:
+    """Return (B,) how many prompt tokens a sequence need not hold, since the one before it has the same prompt.
+
+    A sequence without a response keeps its prompt: it would have no token left.
+    """
+    rows = prompts.split()
+    same = [False] + [torch.equal(before, row) for before, row in pairwise(rows)]
+    return torch.where(torch.tensor(same) & (responses.lengths > 0), prompts.lengths, 0)
+
+
+def _without(prompts: Ragged, dropped: Tensor) -> Ragged:
+    """Return the prompts, empty where ``dropped`` (B,) is True."""
+    kept = ~torch.repeat_interleave(dropped, prompts.lengths)
+    return Ragged(prompts.values[kept.to(prompts.values.device)], prompts.lengths.masked_fill(dropped, 0))
+
+
+def _predecessors(starts: Tensor, shared: Tensor, positions: Tensor) -> Tensor:
+    """Return (N,) where the token before each token lies, from (B,) starts and shared lengths and (N,) positions."""
+    before = torch.arange(positions.shape[0]) - (positions > 0).long()
+    owners = torch.where(shared > 0, 0, torch.arange(starts.shape[0])).cummax(0).values
+    sharing = shared > 0
+    before[starts[sharing]] = (starts[owners] + shared - 1)[sharing]
+    return before
 
 
 def _interleaved(prompts: Ragged, responses: Ragged) -> Tensor:

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.runtime.balance import balanced_shares
 from lightning_realloc.runtime.packing import PackedBatch, micro_batches, pack
 from lightning_realloc.runtime.samples import Samples
@@ -47,6 +47,13 @@ class Totals:
     """Sequences."""
     num_tokens: int
     """Response tokens, the ones that count in the loss."""
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 1:
+            raise DataError(
+                f"a mini-batch has {self.num_sequences} sequences without a single response token to learn from; "
+                f"leave samples with empty responses out, or lower num_minibatches"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +90,18 @@ class MicroBatch:
     """False: a repetition that only keeps collective forward passes in step; its loss and gradients are zeroed."""
 
 
-def pack_columns(samples: Samples, device: torch.device) -> PackedBatch:
-    """Return the samples in one pack on ``device``, with every column of numbers that they have."""
+def pack_columns(samples: Samples, device: torch.device, *, share_prompts: bool = False) -> PackedBatch:
+    """Return the samples in one pack on ``device``, with every column of numbers that they have.
+
+    Prompts are shared on CPU alone: the CUDA kernel for packed sequences cannot, and doing without it costs more.
+    """
     beside = [
         name
         for name, column in samples.columns.items()
         if not isinstance(column, tuple) and name not in ("prompt_ids", "response_ids")
     ]
-    return pack(samples, columns=beside).to(device)
+    share_prompts = share_prompts and device.type == "cpu"
+    return pack(samples, columns=beside, share_prompts=share_prompts).to(device)
 
 
 def micro_batch_plan(

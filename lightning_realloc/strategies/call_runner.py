@@ -151,7 +151,7 @@ class CallRunner:
         self, method: Callable[..., Tensor], replica: Replica, samples: Samples, micro: MicroBatch, name: str
     ) -> Samples:
         chosen = samples.select(micro.positions)
-        batch = pack_columns(chosen, self._device)
+        batch = pack_columns(chosen, self._device, share_prompts=self._module.share_prompts)
         values = method(replica.model, batch)
         if values.shape[0] == len(chosen) and values.shape[0] != batch.num_tokens:
             return Samples(chosen.ids, {name: values})

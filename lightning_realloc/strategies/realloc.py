@@ -150,7 +150,7 @@ class ReallocStrategy(CheckpointStrategy):
         self._placed_module = module
         trainee = Trainee(
             self, meshes, module.train_options, device=self.root_device, rank=self.global_rank, seed=module.seed,
-            dropout=module.dropout,
+            dropout=module.dropout, share_prompts=module.share_prompts,
         )  # fmt: skip
         self._runner = CallRunner(module, self._pool, self.phase_replica, trainee, device=self.root_device,
                                   rank=self.global_rank)  # fmt: skip

@@ -63,11 +63,12 @@ class Trainee:
         rank: This process.
         seed: Of the order of mini-batches.
         dropout: Whether dropout is active.
+        share_prompts: Whether a pack may hold a prompt once for several samples.
     """
 
     def __init__(
         self, stepper: Stepper, meshes: MeshRegistry, options: TrainOptions, *, device: torch.device, rank: int,
-        seed: int, dropout: bool,
+        seed: int, dropout: bool, share_prompts: bool,
     ) -> None:  # fmt: skip
         self._stepper = stepper
         self._meshes = meshes
@@ -76,6 +77,7 @@ class Trainee:
         self._rank = rank
         self._seed = seed
         self._dropout = dropout
+        self._share_prompts = share_prompts
 
     def train(
         self, method: LossMethod, replica: Replica, samples: Samples, lengths: Sequence[int], *, max_tokens: int
@@ -126,7 +128,7 @@ class Trainee:
         totals: Totals,
         sums: _MetricSums,
     ) -> None:
-        batch = pack_columns(chosen, self._device)
+        batch = pack_columns(chosen, self._device, share_prompts=self._share_prompts)
         with self._stepper.forward_context(wrapped=isinstance(replica.model, FSDPModule)):
             loss = method(replica.model, batch, totals)
         if not loss.value.requires_grad:

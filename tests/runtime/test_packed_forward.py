@@ -84,6 +84,42 @@ def test_packed_sequences_get_the_logprobs_and_gradients_of_single_ones(name: st
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_a_shared_prompt_gives_the_logprobs_and_gradients_of_one_each(name: str) -> None:
+    family, overrides = MODELS[name]
+    model = tiny_model(family, **overrides)
+    results = []
+    for share in (True, False):
+        packed = pack(_group(), share_prompts=share)
+        statistics = token_logprobs(model, packed, only_responses=True, with_entropy=True)
+        assert statistics.entropy is not None
+        logprobs = packed.responses(statistics.logprobs).values
+        model.zero_grad()
+        (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        results.append([logprobs.detach(), packed.responses(statistics.entropy).values.detach(), *gradients])
+    for shared, apart in zip(*results, strict=True):
+        torch.testing.assert_close(shared, apart, atol=2e-5, rtol=1e-4)
+
+
+def test_a_model_that_looks_ahead_refuses_shared_prompts() -> None:
+    model = tiny_model("llama")
+    for module in model.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = False
+    with pytest.raises(ConfigError, match="share_prompts=False"):
+        token_logprobs(model, pack(_group(), share_prompts=True))
+
+
+def _group() -> Samples:
+    """Two groups, of three and of one response, with a sequence of another prompt between them."""
+    prompts = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9], [5, 6, 7, 8, 9], [11], [12, 13]]
+    responses = [[20, 21, 22], [23], [24, 25, 26, 27, 28, 29], [30, 31], [32, 33, 34, 35]]
+    return Samples(
+        torch.arange(5), {"prompt_ids": Ragged.from_list(prompts), "response_ids": Ragged.from_list(responses)}
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_changing_one_sequence_leaves_the_others_bits_alone(name: str) -> None:
     family, overrides = MODELS[name]
     model, packed = tiny_model(family, **overrides), _packed()

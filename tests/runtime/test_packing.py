@@ -53,6 +53,47 @@ def test_a_pack_lays_prompts_and_responses_end_to_end(pairs: list[tuple[list[int
     assert packed.max_length == max(len(p + r) for p, r in pairs)
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(TOKENS, st.lists(TOKENS, min_size=1, max_size=4)).filter(lambda group: group[0] or all(group[1])),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_sharing_prompts_loses_no_token_and_holds_every_shared_prompt_once(
+    groups: list[tuple[list[int], list[list[int]]]],
+) -> None:
+    prompts = [prompt for prompt, answers in groups for _ in answers]
+    responses = [answer for _, answers in groups for answer in answers]
+    packed = pack(_samples(prompts, responses), columns=("behaviour_logprobs",), share_prompts=True)
+    apart = pack(_samples(prompts, responses), columns=("behaviour_logprobs",))
+    ends = torch.tensor(packed.lengths).cumsum(0) - 1
+    for index, end in enumerate(ends.tolist()):
+        walked, at = [], end  # back from a sequence's last token, from predecessor to predecessor
+        while True:
+            walked.append((int(packed.input_ids[0, at]), int(packed.position_ids[0, at])))
+            if int(packed.position_ids[0, at]) == 0:
+                break
+            at = int(packed.predecessors[at])
+        whole = prompts[index] + responses[index]
+        assert walked[::-1] == [(token, position) for position, token in enumerate(whole)]
+    spared = sum(
+        len(prompt) for before, prompt, answer in zip(prompts[:-1], prompts[1:], responses[1:], strict=True)
+        if before == prompt and answer
+    )  # fmt: skip
+    assert packed.num_tokens == apart.num_tokens - spared
+    assert packed.max_length == apart.max_length
+    for name in ("input_ids", "response_mask", "behaviour_logprobs"):
+        ours, theirs = (
+            pack_.responses(getattr(pack_, name, pack_.columns.get(name)).flatten()) for pack_ in (packed, apart)
+        )
+        assert ours.to_lists() == theirs.to_lists()
+    assert apart.predecessors.tolist() == [
+        index - (position > 0) for index, position in enumerate(apart.position_ids[0].tolist())
+    ]
+
+
 def test_packing_names_the_sample_that_does_not_fit() -> None:
     samples = _samples([[1], [2]], [[3], [4, 5]])
     with pytest.raises(DataError, match="sample 10 has 1 values for 2 tokens"):
