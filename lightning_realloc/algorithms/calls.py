@@ -37,13 +37,18 @@ def train(role: str, *, needs: Names) -> Callable[[Method], Method]:
 
 
 def declared_calls(module_class: type) -> tuple[ModelFunctionCall, ...]:
-    """Return the calls that a class declares, base classes first, in the order they are written."""
+    """Return the calls that a class declares, base classes first, in the order they are written.
+
+    A method that overrides a call stays that call, decorated again or not; ``method = None`` leaves the call out.
+    """
     calls: dict[str, ModelFunctionCall] = {}
     for base in reversed(module_class.__mro__):
-        for name in vars(base):
-            call = getattr(getattr(module_class, name), _DECLARATION, None)
+        for name, member in vars(base).items():
+            call = getattr(member, _DECLARATION, None)
             if isinstance(call, ModelFunctionCall):
                 calls[name] = call
+            elif member is None:
+                calls.pop(name, None)
     return tuple(calls.values())
 
 
