@@ -204,8 +204,6 @@ class NotFinite(runs.RecordedGRPO):
             raise ArithmeticError("overflow")
         return super().score_reference(reference, batch)
 
-    score_reference._model_function_call = runs.GRPO.score_reference._model_function_call  # type: ignore[attr-defined]
-
 
 def failing_inference() -> Any:
     """An error of the user's code, on one rank."""
@@ -224,8 +222,6 @@ class AfterwardsFailing(runs.RecordedGRPO):
         if 3 in prompts.ids.tolist():
             raise PlanError("too late")
         return made
-
-    roll_out._model_function_call = runs.GRPO.roll_out._model_function_call  # type: ignore[attr-defined]
 
 
 def failing_after_lockstep() -> Any:

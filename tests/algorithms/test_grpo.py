@@ -1,0 +1,168 @@
+"""GRPO's loss against a loop over sequences, its judging of groups by hand, and what it does without a reference."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_realloc.errors import ConfigError, RewardError
+from lightning_realloc.runtime.samples import Ragged, Samples
+from lightning_realloc.runtime.training import Totals, pack_columns
+from tests.models import tiny_model
+from tests.strategies import runs
+
+PROMPTS = [[5, 6, 7], [5, 6, 7], [8], [8]]
+RESPONSES = [[11, 12], [13, 14, 15, 2], [20], [100, 2]]
+REWARDS = [1.0, 0.0, 0.5, 0.5]
+CPU = torch.device("cpu")
+
+
+def rollout() -> Samples:
+    """Return two groups of two responses, with what a training call needs of them."""
+    generator = torch.Generator().manual_seed(3)
+    responses = Ragged.from_list(RESPONSES)
+    around = Ragged(torch.randn(responses.num_tokens, generator=generator) - 4.8, responses.lengths)
+    reference = Ragged(torch.randn(responses.num_tokens, generator=generator) - 4.8, responses.lengths)
+    return Samples(
+        torch.arange(4),
+        {
+            "prompt_ids": Ragged.from_list(PROMPTS),
+            "response_ids": responses,
+            "behaviour_logprobs": around,
+            "ref_logprobs": reference,
+            "advantages": torch.tensor([1.0, -1.0, 0.5, -2.0]),
+            "prompt_id": torch.tensor([0, 0, 1, 1]),
+            "prompt": ("first", "first", "second", "second"),
+        },
+    )
+
+
+def response_logprobs(model: Any, prompt: list[int], response: list[int], temperature: float) -> Tensor:
+    """Return the response tokens' log-probabilities by a plain forward pass."""
+    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1)[torch.arange(len(response)), torch.tensor(response)]
+
+
+def naive_loss(model: Any, samples: Samples, *, average: str, kl_coef: float, temperature: float) -> Tensor:
+    """Return the loss of the whole batch, one token at a time."""
+    columns = [samples.ragged(name).to_lists() for name in ("behaviour_logprobs", "ref_logprobs")]
+    advantages = samples.tensor("advantages").tolist()
+    by_sequence = []
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        values = []
+        for position, now in enumerate(response_logprobs(model, prompt, response, temperature)):
+            before, reference = columns[0][row][position], columns[1][row][position]
+            ratio = (now - before).exp()
+            surrogate = torch.min(ratio * advantages[row], ratio.clamp(0.8, 1.3) * advantages[row])
+            apart = now - reference
+            values.append(-surrogate + kl_coef * ((-apart).exp() - 1 + apart))
+        by_sequence.append(torch.stack(values))
+    if average == "token":
+        return torch.cat(by_sequence).mean()
+    return torch.stack([values.mean() for values in by_sequence]).mean()
+
+
+@pytest.mark.parametrize("average", ["sequence", "token"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_loss_and_its_gradient_are_those_of_a_loop_over_tokens(average: str, temperature: float) -> None:
+    model, reference = tiny_model("llama"), tiny_model("llama")
+    sampling = runs.SamplingParams(n=2, temperature=temperature)
+    module = runs.grpo(actor=model, sampling=sampling, kl_coef=0.1, clip_high=0.3, loss_average=average)
+    samples, totals = rollout(), Totals(4, 9)
+    parts = [module.actor_loss(model, pack_columns(samples.select(rows), CPU), totals) for rows in ([0, 3], [1, 2])]
+    loss = parts[0].value + parts[1].value
+    loss.backward()
+    expected = naive_loss(reference, samples, average=average, kl_coef=0.1, temperature=temperature)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, atol=2e-6)
+
+
+def test_clipped_tokens_and_divergence_are_measured() -> None:
+    model = tiny_model("llama")
+    module = runs.grpo(actor=model, kl_coef=0.1)
+    loss = module.actor_loss(model, pack_columns(rollout(), CPU), Totals(4, 9))
+    with torch.no_grad():
+        now = torch.cat([response_logprobs(model, p, r, 1.0) for p, r in zip(PROMPTS, RESPONSES, strict=True)])
+    samples = rollout()
+    ratio = (now - samples.ragged("behaviour_logprobs").values).exp()
+    advantages = torch.repeat_interleave(samples.tensor("advantages"), samples.ragged("response_ids").lengths)
+    clipped = ((advantages > 0) & (ratio > 1.2)) | ((advantages < 0) & (ratio < 0.8))
+    fraction = loss.metrics["clip_fraction"]
+    assert 0 < int(clipped.sum()) < 9
+    assert (float(fraction.total), float(fraction.weight)) == (float(clipped.sum()), 9.0)
+    apart = now - samples.ragged("ref_logprobs").values
+    kl = loss.metrics["kl"]
+    assert (kl.total / kl.weight).item() == pytest.approx((torch.expm1(-apart) + apart).mean().item(), abs=1e-4)
+
+
+def test_without_divergence_there_is_no_reference() -> None:
+    module = runs.grpo(kl_coef=0.0)
+    assert [role.name for role in module.roles()] == ["actor"]
+    assert [call.name for call in module.dataflow.calls] == ["actor.generate", "judge", "actor.train"]
+    assert module.dataflow.call("actor.train").needs == ("rollout", "advantages")
+    loss = module.actor_loss(
+        tiny_model("llama"), pack_columns(rollout().without_columns("ref_logprobs"), CPU), Totals(4, 9)
+    )
+    assert "kl" not in loss.metrics
+
+
+def fixed(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """Reward what the test says."""
+    return [REWARDS[RESPONSES.index(ids)] for ids in completion_ids]
+
+
+def half(completions: list[str], **columns: Any) -> list[float]:
+    """Reward everything alike."""
+    return [0.5] * len(completions)
+
+
+def test_groups_are_judged_by_hand() -> None:
+    judged = runs.grpo(reward=fixed).judge(rollout())
+    assert judged["rewards"].tolist() == REWARDS
+    # Group 1: mean 1/2, standard deviation sqrt(1/2); group 2: equal rewards, no advantage.
+    scale = 0.5 / (math.sqrt(0.5) + 1e-4)
+    assert judged["advantages"].tolist() == pytest.approx([scale, -scale, 0.0, 0.0], abs=1e-6)
+    assert set(judged) == {"rewards", "advantages"}
+    plain = runs.grpo(reward=fixed, normalize_by_std=False).judge(rollout())
+    assert plain["advantages"].tolist() == pytest.approx([0.5, -0.5, 0.0, 0.0])
+
+
+def test_several_reward_functions_are_weighted_and_logged_apart() -> None:
+    module = runs.grpo(reward=[fixed, half], reward_weights=[2.0, 1.0])
+    judged = module.judge(rollout())
+    assert judged["rewards"].tolist() == [2.5, 0.5, 1.5, 1.5]
+    samples = rollout().with_columns(**judged, finish_reason=torch.tensor([0, 1, 0, 0]))
+    summary = {name: float(value) for name, value in module.summarize(samples).items()}
+    assert summary == pytest.approx(
+        {"reward": 1.5, "reward/fixed": 0.5, "reward/half": 0.5, "response_length": 2.25, "finished": 0.75}
+    )
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a group needs 2 or more responses to compare; set n >= 2"):
+        runs.grpo(sampling=runs.SamplingParams(n=1))
+    with pytest.raises(ConfigError, match=r"temperature=0 gives every response of a group the same tokens"):
+        runs.grpo(sampling=runs.SamplingParams(n=2, temperature=0.0))
+    with pytest.raises(RewardError, match="cannot be imported"):
+        runs.grpo(reward="no.such:function")
+    for settings, name in (
+        ({"kl_estimator": "k4"}, "kl_estimator='k4'"),
+        ({"loss_average": "group"}, "loss_average='group'"),
+        ({"clip_low": -0.1}, "clip_low=-0.1"),
+        ({"clip_high": -0.1}, "clip_high=-0.1"),
+        ({"kl_coef": -1.0}, "kl_coef=-1.0"),
+    ):
+        with pytest.raises(ConfigError, match=name):
+            runs.grpo(**settings)
+
+
+def test_held_out_prompts_get_one_greedy_answer_unless_told_otherwise() -> None:
+    assert runs.grpo().evaluation_sampling == runs.SamplingParams(n=1, temperature=0.0, max_new_tokens=6)
+    chosen = runs.SamplingParams(n=3)
+    assert runs.grpo(evaluation_sampling=chosen).evaluation_sampling == chosen

@@ -1,0 +1,113 @@
+"""What every algorithm inherits: models that follow from the seed, optimizers named after roles, calls of its roles."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
+from transformers import PreTrainedModel
+
+from lightning_realloc.algorithms.module import MultiModelModule
+from lightning_realloc.algorithms.role import Role
+from lightning_realloc.algorithms.sft import SFT
+from lightning_realloc.errors import ConfigError
+from tests.models import byte_tokenizer, tiny_model
+from tests.strategies import runs
+
+
+def test_models_become_attributes_once() -> None:
+    module = runs.grpo()
+    assert module.models() == {}
+    module.configure_model()
+    models = module.models()
+    assert list(models) == ["actor", "reference"]
+    assert models["actor"] is module.actor
+    module.configure_model()
+    assert module.models()["actor"] is models["actor"]
+    # A reference is frozen, and a copy: two roles may be given the same module.
+    assert all(parameter.requires_grad for parameter in module.actor.parameters())
+    assert not any(parameter.requires_grad for parameter in module.reference.parameters())
+    shared = tiny_model("llama")
+    twice = runs.RecordedGRPO(shared, runs.low_tokens, sampling=runs.SAMPLING)
+    twice.configure_model()
+    assert twice.actor is not twice.reference
+    assert runs.largest_difference(twice.actor.state_dict(), twice.reference.state_dict()) == 0.0
+
+
+def test_random_weights_follow_from_the_seed_alone() -> None:
+    config = tiny_model("llama").config
+    modules = []
+    for seed in (0, 0, 1):
+        torch.rand(3)
+        modules.append(SFT(config, seed=seed))
+        modules[-1].configure_model()
+    first, same, other = (module.actor.state_dict() for module in modules)
+    assert runs.largest_difference(first, same) == 0.0
+    assert runs.largest_difference(first, other) > 0.01
+    assert isinstance(modules[0].actor, PreTrainedModel)
+    assert next(modules[0].actor.parameters()).dtype == torch.float32
+
+
+def test_optimizers_and_schedules_are_named_after_their_roles() -> None:
+    module = runs.grpo(learning_rate=0.25)
+    module.configure_model()
+    (entry,) = module.configure_optimizers()
+    (group,) = entry["optimizer"].param_groups
+    assert type(entry["optimizer"]) is AdamW
+    assert (group["name"], group["lr"], group["weight_decay"]) == ("actor", 0.25, 0.0)
+    assert len(group["params"]) == len(list(module.actor.parameters()))
+    assert "lr_scheduler" not in entry
+    chosen = runs.sft(optimizer=partial(SGD, lr=0.5), lr_scheduler=partial(StepLR, step_size=3))
+    chosen.configure_model()
+    (entry,) = chosen.configure_optimizers()
+    assert type(entry["optimizer"]) is SGD
+    assert type(entry["lr_scheduler"]["scheduler"]) is StepLR
+    assert (entry["lr_scheduler"]["interval"], entry["lr_scheduler"]["name"]) == ("step", "lr")
+
+
+def test_a_model_is_loaded_from_its_folder_and_brings_its_tokenizer(tmp_path: Path) -> None:
+    model = tiny_model("llama", seed=4)
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    module = SFT(tmp_path)
+    assert module.tokenizer.decode(module.tokenizer("ab").input_ids) == "ab"
+    module.configure_model()
+    assert runs.largest_difference(module.actor.state_dict(), model.state_dict()) == 0.0
+
+
+def test_what_is_missing_is_said() -> None:
+    with pytest.raises(ConfigError, match="SFT was given no tokenizer, and no model is loaded from a folder or name"):
+        _ = SFT(tiny_model("llama")).tokenizer
+    with pytest.raises(ConfigError, match=r"actor='no/such/folder' could not be loaded .* give a Hugging Face name"):
+        SFT("no/such/folder").configure_model()
+    with pytest.raises(NotImplementedError, match="Bare must return its models from roles"):
+        Bare().roles()
+
+
+class Bare(MultiModelModule):
+    """An algorithm that says nothing about itself."""
+
+
+class Judge(MultiModelModule):
+    """An algorithm of one frozen role and nothing to evaluate."""
+
+    def roles(self) -> tuple[Role, ...]:
+        """Return the one model."""
+        return (Role(name="judge", source=tiny_model("llama"), trained=False),)
+
+
+def test_an_algorithm_that_trains_nothing_has_no_optimizer() -> None:
+    module = Judge()
+    module.configure_model()
+    assert module.configure_optimizers() is None
+
+
+def test_validation_without_evaluation_calls_is_refused() -> None:
+    module: Any = Judge()
+    with pytest.raises(ConfigError, match="Judge declares no evaluation_calls; leave the validation data out"):
+        module.validation_step(next(iter(runs.Batches(1))), 0)

@@ -1,0 +1,58 @@
+"""Supervised fine-tuning's loss is Hugging Face's own, over the responses' tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_realloc.runtime.samples import Ragged, Samples
+from lightning_realloc.runtime.training import Totals, pack_columns
+from tests.models import tiny_model
+from tests.strategies import runs
+
+PROMPTS = [[5, 6, 7], [8], [9, 10]]
+RESPONSES = [[11, 12], [13, 14, 15, 2], [2]]
+
+
+def pairs() -> Samples:
+    """Return three pairs of different lengths."""
+    return Samples(
+        torch.arange(3),
+        {"prompt_ids": Ragged.from_list(PROMPTS), "response_ids": Ragged.from_list(RESPONSES)},
+    )
+
+
+def test_the_loss_and_its_gradient_are_those_of_hugging_face() -> None:
+    model, reference = tiny_model("llama"), tiny_model("llama")
+    module = runs.sft(actor=model)
+    loss = module.actor_loss(model, pack_columns(pairs(), torch.device("cpu")), Totals(3, 7))
+    loss.value.backward()
+    # Hugging Face means over a row's labels: 2, 4 and 1 of them, 7 in all.
+    expected = torch.zeros(())
+    for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
+        ids = torch.tensor([prompt + response])
+        labels = torch.tensor([[-100] * len(prompt) + response])
+        expected = expected + reference(input_ids=ids, labels=labels).loss * len(response) / 7
+    expected.backward()
+    assert loss.value.item() == pytest.approx(expected.item(), abs=1e-6)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)
+    nll = loss.metrics["nll"]
+    assert (nll.total / nll.weight).item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_parts_of_a_mini_batch_add_up_to_its_loss() -> None:
+    model = tiny_model("llama")
+    module, totals, device = runs.sft(actor=model), Totals(3, 7), torch.device("cpu")
+    whole = module.actor_loss(model, pack_columns(pairs(), device), totals).value
+    parts = [
+        module.actor_loss(model, pack_columns(pairs().select(rows), device), totals).value for rows in ([0, 2], [1])
+    ]
+    assert float(sum(parts)) == pytest.approx(float(whole), abs=1e-6)
+
+
+def test_scores_are_summarized_per_token() -> None:
+    module = runs.sft()
+    assert module.summarize(pairs()) == {}
+    scored = pairs().with_columns(logprobs=Ragged.from_list([[-1.0, -2.0], [0.0] * 4, [-4.0]], dtype=torch.float32))
+    assert float(module.summarize(scored)["loss"]) == pytest.approx(1.0)

@@ -1,0 +1,112 @@
+"""How samples become optimizer steps: every sample once, the same plan on every rank, no plan without samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_realloc.errors import ConfigError, DataError
+from lightning_realloc.runtime.samples import Ragged, Samples
+from lightning_realloc.runtime.training import (
+    Totals,
+    TrainOptions,
+    micro_batch_plan,
+    minibatch_positions,
+    pack_columns,
+)
+
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=24)
+
+
+@given(lengths=LENGTHS, num_shares=st.integers(1, 5), max_tokens=st.integers(30, 90), equal_counts=st.booleans())
+def test_micro_batches_hold_every_sample_once(
+    lengths: list[int], num_shares: int, max_tokens: int, equal_counts: bool
+) -> None:
+    plans = micro_batch_plan(lengths, num_shares, max_tokens=max_tokens, equal_counts=equal_counts)
+    assert len(plans) == num_shares
+    counted = [position for plan in plans for micro in plan if micro.counts for position in micro.positions]
+    assert sorted(counted) == list(range(len(lengths)))
+    for plan in plans:
+        # Every rank runs at least one, so that it takes part in reducing gradients.
+        assert plan
+        assert all(sum(lengths[position] for position in micro.positions) <= max_tokens for micro in plan)
+    if equal_counts:
+        assert len({len(plan) for plan in plans}) == 1
+
+
+@given(lengths=LENGTHS, num_shares=st.integers(1, 5), max_tokens=st.integers(30, 90))
+def test_repetitions_come_last_and_change_nothing_else(lengths: list[int], num_shares: int, max_tokens: int) -> None:
+    equal = micro_batch_plan(lengths, num_shares, max_tokens=max_tokens, equal_counts=True)
+    ragged = micro_batch_plan(lengths, num_shares, max_tokens=max_tokens, equal_counts=False)
+    for ours, theirs in zip(equal, ragged, strict=True):
+        assert [micro for micro in ours if micro.counts] == [micro for micro in theirs if micro.counts]
+        counts = [micro.counts for micro in ours]
+        assert counts == sorted(counts, reverse=True)
+    # What is repeated is the cheapest sample there is.
+    repeated = {micro.positions for plan in equal for micro in plan if not micro.counts}
+    assert all(lengths[positions[0]] == min(lengths) and len(positions) == 1 for positions in repeated)
+
+
+def test_a_sequence_that_fits_no_micro_batch_is_named() -> None:
+    with pytest.raises(DataError, match=r"sequence 1 has 12 tokens and max_tokens=8, raise it to at least 12"):
+        micro_batch_plan([4, 12], 1, max_tokens=8, equal_counts=False)
+
+
+@given(num_samples=st.integers(1, 40), num_minibatches=st.integers(1, 40), seed=st.integers(0, 2**40))
+def test_mini_batches_partition_the_samples_evenly(num_samples: int, num_minibatches: int, seed: int) -> None:
+    if num_samples < num_minibatches:
+        with pytest.raises(ConfigError, match="needs as many samples in an iteration"):
+            minibatch_positions(num_samples, num_minibatches, seed=seed)
+        return
+    parts = minibatch_positions(num_samples, num_minibatches, seed=seed)
+    assert sorted(position for part in parts for position in part) == list(range(num_samples))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert all(list(part) == sorted(part) for part in parts)
+    assert parts == minibatch_positions(num_samples, num_minibatches, seed=seed)
+
+
+def test_another_seed_shuffles_otherwise() -> None:
+    assert minibatch_positions(20, 2, seed=0) != minibatch_positions(20, 2, seed=1)
+    # One mini-batch is the whole, in order.
+    assert minibatch_positions(3, 1, seed=5) == ((0, 1, 2),)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_epochs": 0}, "num_epochs=0 must be at least 1"),
+        ({"num_minibatches": -1}, "num_minibatches=-1 must be at least 1"),
+        ({"micro_batch_tokens": 0}, "micro_batch_tokens=0 must be at least 1"),
+        ({"max_grad_norm": 0.0}, r"max_grad_norm=0\.0 must be positive; use None to leave gradients alone"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainOptions(**settings)  # type: ignore[arg-type]
+
+
+def test_a_mini_batch_without_a_response_token_is_refused() -> None:
+    # Every loss divides by it: the weights would become NaN.
+    with pytest.raises(DataError, match="2 sequences without a single response token to learn from"):
+        Totals(num_sequences=2, num_tokens=0)
+
+
+def test_all_columns_of_numbers_are_packed_and_objects_left_out() -> None:
+    samples = Samples(
+        torch.arange(2),
+        {
+            "prompt_ids": Ragged.from_list([[5], [6, 7]]),
+            "response_ids": Ragged.from_list([[8, 9], [10]]),
+            "behaviour_logprobs": Ragged.from_list([[-1.0, -2.0], [-3.0]], dtype=torch.float32),
+            "advantages": torch.tensor([0.5, -0.5]),
+            "prompt": ("a", "b"),
+        },
+    )
+    packed = pack_columns(samples, torch.device("cpu"))
+    assert sorted(packed.columns) == ["advantages", "behaviour_logprobs"]
+    assert packed.input_ids.tolist() == [[5, 8, 9, 6, 7, 10]]
+    assert packed["behaviour_logprobs"].tolist() == [0.0, -1.0, -2.0, 0.0, 0.0, -3.0]
+    assert packed.per_token(packed["advantages"]).tolist() == [0.5, 0.5, 0.5, -0.5, -0.5, -0.5]
