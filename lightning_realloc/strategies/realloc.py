@@ -38,7 +38,7 @@ from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.heuristic import heuristic_plan
 
-PlanSource = ExecutionPlan | Mapping[str, Any] | str | Path
+PlanSource = str | Path | Mapping[str, Any] | ExecutionPlan
 
 _POOL_ATTRIBUTE = "_realloc_pool"
 """Where a LightningModule remembers its laid-out models for the next Trainer."""
