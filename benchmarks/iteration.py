@@ -456,7 +456,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--turns", type=int, default=2, help="turns that each arm has")
     parser.add_argument("--arms", nargs="+", default=[arm.name for arm in ARMS], metavar="ARM", help="by name")
-    parser.add_argument("--new-tokens", type=int, default=Workload.new_tokens, help="length of the responses")
+    parser.add_argument("--new-tokens", type=int, default=Workload().new_tokens, help="length of the responses")
     parser.add_argument("--tiny", action="store_true", help="a model of 100,000 weights, for a quick look")
     parser.add_argument("--limit-s", type=float, default=700.0, help="fewer turns if they would last longer")
     options = parser.parse_args(arguments)

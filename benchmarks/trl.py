@@ -276,7 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure both arms in turn and report."""
     parser = make_parser(__doc__ or "")
     parser.add_argument("--turns", type=int, default=3, help="turns that each arm has")
-    parser.add_argument("--steps", type=int, default=Workload.steps, help="measured steps in a turn")
+    parser.add_argument("--steps", type=int, default=Workload().steps, help="measured steps in a turn")
     options: argparse.Namespace = parser.parse_args(arguments)
     if importlib.util.find_spec("trl") is None:
         sys.stderr.write("this benchmark compares with TRL, which is not installed: pip install -e '.[bench]'\n")
