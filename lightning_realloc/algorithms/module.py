@@ -13,10 +13,11 @@ import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.calls import declared_calls
 from lightning_realloc.algorithms.role import Role
+from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.runtime.training import TrainOptions
@@ -103,12 +104,12 @@ class MultiModelModule(L.LightningModule):
                     f"{type(self).__name__} was given no tokenizer, and no model is loaded from a folder or name that "
                     f"could have one; pass tokenizer="
                 )
-            self._tokenizer = AutoTokenizer.from_pretrained(sources[0])
+            self._tokenizer = load_tokenizer(sources[0])
         return self._tokenizer
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase | str | Path | None) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+        self._tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
 
     # ---- Lightning's hooks
     def configure_model(self) -> None:

@@ -51,7 +51,10 @@ class Role:
         if isinstance(self.source, nn.Module):
             config = getattr(self.source, "config", None)
             return config if isinstance(config, PreTrainedConfig) else None
-        config = AutoConfig.from_pretrained(self.source)
+        try:
+            config = AutoConfig.from_pretrained(self.source)
+        except (OSError, ValueError) as error:
+            raise self._not_loaded(error) from error
         assert isinstance(config, PreTrainedConfig)
         return config
 
@@ -76,7 +79,10 @@ class Role:
         try:
             return auto.from_pretrained(self.source, dtype=torch.float32, **options)  # type: ignore[attr-defined, no-any-return]
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{self.name}={str(self.source)!r} could not be loaded ({error}); "
-                f"give a Hugging Face name, or a folder with config.json and weights"
-            ) from error
+            raise self._not_loaded(error) from error
+
+    def _not_loaded(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"{self.name}={str(self.source)!r} could not be loaded ({error}); "
+            f"give a Hugging Face name, or a folder with config.json and weights"
+        )

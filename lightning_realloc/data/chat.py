@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeGuard
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lightning_realloc.errors import DataError
+from lightning_realloc.errors import ConfigError, DataError
 
 Message = Mapping[str, Any]
 """One turn of a conversation: ``role`` and ``content``."""
+
+
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a Hugging Face name or folder.
+
+    Raises:
+        ConfigError: when there is none, or it cannot be read.
+    """
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no tokenizer could be loaded from {str(source)!r} ({str(error).splitlines()[0]}); give tokenizer= a "
+            f"Hugging Face name, or a folder with tokenizer.json"
+        ) from error
+    return tokenizer
 
 
 def is_conversation(value: object) -> TypeGuard[list[Message]]:

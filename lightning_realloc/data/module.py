@@ -12,8 +12,9 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.data.loader import BatchLoader, EvaluationLoader
 from lightning_realloc.data.rows import Row, RowSource, read_rows, split_by_hash
 from lightning_realloc.errors import DataError
@@ -124,7 +125,7 @@ class RowDataModule(L.LightningDataModule, ABC):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer given, or else that of the LightningModule under training."""
         if isinstance(self._tokenizer, str | Path):
-            self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer)
+            self._tokenizer = load_tokenizer(self._tokenizer)
         if self._tokenizer is None:
             self._tokenizer = getattr(self._module(), "tokenizer", None)
         if not isinstance(self._tokenizer, PreTrainedTokenizerBase):

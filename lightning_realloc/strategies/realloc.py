@@ -38,7 +38,7 @@ from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.heuristic import heuristic_plan
 
-PlanSource = str | Path | Mapping[str, Any] | ExecutionPlan
+PlanSource = Mapping[str, Any] | str | Path | ExecutionPlan  # the command line takes the first that fits
 
 _POOL_ATTRIBUTE = "_realloc_pool"
 """Where a LightningModule remembers its laid-out models for the next Trainer."""
@@ -185,6 +185,7 @@ class ReallocStrategy(CheckpointStrategy):
         if missing:
             raise PlanError(f"role {missing[0]!r} has no model; configure_model() built {', '.join(models) or 'none'}")
         plan = self._read_plan(flow, models, earlier).completed(flow)
+        self._agree_on(plan)  # first: what is wrong with a plan must be found on every rank
         plan.check(flow, self.world_size)
         for role in flow.trained_roles:
             layout = plan.layout(flow.home_call(role).name)
@@ -193,7 +194,6 @@ class ReallocStrategy(CheckpointStrategy):
                     f"calls.{role}.train: layout {layout} leaves out ranks of this run's {self.world_size}; "
                     f"training on some ranks only is not available yet, use all of 0-{self.world_size - 1}"
                 )
-        self._agree_on(plan)
         return plan
 
     def _read_plan(self, flow: Dataflow, models: Mapping[str, nn.Module], earlier: ModelPool | None) -> ExecutionPlan:

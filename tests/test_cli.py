@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from tests.models import byte_tokenizer, tiny_model
+from tests.workers import WorkerPool
+
+CONFIG: dict[str, Any] = {
+    "trainer": {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_steps": 2,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "strategy": {"class_path": "ReallocStrategy", "init_args": {"plan": "static"}},
+        "callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"dirpath": "runs", "save_last": True}}],
+    },
+    "model": {
+        "class_path": "GRPO",
+        "init_args": {
+            "actor": "model",
+            "reward": ["rewards.digits", "rewards:short"],
+            "reward_weights": [1.0, 0.5],
+            "sampling": {"n": 2, "max_new_tokens": 4},
+            "learning_rate": 1e-3,
+            "train_options": {"num_minibatches": 2, "max_grad_norm": None},
+        },
+    },
+    "data": {"class_path": "PromptDataModule", "init_args": {"data": "prompts.jsonl", "batch_size": 4}},
+}
+REWARDS = """
+def digits(completions, **columns):
+    return [float(sum(letter.isdigit() for letter in text)) for text in completions]
+
+def short(completion_ids, **columns):
+    return [-float(len(ids)) for ids in completion_ids]
+"""
+
+
+class Outcome(NamedTuple):
+    code: int
+    output: str
+    errors: str
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder: a model, prompts, rewards and a configuration."""
+    path = tmp_path_factory.mktemp("user")
+    tiny_model("qwen2", vocab_size=320).save_pretrained(path / "model")
+    byte_tokenizer().save_pretrained(path / "model")
+    rows = [{"prompt": f"{number}+{number}=", "answer": str(2 * number)} for number in range(8)]
+    (path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "rewards.py").write_text(REWARDS)
+    (path / "grpo.yaml").write_text(yaml.safe_dump(CONFIG))
+    return path
+
+
+def _command_lines(folder: Path, lines: Sequence[Sequence[str]]) -> list[Outcome]:
+    """Run command lines one after another as if each were a process of its own."""
+    from lightning_realloc import cli
+
+    os.chdir(folder)
+    outcomes = []
+    for arguments in lines:
+        sys.argv = ["lightning-realloc", *arguments]
+        output, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            try:
+                code = cli.main()
+            except SystemExit as end:
+                code = int(end.code or 0)
+        outcomes.append(Outcome(code, output.getvalue(), errors.getvalue()))
+    return outcomes
+
+
+def _run(workers: WorkerPool, folder: Path, *lines: Sequence[str]) -> list[Outcome]:
+    outcomes: list[Outcome] = workers.run(_command_lines, folder, lines, world_size=1, init_process_group=False)[0]
+    return outcomes
+
+
+FIT = ("fit", "--config", "grpo.yaml")
+
+
+def test_a_configuration_is_printed_whole_and_read_again(workers: WorkerPool, folder: Path) -> None:
+    first = _run(workers, folder, [*FIT, "--print_config"])[0]
+    (folder / "printed.yaml").write_text(first.output)
+    again, changed = _run(
+        workers,
+        folder,
+        ["fit", "--config", "printed.yaml", "--print_config"],
+        [*FIT, "--model.sampling.n", "6", "--model.learning_rate", "0.5", "--model.optimizer", "SGD",
+         "--trainer.strategy.plan", '{"calls": {"actor.train": "fsdp2"}}', "--print_config"],
+    )  # fmt: skip
+
+    printed = yaml.safe_load(first.output)
+    assert printed["seed_everything"] == 0
+    assert printed["model"]["class_path"] == "lightning_realloc.GRPO"
+    arguments = printed["model"]["init_args"]
+    assert arguments["reward"] == ["rewards.digits", "rewards:short"]
+    assert arguments["learning_rate"] == 1e-3  # of the base class, which GRPO takes as **settings
+    assert arguments["train_options"]["num_minibatches"] == 2
+    assert arguments["train_options"]["micro_batch_tokens"] == 8192
+    assert arguments["sampling"]["n"] == 2 and arguments["sampling"]["temperature"] == 1.0
+    assert arguments["kl_estimator"] == "k3"
+    assert yaml.safe_load(again.output) == printed
+    altered = yaml.safe_load(changed.output)
+    assert altered["model"]["init_args"]["sampling"]["n"] == 6
+    assert altered["model"]["init_args"]["optimizer"]["class_path"] == "torch.optim.SGD"
+    assert altered["trainer"]["strategy"]["init_args"]["plan"] == {"calls": {"actor.train": "fsdp2"}}
+
+
+def test_realloc_is_the_strategy_unless_a_file_says_otherwise(workers: WorkerPool, folder: Path) -> None:
+    printed = _run(workers, folder, ["fit", "--print_config"])[0]
+
+    assert yaml.safe_load(printed.output)["trainer"]["strategy"] == "realloc"
+
+
+def test_train_evaluate_predict_and_export(workers: WorkerPool, folder: Path) -> None:
+    (folder / "plan.yaml").write_text("calls: {actor.generate: dp1, actor.train: fsdp1, reference.infer: dp1}")
+    saved, exported = "runs/last.ckpt", folder / "exported"
+    outcomes = _run(
+        workers,
+        folder,
+        [*FIT, "--trainer.strategy.plan", "plan.yaml"],
+        ["validate", "--config", "grpo.yaml", "--data.val_fraction", "0.5", "--ckpt_path", saved],
+        ["test", "--config", "grpo.yaml", "--ckpt_path", saved],
+        ["predict", "--config", "grpo.yaml", "--ckpt_path", saved],
+        ["export", saved, "--output", str(exported), "--dtype", "bfloat16"],
+        ["export", saved, "--output", str(exported), "--role", "critic"],
+    )
+
+    assert [outcome.code for outcome in outcomes] == [0, 0, 0, 0, 0, 2], outcomes
+    assert "val/reward" in outcomes[1].output
+    assert "test/reward" in outcomes[2].output
+    assert outcomes[4].output == f"actor of {saved} written to {exported}\n"
+    assert outcomes[5].errors == (
+        f"error: {saved} holds no weights of 'critic': it has no such role; it holds those of actor\n"
+    )
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    assert model.dtype == torch.bfloat16
+    assert (folder / "config.yaml").is_file()  # what was run is written beside it
+
+
+def test_help_names_every_command_and_fits_a_screen(workers: WorkerPool, folder: Path) -> None:
+    commands, model = _run(workers, folder, ["--help"], ["fit", "--model.help", "GRPO"])
+
+    assert all(name in commands.output for name in ("fit", "validate", "test", "predict", "export"))
+    assert "--model.train_options" in model.output and "--model.learning_rate" in model.output
+    assert "The policy: a Hugging Face name or folder" in model.output
+    assert len(model.output.splitlines()) < 250
+
+
+MISTAKES = [
+    (
+        "--trainer.strategy.plan",
+        '{"calls": {"actor.train": "tpp2"}}',
+        "error: calls.actor.train: unknown layout 'tpp2'",
+    ),
+    ("--trainer.strategy.plan", '{"calls": {"actor.train": {"layout": "tp2", "mode": 1}}}', "has no option 'mode'"),
+    ("--trainer.strategy.plan", '{"layouts": {}}', "an execution plan has one key, 'calls'"),
+    ("--trainer.strategy.plan", '{"calls": {"actor.train": "fsdp1"}}', "error: the plan gives no layout for"),
+    ("--trainer.strategy.plan", "nowhere.yaml", "error: plan file nowhere.yaml"),
+    ("--trainer.strategy.plann", "static", "Option 'plann' is not accepted"),
+    ("--model.learning_rate", "fast", 'Parser key "learning_rate"'),
+    ("--model.sampling.max_tokens", "7", "Option 'max_tokens' is not accepted"),
+    ("--model.sampling.top_p", "7", "error: top_p=7.0 must lie in (0, 1]"),
+    ("--model.sampling.n", "1", "error: sampling.n=1: a group needs 2 or more"),
+    ("--model.train_options.num_epochs", "0", "error: num_epochs=0 must be at least 1"),
+    ("--model.reward", "rewards.nothing", "error: reward function 'rewards.nothing' cannot be imported"),
+    ("--model.actor", "nowhere", "error: no tokenizer could be loaded from 'nowhere'"),
+    ("--data.data", "nowhere.jsonl", "error: no file at 'nowhere.jsonl'"),
+    ("--data.batch_size", "99", "error: batch_size=99"),
+    ("--trainer.precision", "16-true", "error: precision='16-true' cannot be used with strategy='realloc'"),
+    ("--ckpt_path", "model", "it is a Hugging Face model: give it as a model's path"),
+    ("--config", "nowhere.yaml", 'Parser key "config"'),
+]
+
+
+def test_a_mistake_ends_with_its_key_and_without_a_traceback(workers: WorkerPool, folder: Path) -> None:
+    outcomes = _run(workers, folder, *([*FIT, key, value] for key, value, _ in MISTAKES))
+
+    for (key, value, message), outcome in zip(MISTAKES, outcomes, strict=True):
+        assert outcome.code == 2, (key, value, outcome)
+        assert message in outcome.errors, (key, value, outcome.errors)
+        assert "Traceback" not in outcome.errors
+        assert "usage:" not in outcome.errors
+
+
+# ---- as processes
+def _process(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=170)
+
+
+def test_two_devices_train_through_the_script_launcher(folder: Path) -> None:
+    plan = '{"calls": {"actor.generate": "tp2", "reference.infer": "dp2", "actor.train": "fsdp2"}}'
+    options = ["--trainer.devices", "2", "--trainer.strategy.plan", plan, "--trainer.callbacks.dirpath", "two"]
+
+    finished = _process([sys.executable, "-m", "lightning_realloc.cli", *FIT, *options], folder)
+
+    assert finished.returncode == 0, finished.stderr
+    description = json.loads((folder / "two" / "last.ckpt" / "realloc.json").read_text())
+    assert description["world_size"] == 2
+    assert description["plan"]["calls"]["actor.train"] == "fsdp2@0-1"
+
+
+def test_the_console_script_reports_a_mistake_and_ends(folder: Path) -> None:
+    script = Path(sys.executable).parent / "lightning-realloc"
+
+    finished = _process([str(script), *FIT, "--trainer.strategy.plan", '{"calls": {"actor.train": "ts2"}}'], folder)
+
+    assert finished.returncode == 2
+    assert "error: calls.actor.train: unknown layout 'ts2'" in finished.stderr
+    assert "Traceback" not in finished.stderr
