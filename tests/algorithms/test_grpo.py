@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -163,6 +164,6 @@ def test_settings_that_cannot_work_are_refused() -> None:
 
 
 def test_held_out_prompts_get_one_greedy_answer_unless_told_otherwise() -> None:
-    assert runs.grpo().evaluation_sampling == runs.SamplingParams(n=1, temperature=0.0, max_new_tokens=6)
+    assert runs.grpo().evaluation_sampling == replace(runs.SAMPLING, n=1, temperature=0.0)
     chosen = runs.SamplingParams(n=3)
     assert runs.grpo(evaluation_sampling=chosen).evaluation_sampling == chosen

@@ -44,11 +44,11 @@ def test_the_loss_and_its_gradient_are_those_of_hugging_face() -> None:
 def test_parts_of_a_mini_batch_add_up_to_its_loss() -> None:
     model = tiny_model("llama")
     module, totals, device = runs.sft(actor=model), Totals(3, 7), torch.device("cpu")
-    whole = module.actor_loss(model, pack_columns(pairs(), device), totals).value
-    parts = [
-        module.actor_loss(model, pack_columns(pairs().select(rows), device), totals).value for rows in ([0, 2], [1])
-    ]
-    assert float(sum(parts)) == pytest.approx(float(whole), abs=1e-6)
+    whole, *parts = (
+        module.actor_loss(model, pack_columns(pairs().select(rows), device), totals).value.item()
+        for rows in ([0, 1, 2], [0, 2], [1])
+    )
+    assert sum(parts) == pytest.approx(whole, abs=1e-6)
 
 
 def test_scores_are_summarized_per_token() -> None:

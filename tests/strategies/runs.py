@@ -20,17 +20,24 @@ from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies import ReallocStrategy
 from tests.models import byte_tokenizer, tiny_model
 
-SAMPLING = SamplingParams(n=2, max_new_tokens=6)
+SAMPLING = SamplingParams(n=2, max_new_tokens=6, stop_token_ids=tuple(range(100, 128)))
+"""A quarter of the vocabulary ends a response, so that lengths differ between samples and ranks."""
 
 
 class Batches:
-    """The same batches of random prompts in every epoch and on every rank; with ``responses``, of supervised pairs."""
+    """The same batches of random prompts in every epoch and on every rank; with ``responses``, of supervised pairs.
 
-    def __init__(self, count: int = 2, *, size: int = 6, responses: bool = False, seed: int = 0) -> None:
+    ``silent`` pairs of each batch, the last ones, have an empty response.
+    """
+
+    def __init__(
+        self, count: int = 2, *, size: int = 6, responses: bool = False, seed: int = 0, silent: int = 0
+    ) -> None:
         self.count = count
         self.size = size
         self.responses = responses
         self.seed = seed
+        self.silent = silent
 
     def __len__(self) -> int:
         return self.count
@@ -40,7 +47,8 @@ class Batches:
         for index in range(self.count):
             columns: dict[str, Any] = {"prompt_ids": _rows(self.size, generator)}
             if self.responses:
-                columns["response_ids"] = _rows(self.size, generator)
+                spoken = _rows(self.size, generator).to_lists()[: self.size - self.silent]
+                columns["response_ids"] = Ragged.from_list(spoken + [[]] * self.silent)
             ids = torch.arange(self.size) + index * self.size
             columns["prompt"] = tuple(f"prompt {number}" for number in ids.tolist())
             yield Samples(ids, columns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_realloc.algorithms.sft import SFT
-from lightning_realloc.errors import ConfigError, PlanError, ReallocError
+from lightning_realloc.errors import ConfigError, PlanError, ReallocError, RewardError
 from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.samples import Ragged, Samples
@@ -136,9 +137,16 @@ def test_plans_that_do_not_fit_are_refused(workers: WorkerPool) -> None:
             unknown_option: "calls.actor.train has no option 'microbatch'; it has gradient_checkpointing",
             missing_plan_file: "PlanError: plan file no/such/plan.yaml: ",
             no_tensor_parallel_plan: "LayoutError: ",
+            different_plans: "PlanError: ranks hold different execution plans; give every process the same file",
             role_without_model: "PlanError: role 'actor' has no model; configure_model() built none",
         },
     )
+
+
+def different_plans() -> Any:
+    """One plan per rank, of which the second rank's fits no run at all."""
+    layout = "fsdp2" if os.environ["LOCAL_RANK"] == "0" else "fsdp4"
+    return runs.sft(), calls(actor_train=layout), Batches(1, responses=True)
 
 
 # ---- what calls are given and make
@@ -232,6 +240,11 @@ def failing_after_lockstep() -> Any:
     return module, "static", Batches(1)
 
 
+def nothing_to_learn() -> Any:
+    """Responses without a token."""
+    return runs.sft(), "heuristic", Batches(1, responses=True, silent=6)
+
+
 def no_samples_for_mini_batches() -> Any:
     """More mini-batches than samples."""
     return runs.sft(train_options=runs.options(num_minibatches=9)), "heuristic", Batches(1, responses=True)
@@ -252,10 +265,35 @@ def test_what_fails_on_one_rank_is_raised_on_all(workers: WorkerPool) -> None:
             long_prompt: "GenerationError: prompt ",
             long_prompt_in_lockstep: "holds 200 tokens and leaves no room for a response within the model's",
             failing_after_lockstep: "PlanError: too late",
+            nothing_to_learn: "DataError: a mini-batch has 6 sequences without a single response token",
             no_samples_for_mini_batches: "ConfigError: num_minibatches=9 needs as many samples in an iteration",
             sequence_longer_than_a_micro_batch: "DataError: a sequence must fit one micro-batch",
         },
     )
+
+
+def fit_again_after_a_failure() -> list[float]:
+    """Return the rewards of a run whose reward function failed at first and was then mended."""
+    broken = [True]
+
+    def mended_later(prompts: Sequence[object], **columns: Any) -> list[float]:
+        if broken[0] and "prompt 3" in prompts:
+            raise ValueError("not yet")
+        return runs.low_tokens(columns["completion_ids"])
+
+    module = runs.grpo(reward=mended_later)
+    trainer = runs.trainer(ReallocStrategy("static"), WORLD_SIZE)
+    with pytest.raises(RewardError):
+        trainer.fit(module, Batches(1))
+    broken[0] = False
+    trainer.fit(module, Batches(1))
+    return module.rewards[-1]
+
+
+def test_a_run_can_go_on_once_its_reward_function_is_mended(workers: WorkerPool) -> None:
+    first, second = workers.run(fit_again_after_a_failure, world_size=WORLD_SIZE, init_process_group=False)
+    assert first == second
+    assert len(first) == 12
 
 
 def failing_elsewhere() -> str:

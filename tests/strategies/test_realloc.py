@@ -29,13 +29,13 @@ DESCENT = partial(SGD, lr=1.0)
 def run_sft(plans: Sequence[Any], settings: dict[str, Any], batches: Batches) -> list[Outcome]:
     """Train a fresh model under each plan on all ranks of this run."""
     world_size = runs.world_size()
-    return [runs.train(runs.sft(optimizer=DESCENT, **settings), plan, world_size, batches) for plan in plans]
+    return [runs.train(runs.sft(**{"optimizer": DESCENT, **settings}), plan, world_size, batches) for plan in plans]
 
 
 def run_grpo(plans: Sequence[Any], settings: dict[str, Any], batches: Batches) -> list[Outcome]:
     """Train a fresh model under each plan on all ranks of this run."""
     world_size = runs.world_size()
-    return [runs.train(runs.grpo(optimizer=DESCENT, **settings), plan, world_size, batches) for plan in plans]
+    return [runs.train(runs.grpo(**{"optimizer": DESCENT, **settings}), plan, world_size, batches) for plan in plans]
 
 
 def run_switched(switches: Sequence[dict[str, Any]], plan: Any) -> list[tuple[Outcome, list[str], int]]:
@@ -97,6 +97,7 @@ def test_grpo_samples_judges_and_learns_the_same_in_every_layout_and_on_1_2_and_
     batches = Batches(2)
     (one,) = on_ranks(workers, run_grpo, ["heuristic"], {}, batches, 1)
     assert one.tokens[0] != one.tokens[1]
+    assert len({len(response) for response in one.tokens[0]}) > 2
     assert one.logged[1]["actor/kl"] != one.logged[0]["actor/kl"]
     two = on_ranks(workers, run_grpo, ["heuristic"], {}, batches, 2)
     plans = [
@@ -108,8 +109,10 @@ def test_grpo_samples_judges_and_learns_the_same_in_every_layout_and_on_1_2_and_
 
 
 def test_mini_batches_epochs_and_micro_batches_change_nothing_between_layouts(workers: WorkerPool) -> None:
-    many = {"train_options": runs.options(num_epochs=2, num_minibatches=2, micro_batch_tokens=18)}
-    few = {"train_options": runs.options(num_epochs=2, num_minibatches=2)}
+    # Eight steps: a smaller rate, or the last bit of the first grows beyond the tolerance.
+    slow = partial(SGD, lr=0.2)
+    many = {"optimizer": slow, "train_options": runs.options(num_epochs=2, num_minibatches=2, micro_batch_tokens=18)}
+    few = {"optimizer": slow, "train_options": runs.options(num_epochs=2, num_minibatches=2)}
     batches = Batches(2, size=5)
     (one,) = on_ranks(workers, run_grpo, ["heuristic"], few, batches, 1)
     # Two epochs of two mini-batches are four optimizer steps and one iteration.
@@ -149,6 +152,15 @@ def test_ranks_may_have_nothing_to_do(workers: WorkerPool) -> None:
         (one,) = on_ranks(workers, run_grpo, ["heuristic"], {}, batches, 1)
         for outcome in on_ranks(workers, run_grpo, plans, {}, batches, 4):
             assert_same(outcome, one)
+
+
+def test_empty_responses_teach_nothing_and_disturb_nothing(workers: WorkerPool) -> None:
+    # The longest sequence goes to a rank of its own; of four ranks at least two have empty responses alone.
+    batches = Batches(2, size=4, responses=True, silent=3)
+    (one,) = on_ranks(workers, run_sft, ["heuristic"], {}, batches, 1)
+    plans = [calls(actor_train=layout) for layout in ("fsdp4", "dp2.tp2", "dp4")]
+    for outcome in on_ranks(workers, run_sft, plans, {}, batches, 4):
+        assert_same(outcome, one)
 
 
 def test_a_static_layout_moves_nothing_and_samples_the_same(workers: WorkerPool) -> None:
