@@ -295,7 +295,8 @@ def _restore_random_state(meta: Mapping[str, Any], models: TrainedModels, device
     if len(states) == models.world_size:
         set_random_state(states[models.rank], device)
     elif models.rank == 0:
-        log.info("%d ranks were saved and %d are here: dropout draws other numbers", len(states), models.world_size)
+        log.info("%d ranks saved their random states, and %d are here: they are left as they are", len(states),
+                 models.world_size)  # fmt: skip
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

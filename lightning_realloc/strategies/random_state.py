@@ -1,13 +1,14 @@
 """Where do the random generators of a process stand? As plain tensors and numbers, which any checkpoint may hold.
 
-The package itself draws from generators that are keyed by seeds, samples and iterations. This is for dropout, and for
-what users draw in reward functions and callbacks.
+The package itself draws from what is keyed by seeds, samples and iterations: no draw depends on the ones before it.
+States are kept for what users draw, in reward functions and callbacks.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -35,3 +36,11 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Let torch draw from ``seed`` inside, and afterwards go on where it was."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

@@ -25,6 +25,7 @@ from lightning_realloc.runtime.training import (
 )
 from lightning_realloc.runtime.training_mode import set_training_mode
 from lightning_realloc.strategies.model_pool import Replica
+from lightning_realloc.strategies.random_state import seeded
 
 LossMethod = Callable[..., Loss]
 
@@ -85,10 +86,14 @@ class Trainee:
         """Take the optimizer steps of one iteration and log their mean loss, metrics and gradient norm."""
         set_training_mode(replica.model, dropout=self._dropout)
         sums = _MetricSums()
-        for epoch in range(self._options.num_epochs):
-            order_seed = hash((self._seed, self._stepper.iteration, epoch)) % 2**63
-            for positions in minibatch_positions(len(samples), self._options.num_minibatches, seed=order_seed):
-                self._step(method, replica, samples, positions, lengths, max_tokens, sums)
+        # Dropout: the same masks on all ranks of a tensor-parallel group, whose activations must stay equal, others on
+        # every data-parallel rank, and the same ones again in a run that is resumed here.
+        share = replica.layout.data_parallel_index(self._rank)
+        with seeded(hash((self._seed, self._stepper.iteration, share)) % 2**63, self._device):
+            for epoch in range(self._options.num_epochs):
+                order_seed = hash((self._seed, self._stepper.iteration, epoch)) % 2**63
+                for positions in minibatch_positions(len(samples), self._options.num_minibatches, seed=order_seed):
+                    self._step(method, replica, samples, positions, lengths, max_tokens, sums)
         self._stepper.log(
             {f"{replica.role}/{k}": v for k, v in sums.reduce(self._group(replica), self._device).items()}
         )

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_realloc.data.loader import BatchLoader
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.runtime.samples import Samples
+from lightning_realloc.runtime.shards import local_tensors
 from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.distributed_checkpoint import read_whole, stored_tensors
@@ -46,7 +47,7 @@ class Part:
     family: str = "llama"
     dropout: float = 0.0
     seed: int = 0
-    """Of the process's generators, as ``seed_everything`` would set it."""
+    """Of the processes' generators, which stand elsewhere on every rank."""
 
 
 def table(*, responses: bool) -> Samples:
@@ -66,8 +67,7 @@ def make_optimizer(name: str) -> Any:
 
 def make_module(part: Part) -> Any:
     """Return the algorithm of a part."""
-    rates = {"attention_dropout": part.dropout} if part.family == "llama" else {"resid_pdrop": part.dropout}
-    actor = tiny_model(part.family, **(rates if part.dropout else {}))
+    actor = tiny_model(part.family, **({"resid_pdrop": part.dropout} if part.dropout else {}))
     settings: dict[str, Any] = {"actor": actor, "optimizer": make_optimizer(part.optimizer)}
     settings["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     return runs.grpo(**settings) if part.algorithm == "grpo" else runs.sft(**settings)
@@ -94,7 +94,7 @@ def run_parts(parts: Sequence[Part], world_size: int) -> list[list[dict[str, flo
     """Run the parts one after another and return what each logged, step by step."""
     logged = []
     for part in parts:
-        L.seed_everything(part.seed, verbose=False)
+        L.seed_everything(part.seed + int(os.environ["RANK"]), verbose=False)
         record = runs.Record()
         fitted = runs.trainer(
             ReallocStrategy(part.plan), world_size, max_steps=part.max_steps, max_epochs=-1,
@@ -107,6 +107,16 @@ def run_parts(parts: Sequence[Part], world_size: int) -> list[list[dict[str, flo
             fitted.save_checkpoint(part.save)
         logged.append(record.logged)
     return logged
+
+
+def replicated_weights(part: Part, world_size: int) -> dict[str, Tensor]:
+    """Run a part and return, on every rank, the weights that tensor parallelism does not cut."""
+    L.seed_everything(part.seed + int(os.environ["RANK"]), verbose=False)
+    strategy = ReallocStrategy(part.plan)
+    fitted = runs.trainer(strategy, world_size, max_steps=part.max_steps)
+    fitted.fit(make_module(part), runs.Batches(part.max_steps, responses=True))
+    held = local_tensors(strategy.pool.home("actor").model)
+    return {name: tensor for name, tensor in held.items() if tensor.dim() == 1}
 
 
 def contents(folder: Path) -> dict[str, Tensor]:

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.strategies.checkpoint import refuse_folder
+from lightning_realloc.strategies.random_state import random_state, set_random_state
 from tests.strategies import runs
 from tests.strategies.checkpoint_runs import (
     Linear,
@@ -20,6 +23,7 @@ from tests.strategies.checkpoint_runs import (
     fit_in_forked_processes,
     fit_with_model_checkpoint,
     refusals,
+    replicated_weights,
     resume_with_hyperparameters,
     run_parts,
     run_plain_module,
@@ -75,13 +79,35 @@ def test_an_optimizer_without_state_resumes_too(workers: WorkerPool, tmp_path: P
 def test_dropout_goes_on_where_it_was(workers: WorkerPool, tmp_path: Path) -> None:
     straight = Part(_sft("fsdp2"), 3, save=tmp_path / "straight", save_at=(2,), family="gpt2", dropout=0.3)
     resumed = replace(straight, resume=tmp_path / "straight-2", save=tmp_path / "resumed", save_at=(), seed=99)
-    other = replace(straight, save=tmp_path / "other", save_at=(), seed=99)
+    without = replace(straight, save=tmp_path / "without", save_at=(), dropout=0.0)
 
-    logged = workers.run(run_parts, [straight, resumed, other], 2, world_size=2, init_process_group=False)[0]
+    logged = workers.run(run_parts, [straight, resumed, without], 2, world_size=2, init_process_group=False)[0]
 
     assert logged[1] == logged[0][2:]
     assert differences(contents(tmp_path / "resumed"), contents(tmp_path / "straight")) == {}
-    assert logged[2] != logged[0], "without dropout this test would show nothing"
+    assert logged[2] != logged[0], "the test drops nothing"
+
+
+def test_dropout_keeps_tensor_parallel_ranks_together(workers: WorkerPool) -> None:
+    part = Part(_sft("tp2"), 2, family="phi3", dropout=0.3)
+
+    first, second = workers.run(replicated_weights, part, 2, world_size=2, init_process_group=False)
+
+    assert first and differences(first, second) == {}
+
+
+def test_what_users_draw_goes_on_too(tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    draw()
+    torch.save(random_state(torch.device("cpu")), tmp_path / "state.pt")
+    expected = draw()
+    draw()
+
+    set_random_state(torch.load(tmp_path / "state.pt", weights_only=True), torch.device("cpu"))
+
+    assert draw() == expected
 
 
 # ---- into other layouts and other numbers of ranks
@@ -140,6 +166,7 @@ def test_frozen_roles_and_ranks_that_are_gone_leave_nothing_behind(workers: Work
     description = json.loads((folder / "realloc.json").read_text())
     assert {role: entry["saved"] for role, entry in description["roles"].items()} == {"actor": True, "reference": False}
     assert not [name for name in contents(folder) if "reference" in name]
+    assert torch.load(folder / "meta.pt", weights_only=True)["global_step"] == 2  # plain data, unless users add more
 
 
 def test_model_checkpoint_treats_folders_as_files(workers: WorkerPool, tmp_path: Path) -> None:
