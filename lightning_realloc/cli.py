@@ -39,9 +39,9 @@ EXPORT_HELP = "Write one role of a checkpoint as a folder that Hugging Face's fr
 class Parser(LightningArgumentParser):
     """Says less: an error without sixty lines of usage before it, help without every nn.Module there is."""
 
-    def format_help(self) -> str:
+    def format_help(self, *args: Any, **options: Any) -> str:
         """Leave out lists of known subclasses that fill pages."""
-        return re.sub(r",\s+known\s+subclasses:[^()]{2000,}\)", ")", super().format_help())
+        return re.sub(r",\s+known\s+subclasses:[^()]{2000,}\)", ")", super().format_help(*args, **options))
 
     def print_usage(self, file: Any = None) -> None:
         """Print nothing; only errors ask for it."""

@@ -1,32 +1,55 @@
-"""A role's full weights in one place: the reallocation to the layout of a single rank."""
+"""A role's full weights in one place: the reallocation to the layout of a single rank, a few parameters at a time."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lightning_realloc.layout.dims import Layout, ParallelDims
-from lightning_realloc.layout.model import ModelLayout
+from lightning_realloc.layout.model import ModelLayout, ModelSpec
 from lightning_realloc.runtime.executor import Reallocation
-from lightning_realloc.runtime.shards import local_tensors, reshard
+from lightning_realloc.runtime.shards import local_tensors
 from lightning_realloc.strategies.model_pool import Replica
 
+WINDOW_ELEMENTS = 1 << 28
+"""How many elements are gathered at a time: what the first rank's device must hold besides its own share."""
 
-def gather_weights(replica: Replica, rank: int, world_size: int, device: torch.device) -> dict[str, Tensor]:
-    """Return name -> full tensor on rank 0, {} elsewhere, tied names included. Collective over all ranks."""
-    reshard(replica.model)
+
+def gather_weights(
+    replica: Replica, rank: int, world_size: int, device: torch.device, *, window_elements: int = WINDOW_ELEMENTS
+) -> dict[str, Tensor]:
+    """Return name -> full tensor in host memory on rank 0, {} elsewhere, tied names included. Collective."""
     spec = replica.model_layout.model
-    dtype = next(replica.model.parameters()).dtype  # also on ranks that hold no weights of the role
-    full = {p.name: torch.empty(p.shape, dtype=dtype, device=device) for p in spec.params} if rank == 0 else {}
-    Reallocation(
-        replica.model_layout,
-        local_tensors(replica.model) if rank in replica.layout else {},
-        ModelLayout(spec, Layout(ParallelDims(), (0,))),
-        rank=rank,
-        world_size=world_size,
-        dtype=dtype,
-        device=device,
-        transport="direct",
-        target_tensors=full,
-    ).run()
-    return full | {alias: full[owner] for alias, owner in spec.aliases} if full else full
+    dtype = next(replica.model.parameters()).dtype  # known also on ranks that hold no weights of the role
+    held = local_tensors(replica.model) if rank in replica.layout else {}
+    full: dict[str, Tensor] = {}
+    for window in _windows(spec, window_elements):
+        names = {param.name for param in window.params}
+        room = {p.name: torch.empty(p.shape, dtype=dtype, device=device) for p in window.params} if rank == 0 else {}
+        Reallocation(
+            ModelLayout(window, replica.layout),
+            {name: tensor for name, tensor in held.items() if name in names},
+            ModelLayout(window, Layout(ParallelDims(), (0,))),
+            rank=rank,
+            world_size=world_size,
+            dtype=dtype,
+            device=device,
+            transport="direct",
+            target_tensors=room,
+        ).run()
+        full |= {name: tensor.cpu() for name, tensor in room.items()}
+    return full | {alias: full[owner] for alias, owner in spec.aliases if owner in full}
+
+
+def _windows(spec: ModelSpec, most_elements: int) -> Iterator[ModelSpec]:
+    """Cut a model into runs of parameters, each of at most so many elements or of a single parameter."""
+    begin, elements = 0, 0
+    for index, param in enumerate(spec.params):
+        if index > begin and elements + param.numel > most_elements:
+            yield replace(spec, params=spec.params[begin:index], aliases=())
+            begin, elements = index, 0
+        elements += param.numel
+    yield replace(spec, params=spec.params[begin:], aliases=())

@@ -15,6 +15,7 @@ from lightning_realloc.callbacks import SaveHuggingFace
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.export import export_checkpoint
+from lightning_realloc.strategies.gather import gather_weights
 from lightning_realloc.strategies.huggingface import parse_dtype
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
@@ -153,6 +154,24 @@ def test_a_run_writes_models_as_it_goes(workers: WorkerPool, tmp_path: Path, lay
 
 def _names(folder: Path) -> Sequence[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def _gather_in_windows(layout: str, world_size: int) -> list[dict[str, Tensor]]:
+    strategy = ReallocStrategy(runs.calls(actor_train=layout))
+    fitted = runs.trainer(strategy, world_size, max_steps=1)
+    fitted.fit(runs.sft(actor=tiny_model("qwen2")), runs.Batches(1, responses=True))
+    home, device = strategy.pool.home("actor"), torch.device("cpu")
+    rank = fitted.global_rank
+    return [gather_weights(home, rank, world_size, device, window_elements=most) for most in (1, 10_000, 10**9)]
+
+
+def test_weights_are_gathered_a_few_at_a_time(workers: WorkerPool) -> None:
+    first, *others = workers.run(_gather_in_windows, "fsdp2.tp2", 4, init_process_group=False)
+
+    one_by_one, some, at_once = first
+    assert len(at_once) > 20 and torch.equal(at_once["lm_head.weight"], at_once["model.embed_tokens.weight"])
+    assert _equal(one_by_one, at_once) and _equal(some, at_once)
+    assert others == [[{}, {}, {}]] * 3
 
 
 def test_impossible_intervals_and_dtypes_are_refused(tmp_path: Path) -> None:
