@@ -96,7 +96,11 @@ def on_first_rank(action: Callable[[], None], models: TrainedModels) -> None:
             action()
         except Exception as error:
             problem = error
-    message = models.broadcast(None if problem is None else f"{problem}")
+    message = None
+    if problem is not None:
+        kind = "" if isinstance(problem, CheckpointError) else f"the first rank failed with {type(problem).__name__}: "
+        message = f"{kind}{problem}"
+    message = models.broadcast(message)
     if message is not None:
         raise CheckpointError(message) from problem
 

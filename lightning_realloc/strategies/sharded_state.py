@@ -105,9 +105,7 @@ def _is_scalar(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
 
 
-def _sharded(
-    replica: Replica, name: str, parameter: nn.Parameter, key: str, value: Any, rank: int
-) -> ShardedTensor:  # fmt: skip
+def _sharded(replica: Replica, name: str, parameter: nn.Parameter, key: str, value: Any, rank: int) -> ShardedTensor:
     if _is_scalar(value):
         return ShardedTensor((1,), value.dtype, (_SCALAR,), value.view(1))
     if isinstance(value, Tensor) and value.shape == parameter.shape:
