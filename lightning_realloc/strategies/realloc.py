@@ -33,6 +33,7 @@ from lightning_realloc.strategies.checkpointing import CheckpointStrategy
 from lightning_realloc.strategies.data_parallel import broadcast_module
 from lightning_realloc.strategies.model_pool import ModelPool, PoolOptions, Replica, TransportName
 from lightning_realloc.strategies.precision import check_precision
+from lightning_realloc.strategies.schedules import check_schedules, step_schedules
 from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
@@ -129,6 +130,8 @@ class ReallocStrategy(CheckpointStrategy):
         self.barrier("realloc.setup")
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            if flow is not None:
+                check_schedules(self.lr_scheduler_configs)
         self.setup_precision_plugin()
 
     def _set_up_roles(self, trainer: Trainer, flow: Dataflow) -> None:
@@ -244,8 +247,10 @@ class ReallocStrategy(CheckpointStrategy):
         progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         progress.increment_ready()
         progress.increment_completed()
-        for config in trainer.lr_scheduler_configs:
-            config.scheduler.step()
+        step_schedules(
+            trainer.lr_scheduler_configs, iteration=self.iteration, epoch=trainer.current_epoch + 1,
+            is_last_batch=trainer.is_last_batch,
+        )  # fmt: skip
         return samples
 
     def run_calls(self, batch: Samples, names: tuple[str, ...]) -> Samples:
