@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_realloc.errors import PlanError
+from lightning_realloc.errors import GenerationError, PlanError
 from lightning_realloc.generation import GenerationEngine
 from lightning_realloc.runtime.balance import balanced_shares
 from lightning_realloc.runtime.exchange import all_gather_samples
@@ -75,6 +75,7 @@ class CallRunner:
     # ---- generate
     def _generate(self, call: ModelFunctionCall, prompts: Samples) -> Samples:
         lengths = prompts.ragged("prompt_ids").lengths.tolist()
+        _refuse_long_prompts(prompts, self._pool.home(str(call.role)))
         with self._phase(call.name) as replica:
             share = self._share(replica, lengths)
             mine = None if share is None else self._generate_share(call, replica, prompts.select(share))
@@ -209,6 +210,21 @@ class CallRunner:
 def _sequence_lengths(samples: Samples) -> list[int]:
     lengths = samples.ragged("prompt_ids").lengths + samples.ragged("response_ids").lengths
     return [int(length) for length in lengths.tolist()]
+
+
+def _refuse_long_prompts(prompts: Samples, replica: Replica) -> None:
+    """Name a prompt that leaves no room for a response; an engine knows only its place in one rank's share."""
+    config: Any = getattr(replica.model, "config", None)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
+    lengths = prompts.ragged("prompt_ids").lengths
+    if context is None or not len(prompts) or int(lengths.max()) < context:
+        return
+    row = int(lengths.argmax())
+    text = f": {str(prompts.objects('prompt')[row])[:80]!r}" if "prompt" in prompts else ""
+    raise GenerationError(
+        f"the prompt of sample {int(prompts.ids[row])} has {int(lengths[row])} tokens, and {replica.role}'s context of "
+        f"{context} leaves no room for a response; shorten it to at most {context - 1} tokens or leave it out{text}"
+    )
 
 
 def _with_known_objects(made: Samples, prompts: Samples) -> Samples:

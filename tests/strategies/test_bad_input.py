@@ -194,13 +194,27 @@ class LongPrompt(Batches):
 
 
 def long_prompt() -> Any:
-    """A prompt that only one rank generates from."""
+    """A prompt that only one rank would generate from."""
     return runs.grpo(), "heuristic", LongPrompt(1)
 
 
-def long_prompt_in_lockstep() -> Any:
+class StrangePrompt(Batches):
+    """Six prompts, of which the last has a token that the model does not know."""
+
+    def __iter__(self) -> Any:
+        for samples in super().__iter__():
+            rows = [*samples.ragged("prompt_ids").split()[:-1], torch.full((20,), 1000)]
+            yield samples.with_columns(prompt_ids=Ragged.from_list(rows))
+
+
+def strange_prompt() -> Any:
+    """An engine's refusal, on one rank."""
+    return runs.grpo(), "heuristic", StrangePrompt(1)
+
+
+def strange_prompt_in_lockstep() -> Any:
     """The same where the other rank waits for this one's steps."""
-    return runs.grpo(), "static", LongPrompt(1)
+    return runs.grpo(), "static", StrangePrompt(1)
 
 
 class NotFinite(runs.RecordedGRPO):
@@ -262,8 +276,9 @@ def test_what_fails_on_one_rank_is_raised_on_all(workers: WorkerPool) -> None:
             raising_reward: "RewardError: reward function 'shouting' raised ValueError: no digits allowed; it was",
             wrong_number_of_rewards: "RewardError: reward function 'forgetful' must return one number for each of",
             undefined_reward: "RewardError: reward function 'undefined' must return finite numbers, or None",
-            long_prompt: "GenerationError: prompt ",
-            long_prompt_in_lockstep: "holds 200 tokens and leaves no room for a response within the model's",
+            long_prompt: "GenerationError: the prompt of sample 5 has 200 tokens, and actor's context of 128 leaves no",
+            strange_prompt: "holds token ids from 1000 to 1000, the model's vocabulary has 128",
+            strange_prompt_in_lockstep: "holds token ids from 1000 to 1000, the model's vocabulary has 128",
             failing_after_lockstep: "PlanError: too late",
             nothing_to_learn: "DataError: a mini-batch has 6 sequences without a single response token",
             no_samples_for_mini_batches: "ConfigError: num_minibatches=9 needs as many samples in an iteration",
