@@ -6,6 +6,7 @@ planning who gets what never waits for a device. How samples reach another rank 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -75,7 +76,7 @@ class Ragged:
     def to_lists(self) -> list[list[int]]:
         """Return the sequences as python lists (floats if ``values`` are floats)."""
         flat, offsets = self.values.tolist(), self.offsets.tolist()
-        return [flat[begin:end] for begin, end in zip(offsets, offsets[1:], strict=False)]
+        return [flat[begin:end] for begin, end in itertools.pairwise(offsets)]
 
     def select(self, indices: Sequence[int] | Tensor) -> Ragged:
         """Return the sequences at these positions, in this order; a position may repeat."""
@@ -227,7 +228,7 @@ def _check_column(name: str, column: Column, num_samples: int) -> None:
 
 def _repeated(ids: list[int]) -> list[int]:
     ordered = sorted(ids)
-    return sorted({a for a, b in zip(ordered, ordered[1:], strict=False) if a == b})[:5]
+    return sorted({a for a, b in itertools.pairwise(ordered) if a == b})[:5]
 
 
 def _as_indices(indices: Sequence[int] | Tensor, num_rows: int) -> Tensor:

@@ -128,7 +128,7 @@ def test_missing_ids_and_differing_columns_are_named() -> None:
     samples = _samples()
     with pytest.raises(DataError, match=r"1 of 2 sample ids are not here, the first are \[4\]"):
         samples.by_ids([3, 4])
-    with pytest.raises(DataError, match="positions must lie in 0..2; got 3..3"):
+    with pytest.raises(DataError, match=r"positions must lie in 0\.\.2; got 3\.\.3"):
         samples.select([3])
     with pytest.raises(DataError, match=r"\['rewards'\]"):
         Samples.concatenate([samples.select([0]), samples.select([1]).without_columns("rewards")])
