@@ -1,0 +1,296 @@
+"""GRPO from nothing on four CPU ranks: ``python -m examples.demo``. No network, no GPU, nothing downloaded.
+
+A tiny Llama is warmed up on demonstrations of which most are wrong, then learns from rewards what is right. Lightning
+runs this script once more for each of the ranks 1-3; the first one alone writes files and talks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LinearLR
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from examples import report, sorting
+from examples.recorder import Recorder, mean_seconds
+from lightning_realloc import (
+    GRPO,
+    SFT,
+    PromptDataModule,
+    ReallocStrategy,
+    SamplingParams,
+    SaveHuggingFace,
+    SFTDataModule,
+    TrainOptions,
+    exact_match,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything that can be set. Batches are counted over all ranks together."""
+
+    folder: Path = Path("runs/demo")
+    seed: int = 0
+    num_ranks: int = 4
+
+    # Warm-up: demonstrations, most of which sort the wrong way round.
+    num_demonstrations: int = 12_800
+    right_demonstrations: float = 0.3
+    demonstrations_per_step: int = 64
+    warm_up_epochs: int = 4
+    warm_up_learning_rate: float = 4e-3
+    warm_up_layout: str = "dp4"
+
+    # Learning from rewards: one epoch of prompts.
+    num_iterations: int = 40
+    prompts_per_iteration: int = 32
+    responses_per_prompt: int = 8
+    steps_per_iteration: int = 2
+    learning_rate: float = 5e-4
+    kl_coef: float = 0.02
+    max_new_tokens: int = 10
+    num_held_out: int = 256
+
+    # Where each call of an iteration runs; the actor's weights are laid out anew for every rollout.
+    generate_layout: str = "dp2.tp2"
+    infer_layout: str = "dp4"
+    train_layout: str = "fsdp4"
+
+    @property
+    def plan(self) -> dict[str, dict[str, str]]:
+        """The execution plan of GRPO."""
+        layouts = {
+            "actor.generate": self.generate_layout,
+            "reference.infer": self.infer_layout,
+            "actor.train": self.train_layout,
+        }
+        return {"calls": layouts}
+
+    @property
+    def warm_up_steps(self) -> int:
+        """Optimizer steps of the warm-up."""
+        return self.warm_up_epochs * (self.num_demonstrations // self.demonstrations_per_step)
+
+    def path(self, name: str) -> str:
+        """Return where a file or folder of the run lies."""
+        return str(self.folder / name)
+
+
+def main() -> None:
+    """Run the demo, or its first half."""
+    settings, prepare_only = read_arguments()
+    began = time.perf_counter()
+    report.silence_hints()
+    if report.is_first_process():
+        write_files(settings)
+    warm_up(settings)
+    if not prepare_only:
+        outcome = learn_from_rewards(settings)
+        if report.is_first_process():
+            conclude(settings, outcome, wall_s=time.perf_counter() - began)
+
+
+def write_files(settings: Settings) -> None:
+    """Write JSONL files and a model with random weights, as any user's files would lie there."""
+    report.heading(f"1/3  Writing prompts, demonstrations and a random model to {settings.folder}/")
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(settings.seed)
+    num_prompts = settings.num_iterations * settings.prompts_per_iteration
+    words = iter(sorting.random_words(num_prompts + settings.num_held_out + settings.num_demonstrations, rng))
+    for name, count in (("train", num_prompts), ("held_out", settings.num_held_out)):
+        sorting.write_jsonl(settings.folder / f"{name}.jsonl", [sorting.problem(next(words)) for _ in range(count)])
+    demonstrations = [sorting.demonstration(word, right=rng.random() < settings.right_demonstrations) for word in words]
+    sorting.write_jsonl(settings.folder / "demonstrations.jsonl", demonstrations)
+
+    torch.manual_seed(settings.seed)
+    LlamaForCausalLM(sorting.tiny_llama()).save_pretrained(settings.path("random"))
+    sorting.byte_tokenizer().save_pretrained(settings.path("random"))
+
+
+def warm_up(settings: Settings) -> None:
+    """Train on the demonstrations, and write the model to ``warm``."""
+    report.heading(f"2/3  Warm-up: {settings.warm_up_steps} steps of SFT")
+    report.say(
+        f"The demonstrators disagree: {settings.right_demonstrations:.0%} sort from a to z, which is right, the others "
+        "from z to a. Imitating them\nteaches the model to sort, but not which way round."
+    )
+    model = SFT(
+        settings.path("random"),
+        learning_rate=settings.warm_up_learning_rate,
+        lr_scheduler=falling_to_zero(settings.warm_up_steps),
+        seed=settings.seed,
+    )
+    data = SFTDataModule(
+        settings.path("demonstrations.jsonl"), batch_size=settings.demonstrations_per_step, seed=settings.seed
+    )
+    strategy = ReallocStrategy(plan={"calls": {"actor.train": settings.warm_up_layout}})
+    trainer = make_trainer(
+        settings, strategy, [SaveHuggingFace(settings.path("warm"))], num_epochs=settings.warm_up_epochs
+    )
+    trainer.fit(model, data)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What learning from rewards came to."""
+
+    reward_before: float
+    """Fraction of held-out prompts answered right, one response sampled for each."""
+    reward_after: float
+    """The same with the trained actor."""
+    recorder: Recorder
+    """Every iteration and every switch of layouts."""
+    checkpoint: str
+    """From which training can be resumed."""
+
+
+def learn_from_rewards(settings: Settings) -> Outcome:
+    """Train with GRPO, and write the actor to ``trained``."""
+    report.heading(f"3/3  GRPO: {settings.num_iterations} iterations on {settings.num_ranks} ranks")
+    report.say("Each iteration samples answers, scores them under the warm-up model (for KL), and trains on rewards.")
+    model = GRPO(
+        settings.path("warm"),
+        exact_match,
+        sampling=SamplingParams(n=settings.responses_per_prompt, max_new_tokens=settings.max_new_tokens),
+        evaluation_sampling=SamplingParams(n=1, max_new_tokens=settings.max_new_tokens),
+        learning_rate=settings.learning_rate,
+        lr_scheduler=falling_to_zero(settings.num_iterations),
+        kl_coef=settings.kl_coef,
+        train_options=TrainOptions(num_minibatches=settings.steps_per_iteration),
+        seed=settings.seed,
+    )
+    data = PromptDataModule(
+        settings.path("train.jsonl"),
+        val_data=settings.path("held_out.jsonl"),
+        batch_size=settings.prompts_per_iteration,
+        seed=settings.seed,
+    )
+    recorder = Recorder()
+    checkpoint = ModelCheckpoint(settings.path("checkpoints"), filename="last", enable_version_counter=False)
+    callbacks = [recorder, checkpoint, SaveHuggingFace(settings.path("trained"))]
+    trainer = make_trainer(settings, ReallocStrategy(plan=settings.plan), callbacks, num_epochs=1)
+    (before,) = trainer.validate(model, data, verbose=False)
+    trainer.fit(model, data)  # validates at the end of the epoch
+    after = float(trainer.callback_metrics["val/reward"])
+    return Outcome(before["val/reward"], after, recorder, checkpoint.best_model_path)
+
+
+def make_trainer(
+    settings: Settings, strategy: ReallocStrategy, callbacks: list[Callback], num_epochs: int
+) -> L.Trainer:
+    """Return a trainer on CPU ranks."""
+    return L.Trainer(
+        accelerator="cpu",
+        devices=settings.num_ranks,
+        strategy=strategy,
+        max_epochs=num_epochs,
+        logger=CSVLogger(settings.folder, name="logs"),
+        callbacks=[TQDMProgressBar(), *callbacks],
+        log_every_n_steps=1,
+        num_sanity_val_steps=0,
+        enable_model_summary=False,
+    )
+
+
+def falling_to_zero(num_steps: int) -> Callable[[Optimizer], LinearLR]:
+    """Return what makes a learning-rate schedule of an optimizer."""
+    return partial(LinearLR, start_factor=1.0, end_factor=0.0, total_iters=num_steps)
+
+
+def conclude(settings: Settings, outcome: Outcome, *, wall_s: float) -> None:
+    """Write ``summary.json`` and show it as tables."""
+    recorder = outcome.recorder
+    summary_path = settings.folder / "summary.json"
+    summary_path.write_text(json.dumps(summarize(settings, outcome, wall_s=wall_s), indent=2) + "\n")
+    report.heading(f"Done in {wall_s:.0f} s")
+    report.show_rewards(outcome.reward_before, outcome.reward_after, settings.num_held_out)
+    report.show_examples(compare_answers(settings))
+    report.show_iterations(recorder.iterations)
+    layouts = settings.plan["calls"]
+    report.show_switches(recorder, {call: f"{settings.train_layout} → {layouts[call]}" for call in layouts})
+    report.show_files(
+        {
+            "checkpoint, to resume from": outcome.checkpoint,
+            "trained actor, for from_pretrained": settings.path("trained"),
+            "these figures": str(summary_path),
+            "curves": settings.path("logs"),
+        }
+    )
+
+
+def summarize(settings: Settings, outcome: Outcome, *, wall_s: float) -> dict[str, Any]:
+    """Return the run's figures as JSON has them."""
+    recorder = outcome.recorder
+    switches = recorder.switches
+    return {
+        "world_size": settings.num_ranks,
+        "seed": settings.seed,
+        "reward_before": outcome.reward_before,
+        "reward_after": outcome.reward_after,
+        "reward_by_iteration": [iteration.reward for iteration in recorder.iterations],
+        "seconds_per_call": mean_seconds(recorder.iterations),
+        "reallocation": {
+            "bytes_moved": sum(switch.bytes_moved for switch in switches),
+            "bytes_minimum": sum(switch.bytes_minimum for switch in switches),
+            "seconds": sum(switch.seconds for switch in switches),
+            "switches": [asdict(switch) for switch in switches],
+        },
+        "plan": settings.plan["calls"],
+        "checkpoint": outcome.checkpoint,
+        "trained_model": settings.path("trained"),
+        "warm_up_steps": settings.warm_up_steps,
+        "iterations": settings.num_iterations,
+        "wall_seconds": wall_s,
+        "versions": {name: version(name) for name in ("torch", "lightning", "transformers", "lightning-realloc")},
+    }
+
+
+def compare_answers(settings: Settings, *, num_rows: int = 5) -> list[tuple[str, str, str, str]]:
+    """Return held-out prompts, right answers, and what plain transformers generates from both written models."""
+    rows = sorting.read_jsonl(settings.folder / "held_out.jsonl")[:num_rows]
+    prompts = [row["prompt"] for row in rows]
+    before, after = (greedy_answers(settings.path(name), prompts) for name in ("warm", "trained"))
+    return [(row["prompt"], row["answer"], *answers) for row, *answers in zip(rows, before, after, strict=True)]
+
+
+def greedy_answers(folder: str, prompts: list[str]) -> list[str]:
+    """Return the likeliest answer to every prompt, from a model that ``from_pretrained`` reads."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    answers = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt")
+        output = model.generate(**ids, do_sample=False, max_new_tokens=10)
+        answers.append(tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+    return answers
+
+
+def read_arguments() -> tuple[Settings, bool]:
+    """Return the settings, and whether to stop when the model is warmed up."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.demo", description=__doc__, argument_default=argparse.SUPPRESS
+    )
+    parser.add_argument("--seed", type=int, help="of data, weights and sampling")
+    parser.add_argument("--folder", type=Path, help="where everything is written")
+    parser.add_argument("--prepare-only", action="store_true", help="stop when data and warmed-up model are written")
+    given = vars(parser.parse_args())
+    prepare_only = given.pop("prepare_only", False)
+    return Settings(**given), prepare_only
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What happened in a run? A callback that keeps every iteration's reward and seconds, and every switch of layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_realloc import PhaseCallback
+from lightning_realloc.runtime.executor import ReallocationReport
+
+CALLS = {"generate": "actor.generate", "infer": "reference.infer", "train": "actor.train"}
+"""Kind of call -> GRPO's call of that kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """One iteration of training."""
+
+    reward: float
+    """Mean over the responses that were learnt from."""
+    seconds: dict[str, float]
+    """Kind of call -> wall seconds, switches of layout included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """One reallocation of weights."""
+
+    call: str
+    """The call for which it was made."""
+    bytes_moved: int
+    """Over all ranks."""
+    bytes_minimum: int
+    """What the ranks of the new layout needed and did not hold."""
+    seconds: float
+    """Wall time."""
+
+
+class Recorder(PhaseCallback):
+    """Keeps what the demo reports at its end."""
+
+    def __init__(self) -> None:
+        self.iterations: list[Iteration] = []
+        self.switches: list[Switch] = []
+
+    def on_reallocate(
+        self, trainer: Trainer, pl_module: LightningModule, phase: str, report: ReallocationReport
+    ) -> None:
+        """Keep what a switch moved; the strategy adds this hook to Lightning's."""
+        self.switches.append(Switch(phase, report.bytes_moved, report.bytes_minimum, report.seconds))
+
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
+        """Keep what the iteration logged."""
+        logged = trainer.callback_metrics
+        seconds = {kind: float(logged[f"seconds/{call}"]) for kind, call in CALLS.items()}
+        self.iterations.append(Iteration(float(logged["reward"]), seconds))
+
+    def switches_by_call(self) -> dict[str, list[Switch]]:
+        """Return call -> its switches."""
+        return {call: [s for s in self.switches if s.call == call] for call in {s.call: None for s in self.switches}}
+
+
+def mean_seconds(iterations: Sequence[Iteration]) -> dict[str, float]:
+    """Return kind of call -> mean seconds of one."""
+    return {kind: fmean(iteration.seconds[kind] for iteration in iterations) for kind in CALLS}

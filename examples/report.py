@@ -1,0 +1,112 @@
+"""What a person sees of the demo: headings while it runs, tables at its end. Only the first process shows anything."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean
+
+from rich.console import Console
+from rich.table import Table
+
+from examples.recorder import CALLS, Iteration, Recorder, Switch, mean_seconds
+
+HARMLESS_WARNINGS = (
+    r".*isinstance.treespec, LeafSpec.*",  # Lightning's, about torch's pytrees
+    r".*does not have many workers.*",  # the loaders hand out rows that are in memory
+)
+
+
+def is_first_process() -> bool:
+    """Return whether this is the process that the user started; Lightning tells the others their rank."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+console = Console(quiet=not is_first_process(), highlight=False)
+
+
+def silence_hints() -> None:
+    """Leave out Lightning's notes on hardware and process groups, its tips, and warnings that nobody can act on."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    for pattern in HARMLESS_WARNINGS:
+        warnings.filterwarnings("ignore", message=pattern)
+
+
+def heading(text: str) -> None:
+    """Announce a stage."""
+    console.print(f"\n[bold cyan]{text}[/]")
+
+
+def say(text: str) -> None:
+    """Explain something."""
+    console.print(text, style="dim")
+
+
+def show_rewards(before: float, after: float, num_held_out: int) -> None:
+    """Show what was learnt."""
+    table = Table(title=f"Right answers on {num_held_out} held-out prompts, one sampled for each", title_justify="left")
+    table.add_column("after the warm-up")
+    table.add_column("after GRPO", style="bold green")
+    table.add_row(f"{before:.1%}", f"{after:.1%}")
+    console.print(table)
+
+
+def show_iterations(iterations: Sequence[Iteration], *, num_rows: int = 8) -> None:
+    """Show the reward's rise and the seconds of every call, over the run in ``num_rows`` steps."""
+    table = Table(title="Iterations: reward while learning, and seconds of each call", title_justify="left")
+    for name in ("iterations", "reward", *CALLS.values()):
+        table.add_column(name, justify="right")
+    bounds = [round(len(iterations) * part / num_rows) for part in range(num_rows + 1)]
+    for begin, end in pairwise(bounds):
+        if part := iterations[begin:end]:
+            _add_iterations(table, f"{begin + 1}-{end}", part)
+    table.add_section()
+    _add_iterations(table, "all", iterations)
+    console.print(table)
+
+
+def _add_iterations(table: Table, label: str, part: Sequence[Iteration]) -> None:
+    seconds = mean_seconds(part)
+    table.add_row(label, f"{fmean(i.reward for i in part):.2f}", *(f"{seconds[kind]:.3f}" for kind in CALLS))
+
+
+def show_switches(recorder: Recorder, routes: Mapping[str, str]) -> None:
+    """Show what changing layouts cost; ``routes`` says for each call from where to where."""
+    table = Table(title="Switches of layout: mean of one", title_justify="left")
+    for name in ("before", "layout", "switches", "moved", "minimum", "milliseconds", "GB/s"):
+        table.add_column(name, justify="left" if name in ("before", "layout") else "right")
+    for call, switches in recorder.switches_by_call().items():
+        table.add_row(call, routes[call], str(len(switches)), *_means(switches))
+    console.print(table)
+    say(
+        "So small a model shows how long starting takes. Throughput, with 254M parameters: "
+        "python -m benchmarks.reallocation"
+    )
+
+
+def _means(switches: Sequence[Switch]) -> tuple[str, ...]:
+    moved, seconds = fmean(s.bytes_moved for s in switches), fmean(s.seconds for s in switches)
+    minimum = fmean(s.bytes_minimum for s in switches)
+    return f"{moved / 1e6:.3f} MB", f"{minimum / 1e6:.3f} MB", f"{1e3 * seconds:.2f}", f"{moved / seconds / 1e9:.3f}"
+
+
+def show_examples(rows: Sequence[tuple[str, str, str, str]]) -> None:
+    """Show prompts, their right answers, and the likeliest answers of both models."""
+    table = Table(title="Likeliest answers to held-out prompts", title_justify="left")
+    for name in ("prompt", "right", "after the warm-up", "after GRPO"):
+        table.add_column(name)
+    for prompt, right, *answers in rows:
+        table.add_row(prompt, right, *(f"[{'green' if a == right else 'red'}]{a}[/]" for a in answers))
+    console.print(table)
+
+
+def show_files(files: Mapping[str, str]) -> None:
+    """Show what was written where."""
+    table = Table.grid(padding=(0, 2))
+    for what, path in files.items():
+        table.add_row(what, path)
+    console.print(table)
