@@ -2,7 +2,8 @@
 
 The same random Llama, prompts and seeds in every arm: `realloc` trains under FSDP and generates from whole or
 tensor-parallel copies; the others keep one layout, with and without gathering it once for a whole generation. Each
-turn of an arm is a Trainer of its own in the same four processes: a warm-up iteration, then measured ones.
+turn of an arm is a Trainer of its own in the same four processes: a warm-up iteration with short responses, then
+measured ones.
 
 Memory is what lives on a rank between iterations, and what a generation needs on top and gives back: bytes of live
 tensors, those in memory that the ranks share divided among them. Activations, alike in all arms, are left out.
@@ -21,7 +22,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,6 +40,8 @@ from benchmarks.harness import BenchmarkReport, make_parser
 WORLD_SIZE = 4
 CALLS = ("actor.generate", "reference.infer", "actor.train")
 FASTER_THAN_STATIC = 4.0
+DP4_BYTES = 15 << 30
+"""What whole copies of weights, gradients, Adam's moments and a reference take on four ranks, while being made too."""
 LOSS_TOLERANCE = 1e-5
 
 
@@ -76,7 +79,7 @@ ARMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The model and one iteration's samples; 105 million weights by default."""
+    """The model and one iteration's samples; 100 million weights by default."""
 
     hidden_size: int = 768
     intermediate_size: int = 2048
@@ -84,17 +87,19 @@ class Workload:
     num_heads: int = 12
     num_kv_heads: int = 4
     vocabulary: int = 32000
-    num_prompts: int = 8
+    num_prompts: int = 4
     num_generations: int = 2
     prompt_tokens: int = 16
-    new_tokens: int = 24
+    new_tokens: int = 128
+    warmup_tokens: int = 4
+    """Length of the first iteration's responses."""
     learning_rate: float = 1e-5
     measured: int = 1
     """Iterations after the first one."""
 
 
 TINY = Workload(
-    hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=4, vocabulary=512, new_tokens=6
+    hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=4, vocabulary=512, new_tokens=8
 )
 
 
@@ -151,6 +156,11 @@ def shared_ranges(maps: Sequence[str]) -> list[tuple[int, int]]:
     return ranges
 
 
+def available_bytes(meminfo: Sequence[str]) -> int:
+    """Return the memory that programs can have without swapping, from the lines of ``/proc/meminfo``."""
+    return next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
+
+
 def _is_within(address: int, ranges: Sequence[tuple[int, int]]) -> bool:
     return any(begin <= address < end for begin, end in ranges)
 
@@ -174,7 +184,7 @@ def run_arm(arm: Arm, work: Workload, rank: int) -> Turn:
     from benchmarks.workload import random_texts
     from lightning_realloc import ParameterReallocation, PromptDataModule, ReallocStrategy
 
-    meter, switching = _make_meter(), ParameterReallocation()
+    meter, switching = _make_meter(work), ParameterReallocation()
     callbacks = [switching, meter, *([_make_gathering()] if arm.gathers_once else [])]
     trainer = L.Trainer(
         accelerator="cpu", devices=WORLD_SIZE, strategy=ReallocStrategy(plan=arm.plan), callbacks=callbacks,
@@ -251,7 +261,7 @@ def _make_module(work: Workload, meter: Any) -> Any:
     )
 
 
-def _make_meter() -> Any:
+def _make_meter(work: Workload) -> Any:
     from lightning_realloc import PhaseCallback
 
     class Meter(PhaseCallback):
@@ -265,6 +275,8 @@ def _make_meter() -> Any:
 
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
             self._in_first = batch_idx == 0
+            tokens = work.warmup_tokens if self._in_first else work.new_tokens
+            module.sampling = replace(module.sampling, max_new_tokens=tokens)
             if batch_idx == 1:
                 self.noted.lasting_bytes = live_bytes()
             self._calls = dict(trainer.strategy.runner.seconds)
@@ -460,6 +472,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a model of 100,000 weights, for a quick look")
     parser.add_argument("--limit-s", type=float, default=700.0, help="fewer turns if they would last longer")
     options = parser.parse_args(arguments)
+    available = available_bytes(Path("/proc/meminfo").read_text().splitlines())
+    if "dp4" in options.arms and not options.tiny and available < DP4_BYTES:
+        others = " ".join(repr(name) for name in options.arms if name != "dp4")
+        sys.stderr.write(
+            f"dp4 needs {DP4_BYTES / 1e9:.0f} GB of free memory, there are {available / 1e9:.1f}: use --arms {others}\n"
+        )
+        return 2
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     report = BenchmarkReport("iteration", settings={"world_size": WORLD_SIZE} | asdict(workload(options)))
     turns: defaultdict[Arm, list[Turn]] = defaultdict(list)
