@@ -15,6 +15,7 @@ from benchmarks.iteration import (
     Arm,
     Readings,
     Turn,
+    available_bytes,
     compare,
     fill,
     judge,
@@ -96,6 +97,12 @@ def test_memory_that_several_processes_write_is_told_from_private_memory() -> No
         "00006000-00007000 r--s 00000000 00:01 9 /usr/lib/cache",
     ]
     assert shared_ranges(maps) == [(0x1000, 0x3000), (0x6000, 0x7000)]
+
+
+def test_available_memory_is_what_the_kernel_says() -> None:
+    assert (
+        available_bytes(["MemTotal:       24000 kB", "MemFree:          10 kB", "MemAvailable:   2048 kB"]) == 2 << 20
+    )
 
 
 def test_live_bytes_count_a_storage_once_and_gradients_too() -> None:
