@@ -33,9 +33,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from benchmarks.harness import BenchmarkReport, make_parser
+from benchmarks.memory import available_bytes, live_bytes
 
 WORLD_SIZE = 4
 CALLS = ("actor.generate", "reference.infer", "actor.train")
@@ -129,44 +129,6 @@ class Turn:
     def peak_bytes(self) -> int:
         """Live tensors of a rank at its fullest."""
         return self.lasting_bytes + self.passing_bytes
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-def live_bytes() -> int:
-    """Return the bytes of all tensors that are alive in this process; shared memory counts by its share."""
-    gc.collect()
-    found = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
-    found += [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in found)
-    storages = {s.data_ptr(): s.nbytes() for s in map(_host_storage, local) if s is not None}
-    shared = shared_ranges(Path("/proc/self/maps").read_text().splitlines())
-    return sum(size // (WORLD_SIZE if _is_within(at, shared) else 1) for at, size in storages.items())
-
-
-def shared_ranges(maps: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the address ranges of the lines of ``/proc/self/maps`` that several processes write."""
-    ranges = []
-    for line in maps:
-        addresses, permissions, *_ = line.split()
-        if permissions.endswith("s"):
-            begin, end = (int(address, 16) for address in addresses.split("-"))
-            ranges.append((begin, end))
-    return ranges
-
-
-def available_bytes(meminfo: Sequence[str]) -> int:
-    """Return the memory that programs can have without swapping, from the lines of ``/proc/meminfo``."""
-    return next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
-
-
-def _is_within(address: int, ranges: Sequence[tuple[int, int]]) -> bool:
-    return any(begin <= address < end for begin, end in ranges)
-
-
-def _host_storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    return tensor.untyped_storage() if tensor.device.type == "cpu" and tensor.layout is torch.strided else None
 
 
 # --- one arm on one rank ----------------------------------------------------------------------------------------------
@@ -278,18 +240,18 @@ def _make_meter(work: Workload) -> Any:
             tokens = work.warmup_tokens if self._in_first else work.new_tokens
             module.sampling = replace(module.sampling, max_new_tokens=tokens)
             if batch_idx == 1:
-                self.noted.lasting_bytes = live_bytes()
+                self.noted.lasting_bytes = live_bytes(num_sharing=WORLD_SIZE)
             self._calls = dict(trainer.strategy.runner.seconds)
             dist.barrier()
             self._begin = time.perf_counter(), time.process_time()
 
         def on_phase_end(self, trainer: Any, module: Any, phase: str) -> None:
             if self._in_first and phase == "actor.generate":
-                self._generating_bytes = live_bytes()
+                self._generating_bytes = live_bytes(num_sharing=WORLD_SIZE)
 
         def on_phase_start(self, trainer: Any, module: Any, phase: str) -> None:
             if self._in_first and phase == "reference.infer":
-                self.noted.passing_bytes = max(0, self._generating_bytes - live_bytes())
+                self.noted.passing_bytes = max(0, self._generating_bytes - live_bytes(num_sharing=WORLD_SIZE))
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             wall, cpu = time.perf_counter(), time.process_time()

@@ -1,0 +1,46 @@
+"""How much memory do the tensors of a rank take? Counted from what is alive, not from what a layout should need."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def live_bytes(*, num_sharing: int) -> int:
+    """Return the bytes of all tensors that are alive in this process; memory that ranks share is divided among them."""
+    gc.collect()
+    found = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
+    found += [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in found)
+    storages = {s.data_ptr(): s.nbytes() for s in map(_host_storage, local) if s is not None}
+    shared = shared_ranges(Path("/proc/self/maps").read_text().splitlines())
+    return sum(size // (num_sharing if _is_within(at, shared) else 1) for at, size in storages.items())
+
+
+def shared_ranges(maps: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the address ranges of the lines of ``/proc/self/maps`` that several processes write."""
+    ranges = []
+    for line in maps:
+        addresses, permissions, *_ = line.split()
+        if permissions.endswith("s"):
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            ranges.append((begin, end))
+    return ranges
+
+
+def available_bytes(meminfo: Sequence[str]) -> int:
+    """Return the memory that programs can have without swapping, from the lines of ``/proc/meminfo``."""
+    return next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
+
+
+def _is_within(address: int, ranges: Sequence[tuple[int, int]]) -> bool:
+    return any(begin <= address < end for begin, end in ranges)
+
+
+def _host_storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    return tensor.untyped_storage() if tensor.device.type == "cpu" and tensor.layout is torch.strided else None
