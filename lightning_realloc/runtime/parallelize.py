@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.layout import ModelLayout
+from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.structure import find_blocks
 from lightning_realloc.runtime.tensor_parallel import install_tensor_parallel, slice_parameters
@@ -29,8 +29,8 @@ def parallelize(
     """Lay ``model``, which holds the same full weights on every rank of the layout, out in place, and return it.
 
     ``meshes`` knows the layout already. ``mixed_precision`` is FSDP's. ``tp_plan`` is what the description of the model
-    was made with. With dp = fsdp = 1 the model stays unwrapped. The gradients of a backward pass are complete: summed
-    over ``tp`` where ranks hold only part of them, averaged over ``dp`` and ``fsdp``.
+    was made with. Where :func:`needs_fsdp` says no, the model stays unwrapped. The gradients of a backward pass are
+    complete: summed over ``tp`` where ranks hold only part of them, averaged over ``dp`` and ``fsdp``.
 
     Raises LayoutError when this rank is not part of the layout, for pp > 1, and for ``mixed_precision`` where FSDP
     takes no part.
@@ -41,18 +41,25 @@ def parallelize(
             f"layout {layout} has pp={layout.dims.pp}, and running a pipeline is not available yet: layouts with "
             "pp > 1 can only be planned; use pp=1 to run"
         )
-    if mixed_precision is not None and layout.data_parallel_size == 1:
+    wraps = needs_fsdp(model, layout)
+    if mixed_precision is not None and not wraps:
         raise LayoutError(
-            f"mixed_precision is applied by FSDP, which layout {layout} with dp=1 and fsdp=1 does not use; "
+            f"mixed_precision is applied by FSDP, which this model in layout {layout} does not use; "
             "pass None and run the model under torch.autocast"
         )
     group = meshes.group(layout, "tp")
     if group is not None:
         install_tensor_parallel(model, layout, group, meshes.rank, tp_plan=tp_plan)
         slice_parameters(model, model_layout, meshes.rank)
-    if layout.data_parallel_size > 1:
+    if wraps:
         mesh, policy = meshes.fsdp_mesh(layout), mixed_precision or MixedPrecisionPolicy()
         for _, block in find_blocks(model):
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
+
+
+def needs_fsdp(model: nn.Module, layout: Layout) -> bool:
+    """Return whether a layout takes FSDP2: to hold shards, or to average gradients over replicas that are trained."""
+    is_trained = any(parameter.requires_grad for parameter in model.parameters())
+    return layout.dims.fsdp > 1 or (layout.dims.dp > 1 and is_trained)

@@ -23,11 +23,12 @@ from lightning_realloc.runtime.collectives import SharedMemoryAllReduce
 from lightning_realloc.runtime.executor import Reallocation, ReallocationReport
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
-from lightning_realloc.runtime.parallelize import parallelize
+from lightning_realloc.runtime.parallelize import needs_fsdp, parallelize
 from lightning_realloc.runtime.shards import bind_tensors, local_tensors, reshard
 from lightning_realloc.runtime.tensor_parallel import install_tensor_parallel
 from lightning_realloc.runtime.training_mode import enable_activation_checkpointing
 from lightning_realloc.runtime.twin import make_skeleton
+from lightning_realloc.strategies.precision import cast_parameters
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
 
@@ -108,11 +109,14 @@ class ModelPool:
             copy = ModelLayout(spec, layout)
             self._copies[role, layout] = Replica(role, copy, self._prepare_copy(role, model, copy))
         model.to(self._options.device)
+        if role not in self.dataflow.trained_roles:
+            # Weights that no optimizer changes need no more precision than copies; buffers (rotary frequencies) do.
+            cast_parameters(model, self._options.copy_dtype)
         if self.plan.call(self.dataflow.home_call(role).name).gradient_checkpointing:
             enable_activation_checkpointing(model)
         home_layout = ModelLayout(spec, home)
         if self._options.rank in home.ranks:
-            policy = self._options.mixed_precision if home.data_parallel_size > 1 else None
+            policy = self._options.mixed_precision if needs_fsdp(model, home) else None
             parallelize(
                 model, home_layout, self.meshes, mixed_precision=policy, tp_plan=self._options.tp_plans.get(role)
             )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision
+from torch import nn
 
 from lightning_realloc.runtime.samples import Samples
 
@@ -38,6 +40,15 @@ class SamplesHalfPrecision(HalfPrecision):
     def convert_input(self, data: Any) -> Any:
         """Cast a batch of tensors; samples stay as they are."""
         return data if isinstance(data, Samples) else super().convert_input(data)
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a module's parameters in place, tied ones staying tied.
+
+    Buffers stay as they are: rotary frequencies rounded to bfloat16 misplace the tokens of long sequences.
+    """
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def for_samples(plugin: Precision | None) -> Precision | None:

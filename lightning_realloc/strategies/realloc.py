@@ -32,7 +32,7 @@ from lightning_realloc.strategies.call_runner import CallRunner
 from lightning_realloc.strategies.checkpointing import CheckpointStrategy
 from lightning_realloc.strategies.data_parallel import broadcast_module
 from lightning_realloc.strategies.model_pool import ModelPool, PoolOptions, Replica, TransportName
-from lightning_realloc.strategies.precision import check_precision
+from lightning_realloc.strategies.precision import cast_parameters, check_precision
 from lightning_realloc.strategies.schedules import check_schedules, step_schedules
 from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.tuning.dataflow import Dataflow
@@ -119,9 +119,9 @@ class ReallocStrategy(CheckpointStrategy):
         assert self.model is not None
         check_precision(self.precision_plugin)
         self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.model)
         flow = self.dataflow
         if flow is None:
+            self.model = self.precision_plugin.convert_module(self.model)
             self.model_to_device()
             broadcast_module(self.model)
         else:
@@ -142,6 +142,8 @@ class ReallocStrategy(CheckpointStrategy):
             return
         earlier: ModelPool | None = vars(module).get(_POOL_ATTRIBUTE)
         models = module.models()
+        if self.precision_plugin.precision == "bf16-true":
+            cast_parameters(module, torch.bfloat16)
         plan = self._resolve_plan(flow, models, earlier)
         if earlier is None:
             self._pool = self._place_roles(flow, plan, models)
