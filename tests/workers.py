@@ -43,6 +43,8 @@ PRELOADED = (
 )
 GRACE_S = 2.0
 """How long the other ranks may go on after one has failed, so that a failure of all is reported whole."""
+STACKS_S = 3.0
+"""How long workers get to write where they are; on a busy machine each first has to be scheduled."""
 
 
 class WorkerFailure(Exception):
@@ -175,7 +177,7 @@ def _stacks(team: list[Worker]) -> dict[int, str]:
         if worker.process.pid is not None and worker.process.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.process.pid, signal.SIGUSR1)
-    time.sleep(0.5)
+    time.sleep(STACKS_S)
     return {rank: _tail(worker.log, 6000) for rank, worker in enumerate(team)}
 
 
