@@ -166,7 +166,7 @@ class MultiModelModule(L.LightningModule):
     def _new_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         if self._make_optimizer is not None:
             return self._make_optimizer(parameters)
-        return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.0)
+        return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.0, fused=True)
 
     @property
     def _strategy(self) -> Any:
