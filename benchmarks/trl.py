@@ -8,6 +8,7 @@ CPU time is that of the whole process, from the first measured step's beginning 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import logging
 import multiprocessing
@@ -216,6 +217,7 @@ def serve(arm: str, work: Workload, folder: str, connection: Connection) -> None
         except EOFError:
             return
         connection.send(train(work, folder))
+        gc.collect()  # a Trainer and its strategy refer to each other
 
 
 @contextmanager
