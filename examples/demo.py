@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR
@@ -57,7 +58,7 @@ class Settings:
     warm_up_layout: str = "dp4"
 
     # Learning from rewards: one epoch of prompts.
-    num_iterations: int = 40
+    num_iterations: int = 60
     prompts_per_iteration: int = 32
     responses_per_prompt: int = 8
     steps_per_iteration: int = 2
@@ -92,8 +93,13 @@ class Settings:
 
 
 def main() -> None:
-    """Run the demo, or its first half."""
+    """Run the demo as the command line says."""
     settings, prepare_only = read_arguments()
+    run(settings, prepare_only=prepare_only)
+
+
+def run(settings: Settings, *, prepare_only: bool = False) -> None:
+    """Run every stage; called in every process."""
     began = time.perf_counter()
     report.silence_hints()
     if report.is_first_process():
@@ -109,6 +115,8 @@ def write_files(settings: Settings) -> None:
     """Write JSONL files and a model with random weights, as any user's files would lie there."""
     report.heading(f"1/3  Writing prompts, demonstrations and a random model to {settings.folder}/")
     settings.folder.mkdir(parents=True, exist_ok=True)
+    for name in ("logs", "checkpoints"):  # of an earlier run
+        shutil.rmtree(settings.folder / name, ignore_errors=True)
     rng = random.Random(settings.seed)
     num_prompts = settings.num_iterations * settings.prompts_per_iteration
     words = iter(sorting.random_words(num_prompts + settings.num_held_out + settings.num_demonstrations, rng))
@@ -127,7 +135,7 @@ def warm_up(settings: Settings) -> None:
     report.heading(f"2/3  Warm-up: {settings.warm_up_steps} steps of SFT")
     report.say(
         f"The demonstrators disagree: {settings.right_demonstrations:.0%} sort from a to z, which is right, the others "
-        "from z to a. Imitating them\nteaches the model to sort, but not which way round."
+        "from z to a. Imitating them teaches the model to sort, but not which way round."
     )
     model = SFT(
         settings.path("random"),
@@ -139,9 +147,8 @@ def warm_up(settings: Settings) -> None:
         settings.path("demonstrations.jsonl"), batch_size=settings.demonstrations_per_step, seed=settings.seed
     )
     strategy = ReallocStrategy(plan={"calls": {"actor.train": settings.warm_up_layout}})
-    trainer = make_trainer(
-        settings, strategy, [SaveHuggingFace(settings.path("warm"))], num_epochs=settings.warm_up_epochs
-    )
+    save = SaveHuggingFace(settings.path("warm"))
+    trainer = make_trainer(settings, "warm_up", strategy, [save], max_epochs=settings.warm_up_epochs)
     trainer.fit(model, data)
 
 
@@ -183,7 +190,7 @@ def learn_from_rewards(settings: Settings) -> Outcome:
     recorder = Recorder()
     checkpoint = ModelCheckpoint(settings.path("checkpoints"), filename="last", enable_version_counter=False)
     callbacks = [recorder, checkpoint, SaveHuggingFace(settings.path("trained"))]
-    trainer = make_trainer(settings, ReallocStrategy(plan=settings.plan), callbacks, num_epochs=1)
+    trainer = make_trainer(settings, "grpo", ReallocStrategy(plan=settings.plan), callbacks, max_epochs=1)
     (before,) = trainer.validate(model, data, verbose=False)
     trainer.fit(model, data)  # validates at the end of the epoch
     after = float(trainer.callback_metrics["val/reward"])
@@ -191,16 +198,16 @@ def learn_from_rewards(settings: Settings) -> Outcome:
 
 
 def make_trainer(
-    settings: Settings, strategy: ReallocStrategy, callbacks: list[Callback], num_epochs: int
+    settings: Settings, name: str, strategy: ReallocStrategy, callbacks: list[Callback], *, max_epochs: int
 ) -> L.Trainer:
-    """Return a trainer on CPU ranks."""
+    """Return a trainer on CPU ranks that writes its curves to ``logs/name``."""
     return L.Trainer(
         accelerator="cpu",
         devices=settings.num_ranks,
         strategy=strategy,
-        max_epochs=num_epochs,
-        logger=CSVLogger(settings.folder, name="logs"),
-        callbacks=[TQDMProgressBar(), *callbacks],
+        max_epochs=max_epochs,
+        logger=CSVLogger(settings.folder, name="logs", version=name),
+        callbacks=[report.Progress(), *callbacks],
         log_every_n_steps=1,
         num_sanity_val_steps=0,
         enable_model_summary=False,
@@ -225,10 +232,10 @@ def conclude(settings: Settings, outcome: Outcome, *, wall_s: float) -> None:
     report.show_switches(recorder, {call: f"{settings.train_layout} → {layouts[call]}" for call in layouts})
     report.show_files(
         {
-            "checkpoint, to resume from": outcome.checkpoint,
-            "trained actor, for from_pretrained": settings.path("trained"),
-            "these figures": str(summary_path),
-            "curves": settings.path("logs"),
+            "Checkpoint, to resume from": outcome.checkpoint,
+            "Trained actor, for from_pretrained": settings.path("trained"),
+            "Figures": str(summary_path),
+            "Curves": settings.path("logs/grpo/metrics.csv"),
         }
     )
 

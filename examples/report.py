@@ -9,15 +9,21 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
 
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
 from rich.console import Console
 from rich.table import Table
+from transformers.utils import logging as transformers_logging
 
 from examples.recorder import CALLS, Iteration, Recorder, Switch, mean_seconds
 
 HARMLESS_WARNINGS = (
     r".*isinstance.treespec, LeafSpec.*",  # Lightning's, about torch's pytrees
+    r".*torch.distributed.* is deprecated.*",  # torch's, about its own FSDP
     r".*does not have many workers.*",  # the loaders hand out rows that are in memory
 )
+SHOWN_WHILE_TRAINING = {"loss": "actor/loss", "reward": "reward", "held-out reward": "val/reward"}
+"""Label beside the progress bar -> the metric."""
 
 
 def is_first_process() -> bool:
@@ -28,10 +34,22 @@ def is_first_process() -> bool:
 console = Console(quiet=not is_first_process(), highlight=False)
 
 
+class Progress(TQDMProgressBar):
+    """Lightning's progress bar with fewer numbers beside it."""
+
+    def get_metrics(
+        self, trainer: Trainer, pl_module: LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        """Return what to show."""
+        logged = trainer.callback_metrics
+        return {label: f"{float(logged[name]):.3f}" for label, name in SHOWN_WHILE_TRAINING.items() if name in logged}
+
+
 def silence_hints() -> None:
-    """Leave out Lightning's notes on hardware and process groups, its tips, and warnings that nobody can act on."""
+    """Leave out notes on hardware and process groups, tips, bars for tiny files, and warnings nobody can act on."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    transformers_logging.disable_progress_bar()
     for pattern in HARMLESS_WARNINGS:
         warnings.filterwarnings("ignore", message=pattern)
 
@@ -48,18 +66,14 @@ def say(text: str) -> None:
 
 def show_rewards(before: float, after: float, num_held_out: int) -> None:
     """Show what was learnt."""
-    table = Table(title=f"Right answers on {num_held_out} held-out prompts, one sampled for each", title_justify="left")
-    table.add_column("after the warm-up")
-    table.add_column("after GRPO", style="bold green")
-    table.add_row(f"{before:.1%}", f"{after:.1%}")
+    table = _table("Held-out prompts answered right", "", "after the warm-up", "after GRPO")
+    table.add_row(f"of {num_held_out}, one answer sampled for each", f"{before:.1%}", f"[bold green]{after:.1%}[/]")
     console.print(table)
 
 
 def show_iterations(iterations: Sequence[Iteration], *, num_rows: int = 8) -> None:
     """Show the reward's rise and the seconds of every call, over the run in ``num_rows`` steps."""
-    table = Table(title="Iterations: reward while learning, and seconds of each call", title_justify="left")
-    for name in ("iterations", "reward", *CALLS.values()):
-        table.add_column(name, justify="right")
+    table = _table("Mean reward, and seconds of each call", "iterations", "reward", *CALLS.values())
     bounds = [round(len(iterations) * part / num_rows) for part in range(num_rows + 1)]
     for begin, end in pairwise(bounds):
         if part := iterations[begin:end]:
@@ -76,29 +90,23 @@ def _add_iterations(table: Table, label: str, part: Sequence[Iteration]) -> None
 
 def show_switches(recorder: Recorder, routes: Mapping[str, str]) -> None:
     """Show what changing layouts cost; ``routes`` says for each call from where to where."""
-    table = Table(title="Switches of layout: mean of one", title_justify="left")
-    for name in ("before", "layout", "switches", "moved", "minimum", "milliseconds", "GB/s"):
-        table.add_column(name, justify="left" if name in ("before", "layout") else "right")
+    columns = ("before", "layouts", "times", "moved", "minimum", "ms", "GB/s")
+    table = _table("Switches of layout, the mean of one", *columns)
     for call, switches in recorder.switches_by_call().items():
         table.add_row(call, routes[call], str(len(switches)), *_means(switches))
     console.print(table)
-    say(
-        "So small a model shows how long starting takes. Throughput, with 254M parameters: "
-        "python -m benchmarks.reallocation"
-    )
+    say("A model this small shows what starting costs; for throughput: python -m benchmarks.reallocation")
 
 
 def _means(switches: Sequence[Switch]) -> tuple[str, ...]:
     moved, seconds = fmean(s.bytes_moved for s in switches), fmean(s.seconds for s in switches)
     minimum = fmean(s.bytes_minimum for s in switches)
-    return f"{moved / 1e6:.3f} MB", f"{minimum / 1e6:.3f} MB", f"{1e3 * seconds:.2f}", f"{moved / seconds / 1e9:.3f}"
+    return f"{moved / 1e6:.2f} MB", f"{minimum / 1e6:.2f} MB", f"{1e3 * seconds:.2f}", f"{moved / seconds / 1e9:.3f}"
 
 
 def show_examples(rows: Sequence[tuple[str, str, str, str]]) -> None:
     """Show prompts, their right answers, and the likeliest answers of both models."""
-    table = Table(title="Likeliest answers to held-out prompts", title_justify="left")
-    for name in ("prompt", "right", "after the warm-up", "after GRPO"):
-        table.add_column(name)
+    table = _table("Likeliest answers to some of them", "prompt", "right", "after the warm-up", "after GRPO")
     for prompt, right, *answers in rows:
         table.add_row(prompt, right, *(f"[{'green' if a == right else 'red'}]{a}[/]" for a in answers))
     console.print(table)
@@ -106,7 +114,16 @@ def show_examples(rows: Sequence[tuple[str, str, str, str]]) -> None:
 
 def show_files(files: Mapping[str, str]) -> None:
     """Show what was written where."""
+    console.print()
     table = Table.grid(padding=(0, 2))
     for what, path in files.items():
         table.add_row(what, path)
     console.print(table)
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table
