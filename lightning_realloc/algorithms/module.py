@@ -5,6 +5,7 @@ It builds plain modules with full weights; sharding, moving, running calls and s
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,10 @@ class MultiModelModule(L.LightningModule):
                 }
             made.append(entry)
         return made if made else None
+
+    def on_fit_start(self) -> None:
+        """Leave out Lightning's warning about models in evaluation mode: every call sets the mode that it needs."""
+        warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
 
     def training_step(self, batch: Samples, batch_idx: int) -> None:
         """Run one iteration of the dataflow."""

@@ -138,6 +138,7 @@ class CallRunner:
     ) -> Samples | Exception | None:
         """Return what this rank's micro-batches gave, or what it failed with; None when none of them counts."""
         method = getattr(self._module, call.method)
+        replica.model.eval()  # the home replica may come from a training call with dropout
         try:
             with torch.no_grad(), self._precise():
                 parts = [self._infer_one(method, replica, samples, micro, call.produces[0]) for micro in plan]
