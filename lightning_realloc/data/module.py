@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import lightning as L
 import torch
@@ -108,9 +108,10 @@ class RowDataModule(L.LightningDataModule, ABC):
         self._train_loader.epoch_batches = self._epoch_batches(len(self._train_loader))
         return self._train_loader
 
-    def val_dataloader(self) -> EvaluationLoader | list[Any]:
+    def val_dataloader(self) -> EvaluationLoader | tuple[()]:
         """Return the held-out batches, in the order of the rows; none without held-out rows."""
-        return self._evaluation("val") if "val" in self._tables else []
+        # Not an empty list, which Lightning takes for a loader of length zero and warns about.
+        return self._evaluation("val") if "val" in self._tables else ()
 
     def test_dataloader(self) -> EvaluationLoader:
         """Return the held-out batches, or all rows where none are held out."""
