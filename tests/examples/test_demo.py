@@ -1,0 +1,77 @@
+"""The demo end to end, with a few steps on two ranks, and the same run in code and in YAML."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM
+
+from examples.demo import Settings
+
+ROOT = Path(__file__).parents[2]
+SMALL_RUN = """
+from pathlib import Path
+from examples.demo import Settings, run
+
+if __name__ == "__main__":
+    run(Settings(
+        folder=Path("demo"), num_ranks=2, num_demonstrations=32, demonstrations_per_step=16, warm_up_epochs=1,
+        warm_up_layout="dp2", num_iterations=2, prompts_per_iteration=4, responses_per_prompt=2, num_held_out=6,
+        generate_layout="tp2", infer_layout="dp2", train_layout="fsdp2",
+    ))
+"""
+
+
+@pytest.mark.slow
+def test_a_small_run_writes_figures_checkpoint_and_model(tmp_path: Path) -> None:
+    (tmp_path / "small.py").write_text(SMALL_RUN)
+    done = subprocess.run(
+        [sys.executable, "small.py"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=170, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Held-out prompts answered right" in done.stdout
+    assert "Warning" not in done.stderr
+
+    summary = json.loads((tmp_path / "demo/summary.json").read_text())
+    assert summary["world_size"] == 2
+    assert len(summary["reward_by_iteration"]) == 2
+    assert 0.0 <= summary["reward_before"] <= 1.0
+    assert 0.0 <= summary["reward_after"] <= 1.0
+    assert all(summary["seconds_per_call"][kind] > 0 for kind in ("generate", "infer", "train"))
+    moved = summary["reallocation"]
+    # before the first evaluation, and before the second rollout and the last evaluation, which follow training
+    assert [switch["call"] for switch in moved["switches"]] == ["actor.generate"] * 3
+    assert moved["bytes_moved"] == moved["bytes_minimum"] > 0
+    assert Path(summary["checkpoint"]).is_dir()
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "demo/trained")
+    assert trained.num_parameters() > 100_000
+
+
+def test_the_configuration_file_is_the_demo() -> None:
+    settings = Settings()
+    config = yaml.safe_load((ROOT / "examples/grpo.yaml").read_text())
+    model, data = config["model"]["init_args"], config["data"]["init_args"]
+    assert config["trainer"]["strategy"]["init_args"]["plan"] == settings.plan
+    assert config["trainer"]["devices"] == settings.num_ranks
+    assert model["actor"] == settings.path("warm")
+    assert model["sampling"] == {"n": settings.responses_per_prompt, "max_new_tokens": settings.max_new_tokens}
+    assert model["learning_rate"] == settings.learning_rate
+    assert model["lr_scheduler"]["init_args"]["total_iters"] == settings.num_iterations
+    assert model["kl_coef"] == settings.kl_coef
+    assert model["train_options"] == {"num_minibatches": settings.steps_per_iteration}
+    assert data["data"] == settings.path("train.jsonl")
+    assert data["batch_size"] == settings.prompts_per_iteration
+
+
+def test_the_example_in_code_stays_under_thirty_lines() -> None:
+    text = (ROOT / "examples/grpo.py").read_text()
+    ast.parse(text)
+    assert len(text.splitlines()) < 30
