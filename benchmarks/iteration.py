@@ -43,6 +43,8 @@ FASTER_THAN_STATIC = 4.0
 DP4_BYTES = 15 << 30
 """What whole copies of weights, gradients, Adam's moments and a reference take on four ranks, while being made too."""
 LOSS_TOLERANCE = 1e-5
+ADAM_EPS = 1e-4
+"""Adam's usual 1e-8 turns the last bit of a tiny gradient, which depends on the order of sums, into a whole step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +220,11 @@ def _make_module(work: Workload, meter: Any) -> Any:
         pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     sampling = SamplingParams(n=work.num_generations, max_new_tokens=work.new_tokens, ignore_eos=True)
-    return Recorded(
-        config, share_of_even_tokens, tokenizer=byte_tokenizer(), sampling=sampling, learning_rate=work.learning_rate
-    )
+
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=work.learning_rate, eps=ADAM_EPS, weight_decay=0.0, fused=True)
+
+    return Recorded(config, share_of_even_tokens, tokenizer=byte_tokenizer(), sampling=sampling, optimizer=adam)
 
 
 def _make_meter(work: Workload) -> Any:
