@@ -176,7 +176,7 @@ def _stacks(team: list[Worker]) -> dict[int, str]:
     for worker in team:
         if worker.process.pid is not None and worker.process.is_alive():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.process.pid, signal.SIGUSR1)
+                os.kill(worker.process.pid, signal.SIGUSR2)
     time.sleep(STACKS_S)
     return {rank: _tail(worker.log, 6000) for rank, worker in enumerate(team)}
 
@@ -229,7 +229,6 @@ def _serve(connection: Connection, log: Path) -> None:
     os.dup2(stream.fileno(), 2)
     sys.stdout = sys.stderr = stream
     faulthandler.enable(stream)
-    faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
     threading.Thread(target=_leave_with_parent, daemon=True, name="leave-with-parent").start()
     while True:
         try:
@@ -238,6 +237,8 @@ def _serve(connection: Connection, log: Path) -> None:
             return
         stream.seek(0)
         stream.truncate()
+        # Anew for every run: a Trainer's signal handling may have undone it.
+        faulthandler.register(signal.SIGUSR2, file=stream, all_threads=True)
         connection.send_bytes(_answer(message))
 
 
