@@ -92,6 +92,9 @@ _HOMES = {
 }
 
 
+__all__ = list(_HOMES)
+
+
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

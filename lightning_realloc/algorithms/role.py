@@ -58,13 +58,23 @@ class Role:
         assert isinstance(config, PreTrainedConfig)
         return config
 
+    def __post_init__(self) -> None:
+        # A name on the hub has at most one slash; anything else is meant as a folder, and is missed here, not later.
+        text = str(self.source)
+        is_path = isinstance(self.source, str) and (text.count("/") > 1 or text.startswith((".", "/", "~")))
+        if (is_path or isinstance(self.source, Path)) and not Path(text).expanduser().exists():
+            raise ConfigError(
+                f"{self.name}={text!r}: there is no such folder in {Path.cwd()}; "
+                f"give a Hugging Face name, or a folder with config.json and weights"
+            )
+
     def build(self, *, seed: int) -> nn.Module:
         """Return the model with its full weights, in float32, the same on every rank.
 
         A module is copied, so that two roles may name the same one. Random weights depend on ``seed`` alone.
         """
         if isinstance(self.source, nn.Module):
-            return copy.deepcopy(self.source).requires_grad_(self.trained)
+            return copy.deepcopy(self.source).train().requires_grad_(self.trained)
         auto = _AUTO_CLASSES[self.task]
         options = {} if self.task == "causal_lm" else {"num_labels": 1}
         with torch.random.fork_rng(devices=[]):
@@ -73,7 +83,8 @@ class Role:
                 model = auto.from_config(self.source, dtype=torch.float32, **options)  # type: ignore[no-untyped-call]
             else:
                 model = self._load(auto, options)
-        return model.requires_grad_(self.trained)  # type: ignore[no-any-return]
+        # Lightning warns of modules in eval mode; every call chooses its own mode.
+        return model.train().requires_grad_(self.trained)  # type: ignore[no-any-return]
 
     def _load(self, auto: type, options: dict[str, int]) -> nn.Module:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -108,10 +109,13 @@ class RowDataModule(L.LightningDataModule, ABC):
         self._train_loader.epoch_batches = self._epoch_batches(len(self._train_loader))
         return self._train_loader
 
-    def val_dataloader(self) -> EvaluationLoader | tuple[()]:
+    def val_dataloader(self) -> EvaluationLoader | list[object]:
         """Return the held-out batches, in the order of the rows; none without held-out rows."""
-        # Not an empty list, which Lightning takes for a loader of length zero and warns about.
-        return self._evaluation("val") if "val" in self._tables else ()
+        if "val" in self._tables:
+            return self._evaluation("val")
+        # Lightning takes every empty container for a loader of length zero, and warns that this may be a mistake.
+        warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
+        return []
 
     def test_dataloader(self) -> EvaluationLoader:
         """Return the held-out batches, or all rows where none are held out."""

@@ -218,5 +218,5 @@ def _unit_error(model: ModelSpec, param: ParamSpec, cut: TensorParallelCut, tp: 
         max(param.tp.num_units or 1 for param in model.params if param.tp is not None)
     )
     units = [count for _, count in cut.blocks(param.shape[cut.dim])]
-    values = f"num_units={units[0]}" if len(units) == 1 else f"num_units={tuple(units)} of its blocks"
+    values = f"its {units[0]} heads" if len(units) == 1 else f"the {tuple(units)} heads of its blocks"
     return f"{param.name}: tp={tp} {rule} {values} along dim {cut.dim}; use tp in {fitting}"

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_realloc import errors
 from lightning_realloc.errors import DataError, ReallocError
+from lightning_realloc.runtime.compat import all_gather_single
 from lightning_realloc.runtime.samples import Column, Ragged, Samples
 
 _DTYPES = {
@@ -127,12 +128,12 @@ def _raise_failure(blob: Tensor, rank: int, own: Exception | None) -> NoReturn:
 def _all_gather_bytes(blob: Tensor, device: torch.device) -> Sequence[Tensor]:
     world = dist.get_world_size()
     sizes = torch.empty(world, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(sizes, torch.tensor([blob.numel()], dtype=torch.int64, device=device))
+    all_gather_single(sizes, torch.tensor([blob.numel()], dtype=torch.int64, device=device))
     longest = int(sizes.max())
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: blob.numel()] = blob.to(device)
     gathered = torch.empty(world * longest, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(gathered, padded)
+    all_gather_single(gathered, padded)
     rows = gathered.cpu().view(world, longest)
     return [rows[rank, :size] for rank, size in enumerate(sizes.tolist())]
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_realloc.errors import LayoutError
+from lightning_realloc.runtime.compat import all_gather_single
 
 _GATHERED_SUM_BYTES = 256 * 1024
 """Up to this size CPU tensors are gathered and added here: an all-reduce of gloo takes twice as long as a gather."""
@@ -70,7 +71,7 @@ class TensorParallelGroup:
     def gather(self, tensor: Tensor) -> Tensor:
         """Return every rank's ``tensor``, all of one shape, stacked along a new first dim."""
         gathered = tensor.new_empty(self.size * tensor.numel())
-        dist.all_gather_into_tensor(gathered, tensor.contiguous().view(-1), group=self.process_group)
+        all_gather_single(gathered, tensor.contiguous().view(-1), group=self.process_group)
         return gathered.view(self.size, *tensor.shape)
 
     def slice_of(self, width: int) -> tuple[int, int]:

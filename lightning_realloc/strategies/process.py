@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
@@ -69,6 +70,17 @@ class ProcessStrategy(ModelParallelStrategy):
             super()._configure_launcher()
         else:
             self._launcher = FullStateLauncher(self, start_method=self._start_method)
+
+    def connect(self, model: LightningModule) -> None:
+        """Take the module; refuse what Lightning would answer with advice that does not help here."""
+        super().connect(model)
+        trainer: Any = model.trainer
+        if self.dataflow is not None and (trainer.gradient_clip_val or trainer.accumulate_grad_batches != 1):
+            raise MisconfigurationException(
+                f"gradient_clip_val={trainer.gradient_clip_val} and accumulate_grad_batches="
+                f"{trainer.accumulate_grad_batches} of the Trainer do not reach the calls of {type(model).__name__}; "
+                f"use its train_options=TrainOptions(max_grad_norm=..., micro_batch_tokens=...) instead"
+            )
 
     def setup_environment(self) -> None:
         """Start the process group; with external launchers also check what they started."""

@@ -92,11 +92,11 @@ def test_heads_that_tensor_parallelism_does_not_divide_are_refused() -> None:
     with pytest.raises(LayoutError) as refusal:
         lay("tp6")
     assert str(refusal.value) == (
-        "model.layers.0.self_attn.q_proj.weight: tp=6 must divide num_units=4 along dim 0; use tp in (1, 2, 4)"
+        "model.layers.0.self_attn.q_proj.weight: tp=6 must divide its 4 heads along dim 0; use tp in (1, 2, 4)"
     )
     shared = ModelSpec((ParamSpec("k", (6, 2), TensorParallelCut(0, 2, replicate_units=True), block=0),), 1)
     with pytest.raises(
-        LayoutError, match=r"k: tp=3 must divide, or be a multiple of, num_units=2 .*use tp in \(1, 2\)"
+        LayoutError, match=r"k: tp=3 must divide, or be a multiple of, its 2 heads .*use tp in \(1, 2\)"
     ):
         lay("tp3", shared)
 

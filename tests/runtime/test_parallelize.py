@@ -173,5 +173,5 @@ def test_what_cannot_run_is_refused_with_the_way_out(workers: WorkerPool) -> Non
     assert "already installed" in twice
     with pytest.raises(LayoutError, match=r"GPT2LMHeadModel has no tensor-parallel plan; pass one .*tp_plan="):
         ModelLayout(describe_model(tiny_model("gpt2")), Layout.parse("tp2"))
-    with pytest.raises(LayoutError, match="tp=8 must divide num_units=4"):
+    with pytest.raises(LayoutError, match="tp=8 must divide its 4 heads"):
         ModelLayout(describe_model(tiny_model("llama")), Layout.parse("tp8"))
