@@ -237,7 +237,8 @@ def _serve(connection: Connection, log: Path) -> None:
             return
         stream.seek(0)
         stream.truncate()
-        # Anew for every run: a Trainer's signal handling may have undone it.
+        # Anew for every run: a Trainer sets every signal back to what it believes was there before it.
+        faulthandler.unregister(signal.SIGUSR2)
         faulthandler.register(signal.SIGUSR2, file=stream, all_threads=True)
         connection.send_bytes(_answer(message))
 

@@ -28,8 +28,7 @@ def gather_weights(
     full: dict[str, Tensor] = {}
     for window in _windows(spec, window_elements):
         names = {param.name for param in window.params}
-        room = {p.name: torch.empty(p.shape, dtype=dtype, device=device) for p in window.params} if rank == 0 else {}
-        Reallocation(
+        reallocation = Reallocation(
             ModelLayout(window, replica.layout),
             {name: tensor for name, tensor in held.items() if name in names},
             ModelLayout(window, Layout(ParallelDims(), (0,))),
@@ -37,10 +36,10 @@ def gather_weights(
             world_size=world_size,
             dtype=dtype,
             device=device,
-            transport="direct",
-            target_tensors=room,
-        ).run()
-        full |= {name: tensor.cpu() for name, tensor in room.items()}
+        )
+        reallocation.run()
+        full |= {name: tensor.to("cpu", copy=True) for name, tensor in reallocation.target_tensors.items()}
+        reallocation.release()
     return full | {alias: full[owner] for alias, owner in spec.aliases if owner in full}
 
 
