@@ -27,8 +27,6 @@ from lightning_realloc.strategies.model_pool import ModelPool, Replica
 from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
-DEFAULT_MICRO_BATCH_TOKENS = 8192
-
 PhaseContext = Callable[[str], Any]
 
 
