@@ -96,8 +96,8 @@ class RewardFunctions:
             columns: Further columns of the data, B values each.
 
         Raises:
-            RewardError: naming function and prompt, when a function fails or returns anything but one finite number
-                (or None) per completion, or when no function applies to a completion.
+            RewardError: naming function, prompt and completion, when a function fails or returns anything but one
+                finite number (or None) per completion, or when no function applies to a completion.
         """
         conversational = bool(prompts) and is_conversation(prompts[0])
         given: dict[str, Any] = {
@@ -111,7 +111,7 @@ class RewardFunctions:
             for name, function in zip(self.names, self.functions, strict=True)
         }
         values = torch.stack(list(by_function.values()))
-        _refuse_unjudged(values.isnan().all(dim=0), self.names, given["prompts"])
+        _refuse_unjudged(values.isnan().all(dim=0), self.names, given)
         total = (values * torch.tensor(self.weights)[:, None]).nansum(dim=0)
         return Rewards(total, by_function)
 
@@ -145,20 +145,19 @@ def import_function(path: str) -> RewardFunction:
 
 def _judged(name: str, function: RewardFunction, given: Mapping[str, Any]) -> list[float]:
     """Return what one function says about the batch, NaN for None."""
-    prompts = given["prompts"]
     try:
         returned = function(**_accepted(function, given))
     except Exception as error:
         raise RewardError(
-            f"reward function {name!r} raised {type(error).__name__}: {error}; it was given {_batch(prompts)}"
+            f"reward function {name!r} raised {type(error).__name__}: {error}; it was given {_batch(given)}"
         ) from error
     numbers = _as_list(name, returned)
-    if len(numbers) != len(prompts):
+    if len(numbers) != len(given["completions"]):
         raise RewardError(
-            f"reward function {name!r} must return one number for each of {len(prompts)} completions; it returned "
-            f"{len(numbers)} for {_batch(prompts)}"
+            f"reward function {name!r} must return one number per completion; it returned {len(numbers)} for "
+            f"{_batch(given)}"
         )
-    return [_as_number(name, number, index, prompts) for index, number in enumerate(numbers)]
+    return [_as_number(name, number, index, given) for index, number in enumerate(numbers)]
 
 
 def _accepted(function: RewardFunction, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,7 +185,7 @@ def _as_list(name: str, returned: object) -> list[object]:
     return list(values)
 
 
-def _as_number(name: str, value: Any, index: int, prompts: Sequence[object]) -> float:
+def _as_number(name: str, value: Any, index: int, given: Mapping[str, Any]) -> float:
     if value is None:
         return math.nan
     try:
@@ -196,17 +195,17 @@ def _as_number(name: str, value: Any, index: int, prompts: Sequence[object]) -> 
     if not math.isfinite(number):
         raise RewardError(
             f"reward function {name!r} must return finite numbers, or None where it does not apply; it returned "
-            f"{value!r} for prompt {index} of the batch: {_short(prompts[index])}"
+            f"{value!r} for {_completion(index, given)}"
         )
     return number
 
 
-def _refuse_unjudged(unjudged: Tensor, names: Sequence[str], prompts: Sequence[object]) -> None:
+def _refuse_unjudged(unjudged: Tensor, names: Sequence[str], given: Mapping[str, Any]) -> None:
     if bool(unjudged.any()):
         index = int(unjudged.nonzero()[0])
         raise RewardError(
             f"at least one reward function must apply to every completion; all of {list(names)} returned None for "
-            f"prompt {index} of the batch: {_short(prompts[index])}"
+            f"{_completion(index, given)}"
         )
 
 
@@ -223,11 +222,17 @@ def _as_message(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
-def _batch(prompts: Sequence[object]) -> str:
-    shown = ", ".join(_short(prompt) for prompt in prompts[:3])
-    return f"the {len(prompts)} prompts {shown}" + (", ..." if len(prompts) > 3 else "")
+def _batch(given: Mapping[str, Any]) -> str:
+    """Say how much a function was given, and to which prompts: a group's completions share one."""
+    shown = list(dict.fromkeys(_short(prompt) for prompt in given["prompts"]))
+    listed = ", ".join(shown[:3]) + (", ..." if len(shown) > 3 else "")
+    return f"{len(given['completions'])} completions of {'the prompt' if len(shown) == 1 else 'the prompts'} {listed}"
 
 
-def _short(prompt: object) -> str:
-    text = repr(prompt)
+def _completion(index: int, given: Mapping[str, Any]) -> str:
+    return f"the completion {_short(given['completions'][index])} of the prompt {_short(given['prompts'][index])}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -43,12 +43,7 @@ def read_rows(source: RowSource) -> tuple[Row, ...]:
     if not rows:
         raise DataError(f"{name} holds no rows; it needs at least one")
     for row in rows[1:]:
-        differing = sorted(set(row.values) ^ set(rows[0].values))
-        if differing:
-            raise DataError(
-                f"{row.place} must have the same columns as {rows[0].place}; it differs in {differing}, "
-                f"write null where a row has no value"
-            )
+        _refuse_other_columns(row, rows[0])
     return rows
 
 
@@ -66,6 +61,17 @@ def split_by_hash(
         place_in_unit = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) / 2**64
         (chosen if place_in_unit < fraction else rest).append(row)
     return tuple(rest), tuple(chosen)
+
+
+def _refuse_other_columns(row: Row, first: Row) -> None:
+    missing = sorted(map(repr, first.values.keys() - row.values.keys()))
+    extra = sorted(map(repr, row.values.keys() - first.values.keys()))
+    differences = [f"{verb} {', '.join(names)}" for verb, names in (("lacks", missing), ("adds", extra)) if names]
+    if differences:
+        raise DataError(
+            f"{row.place} must have the same columns as {first.place}; it {' and '.join(differences)}, "
+            f"write null where a row has no value"
+        )
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:

@@ -85,16 +85,16 @@ def test_a_function_may_name_just_what_it_needs() -> None:
 @pytest.mark.parametrize(
     ("value", "rule"),
     [
-        ([1.0], "'broken' must return one number for each of 2 completions; it returned 1 .*'1\\+1='"),
-        ([1.0, math.nan], "'broken' must return finite numbers.* nan for prompt 1 of the batch: '1\\+2='"),
-        ([math.inf, 1.0], "'broken' must return finite numbers.* inf for prompt 0 of the batch: '1\\+1='"),
-        ([1.0, "good"], "'broken' must return finite numbers.* 'good' for prompt 1"),
-        ([1.0, None], r"all of \['broken'\] returned None for prompt 1 of the batch: '1\+2='"),
+        ([1.0], r"'broken' must return one number per completion; it returned 1 for 2 completions of .*'1\+1='"),
+        ([1.0, math.nan], r"'broken' must .* finite numbers.* nan for the completion ' 4\\n' of the prompt '1\+2='"),
+        ([math.inf, 1.0], r"'broken' must .* finite numbers.* inf for the completion '2' of the prompt '1\+1='"),
+        ([1.0, "good"], r"'broken' must return finite numbers.* 'good' for the completion ' 4\\n' of the prompt"),
+        ([1.0, None], r"all of \['broken'\] returned None for the completion ' 4\\n' of the prompt '1\+2='"),
         (1.0, "'broken' must return a list of numbers; it returned 1.0"),
         (None, "'broken' must return a list of numbers; it returned None"),
     ],
 )
-def test_what_is_no_reward_is_refused_with_function_and_prompt(value: object, rule: str) -> None:
+def test_what_is_no_reward_is_refused_with_function_prompt_and_completion(value: object, rule: str) -> None:
     with pytest.raises(RewardError, match=rule):
         _judge(returning(value))
 
@@ -104,10 +104,13 @@ def test_a_function_that_raises_is_named_with_its_batch() -> None:
         raise KeyError("gold")
 
     with pytest.raises(
-        RewardError, match=r"'failing' raised KeyError: 'gold'; it was given the 2 prompts '1\+1='"
+        RewardError,
+        match=r"'failing' raised KeyError: 'gold'; it was given 2 completions of the prompts '1\+1=', '1\+2='",
     ) as info:
         _judge(failing)
     assert isinstance(info.value.__cause__, KeyError)
+    with pytest.raises(RewardError, match=r"it was given 3 completions of the prompt '1\+1='$"):  # a group shares it
+        RewardFunctions(failing)(["1+1="] * 3, ["2", "3", "4"], [[1], [2], [3]], {})
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,15 @@ def test_files_lists_and_datasets_give_the_same_rows(tmp_path: Path) -> None:
         ('{"prompt": "a"}\n["b"]\n', "rows.jsonl, line 2 must be a JSON object"),
         (
             '{"prompt": "a", "answer": 1}\n{"prompt": "b"}\n',
-            r"line 2 must have the same columns .* line 1.*\['answer'\]",
+            r"line 2 must have the same columns as .* line 1; it lacks 'answer', write null where",
+        ),
+        (
+            '{"prompt": "a"}\n{"prompt": "b", "answer": 1}\n',
+            r"line 2 must have the same columns as .* line 1; it adds 'answer', write null where",
+        ),
+        (
+            '{"prompt": "a", "answer": 1}\n{"promt": "b", "answer": 1}\n',
+            r"line 2 must have the same columns as .* line 1; it lacks 'prompt' and adds 'promt', write null where",
         ),
         ("", "rows.jsonl holds no rows"),
     ],
