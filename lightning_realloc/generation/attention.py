@@ -152,7 +152,9 @@ def check_supported(model: nn.Module, *, max_length: int) -> None:
     """
     name = type(model).__name__
     config: Any = getattr(model, "config", None)
-    if config is None or not getattr(model, "_supports_attention_backend", False):
+    if config is None:
+        _refuse(name, "it is no Hugging Face model, which has a config", "load one by AutoModelForCausalLM")
+    if not getattr(model, "_supports_attention_backend", False):
         _refuse(name, "its attention does not go through transformers' attention registry")
     if getattr(config, "is_encoder_decoder", False):
         _refuse(name, "it is an encoder-decoder model")

@@ -7,6 +7,7 @@ The scheduler says who runs where, the cache holds keys and values, the sampler 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,11 @@ class GenerationEngine:
         ``max_length`` bounds prompt plus response, besides the model's own context. ``lockstep`` is for models whose
         forward is collective: called before every step with "this rank has work", it returns whether any rank has, and
         a rank without work then joins with a dummy token.
+
+        Raises:
+            GenerationError: for a model that the engine cannot run; see :func:`check_supported`.
         """
+        check_supported(model, max_length=1)
         if max_slots < 1:
             raise GenerationError(f"max_slots={max_slots} must be at least 1")
         self._model = model
@@ -92,7 +97,7 @@ class GenerationEngine:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
+        params: SamplingParams | None = None,
         *,
         sample_ids: Sequence[int] | None = None,
         length_hints: Sequence[int] | None = None,
@@ -103,7 +108,15 @@ class GenerationEngine:
         ``sample_ids`` holds one distinct id per completion (default: their order) and keys their randomness.
         ``length_hints`` holds an expected response length per prompt: long ones start first. ``token_limits`` holds a
         bound per prompt that may lower ``params.max_new_tokens``.
+
+        Args:
+            prompts: Token ids of each prompt; text is for the tokenizer first.
+            params: By default ``SamplingParams()``.
+
+        Raises:
+            GenerationError: for what cannot be generated from, and for logits that are not finite.
         """
+        params = params or SamplingParams()
         samples = self._make_samples(prompts, params, sample_ids, token_limits)
         longest = max((len(sample.prompt) + sample.max_new_tokens for sample in samples), default=1)
         check_supported(self._model, max_length=longest)
@@ -156,7 +169,7 @@ class GenerationEngine:
 
     def _check_prompt(self, index: int, given: Sequence[int]) -> tuple[list[int], int]:
         """Return the prompt as a list, and how many tokens can follow it."""
-        prompt = given.tolist() if isinstance(given, Tensor) else list(given)
+        prompt = _token_ids(index, given)
         if not prompt:
             raise GenerationError(
                 f"prompt {index} is empty; give it at least one token, for example the tokenizer's BOS"
@@ -294,6 +307,17 @@ class _Run:
             f"the model's logits are not finite for sample ids {bad[:8]} ({len(bad)} of {len(running)} running); "
             "the weights have diverged or overflow their dtype: lower the learning rate, or use bfloat16 for float16"
         )
+
+
+def _token_ids(index: int, given: Any) -> list[int]:
+    try:
+        return [operator.index(token) for token in (given.tolist() if isinstance(given, Tensor) else given)]
+    except TypeError as error:
+        text = repr(given)
+        raise GenerationError(
+            f"prompt {index} must be a list of token ids; it is {text if len(text) <= 60 else text[:57] + '...'}, "
+            f'turn text into ids first: tokenizer(texts)["input_ids"]'
+        ) from error
 
 
 def _waiting_prompts(samples: Sequence[Sample], n: int, length_hints: Sequence[int] | None) -> Iterable[Prompt]:

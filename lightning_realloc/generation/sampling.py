@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ class SamplingParams:
         _require(self.top_k is None or self.top_k >= 1, f"top_k={self.top_k} must be at least 1; use None for no limit")
         _require(0 < self.top_p <= 1, f"top_p={self.top_p} must lie in (0, 1]; use 1 for no limit")
         _require(self.n >= 1, f"n={self.n} responses per prompt must be at least 1")
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids, Integral, "ints"))
+        object.__setattr__(self, "stop_strings", _as_tuple("stop_strings", self.stop_strings, str, "strings"))
         _require(all(self.stop_strings), "stop_strings must not hold an empty string; it would end every response")
 
     @property
@@ -69,6 +72,14 @@ class SamplingParams:
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise GenerationError(message)
+
+
+def _as_tuple(name: str, given: object, kind: type, kinds: str) -> tuple[object, ...]:
+    """Return a list or tuple of one kind as a tuple; a string alone would pass for one stop string per letter."""
+    if isinstance(given, list | tuple) and all(isinstance(item, kind) for item in given):
+        return tuple(given)
+    way_out = f"write {(given,)!r}" if isinstance(given, kind) else "use () for none"
+    raise GenerationError(f"{name}={given!r} must be a tuple of {kinds}; {way_out}")
 
 
 def sample_key(seed: int, sample_id: int) -> int:

@@ -84,7 +84,10 @@ class CallRunner:
         self, call: ModelFunctionCall, replica: Replica, prompts: Samples
     ) -> Samples | Exception | None:
         """Return this rank's responses or what it failed with; None when it stopped because another rank failed."""
-        engine, lockstep = self._engine(call, replica)
+        try:
+            engine, lockstep = self._engine(call, replica)
+        except GenerationError as error:  # of a model that nobody can generate from: told to ranks outside its layout
+            return error
         if lockstep is not None:
             lockstep.begin()
         try:

@@ -272,6 +272,10 @@ def test_ranks_in_lockstep_run_as_many_forwards_as_the_slowest() -> None:
         ([[5], [5] * 128], {}, "prompt 1 holds 128 tokens .* max_position_embeddings of 128; shorten .* at most 127"),
         ([[5] * 40], {}, "max_length of 40"),
         ([[5, 128]], {}, "prompt 0 holds token ids from 5 to 128, the model's vocabulary has 128"),
+        (["text"], {}, r"prompt 0 must be a list of token ids; it is 'text', .* tokenizer\(texts\)\[\"input_ids\"\]"),
+        ("text", {}, "prompt 0 must be a list of token ids; it is 't'"),
+        ([5, 6], {}, "prompt 0 must be a list of token ids; it is 5"),
+        ([[5], [5.0]], {}, r"prompt 1 must be a list of token ids; it is \[5.0\]"),
         ([[5], [6]], {"sample_ids": [3]}, "2 prompts with n=1 need 2 distinct sample_ids, got 1"),
         ([[5], [6]], {"sample_ids": [3, 3]}, "got 2 of which 1 distinct"),
         ([[5], [6]], {"length_hints": [3]}, "length_hints must hold one number per prompt: got 1 for 2"),
@@ -324,7 +328,18 @@ def test_models_that_cannot_attend_through_slots_are_refused_by_name(
     config = AutoConfig.for_model(family, vocab_size=32, **overrides)
     model = (AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM).from_config(config)
     with pytest.raises(GenerationError, match=rf"{type(model).__name__} cannot be generated from.*({reason})"):
-        GenerationEngine(model).generate([[5]], GREEDY)
+        GenerationEngine(model)
+
+
+def test_a_module_that_is_no_language_model_is_refused_at_once() -> None:
+    with pytest.raises(GenerationError, match="Linear cannot be generated from in process: it is no Hugging Face"):
+        GenerationEngine(torch.nn.Linear(2, 2))
+
+
+def test_prompts_may_be_tensors_and_settings_may_be_left_out() -> None:
+    engine = GenerationEngine(tiny_model("llama"))
+    expected = engine.generate([[5, 6, 7]], SamplingParams())
+    assert engine.generate(torch.tensor([[5, 6, 7]])) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

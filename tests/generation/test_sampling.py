@@ -136,8 +136,19 @@ def test_forbidden_tokens_are_not_drawn_in_their_rows_only() -> None:
         ({"top_p": 0.0}, "top_p=0.0 must lie in"),
         ({"n": 0}, "n=0"),
         ({"stop_strings": ("",)}, "empty string"),
+        ({"stop_strings": "ab"}, r"stop_strings='ab' must be a tuple of strings; write \('ab',\)"),
+        ({"stop_strings": None}, r"stop_strings=None must be a tuple of strings; use \(\) for none"),
+        ({"stop_strings": ("a", 5)}, r"stop_strings=\('a', 5\) must be a tuple of strings"),
+        ({"stop_token_ids": 2}, r"stop_token_ids=2 must be a tuple of ints; write \(2,\)"),
+        ({"stop_token_ids": ("a",)}, r"stop_token_ids=\('a',\) must be a tuple of ints"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(GenerationError, match=message):
         SamplingParams(**settings)  # type: ignore[arg-type]
+
+
+def test_lists_of_stops_count_as_tuples() -> None:
+    params = SamplingParams(stop_strings=["a", "b"], stop_token_ids=[2])  # type: ignore[arg-type]
+    assert params == SamplingParams(stop_strings=("a", "b"), stop_token_ids=(2,))
+    assert hash(params) == hash(SamplingParams(stop_strings=("a", "b"), stop_token_ids=(2,)))

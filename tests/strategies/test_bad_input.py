@@ -10,7 +10,9 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightning_realloc.algorithms.grpo import GRPO
 from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.errors import ConfigError, PlanError, ReallocError, RewardError
 from lightning_realloc.generation import GenerationEngine, SamplingParams
@@ -217,6 +219,14 @@ def strange_prompt_in_lockstep() -> Any:
     return runs.grpo(), "static", StrangePrompt(1)
 
 
+def model_that_cannot_be_generated_from() -> Any:
+    """Refused by the engine of the only rank that generates."""
+    sizes = {"vocab_size": 128, "n_layer": 1, "hidden_size": 16, "n_head": 2}
+    bloom = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", **sizes))
+    module = GRPO(bloom, runs.low_tokens, sampling=runs.SAMPLING, tokenizer=byte_tokenizer(), kl_coef=0.0)
+    return module, calls(actor_generate="dp1@0", actor_train="dp2"), Batches(1)
+
+
 class NotFinite(runs.RecordedGRPO):
     """An algorithm whose inference fails on the rank that has sample 3."""
 
@@ -277,6 +287,7 @@ def test_what_fails_on_one_rank_is_raised_on_all(workers: WorkerPool) -> None:
             wrong_number_of_rewards: "RewardError: reward function 'forgetful' must return one number per completion",
             undefined_reward: "RewardError: reward function 'undefined' must return finite numbers, or None",
             long_prompt: "GenerationError: the prompt of sample 5 has 200 tokens, and actor's context of 128 leaves no",
+            model_that_cannot_be_generated_from: "GenerationError: BloomForCausalLM cannot be generated from in",
             strange_prompt: "holds token ids from 1000 to 1000, the model's vocabulary has 128",
             strange_prompt_in_lockstep: "holds token ids from 1000 to 1000, the model's vocabulary has 128",
             failing_after_lockstep: "PlanError: too late",
