@@ -38,6 +38,7 @@ class Request:
     transport: str
     """"auto", "push" or "direct"."""
     max_staging_bytes: int
+    pack_below_bytes: int
     cluster: ClusterSpec | None
 
     def find_problem(self, world_size: int) -> str | None:
@@ -111,7 +112,10 @@ class _Facts(NamedTuple):
 
 def agree_on_request(request: Request, world_size: int) -> Agreement:
     """Compare the requests of all ranks. Collective; raises PlanError on every rank when one is wrong or differs."""
-    settings = (request.transport, request.dtype, request.device.type, request.max_staging_bytes, world_size)
+    settings = (
+        request.transport, request.dtype, request.device.type, request.max_staging_bytes, request.pack_below_bytes,
+        world_size,
+    )  # fmt: skip
     sources = request.source_tensors
     gives_target = request.target_tensors is not None if request.rank in request.target.layout else None
     everyone = gather_objects(
@@ -124,7 +128,10 @@ def agree_on_request(request: Request, world_size: int) -> Agreement:
         )
     )
     _raise_problems([facts.problem for facts in everyone])
-    _require_equal("settings (transport, dtype, device, max_staging_bytes, world_size)", [f.settings for f in everyone])
+    _require_equal(
+        "settings (transport, dtype, device, max_staging_bytes, pack_below_bytes, world_size)",
+        [facts.settings for facts in everyone],
+    )
     _require_equal("target_tensors given", [facts.gives_target for facts in everyone])
     target_is_given = any(facts.gives_target for facts in everyone)
     dtypes = frozenset[torch.dtype]().union(*(facts.source_dtypes for facts in everyone))

@@ -21,7 +21,15 @@ from lightning_realloc.realloc.publication import PublicationPlan
 from lightning_realloc.realloc.schedule import schedule_transfers
 from lightning_realloc.runtime.agreement import Agreement, Request, agree_on_plan, agree_on_request
 from lightning_realloc.runtime.shared_memory import SharedSegment, aligned, gather_objects, share_segment
-from lightning_realloc.runtime.transport import Arena, Copies, DirectTransport, PushTransport, Transport, region_view
+from lightning_realloc.runtime.transport import (
+    PACK_BELOW_BYTES,
+    Arena,
+    Copies,
+    DirectTransport,
+    PushTransport,
+    Transport,
+    region_view,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -79,13 +87,15 @@ class Reallocation:
         transport: Literal["auto", "push", "direct"] = "auto",
         target_tensors: Mapping[str, Tensor] | None = None,
         max_staging_bytes: int = MAX_STAGING_BYTES,
+        pack_below_bytes: int = PACK_BELOW_BYTES,
         deadline_s: float = 1800.0,
     ) -> None:
         """Plan and bind. Collective over all ranks of the default group, also those that neither side uses.
 
         ``source_tensors`` are this rank's local tensors, which must stay where they are; they are cast to ``dtype``.
         ``target_tensors``, given on every rank of the target or on none, are filled in place; shared memory cannot do
-        that, so "auto" then means "direct". ``deadline_s`` bounds the push transport's wait for a rank.
+        that, so "auto" then means "direct". There, pieces below ``pack_below_bytes`` share messages. ``deadline_s``
+        bounds the push transport's wait for a rank.
 
         Raises PlanError on every rank when ranks disagree or one of them got something wrong, and ReallocError on
         every rank when ``transport="push"`` cannot work here.
@@ -100,6 +110,7 @@ class Reallocation:
             device=torch.device(device),
             transport=transport,
             max_staging_bytes=max_staging_bytes,
+            pack_below_bytes=pack_below_bytes,
             cluster=cluster,
         )
         agreement = agree_on_request(request, world_size)
@@ -206,6 +217,7 @@ def _bind_direct(
         targets,
         rank=request.rank,
         wire_dtype=agreement.wire_dtype,
+        pack_below_bytes=request.pack_below_bytes,
         device=request.device,
         owned=arena,
     )

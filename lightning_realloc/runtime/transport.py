@@ -21,7 +21,7 @@ from lightning_realloc.errors import ReallocError
 from lightning_realloc.realloc.plan import Transfer
 from lightning_realloc.runtime.shared_memory import ALIGNMENT_BYTES, DISCARDS, SHORTAGES, FlagBarrier, SharedSegment
 
-SMALL_BYTES = 64 << 10
+PACK_BELOW_BYTES = 64 << 10
 """Pieces below this are packed, one message per peer and round: there a message costs more than a copy."""
 
 _TAG = 7411  # keeps gloo from matching our messages with somebody else's on the default group
@@ -145,19 +145,23 @@ class DirectTransport:
         *,
         rank: int,
         wire_dtype: torch.dtype,
+        pack_below_bytes: int,
         device: torch.device,
         owned: Arena | None,
     ) -> None:
         """``kept`` stay on this rank; ``rounds`` hold this rank's other transfers, in the same order on all ranks.
 
-        ``owned`` is the memory of ``target`` if it may be released.
+        ``pack_below_bytes`` must be the same on all ranks, else messages would not match; ``owned`` is the memory of
+        ``target`` if it may be released.
         """
         backend = backend_of(device)
         self._together = backend == "nccl"
         wire_device = torch.device("cpu") if backend == "gloo" else device  # gloo sends from host memory only
         self._outgoing, self._incoming = (Arena(wire_device, alignment_bytes=wire_dtype.itemsize) for _ in range(2))
         self._device, self._owned, self._released = device, owned, False
-        binder = _RoundBinder(rank, source, target, wire_dtype, wire_device, self._outgoing, self._incoming)
+        binder = _RoundBinder(
+            rank, source, target, wire_dtype, pack_below_bytes, wire_device, self._outgoing, self._incoming
+        )
         self._kept = Copies()
         for transfer in kept:
             into = region_view(target[transfer.param], transfer.receiver_offset, transfer.shape)
@@ -217,12 +221,13 @@ class _RoundBinder:
         source: Mapping[str, Tensor],
         target: Mapping[str, Tensor],
         wire_dtype: torch.dtype,
+        pack_below_bytes: int,
         wire_device: torch.device,
         outgoing: Arena,
         incoming: Arena,
     ) -> None:
         self._rank, self._source, self._target = rank, source, target
-        self._dtype, self._device = wire_dtype, wire_device
+        self._dtype, self._pack_below_bytes, self._device = wire_dtype, pack_below_bytes, wire_device
         self._outgoing, self._incoming = outgoing, incoming
 
     def bind(self, transfers: Sequence[Transfer]) -> _Round:
@@ -233,7 +238,7 @@ class _RoundBinder:
         small_out: dict[int, list[Tensor]] = {}
         small_in: dict[int, list[Tensor]] = {}
         for transfer in transfers:
-            is_small = math.prod(transfer.shape) * self._dtype.itemsize < SMALL_BYTES
+            is_small = math.prod(transfer.shape) * self._dtype.itemsize < self._pack_below_bytes
             if transfer.sender == self._rank:
                 holder = self._source if transfer.hop == 0 else self._target
                 view = region_view(holder[transfer.param], transfer.sender_offset, transfer.shape)

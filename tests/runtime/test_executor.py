@@ -39,9 +39,8 @@ def _cast(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
-def _go_everywhere_and_back(source_text: str, small_bytes: int) -> None:
+def _go_everywhere_and_back(source_text: str, pack_below_bytes: int) -> None:
     """From one layout into all: push and direct equal the reference, and direct brings every bit home in place."""
-    transport.SMALL_BYTES = small_bytes
     rank, source = dist.get_rank(), lay_out(source_text)
     full = full_tensors(source.model)
     held = local_reference(full, source, rank)
@@ -51,7 +50,7 @@ def _go_everywhere_and_back(source_text: str, small_bytes: int) -> None:
         expected = _cast(local_reference(full, target, rank), dtype)
         reports = []
         for name in ("push", "direct"):
-            there = _make(source, target, held, dtype=dtype, transport=name)
+            there = _make(source, target, held, dtype=dtype, transport=name, pack_below_bytes=pack_below_bytes)
             reports.append(there.run())
             _assert_holds(there, expected, f"{source_text} -> {target_text} {dtype} {name}")
             assert there.run().transport == name
@@ -60,7 +59,7 @@ def _go_everywhere_and_back(source_text: str, small_bytes: int) -> None:
         assert sent.bytes_written == 0
         home = {name: torch.full_like(tensor, float("nan")) for name, tensor in held.items()}
         given = home if rank in source.layout else None
-        back = _make(target, source, there.target_tensors, target_tensors=given)
+        back = _make(target, source, there.target_tensors, target_tensors=given, pack_below_bytes=pack_below_bytes)
         report = back.run()
         assert report.transport == "direct"
         if rank in source.layout:
@@ -75,11 +74,13 @@ def test_every_layout_reaches_every_other_and_comes_back_bit_by_bit(workers: Wor
 
 def _go_over_two_nodes(transport_name: str) -> list[int]:
     """fsdp2 on node 0 to replicas on both nodes: node 1 gets each piece once and spreads it."""
-    transport.SMALL_BYTES = 64
     rank, source, target = dist.get_rank(), lay_out("fsdp2@0-1"), lay_out("dp4")
     full = full_tensors(source.model)
     two_nodes = ClusterSpec(**_local_cluster(2, 2))
-    there = _make(source, target, local_reference(full, source, rank), cluster=two_nodes, transport=transport_name)
+    there = _make(
+        source, target, local_reference(full, source, rank),
+        cluster=two_nodes, transport=transport_name, pack_below_bytes=64,
+    )  # fmt: skip
     report = there.run()
     _assert_holds(there, local_reference(full, target, rank), transport_name)
     assert report.bytes_moved == report.bytes_minimum
@@ -100,12 +101,11 @@ def test_between_nodes_a_piece_travels_once_and_is_spread_inside(workers: Worker
 
 
 def _stay_small(limit: int) -> tuple[int, int, int]:
-    transport.SMALL_BYTES = 64
     rank, source, target = dist.get_rank(), lay_out("dp2.tp2"), lay_out("fsdp4")
     full = full_tensors(source.model)
     there = _make(
         source, target, local_reference(full, source, rank),
-        dtype=torch.bfloat16, transport="direct", max_staging_bytes=limit,
+        dtype=torch.bfloat16, transport="direct", max_staging_bytes=limit, pack_below_bytes=64,
     )  # fmt: skip
     there.run()
     _assert_holds(there, _cast(local_reference(full, target, rank), torch.bfloat16), "bounded")
@@ -178,10 +178,9 @@ def test_a_source_that_is_not_contiguous_is_copied_on_every_rank(workers: Worker
 
 def _widen(name: str) -> int:
     """A bfloat16 source into a float32 target travels as bfloat16."""
-    transport.SMALL_BYTES = 64
     rank, source, target = dist.get_rank(), lay_out("fsdp4"), lay_out("tp4")
     full = _cast(full_tensors(source.model), torch.bfloat16)
-    there = _make(source, target, local_reference(full, source, rank), transport=name)
+    there = _make(source, target, local_reference(full, source, rank), transport=name, pack_below_bytes=64)
     report = there.run()
     _assert_holds(there, _cast(local_reference(full, target, rank), torch.float32), name)
     assert report.bytes_moved == report.bytes_minimum
@@ -275,6 +274,8 @@ def _hand_in_wrong(fault: str) -> str:
         held["adapter"] = torch.zeros(1)
     if fault == "dtype":
         options = {"dtype": (torch.float32, torch.bfloat16)[rank]}
+    if fault == "packing":
+        options = {"pack_below_bytes": (64, 1 << 16)[rank]}
     if fault == "in place":
         options = {"transport": "push", "target_tensors": local_reference({}, lay_out("dp1@5"), rank)}
     if fault == "name":
@@ -295,6 +296,7 @@ def _hand_in_wrong(fault: str) -> str:
         ("shape", "rank 1: source_tensors['head'] is (14, 10)"),
         ("extra", "rank 1: source_tensors have, beyond the layout, 'adapter'"),
         ("dtype", "torch.bfloat16"),
+        ("packing", "pack_below_bytes, world_size) differs"),
         ("in place", "cannot fill target_tensors"),
         ("name", "transport='teleport' must be"),
         ("model", "only the target has 'layers.2.down'"),
@@ -358,7 +360,6 @@ def test_a_single_process_needs_no_process_group() -> None:
 
 def _large_pieces() -> int:
     """Pieces above the packing limit with the real constants: in place where contiguous, staged where strided."""
-    transport.SMALL_BYTES = 1 << 16
     model = ModelSpec(
         (
             ParamSpec("column", (512, 300), TensorParallelCut(0), "output"),
