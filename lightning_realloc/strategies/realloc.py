@@ -241,10 +241,12 @@ class ReallocStrategy(CheckpointStrategy):
 
     def run_iteration(self, batch: Samples) -> Samples:
         """Run every call once, count one step, and advance learning-rate schedules."""
+        calls = self.pool.dataflow.iteration_calls
         before = dict(self.runner.seconds)
-        samples = self.runner.run(batch, self.pool.dataflow.iteration_calls)
-        spent = {f"seconds/{name}": total - before.get(name, 0.0) for name, total in self.runner.seconds.items()}
-        self.log({name: torch.tensor(value) for name, value in spent.items()})
+        samples = self.runner.run(batch, calls)
+        # Not of every call that ever ran: those of evaluation took no time in this iteration.
+        spent = {call.name: self.runner.seconds[call.name] - before.get(call.name, 0.0) for call in calls}
+        self.log({f"seconds/{name}": torch.tensor(seconds) for name, seconds in spent.items()})
         trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
         progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         progress.increment_ready()

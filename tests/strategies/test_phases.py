@@ -238,6 +238,18 @@ def go_on_with_another_trainer() -> tuple[tuple[int, int], float, float, str]:
     return (first.global_step, second.global_step), before["val/reward"], after["val/reward"], str(caught.value)
 
 
+def seconds_of_supervised_training() -> set[str]:
+    """Return what is logged about calls' time in an iteration that follows a validation."""
+    trainer = runs.trainer(runs.ReallocStrategy(), 1, num_sanity_val_steps=1, val_check_interval=1)
+    trainer.fit(runs.sft(), Batches(2, responses=True), Batches(1, responses=True))
+    return {name for name in trainer.logged_metrics if name.startswith("seconds/")}
+
+
+def test_only_calls_that_ran_are_timed(workers: WorkerPool) -> None:
+    (names,) = workers.run(seconds_of_supervised_training, world_size=1, init_process_group=False)
+    assert names == {"seconds/actor.train"}
+
+
 def test_max_steps_counts_iterations_and_another_trainer_goes_on_with_the_same_models(workers: WorkerPool) -> None:
     for steps, before, after, refusal in workers.run(
         go_on_with_another_trainer, world_size=2, init_process_group=False
