@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,8 @@ class MultiModelModule(L.LightningModule):
 
         Calls of roles that this module was not given are left out, and with them what they would have produced.
         """
-        present = {role.name for role in self.roles()}
-        calls = declared_calls(type(self))
-        kept = [call for call in calls if call.role is None or call.role in present]
-        absent = {name for call in calls if call not in kept for name in call.produces}
-        needs = [tuple(name for name in call.needs if name not in absent) for call in kept]
-        return Dataflow(tuple(replace(call, needs=names) for call, names in zip(kept, needs, strict=True)))
+        present = frozenset(role.name for role in self.roles())
+        return _dataflow_of(type(self), present)  # type: ignore[arg-type]  # mypy takes Module.__hash__ for the class's
 
     def models(self) -> dict[str, nn.Module]:
         """Return role name -> model, as far as they are built."""
@@ -195,3 +192,12 @@ class MultiModelModule(L.LightningModule):
             f"trainer.fit(..., ckpt_path=...), to use its weights write them with "
             f"'lightning-realloc export {checkpoint_path} --output DIR' and give DIR as the model"
         )
+
+
+@cache  # asked for many times an iteration; by roles, because a coefficient that is changed may add or drop one
+def _dataflow_of(module_class: type, roles: frozenset[str]) -> Dataflow:
+    calls = declared_calls(module_class)
+    kept = [call for call in calls if call.role is None or call.role in roles]
+    absent = {name for call in calls if call not in kept for name in call.produces}
+    needs = [tuple(name for name in call.needs if name not in absent) for call in kept]
+    return Dataflow(tuple(replace(call, needs=names) for call, names in zip(kept, needs, strict=True)))

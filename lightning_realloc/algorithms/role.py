@@ -59,10 +59,12 @@ class Role:
         return config
 
     def __post_init__(self) -> None:
+        if not isinstance(self.source, str | Path):
+            return
         # A name on the hub has at most one slash; anything else is meant as a folder, and is missed here, not later.
         text = str(self.source)
-        is_path = isinstance(self.source, str) and (text.count("/") > 1 or text.startswith((".", "/", "~")))
-        if (is_path or isinstance(self.source, Path)) and not Path(text).expanduser().exists():
+        is_path = isinstance(self.source, Path) or text.count("/") > 1 or text.startswith((".", "/", "~"))
+        if is_path and not Path(text).expanduser().exists():
             raise ConfigError(
                 f"{self.name}={text!r}: there is no such folder in {Path.cwd()}; "
                 f"give a Hugging Face name, or a folder with config.json and weights"

@@ -111,6 +111,8 @@ def test_without_divergence_there_is_no_reference() -> None:
         tiny_model("llama"), pack_columns(rollout().without_columns("ref_logprobs"), CPU), Totals(4, 9)
     )
     assert "kl" not in loss.metrics
+    module.kl_coef = 0.1
+    assert [role.name for role in module.roles()] == list(module.dataflow.roles) == ["actor", "reference"]
 
 
 def fixed(completion_ids: list[list[int]], **columns: Any) -> list[float]:
