@@ -14,16 +14,13 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
-import multiprocessing
 import os
-import socket
 import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -36,6 +33,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.harness import BenchmarkReport, make_parser
 from benchmarks.memory import available_bytes, live_bytes
+from benchmarks.ranks import answers_of_ranks
 
 WORLD_SIZE = 4
 CALLS = ("actor.generate", "reference.infer", "actor.train")
@@ -305,14 +303,10 @@ def _make_gathering() -> Any:
 # --- four ranks -------------------------------------------------------------------------------------------------------
 
 
-def work_on(rank: int, port: int, options: argparse.Namespace, answers: Connection) -> None:
+def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None:
     """Run every turn of every arm on this rank; rank 0 sends them on."""
-    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
-    os.environ |= {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE, timeout=timedelta(minutes=10))
     chosen = [arm for arm in ARMS if arm.name in options.arms]
     begin = time.monotonic()
     for number in range(options.turns):
@@ -323,8 +317,6 @@ def work_on(rank: int, port: int, options: argparse.Namespace, answers: Connecti
             gc.collect()
             if rank == 0:
                 answers.send((arm, turn))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _outlasts(begin: float, turns_done: int, limit_s: float) -> bool:
@@ -332,29 +324,6 @@ def _outlasts(begin: float, turns_done: int, limit_s: float) -> bool:
     spent = torch.tensor([time.monotonic() - begin], dtype=torch.float64)
     dist.all_reduce(spent, dist.ReduceOp.MAX)
     return float(spent) * (turns_done + 1) / turns_done > limit_s
-
-
-def measured_turns(options: argparse.Namespace) -> Iterator[tuple[Arm, Turn]]:
-    """Start the ranks and yield every turn as it ends."""
-    context = multiprocessing.get_context("spawn")
-    receiving, sending = context.Pipe(duplex=False)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    ranks = [context.Process(target=work_on, args=(rank, port, options, sending)) for rank in range(WORLD_SIZE)]
-    for process in ranks:
-        process.start()
-    sending.close()
-    try:
-        while True:
-            yield receiving.recv()
-    except EOFError:
-        pass
-    finally:
-        for process in ranks:
-            process.join()
-    failed = [rank for rank, process in enumerate(ranks) if process.exitcode]
-    if failed:
-        raise RuntimeError(f"ranks {failed} ended with an error, which is printed above")
 
 
 def workload(options: argparse.Namespace) -> Workload:
@@ -448,7 +417,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     report = BenchmarkReport("iteration", settings={"world_size": WORLD_SIZE} | asdict(workload(options)))
     turns: defaultdict[Arm, list[Turn]] = defaultdict(list)
-    for arm, turn in measured_turns(options):
+    for arm, turn in answers_of_ranks(work_on, options, world_size=WORLD_SIZE):
         turns[arm].append(turn)
         sys.stderr.write(f"{arm.name}: {turn.seconds:.2f} s an iteration\n")
     report.settings["num_weights"] = next(iter(turns.values()))[0].num_weights

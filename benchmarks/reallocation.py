@@ -15,16 +15,13 @@ time, the least of the turns (fewer turns, for all arms of a row, where the mach
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
-import socket
 import sys
 import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any, cast
@@ -36,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from benchmarks.harness import BenchmarkReport, make_parser
+from benchmarks.ranks import answers_of_ranks
 from lightning_realloc.layout import Layout, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut
 from lightning_realloc.realloc.plan import ReallocationPlan
 from lightning_realloc.realloc.planner import plan_reallocation
@@ -224,13 +222,9 @@ def _split(whole: Tensor, params: list[ParamSpec]) -> Iterator[tuple[ParamSpec, 
 # --- one rank ---------------------------------------------------------------------------------------------------------
 
 
-def work(rank: int, port: int, options: argparse.Namespace, answers: Connection) -> None:
+def work(rank: int, options: argparse.Namespace, answers: Connection) -> None:
     """Measure every pair on this rank; rank 0 sends the rows."""
-    torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD_SIZE, timeout=timedelta(minutes=10)
-    )
     layouts = {text: ModelLayout(llama(options.blocks), Layout.parse(text)) for text in options.layouts}
     meshes = {text: _make_mesh(layout.layout) for text, layout in layouts.items()}
     groups = {text: _make_group(layout.layout, rank) for text, layout in layouts.items()}
@@ -248,8 +242,6 @@ def work(rank: int, port: int, options: argparse.Namespace, answers: Connection)
         )
         if rank == 0:
             answers.send({"source": _short(before), "target": _short(after)} | cells)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def make_weights(layout: ModelLayout, rank: int) -> dict[str, Tensor]:
@@ -358,34 +350,11 @@ def main() -> int:
         "reallocation",
         settings={"dtype": options.dtype, "parameters": llama(options.blocks).num_elements, "repeats": options.repeats},
     )
-    for cells in _measured(options):
+    for cells in answers_of_ranks(work, options, world_size=WORLD_SIZE):
         report.add_row(**cells)
         sys.stderr.write(f"{len(report.rows)}: {cells}\n")
     _judge(report, options.dtype)
     return report.finish(options)
-
-
-def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    context = multiprocessing.get_context("spawn")
-    receiving, sending = context.Pipe(duplex=False)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    ranks = [context.Process(target=work, args=(rank, port, options, sending)) for rank in range(WORLD_SIZE)]
-    for process in ranks:
-        process.start()
-    sending.close()
-    try:
-        while True:
-            yield receiving.recv()
-    except EOFError:
-        pass
-    finally:
-        for process in ranks:
-            process.join(timeout=60)
-            process.kill()
-    failed = [rank for rank, process in enumerate(ranks) if process.exitcode]
-    if failed:
-        raise SystemExit(f"ranks {failed} failed; their errors are above")
 
 
 def _judge(report: BenchmarkReport, dtype: str) -> None:
