@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from lightning_realloc.realloc.plan import ReallocationPlan
 from lightning_realloc.realloc.planner import plan_reallocation
 from lightning_realloc.realloc.publication import PublicationPlan, plan_publication
 from lightning_realloc.runtime.shared_memory import gather_objects
+
+TransportName = Literal["auto", "push", "direct"]
+"""How weights travel: through shared memory of one host, from rank to rank, or as probing decides."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,8 +38,7 @@ class Request:
     dtype: torch.dtype
     """The target's."""
     device: torch.device
-    transport: str
-    """"auto", "push" or "direct"."""
+    transport: TransportName
     max_staging_bytes: int
     pack_below_bytes: int
     cluster: ClusterSpec | None
@@ -49,7 +51,7 @@ class Request:
         for side, layout in (("source", self.source.layout), ("target", self.target.layout)):
             if max(layout.ranks) >= world_size:
                 yield f"{side} {layout} needs rank {max(layout.ranks)} but there are {world_size}; use fewer ranks"
-        if self.transport not in ("auto", "push", "direct"):
+        if self.transport not in get_args(TransportName):
             yield f"transport={self.transport!r} must be 'auto', 'push' or 'direct'"
         if self.transport == "push" and self.device.type != "cpu":
             yield f"transport='push' needs CPU tensors, these are on {self.device}; use 'auto' or 'direct'"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from lightning_realloc.layout import ClusterSpec, ModelLayout
 from lightning_realloc.realloc.plan import ReallocationPlan
 from lightning_realloc.realloc.publication import PublicationPlan
 from lightning_realloc.realloc.schedule import schedule_transfers
-from lightning_realloc.runtime.agreement import Agreement, Request, agree_on_plan, agree_on_request
+from lightning_realloc.runtime.agreement import Agreement, Request, TransportName, agree_on_plan, agree_on_request
 from lightning_realloc.runtime.shared_memory import SharedSegment, aligned, gather_objects, share_segment
 from lightning_realloc.runtime.transport import (
     PACK_BELOW_BYTES,
@@ -84,7 +83,7 @@ class Reallocation:
         dtype: torch.dtype,
         device: torch.device | str,
         cluster: ClusterSpec | None = None,
-        transport: Literal["auto", "push", "direct"] = "auto",
+        transport: TransportName = "auto",
         target_tensors: Mapping[str, Tensor] | None = None,
         max_staging_bytes: int = MAX_STAGING_BYTES,
         pack_below_bytes: int = PACK_BELOW_BYTES,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import nn
@@ -19,6 +18,7 @@ from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout
+from lightning_realloc.runtime.agreement import TransportName
 from lightning_realloc.runtime.collectives import SharedMemoryAllReduce
 from lightning_realloc.runtime.executor import Reallocation, ReallocationReport
 from lightning_realloc.runtime.mesh import MeshRegistry
@@ -31,8 +31,6 @@ from lightning_realloc.runtime.twin import make_skeleton
 from lightning_realloc.strategies.precision import cast_parameters
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
-
-TransportName = Literal["auto", "push", "direct"]
 
 
 @dataclass(slots=True)

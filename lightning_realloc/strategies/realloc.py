@@ -25,13 +25,14 @@ from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
+from lightning_realloc.runtime.agreement import TransportName
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
 from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.strategies.call_runner import CallRunner
 from lightning_realloc.strategies.checkpointing import CheckpointStrategy
 from lightning_realloc.strategies.data_parallel import broadcast_module
-from lightning_realloc.strategies.model_pool import ModelPool, PoolOptions, Replica, TransportName
+from lightning_realloc.strategies.model_pool import ModelPool, PoolOptions, Replica
 from lightning_realloc.strategies.precision import cast_parameters, check_precision
 from lightning_realloc.strategies.schedules import check_schedules, step_schedules
 from lightning_realloc.strategies.trainer_step import Trainee
