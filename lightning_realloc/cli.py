@@ -2,7 +2,7 @@
 
 A LightningCLI whose model and data are chosen by class, and whose strategy is ``realloc`` unless the file says
 otherwise. ``export`` needs no configuration: a checkpoint in, a Hugging Face folder out. What a user can get wrong ends
-with one message and exit code 2, on every rank.
+with one message and exit code 2.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _InstantiatorFn
 
@@ -24,15 +23,13 @@ from lightning_realloc.algorithms import GRPO, SFT
 from lightning_realloc.callbacks import ParameterReallocation, SaveHuggingFace
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.sft import SFTDataModule
-from lightning_realloc.errors import ReallocError
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.export import export_checkpoint
+from lightning_realloc.strategies.failures import OUR_ERRORS, end_started_ranks, told_in_a_line
 from lightning_realloc.strategies.huggingface import parse_dtype
 
 SHORT_NAMES = (GRPO, SFT, PromptDataModule, SFTDataModule, ReallocStrategy, ParameterReallocation, SaveHuggingFace)
 """Classes that a configuration names without their module; any other has its full class path."""
-OUR_ERRORS = (ReallocError, MisconfigurationException)
-"""What is reported in one line; anything else is a bug, and keeps its traceback."""
 EXPORT_HELP = "Write one role of a checkpoint as a folder that Hugging Face's from_pretrained reads."
 
 
@@ -97,6 +94,13 @@ class ReallocCLI(LightningCLI):
         except _Refusal as refusal:
             raise refusal.error from None
 
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except OUR_ERRORS:
+            end_started_ranks(self.trainer.strategy.launcher)  # they fail alike; the last word is this process's
+            raise
+
     def _add_instantiators(self) -> None:
         self.parser.add_instantiator(_Instantiator(cli=self, key="model"), LightningModule, subclasses=True)
         self.parser.add_instantiator(_Instantiator(cli=self, key="data"), LightningDataModule, subclasses=True)
@@ -140,7 +144,7 @@ def main() -> int:
         run(sys.argv[1:])
     except OUR_ERRORS as error:
         rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
-        sys.stderr.write(f"error{f' on rank {rank}' if rank else ''}: {error}\n")
+        sys.stderr.write(told_in_a_line(error, rank))
         sys.stderr.flush()
         return 2
     return 0

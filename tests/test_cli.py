@@ -219,6 +219,20 @@ def test_two_devices_train_through_the_script_launcher(folder: Path) -> None:
     assert description["plan"]["calls"]["actor.train"] == "fsdp2@0-1"
 
 
+def test_two_devices_report_what_both_find_wrong_once_and_last(folder: Path) -> None:
+    finished = _process(
+        [sys.executable, "-m", "lightning_realloc.cli", *FIT, "--trainer.devices", "2", "--data.batch_size", "99",
+         "--trainer.callbacks.dirpath", "refused"],
+        folder,
+    )  # fmt: skip
+
+    assert finished.returncode == 2
+    assert "Traceback" not in finished.stderr
+    told = [line for line in finished.stderr.splitlines() if "batch_size=99 needs as many rows, there are 8" in line]
+    assert [line.partition(":")[0] for line in told] == ["error on rank 1", "error"]
+    assert finished.stderr.splitlines()[-1] == told[-1]
+
+
 def test_the_console_script_reports_a_mistake_and_ends(folder: Path) -> None:
     script = Path(sys.executable).parent / "lightning-realloc"
 

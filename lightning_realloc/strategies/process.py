@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.strategies.data_parallel import average_gradients
+from lightning_realloc.strategies.failures import report_failures
 from lightning_realloc.strategies.launchers import FullStateLauncher
 from lightning_realloc.strategies.precision import for_samples
 from lightning_realloc.tuning.dataflow import Dataflow
@@ -89,6 +90,8 @@ class ProcessStrategy(ModelParallelStrategy):
         if self.cluster_environment.creates_processes_externally:
             self._check_external_processes()
         self._setup_distributed()
+        if self.world_size > 1:
+            report_failures(rank=self.global_rank, launcher=self._launcher)
         self._device_mesh = init_device_mesh(
             self.root_device.type, (self.world_size,), mesh_dim_names=("data_parallel",)
         )

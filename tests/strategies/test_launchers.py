@@ -24,16 +24,20 @@ SCRIPT = str(Path(__file__).with_name("launched.py"))
 DEADLINE_S = 120.0
 
 
-def launch(folder: Path, *commands: tuple[str, ...]) -> None:
-    """Run commands side by side, each as a user would from a shell that knows of no other run."""
+def shell_environment() -> dict[str, str]:
+    """Return the environment of a shell that knows of no other run."""
     foreign = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "NODE_RANK", "TORCHELASTIC")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def launch(folder: Path, *commands: tuple[str, ...]) -> None:
+    """Run commands side by side, each as a user would from a shell."""
     logs = [folder / f"{number}.log" for number in range(len(commands))]
     with contextlib.ExitStack() as stack:
         started = [
             subprocess.Popen(
-                [sys.executable, *command], cwd=folder, env=environment, stderr=subprocess.STDOUT,
+                [sys.executable, *command], cwd=folder, env=shell_environment(), stderr=subprocess.STDOUT,
                 stdout=stack.enter_context(log.open("w")), start_new_session=True,
             )
             for command, log in zip(commands, logs, strict=True)

@@ -1,0 +1,42 @@
+"""A user's script, for the tests of how runs end: training fails, on all ranks alike or in one rank's forward pass."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+
+from tests.strategies import runs
+from tests.strategies.runs import Batches
+
+
+class Overflow(Callback):
+    """Lets rank 1 fail in the middle of a forward pass for which all ranks gather weights, and notes when."""
+
+    def __init__(self, note: Path) -> None:
+        self.note = note
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Wait for the last block on one rank."""
+        if trainer.global_rank == 1:
+            pl_module.actor.model.layers[-1].register_forward_pre_hook(self.fail)
+
+    def fail(self, *_: Any) -> None:
+        """Note the time, and fail."""
+        self.note.write_text(str(time.time()))
+        raise ArithmeticError("overflow")
+
+
+def main(mode: str, note: Path) -> None:
+    """Fit on two devices; ``alike`` asks for more mini-batches than there are samples, ``alone`` fails on rank 1."""
+    options = runs.options(num_minibatches=9 if mode == "alike" else 1)
+    trainer = runs.trainer("realloc", 2, callbacks=[Overflow(note)] if mode == "alone" else [])
+    trainer.fit(runs.sft(train_options=options), Batches(1, responses=True))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
