@@ -11,8 +11,10 @@ import importlib
 import inspect
 import itertools
 import math
+import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,7 +151,8 @@ def _judged(name: str, function: RewardFunction, given: Mapping[str, Any]) -> li
         returned = function(**_accepted(function, given))
     except Exception as error:
         raise RewardError(
-            f"reward function {name!r} raised {type(error).__name__}: {error}; it was given {_batch(given)}"
+            f"reward function {name!r} raised {type(error).__name__}{_line(error)}: {error}; "
+            f"it was given {_batch(given)}"
         ) from error
     numbers = _as_list(name, returned)
     if len(numbers) != len(given["completions"]):
@@ -220,6 +223,12 @@ def _unique_names(functions: Sequence[RewardFunction]) -> tuple[str, ...]:
 
 def _as_message(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
+
+
+def _line(error: Exception) -> str:
+    """Say in which line of the function; nothing where calling it was what failed."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is this module's call
+    return f" in {Path(frames[0].filename).name}, line {frames[0].lineno}" if frames else ""
 
 
 def _batch(given: Mapping[str, Any]) -> str:

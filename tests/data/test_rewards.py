@@ -105,7 +105,8 @@ def test_a_function_that_raises_is_named_with_its_batch() -> None:
 
     with pytest.raises(
         RewardError,
-        match=r"'failing' raised KeyError: 'gold'; it was given 2 completions of the prompts '1\+1=', '1\+2='",
+        match=r"'failing' raised KeyError in test_rewards.py, line \d+: 'gold'; it was given 2 completions of the "
+        r"prompts '1\+1=', '1\+2='",
     ) as info:
         _judge(failing)
     assert isinstance(info.value.__cause__, KeyError)
