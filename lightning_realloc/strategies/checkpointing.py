@@ -5,6 +5,7 @@ What is in the folder is decided in ``checkpoint``; here its parts are collected
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,9 @@ class CheckpointStrategy(ProcessStrategy):
         self._load_weights_only = load_weights_only
 
     @property
+    @abstractmethod
     def pool(self) -> ModelPool:
         """The replicas of every role."""
-        raise NotImplementedError
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

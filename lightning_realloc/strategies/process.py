@@ -6,6 +6,7 @@ Knows nothing of layouts. A module that declares no calls is trained data-parall
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
@@ -53,6 +54,10 @@ class ProcessStrategy(ModelParallelStrategy):
         self._cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
         self._start_method = start_method
         self._sync_blocked = False
+
+    @abstractmethod  # Lightning's would wipe models that are built, and a configuration shall not name this class
+    def setup(self, trainer: Trainer) -> None:
+        """Place the models and make the optimizers."""
 
     @property
     def dataflow(self) -> Dataflow | None:
