@@ -1,0 +1,63 @@
+"""What README and docs show works as it stands there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import yaml
+
+from tests.strategies import runs
+from tests.strategies.runs import Batches
+from tests.workers import WorkerPool
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def examples(page: Path, language: str) -> list[str]:
+    """Return the page's blocks of code in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_examples_can_be_parsed_and_import_what_there_is(page: Path) -> None:
+    for block in examples(page, "yaml"):
+        assert yaml.safe_load(block)
+    for block in examples(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lightning_realloc"):
+                module = importlib.import_module(str(node.module))
+                assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+
+
+def test_the_first_example_of_the_readme_is_the_script_in_examples() -> None:
+    shown = ast.parse(examples(ROOT / "README.md", "python")[0]).body
+    docstring, *script = ast.parse((ROOT / "examples" / "grpo.py").read_text()).body
+    assert isinstance(docstring, ast.Expr)
+    assert [ast.unparse(node) for node in shown] == [ast.unparse(node) for node in script]
+
+
+def fit_with_layouts_of_the_readme(folder: str) -> tuple[list[str], str, int]:
+    """Run the README's second example, then train what its plan is for; return the layouts, the device, the steps."""
+    os.chdir(folder)
+    names: dict[str, Any] = {"L": L}
+    exec(examples(ROOT / "README.md", "python")[1], names)
+    trainer = names["trainer"]
+    trainer.fit_loop.max_epochs = 1
+    trainer.fit(runs.grpo(), Batches(1))
+    layouts = [str(trainer.strategy.plan.layout(call)) for call in names["plan"]["calls"]]
+    return layouts, trainer.strategy.root_device.type, trainer.global_step
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the example takes the accelerator there is, and four of it")
+def test_the_layouts_of_the_readme_train_without_naming_an_accelerator(workers: WorkerPool, tmp_path: Path) -> None:
+    everyone = workers.run(fit_with_layouts_of_the_readme, str(tmp_path), init_process_group=False, deadline_s=120.0)
+    assert everyone == [(["dp2.tp2@0-3", "tp2@0-1", "fsdp4@0-3"], "cpu", 1)] * 4
