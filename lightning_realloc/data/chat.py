@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -12,6 +13,18 @@ from lightning_realloc.errors import ConfigError, DataError
 
 Message = Mapping[str, Any]
 """One turn of a conversation: ``role`` and ``content``."""
+_TEXTS_AT_A_TIME = 1000  # bounds what the tokenizer keeps of each besides its ids
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What is to be encoded."""
+
+    text: str
+    place: str
+    """For error messages: where in the data it is from."""
+    opened: bool
+    """Whether the tokenizer opens it as it opens texts; False for what goes on, and for templates, which do so."""
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
@@ -39,35 +52,21 @@ def is_conversation(value: object) -> TypeGuard[list[Message]]:
     )
 
 
-def prompt_token_ids(tokenizer: PreTrainedTokenizerBase, prompt: object, place: str) -> list[int]:
-    """Return the ids that generation starts from: text as the tokenizer encodes it, messages through its template.
+def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: object, place: str) -> Text:
+    """Return what generation starts from: text as the tokenizer opens it, messages as its template lays them out.
 
     Raises:
-        DataError: naming ``place``, when the prompt is neither, or has no tokens.
+        DataError: naming ``place``, when the prompt is neither.
     """
     if isinstance(prompt, str):
-        ids = _encoded(tokenizer, prompt, add_special_tokens=True)
-    else:
-        ids = conversation_token_ids(tokenizer, prompt, place, add_generation_prompt=True)
-    if not ids:
-        raise DataError(f"{place}: a prompt needs at least one token; {prompt!r} has none")
-    return ids
+        return Text(prompt, place, opened=True)
+    return conversation_text(tokenizer, prompt, place, add_generation_prompt=True)
 
 
-def completion_token_ids(tokenizer: PreTrainedTokenizerBase, completion: str) -> list[int]:
-    """Return the ids of a text that goes on after a prompt, ended by the tokenizer's end-of-sequence token."""
-    return _with_end(tokenizer, _encoded(tokenizer, completion, add_special_tokens=False))
-
-
-def text_token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the ids of a whole text, opened as the tokenizer opens texts and ended by its end-of-sequence token."""
-    return _with_end(tokenizer, _encoded(tokenizer, text, add_special_tokens=True))
-
-
-def conversation_token_ids(
+def conversation_text(
     tokenizer: PreTrainedTokenizerBase, messages: object, place: str, *, add_generation_prompt: bool
-) -> list[int]:
-    """Return the ids of a whole conversation, laid out by the tokenizer's chat template."""
+) -> Text:
+    """Return a whole conversation, laid out by the tokenizer's chat template."""
     if not is_conversation(messages):
         raise DataError(
             f"{place}: expected text or a list of messages with 'role' and 'content'; got {_described(messages)}"
@@ -79,18 +78,44 @@ def conversation_token_ids(
         )
     turns = [dict(message) for message in messages]
     text = tokenizer.apply_chat_template(turns, add_generation_prompt=add_generation_prompt, tokenize=False)
-    return _encoded(tokenizer, str(text), add_special_tokens=False)
+    return Text(str(text), place, opened=False)
 
 
-def answer_token_ids(
-    tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], conversation: object, place: str
-) -> list[int]:
-    """Return what the whole ``conversation`` adds behind its prompt, ended by the end-of-sequence token.
+def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> list[list[int]]:
+    """Return the ids of every text, in their order; tokenizers are faster on many at a time.
+
+    Raises:
+        DataError: naming its place, for a text that the tokenizer cannot encode.
+    """
+    ids: list[list[int]] = [[] for _ in texts]
+    for opened in (True, False):
+        rows = [row for row, text in enumerate(texts) if text.opened == opened]
+        for begin in range(0, len(rows), _TEXTS_AT_A_TIME):
+            some = rows[begin : begin + _TEXTS_AT_A_TIME]
+            for row, found in zip(some, _encoded(tokenizer, [texts[row] for row in some], opened), strict=True):
+                ids[row] = found
+    return ids
+
+
+def prompt_token_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Text]) -> list[list[int]]:
+    """Return the ids of prompts.
+
+    Raises:
+        DataError: naming its place, for a prompt without tokens.
+    """
+    ids = token_ids(tokenizer, prompts)
+    for prompt, found in zip(prompts, ids, strict=True):
+        if not found:
+            raise DataError(f"{prompt.place}: a prompt needs at least one token; {prompt.text!r} has none")
+    return ids
+
+
+def answer_of(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], ids: list[int], place: str) -> list[int]:
+    """Return what a whole conversation adds behind its prompt, ended by the end-of-sequence token.
 
     Raises:
         DataError: when the template lays out the beginning of the conversation differently once it goes on.
     """
-    ids = conversation_token_ids(tokenizer, conversation, place, add_generation_prompt=False)
     if ids[: len(prompt_ids)] != prompt_ids:
         raise DataError(
             f"{place}: the chat template must lay out a prompt the same way whether or not an answer follows, so that "
@@ -98,19 +123,30 @@ def answer_token_ids(
         )
     answer = ids[len(prompt_ids) :]
     # Templates usually close a turn themselves, with line breaks behind the end token.
-    return answer if tokenizer.eos_token_id in answer else _with_end(tokenizer, answer)
+    return answer if tokenizer.eos_token_id in answer else with_end(tokenizer, answer)
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
-    return ids
-
-
-def _with_end(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+def with_end(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+    """Return the ids, ended by the tokenizer's end-of-sequence token."""
     end = tokenizer.eos_token_id
     if end is None:
         raise DataError(f"{type(tokenizer).__name__} has no end-of-sequence token to learn; set tokenizer.eos_token")
     return ids if ids[-1:] == [end] else [*ids, int(end)]
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], opened: bool) -> list[list[int]]:
+    try:
+        found: list[list[int]] = tokenizer(
+            [text.text for text in texts], add_special_tokens=opened, return_attention_mask=False, verbose=False
+        )["input_ids"]
+    except Exception as error:
+        if len(texts) > 1:  # one after the other, to say which
+            return [ids for text in texts for ids in _encoded(tokenizer, [text], opened)]
+        raise DataError(
+            f"{texts[0].place}: {type(tokenizer).__name__} cannot encode {_described(texts[0].text)} ({error}); "
+            f"mend the text or leave the row out"
+        ) from error
+    return found
 
 
 def _described(value: object) -> str:

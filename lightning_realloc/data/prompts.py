@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.data.chat import prompt_token_ids
+from lightning_realloc.data.chat import prompt_text, prompt_token_ids
 from lightning_realloc.data.module import LongRows, RowDataModule, TokenLimit, tabulated
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
@@ -77,8 +77,8 @@ class PromptDataModule(RowDataModule):
         limit = self._limit()
         kept: list[Row] = []
         prompts: list[list[int]] = []
-        for row in rows:
-            ids = prompt_token_ids(tokenizer, row.values[self.prompt_column], row.place)
+        texts = [prompt_text(tokenizer, row.values[self.prompt_column], row.place) for row in rows]
+        for row, ids in zip(rows, prompt_token_ids(tokenizer, texts), strict=True):
             if self.fitted(row, len(ids), limit, "shorten it, or set long_prompts to 'truncate' or 'drop'"):
                 kept.append(row)
                 prompts.append(ids if limit is None else ids[-limit.tokens :])

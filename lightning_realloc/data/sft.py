@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.data.chat import (
     Message,
-    answer_token_ids,
-    completion_token_ids,
+    Text,
+    answer_of,
+    conversation_text,
     is_conversation,
+    prompt_text,
     prompt_token_ids,
-    text_token_ids,
+    token_ids,
+    with_end,
 )
 from lightning_realloc.data.module import LongRows, RowDataModule, TokenLimit, tabulated
 from lightning_realloc.data.rows import Row, RowSource
@@ -81,8 +85,7 @@ class SFTDataModule(RowDataModule):
         limit = self._limit()
         kept: list[Row] = []
         pairs: list[Pair] = []
-        for row in rows:
-            prompt, response = _pair(tokenizer, row, columns)
+        for row, (prompt, response) in zip(rows, _pairs(tokenizer, rows, columns), strict=True):
             num_tokens = len(prompt) + len(response)
             if self.fitted(row, num_tokens, limit, "shorten it, or set long_rows to 'truncate' or 'drop'"):
                 kept.append(row)
@@ -113,14 +116,38 @@ def _format(row: Row) -> tuple[str, ...]:
     )
 
 
-def _pair(tokenizer: PreTrainedTokenizerBase, row: Row, columns: tuple[str, ...]) -> Pair:
+@dataclass(frozen=True, slots=True)
+class _PairText:
+    """A row before the tokenizer."""
+
+    prompt: Text | None
+    """None where all of the row is learnt."""
+    rest: Text
+    goes_on: bool
+    """Whether ``rest`` follows the prompt; False where it is the whole conversation, prompt and all."""
+
+
+def _pairs(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], columns: tuple[str, ...]) -> list[Pair]:
+    texts = [_pair_text(tokenizer, row, columns) for row in rows]
+    prompts = iter(prompt_token_ids(tokenizer, [text.prompt for text in texts if text.prompt is not None]))
+    rests = token_ids(tokenizer, [text.rest for text in texts])
+    pairs: list[Pair] = []
+    for text, rest in zip(texts, rests, strict=True):
+        prompt = [] if text.prompt is None else next(prompts)
+        answer = with_end(tokenizer, rest) if text.goes_on else answer_of(tokenizer, prompt, rest, text.rest.place)
+        pairs.append((prompt, answer))
+    return pairs
+
+
+def _pair_text(tokenizer: PreTrainedTokenizerBase, row: Row, columns: tuple[str, ...]) -> _PairText:
     match [row.values[column] for column in columns]:
         case [str(text)] if columns == ("text",):
-            return [], text_token_ids(tokenizer, text)
+            return _PairText(None, Text(text, row.place, opened=True), goes_on=True)
         case [messages] if columns == ("messages",) and is_conversation(messages):
             return _conversation(tokenizer, row, messages[:-1], messages[-1:])
         case [str(prompt), str(completion)]:
-            return prompt_token_ids(tokenizer, prompt, row.place), completion_token_ids(tokenizer, completion)
+            rest = Text(completion, row.place, opened=False)
+            return _PairText(prompt_text(tokenizer, prompt, row.place), rest, goes_on=True)
         case [prompt, completion] if is_conversation(prompt) and is_conversation(completion):
             return _conversation(tokenizer, row, prompt, completion)
     kinds = {column: type(row.values[column]).__name__ for column in columns}
@@ -129,14 +156,16 @@ def _pair(tokenizer: PreTrainedTokenizerBase, row: Row, columns: tuple[str, ...]
     )
 
 
-def _conversation(tokenizer: PreTrainedTokenizerBase, row: Row, prompt: list[Message], answer: list[Message]) -> Pair:
+def _conversation(
+    tokenizer: PreTrainedTokenizerBase, row: Row, prompt: list[Message], answer: list[Message]
+) -> _PairText:
     if not prompt or any(message["role"] != "assistant" for message in answer):
         raise DataError(
             f"{row.place}: a conversation needs a message from the assistant to learn, and one before it; "
             f"its roles are {[message['role'] for message in [*prompt, *answer]]}"
         )
-    prompt_ids = prompt_token_ids(tokenizer, prompt, row.place)
-    return prompt_ids, answer_token_ids(tokenizer, prompt_ids, [*prompt, *answer], row.place)
+    whole = conversation_text(tokenizer, [*prompt, *answer], row.place, add_generation_prompt=False)
+    return _PairText(prompt_text(tokenizer, prompt, row.place), whole, goes_on=False)
 
 
 def _cut(row: Row, prompt: list[int], response: list[int], limit: TokenLimit | None) -> list[int]:

@@ -36,6 +36,20 @@ def _chat_tokenizer() -> Any:
     return tokenizer
 
 
+def test_text_and_messages_keep_their_order_among_thousands_and_the_bad_row_is_named() -> None:
+    tokenizer = _chat_tokenizer()
+    rows = [{"prompt": [{"role": "user", "content": str(n)}] if n % 3 == 0 else f"<{n}>"} for n in range(2500)]
+    (batch,) = _module(rows, batch_size=2500, shuffle=False, tokenizer=tokenizer).train_dataloader()
+    texts = tokenizer.batch_decode(batch.ragged("prompt_ids").to_lists())
+    assert texts == [f"u:{n}<eos>\na:" if n % 3 == 0 else f"<{n}>" for n in range(2500)]
+    rows[1234] = {"prompt": "\ud800"}  # half a character, as JSON may spell it
+    with pytest.raises(DataError, match=r"row 1234 of the data set: \w+ cannot encode str .* mend the text"):
+        _module(rows, tokenizer=tokenizer)
+    rows[1234] = {"prompt": ""}
+    with pytest.raises(DataError, match="row 1234 of the data set: a prompt needs at least one token"):
+        _module(rows, tokenizer=tokenizer)
+
+
 def test_batches_hold_token_ids_the_prompt_and_every_other_column(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
