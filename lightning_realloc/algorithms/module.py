@@ -23,7 +23,7 @@ from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.runtime.training import TrainOptions
-from lightning_realloc.tuning.dataflow import Dataflow
+from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 
 
 class MultiModelModule(L.LightningModule):
@@ -75,8 +75,18 @@ class MultiModelModule(L.LightningModule):
         """Raise for a batch that the algorithm cannot use; called before any of its calls."""
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Return what to log about an iteration's or an evaluation's samples; the same on every rank."""
+        """Return what to log about an iteration's or an evaluation's samples, the same on every rank.
+
+        After an iteration ``samples`` has what calls made per sample and, of sequences, the lengths alone.
+        """
         return {}
+
+    def on_iteration_end(self, samples: Samples) -> None:
+        """Called on every rank after each iteration, with what :meth:`summarize` gets: the place to update state."""
+
+    def runs(self, call: ModelFunctionCall, iteration: int) -> bool:
+        """Return whether a call takes part in an iteration; only training calls may be left out."""
+        return True
 
     # ---- what follows from it
     @property

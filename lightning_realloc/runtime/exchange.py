@@ -10,8 +10,8 @@ its samples, and every rank raises it.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,21 @@ def decode(blob: Tensor) -> Samples:
         values = reader.numbers(_DTYPES[dtype], tuple(shape))
         columns[name] = values if lengths is None else Ragged(values, lengths)
     return Samples(ids, columns)
+
+
+def encode_message(info: Mapping[str, Any], samples: Mapping[str, Samples]) -> Tensor:
+    """Return facts that JSON can hold and sets of samples, each under a name, as one (bytes,) uint8 tensor."""
+    blobs = {name: encode(part) for name, part in samples.items()}
+    text = json.dumps({"info": dict(info), "sizes": {name: blob.numel() for name, blob in blobs.items()}}).encode()
+    size = torch.tensor([len(text)], dtype=torch.int64)
+    return torch.cat([_bytes(size), torch.frombuffer(bytearray(text), dtype=torch.uint8), *blobs.values()])
+
+
+def decode_message(blob: Tensor) -> tuple[dict[str, Any], dict[str, Samples]]:
+    """Return what :func:`encode_message` was given, less the samples' python objects."""
+    reader = _Reader(blob)
+    content = json.loads(bytes(reader.take(int(reader.numbers(torch.int64, (1,))[0])).tolist()))
+    return content["info"], {name: decode(reader.take(size)) for name, size in content["sizes"].items()}
 
 
 def all_gather_samples(mine: Samples | Exception | None, *, device: torch.device) -> Samples:

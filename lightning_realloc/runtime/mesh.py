@@ -36,6 +36,10 @@ class MeshRegistry:
         for ranks in sorted(wanted - self._groups.keys()):
             self._groups[ranks] = self._new_group(ranks)
 
+    def new_host_group(self) -> dist.ProcessGroup | None:
+        """Return a new group of all ranks over gloo, for data in host memory; None for a single rank. Collective."""
+        return dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+
     def group(self, layout: Layout, *axes: str) -> dist.ProcessGroup | None:
         """Return this rank's group along ``axes``, its ranks in the layout's order; None when it is alone in it.
 

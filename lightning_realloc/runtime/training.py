@@ -122,6 +122,44 @@ def micro_batch_plan(
     return tuple(tuple(plan + [filler] * (least - len(plan))) for plan in plans)
 
 
+@dataclass(frozen=True, slots=True)
+class TrainStep:
+    """One optimizer step of a training call."""
+
+    positions: tuple[int, ...]
+    """The mini-batch, over all ranks."""
+    shares: tuple[tuple[MicroBatch, ...], ...]
+    """Every data-parallel rank's micro-batches."""
+
+
+def train_steps(
+    lengths: Sequence[int],
+    options: TrainOptions,
+    num_shares: int,
+    *,
+    max_tokens: int,
+    equal_counts: bool,
+    order_seeds: Sequence[int],
+) -> tuple[TrainStep, ...]:
+    """Return the optimizer steps of a training call: one per mini-batch and epoch, the same on every rank.
+
+    ``order_seeds`` shuffle the epochs, one each; see `micro_batch_plan` for the rest.
+    """
+    steps = []
+    for epoch in range(options.num_epochs):
+        for positions in minibatch_positions(len(lengths), options.num_minibatches, seed=order_seeds[epoch]):
+            plans = micro_batch_plan(
+                [lengths[position] for position in positions], num_shares, max_tokens=max_tokens,
+                equal_counts=equal_counts,
+            )  # fmt: skip
+            shares = tuple(
+                tuple(MicroBatch(tuple(positions[row] for row in micro.positions), micro.counts) for micro in plan)
+                for plan in plans
+            )
+            steps.append(TrainStep(positions, shares))
+    return tuple(steps)
+
+
 def minibatch_positions(num_samples: int, num_minibatches: int, *, seed: int) -> tuple[tuple[int, ...], ...]:
     """Return a shuffled partition of the positions into equal mini-batches, one per optimizer step.
 

@@ -1,7 +1,8 @@
 """Running the calls of a dataflow on this rank: who works on which samples, and what becomes of the results.
 
-Every rank walks through the same calls in the same order and takes part in those whose layout includes it. Lengths and
-ids are known everywhere, so every rank works out every share by itself and only results travel.
+Every rank walks through the same calls in the same order and takes part in those whose ranks include it; the others it
+passes by, so calls on disjoint ranks run at the same time. Nothing here waits for all ranks: a rank waits for what it
+needs, and is told of failures elsewhere while it does.
 """
 
 from __future__ import annotations
@@ -10,24 +11,40 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_realloc.errors import GenerationError, PlanError
+from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import GenerationEngine
-from lightning_realloc.runtime.balance import balanced_shares
-from lightning_realloc.runtime.exchange import all_gather_samples
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.runtime.exchange import decode_message, encode_message
+from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
 from lightning_realloc.runtime.samples import Column, Samples
-from lightning_realloc.runtime.training import MicroBatch, micro_batch_plan, pack_columns
+from lightning_realloc.runtime.training import MicroBatch, pack_columns
+from lightning_realloc.strategies.iteration import Chosen, Iteration
 from lightning_realloc.strategies.lockstep import Lockstep, PeerFailure
 from lightning_realloc.strategies.model_pool import ModelPool, Replica
+from lightning_realloc.strategies.routes import Routes, Workplace
 from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 PhaseContext = Callable[[str], Any]
+Overlap = Literal["iterations", "calls", "none"]
+"""What may run at the same time on disjoint ranks: calls even of two iterations, calls of one iteration, nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class IterationResult:
+    """What every rank knows after an iteration."""
+
+    samples: Samples
+    """All samples, with what the calls made of each; of sequences the lengths."""
+    metrics: Mapping[str, Tensor]
+    """What calls measured, the same on all ranks. Of training calls that not all ranks take part in, perhaps what they
+    measured in the iteration before: nobody waits for them."""
 
 
 class CallRunner:
@@ -36,58 +53,164 @@ class CallRunner:
     Args:
         module: The algorithm; its methods do the work.
         pool: Its models.
+        mailbox: Between the ranks.
         phase: Context manager around every model's call: tells callbacks, yields the replica to work on.
         trainee: Steps the optimizers.
+        layout_of: The layout in which a call's model will be.
+        overlap: What may run at the same time.
         device: Where tensors are worked on.
         rank: This process.
+        world_size: All processes.
     """
 
     def __init__(
-        self, module: Any, pool: ModelPool, phase: PhaseContext, trainee: Trainee, *, device: torch.device, rank: int
+        self,
+        module: Any,
+        pool: ModelPool,
+        mailbox: Mailbox,
+        phase: PhaseContext,
+        trainee: Trainee,
+        *,
+        layout_of: Callable[[str], Layout],
+        overlap: Overlap,
+        device: torch.device,
+        rank: int,
+        world_size: int,
     ) -> None:
         self._module = module
         self._pool = pool
-        self._phase = phase
+        self._mailbox = mailbox
+        self._enter_phase = phase
         self._trainee = trainee
+        self._layout_of = layout_of
+        self._overlap = overlap
         self._device = device
         self._rank = rank
+        self._world_size = world_size
         self._engines: dict[int, tuple[GenerationEngine, Lockstep | None]] = {}
+        self._run = 0
+        self._measured: dict[tuple[int, int], dict[str, float]] = {}
+        self._late: dict[str, tuple[int, int, int]] = {}
+        self._idle = _IdleClock(mailbox, pool)
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.counts: defaultdict[str, int] = defaultdict(int)
 
-    def run(self, batch: Samples, calls: Sequence[ModelFunctionCall]) -> Samples:
-        """Return the batch with everything that the calls produced, the same on every rank."""
-        samples = batch
-        for call in calls:
-            with self._timed(call.name):
-                samples = self._KINDS[call.kind](self, call, samples)
-        return samples
+    def run_iteration(
+        self, batch: Samples, calls: Sequence[ModelFunctionCall], *, iteration: int, is_last: bool
+    ) -> IterationResult:
+        """Run an iteration's calls and return what every rank knows afterwards.
+
+        Args:
+            batch: What the loader supplied, the same on every rank.
+            calls: In the dataflow's order.
+            iteration: Iterations done before.
+            is_last: Whether training may end or pause here: then all metrics are waited for.
+
+        Raises:
+            ReallocError: on every rank, when a rank failed.
+        """
+        with self._failing_together():
+            data = self._walk(batch, calls, iteration)
+            facts = data.receive_notes() if _has_notes(calls) else {}
+            known = data.known()
+            self._module.on_iteration_end(known)
+            metrics = _merge_idle_shares(facts) | self._training_metrics(data.routes, wait=is_last)
+            self._mailbox.let_go(self._run - 2)
+            if self._overlap != "iterations":
+                self._mailbox.meet()
+            self._idle.tick()
+        return IterationResult(known, {name: torch.tensor(value) for name, value in metrics.items()})
+
+    def run_calls(self, batch: Samples, calls: Sequence[ModelFunctionCall]) -> Samples:
+        """Run calls without training, and return all samples with everything that they made. Collective."""
+        with self._failing_together():
+            data = self._walk(batch, calls, iteration=0)
+            if _has_notes(calls):
+                data.receive_notes()
+            self._mailbox.let_go(self._run)
+        return data.gather(self._device)
+
+    def finish(self) -> None:
+        """Take in what is still on its way. Collective over all ranks, after the last iteration."""
+        for run, index, source in self._late.values():
+            self._metrics_of(run, index, source)
+        self._late.clear()
+        self._mailbox.let_go(self._run)
+
+    # ---- one walk through the calls
+    def _walk(self, batch: Samples, calls: Sequence[ModelFunctionCall], iteration: int) -> Iteration:
+        self._run += 1
+        workplaces = {call.name: self._workplace(call, iteration) for call in calls if call.role is not None}
+        data = Iteration(
+            batch, Routes(calls, workplaces, self._world_size), self._mailbox, rank=self._rank, run=self._run
+        )
+        last = max((index for index, call in enumerate(calls) if call.kind != "train"), default=-1)
+        facts: dict[str, float] = self._idle.facts(self._rank)
+        for index, call in enumerate(calls):
+            begin, waited = time.perf_counter(), self._idle.seconds
+            took_part = self._KINDS[call.kind](self, call, data)
+            if took_part:
+                spent = time.perf_counter() - begin - (self._idle.seconds - waited)
+                self.seconds[call.name] += spent
+                self.counts[call.name] += 1
+                if call.kind == "train":
+                    self._announce(data, index, {f"seconds/{call.name}": spent})
+                else:
+                    facts[f"seconds/{call.name}"] = spent
+            if index == last:
+                data.send_notes(facts)
+            if self._overlap == "none":
+                self._idle.measure(self._mailbox.meet)
+        return data
+
+    def _workplace(self, call: ModelFunctionCall, iteration: int) -> Workplace:
+        return Workplace(
+            layout=self._layout_of(call.name),
+            micro_batch_tokens=self._pool.plan.call(call.name).micro_batch_tokens
+            or self._module.train_options.micro_batch_tokens,
+            train_options=self._module.train_options,
+            order_seeds=self._trainee.order_seeds(iteration),
+        )
 
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self.seconds[name] += time.perf_counter() - begin
-        self.counts[name] += 1
+    def _failing_together(self) -> Iterator[None]:
+        """Let every rank raise what one rank raises."""
+        try:
+            yield
+        except PeerFailure:
+            self._mailbox.fail(None)
+        except Exception as error:
+            if self._mailbox.has_failed:
+                raise
+            self._mailbox.fail(error)
+
+    @contextmanager
+    def _phase(self, call: str) -> Iterator[Replica]:
+        context = self._enter_phase(call)
+        replica = self._idle.measure(context.__enter__)
+        try:
+            yield replica
+        except BaseException as error:
+            context.__exit__(type(error), error, error.__traceback__)
+            raise
+        else:
+            context.__exit__(None, None, None)
 
     # ---- generate
-    def _generate(self, call: ModelFunctionCall, prompts: Samples) -> Samples:
-        lengths = prompts.ragged("prompt_ids").lengths.tolist()
-        _refuse_long_prompts(prompts, self._pool.home(str(call.role)))
+    def _generate(self, call: ModelFunctionCall, data: Iteration) -> bool:
+        table = data.table(call)
+        _refuse_long_prompts(table.known, self._pool.home(str(call.role)))
+        made = None
         with self._phase(call.name) as replica:
-            share = self._share(replica, lengths)
-            mine = None if share is None else self._generate_share(call, replica, prompts.select(share))
-            made = all_gather_samples(self._contribution(replica, mine), device=self._device)
-        return _with_known_objects(made, prompts)
+            takes_part = self._rank in replica.layout
+            if takes_part:
+                prompts = data.inputs(call)
+                made = self._generate_share(call, replica, table.known.select([]) if prompts is None else prompts)
+        data.publish_samples(call, made)
+        return takes_part
 
-    def _generate_share(
-        self, call: ModelFunctionCall, replica: Replica, prompts: Samples
-    ) -> Samples | Exception | None:
-        """Return this rank's responses or what it failed with; None when it stopped because another rank failed."""
-        try:
-            engine, lockstep = self._engine(call, replica)
-        except GenerationError as error:  # of a model that nobody can generate from: told to ranks outside its layout
-            return error
+    def _generate_share(self, call: ModelFunctionCall, replica: Replica, prompts: Samples) -> Samples:
+        engine, lockstep = self._engine(call, replica)
         if lockstep is not None:
             lockstep.begin()
         try:
@@ -95,11 +218,11 @@ class CallRunner:
                 made: Samples = getattr(self._module, call.method)(engine, prompts)
             return made
         except PeerFailure:
-            return None
-        except Exception as error:
+            raise
+        except Exception:
             if lockstep is not None:
                 lockstep.give_up()
-            return error
+            raise
         finally:
             # Training needs the memory more. And a cache that has grown rounds logprobs differently, in the last bit,
             # than the fresh one of a run that was resumed here.
@@ -121,97 +244,142 @@ class CallRunner:
         return engine, lockstep
 
     # ---- infer
-    def _infer(self, call: ModelFunctionCall, samples: Samples) -> Samples:
-        lengths = _sequence_lengths(samples)
+    def _infer(self, call: ModelFunctionCall, data: Iteration) -> bool:
+        made = None
         with self._phase(call.name) as replica:
-            mine: Samples | Exception | None = None
-            plans = micro_batch_plan(
-                lengths, replica.layout.data_parallel_size, max_tokens=self._micro_batch_tokens(call),
-                equal_counts=replica.is_sharded,
-            )  # fmt: skip
-            if self._rank in replica.layout:
-                mine = self._infer_share(call, replica, samples, plans[replica.layout.data_parallel_index(self._rank)])
-            made = all_gather_samples(self._contribution(replica, mine), device=self._device)
-        return samples.with_columns(**made.by_ids(samples.ids).columns)
+            takes_part = self._rank in replica.layout
+            if takes_part:
+                index = replica.layout.data_parallel_index(self._rank)
+                micro_batches = data.routes.micro_batches(call, data.table(call))[index]
+                made = self._infer_share(call, replica, data.chosen(call), micro_batches)
+        data.publish_columns(call, made)
+        return takes_part
 
     def _infer_share(
-        self, call: ModelFunctionCall, replica: Replica, samples: Samples, plan: Sequence[MicroBatch]
-    ) -> Samples | Exception | None:
-        """Return what this rank's micro-batches gave, or what it failed with; None when none of them counts."""
+        self, call: ModelFunctionCall, replica: Replica, rows: Chosen, micro_batches: Sequence[MicroBatch]
+    ) -> Samples | None:
+        """Return what this rank's micro-batches gave; None when none of them counts."""
         method = getattr(self._module, call.method)
         replica.model.eval()  # the home replica may come from a training call with dropout
-        try:
-            with torch.no_grad(), self._precise():
-                parts = [self._infer_one(method, replica, samples, micro, call.produces[0]) for micro in plan]
-            counted = [part for part, micro in zip(parts, plan, strict=True) if micro.counts]
-            return Samples.concatenate(counted) if counted else None
-        except Exception as error:
-            if replica.is_sharded:
-                raise  # in the middle of a forward pass that others take part in: ending is all that frees them
-            return error
+        with torch.no_grad(), self._precise():
+            parts = [self._infer_one(method, replica, rows.at(m.positions), call.produces[0]) for m in micro_batches]
+        counted = [part for part, micro in zip(parts, micro_batches, strict=True) if micro.counts]
+        return Samples.concatenate(counted) if counted else None
 
-    def _infer_one(
-        self, method: Callable[..., Tensor], replica: Replica, samples: Samples, micro: MicroBatch, name: str
-    ) -> Samples:
-        chosen = samples.select(micro.positions)
+    def _infer_one(self, method: Callable[..., Tensor], replica: Replica, chosen: Samples, name: str) -> Samples:
         batch = pack_columns(chosen, self._device, share_prompts=self._module.share_prompts)
         values = method(replica.model, batch)
         if values.shape[0] == len(chosen) and values.shape[0] != batch.num_tokens:
-            return Samples(chosen.ids, {name: values})
-        return Samples(chosen.ids, {name: batch.responses(values)})
+            return Samples(chosen.ids, {name: values.cpu()})
+        return Samples(chosen.ids, {name: batch.responses(values).to("cpu")})
 
     # ---- compute
-    def _compute(self, call: ModelFunctionCall, samples: Samples) -> Samples:
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        groups = samples.tensor("prompt_id").tolist() if "prompt_id" in samples else samples.ids.tolist()
-        share = balanced_shares([1] * len(samples), world, groups=groups)[self._rank]
-        chosen = samples.select(share)
-        mine: Samples | Exception | None = None
-        if share:
-            try:
-                columns: Mapping[str, Column] = getattr(self._module, call.method)(chosen)
-                mine = Samples(chosen.ids, columns)
-            except Exception as error:
-                mine = error
-        made = all_gather_samples(mine, device=self._device)
-        return samples.with_columns(**made.by_ids(samples.ids).columns)
+    def _compute(self, call: ModelFunctionCall, data: Iteration) -> bool:
+        rows = data.inputs(call)
+        if rows is None:
+            return False
+        columns: Mapping[str, Column] = getattr(self._module, call.method)(rows)
+        data.publish_columns(call, Samples(rows.ids, columns).to("cpu"))
+        return True
 
     # ---- train
-    def _train(self, call: ModelFunctionCall, samples: Samples) -> Samples:
-        lengths = _sequence_lengths(samples)
+    def _train(self, call: ModelFunctionCall, data: Iteration) -> bool:
         with self._phase(call.name) as replica:
-            method = getattr(self._module, call.method)
-            self._trainee.train(method, replica, samples, lengths, max_tokens=self._micro_batch_tokens(call))
-        return samples
+            takes_part = self._rank in replica.layout
+            if takes_part:
+                table = data.table(call)
+                steps = data.routes.train_steps(call, table)
+                measured = self._trainee.train(
+                    getattr(self._module, call.method), replica, data.chosen(call), steps, table.response_lengths
+                )
+                self._announce(data, data.index(call), measured)
+        self._pool.weights_changed(str(call.role))
+        return takes_part
 
     _KINDS: ClassVar = {"generate": _generate, "infer": _infer, "compute": _compute, "train": _train}
 
-    # ---- helpers
-    def _share(self, replica: Replica, lengths: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the positions that this rank works on; None when it does not take part."""
-        if self._rank not in replica.layout:
-            return None
-        shares = balanced_shares(lengths, replica.layout.data_parallel_size)
-        return shares[replica.layout.data_parallel_index(self._rank)]
+    # ---- metrics of training calls
+    def _announce(self, data: Iteration, index: int, measured: Mapping[str, float]) -> None:
+        """Note what this rank measured in a training call."""
+        self._measured.setdefault((self._run, index), {}).update(measured)
 
-    def _contribution(self, replica: Replica, mine: Samples | Exception | None) -> Samples | Exception | None:
-        """Return what this rank hands on: one rank of every tensor-parallel group speaks for all, errors always go."""
-        if isinstance(mine, Exception) or mine is None:
-            return mine
-        return mine if replica.layout.coordinate(self._rank).tp == 0 else None
+    def _training_metrics(self, routes: Routes, *, wait: bool) -> dict[str, float]:
+        """Send what this rank measured, and return what training calls measured: now, or, of some, last time."""
+        metrics: dict[str, float] = {}
+        due: list[tuple[int, int, int]] = []
+        for index, call in enumerate(routes.calls):
+            if call.kind != "train":
+                continue
+            ranks = routes.workplaces[call.name].layout.ranks
+            if ranks[0] == self._rank:
+                content = encode_message(self._measured[self._run, index], {})
+                self._mailbox.send(self._mailbox.others, FrameKind.METRICS, self._run, index, content)
+            earlier, now = self._late.pop(call.name, None), (self._run, index, ranks[0])
+            if self._overlap == "iterations" and len(ranks) < self._world_size and not wait:
+                self._late[call.name] = now
+                due += [earlier] if earlier else []
+            else:
+                due += [earlier, now] if earlier else [now]
+        for run, index, source in due:
+            metrics |= self._metrics_of(run, index, source)
+        return metrics
 
-    def _micro_batch_tokens(self, call: ModelFunctionCall) -> int:
-        planned = self._pool.plan.call(call.name).micro_batch_tokens
-        return planned or self._module.train_options.micro_batch_tokens
+    def _metrics_of(self, run: int, index: int, source: int) -> dict[str, float]:
+        own = self._measured.pop((run, index), None)
+        if source == self._rank and own is not None:
+            return own
+        return decode_message(self._mailbox.receive(FrameKind.METRICS, run, index, source))[0]
 
     def _precise(self) -> Any:
         """Copies already hold the dtype they are read in: autocast would only cast again."""
         return torch.autocast(self._device.type, enabled=False) if torch.is_autocast_enabled() else nullcontext()
 
 
-def _sequence_lengths(samples: Samples) -> list[int]:
-    lengths = samples.ragged("prompt_ids").lengths + samples.ragged("response_ids").lengths
-    return [int(length) for length in lengths.tolist()]
+class _IdleClock:
+    """How long this rank waited for others, and what share of the time that was."""
+
+    def __init__(self, mailbox: Mailbox, pool: ModelPool) -> None:
+        self._mailbox, self._pool = mailbox, pool
+        self._elsewhere = 0.0
+        self._begin = time.perf_counter()
+        self._seconds_then = 0.0
+        self._share: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds waited for data, for weights and for other ranks."""
+        return self._mailbox.seconds_waited + self._elsewhere
+
+    def measure(self, action: Callable[[], Any]) -> Any:
+        """Do something that waits; what the pool spends on moving weights meanwhile is work."""
+        begin, moving = time.perf_counter(), self._pool.seconds_moving
+        result = action()
+        self._elsewhere += max(0.0, time.perf_counter() - begin - (self._pool.seconds_moving - moving))
+        return result
+
+    def tick(self) -> None:
+        """End an iteration."""
+        now = time.perf_counter()
+        self._share = (self.seconds - self._seconds_then) / (now - self._begin)
+        self._begin, self._seconds_then = now, self.seconds
+
+    def facts(self, rank: int) -> dict[str, float]:
+        """Return the share of the iteration before this one."""
+        return {} if self._share is None else {f"{_IDLE_SHARE}/{rank}": self._share}
+
+
+_IDLE_SHARE = "idle_share"
+
+
+def _merge_idle_shares(facts: Mapping[str, float]) -> dict[str, float]:
+    """Return the facts with one mean in place of every rank's idle share."""
+    shares = [value for name, value in facts.items() if name.startswith(f"{_IDLE_SHARE}/")]
+    rest = {name: value for name, value in facts.items() if not name.startswith(f"{_IDLE_SHARE}/")}
+    return rest | ({_IDLE_SHARE: sum(shares) / len(shares)} if shares else {})
+
+
+def _has_notes(calls: Sequence[ModelFunctionCall]) -> bool:
+    return any(call.kind != "train" for call in calls)
 
 
 def _refuse_long_prompts(prompts: Samples, replica: Replica) -> None:
@@ -227,17 +395,3 @@ def _refuse_long_prompts(prompts: Samples, replica: Replica) -> None:
         f"the prompt of sample {int(prompts.ids[row])} has {int(lengths[row])} tokens, and {replica.role}'s context of "
         f"{context} leaves no room for a response; shorten it to at most {context - 1} tokens or leave it out{text}"
     )
-
-
-def _with_known_objects(made: Samples, prompts: Samples) -> Samples:
-    """Give every response its prompt's python objects, which every rank has and nobody sent."""
-    if "prompt_id" not in made:
-        raise PlanError("a generate call must return the column 'prompt_id', the id of each response's prompt")
-    row_of = {prompt_id: row for row, prompt_id in enumerate(prompts.ids.tolist())}
-    rows = [row_of[prompt_id] for prompt_id in made.tensor("prompt_id").tolist()]
-    known = {
-        name: tuple(column[row] for row in rows)
-        for name, column in prompts.columns.items()
-        if isinstance(column, tuple)
-    }
-    return made.with_columns(**known)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
@@ -56,7 +56,7 @@ class Replica:
     @property
     def is_sharded(self) -> bool:
         """Whether a forward pass gathers weights, and so is a collective; under replication alone it is not."""
-        return isinstance(self.model, FSDPModule) and self.layout.dims.fsdp > 1
+        return self.layout.dims.fsdp > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +92,8 @@ class ModelPool:
         self._home: dict[str, Replica] = {}
         self._copies: dict[tuple[str, Layout], Replica] = {}
         self._realized: set[str] = set()
+        self.seconds_moving = 0.0
+        """Seconds that this rank spent on moving weights, waiting for other ranks not included."""
 
     # ---- building
     def place(self, role: str, model: nn.Module) -> None:
@@ -198,6 +200,7 @@ class ModelPool:
         if target.reallocation is None:
             target.reallocation = self._connect(home, target)
         report = target.reallocation.run()
+        self.seconds_moving += report.seconds
         reshard(target.model)
         target.version = home.version
         return report

@@ -26,10 +26,11 @@ from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.runtime.agreement import TransportName
+from lightning_realloc.runtime.mailbox import Mailbox
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
 from lightning_realloc.runtime.samples import Samples
-from lightning_realloc.strategies.call_runner import CallRunner
+from lightning_realloc.strategies.call_runner import CallRunner, Overlap
 from lightning_realloc.strategies.checkpointing import CheckpointStrategy
 from lightning_realloc.strategies.data_parallel import broadcast_module
 from lightning_realloc.strategies.model_pool import ModelPool, PoolOptions, Replica
@@ -54,6 +55,9 @@ class ReallocStrategy(CheckpointStrategy):
             layout for everything; a path reads a YAML file; or an :class:`ExecutionPlan`, or its mapping.
         transport: How weights travel: ``"push"`` through shared memory of one host, ``"direct"`` from rank to rank,
             ``"auto"`` chooses by probing.
+        overlap: What may run at the same time on disjoint ranks: ``"iterations"`` means calls, and calls of the next
+            iteration beside a training call that they do not depend on; ``"calls"`` only those of one iteration;
+            ``"none"`` one call at a time. Results are the same.
         cluster: Nodes, devices and memory; by default what this machine shows.
         tp_plans: Role -> tensor-parallel styles by module pattern, for models that bring none.
         start_method: ``"popen"`` re-runs the script for each device, ``"spawn"`` and ``"fork"`` serve notebooks.
@@ -70,6 +74,7 @@ class ReallocStrategy(CheckpointStrategy):
         plan: PlanSource = "heuristic",
         *,
         transport: TransportName = "auto",
+        overlap: Overlap = "iterations",
         cluster: ClusterSpec | str | None = None,
         tp_plans: Mapping[str, Mapping[str, str]] | None = None,
         start_method: Literal["popen", "spawn", "fork"] = "popen",
@@ -92,6 +97,8 @@ class ReallocStrategy(CheckpointStrategy):
         self._pool: ModelPool | None = None
         self._runner: CallRunner | None = None
         self._placed_module: nn.Module | None = None
+        self._overlap: Overlap = overlap
+        self._reallocation: ParameterReallocation | None = None
 
     # ---- what users and callbacks read
     @property
@@ -154,12 +161,25 @@ class ReallocStrategy(CheckpointStrategy):
             self._pool = earlier
         meshes = self._pool.meshes
         self._placed_module = module
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ParameterReallocation):
+                self._reallocation = callback
         trainee = Trainee(
             self, meshes, module.train_options, device=self.root_device, rank=self.global_rank, seed=module.seed,
             dropout=module.dropout, share_prompts=module.share_prompts,
         )  # fmt: skip
-        self._runner = CallRunner(module, self._pool, self.phase_replica, trainee, device=self.root_device,
-                                  rank=self.global_rank)  # fmt: skip
+        mailbox = Mailbox(self.global_rank, self.world_size, meshes.new_host_group())
+        self._runner = CallRunner(
+            module, self._pool, mailbox, self.phase_replica, trainee, layout_of=self._layout_of, overlap=self._overlap,
+            device=self.root_device, rank=self.global_rank, world_size=self.world_size,
+        )  # fmt: skip
+
+    def _layout_of(self, call: str) -> Layout:
+        """Return the layout in which a call will find its model."""
+        moves = self._reallocation is not None and self._reallocation.enabled
+        return (
+            self.pool.target(call).layout if moves else self.pool.home(str(self.pool.dataflow.call(call).role)).layout
+        )
 
     def _place_roles(self, flow: Dataflow, plan: ExecutionPlan, models: Mapping[str, nn.Module]) -> ModelPool:
         meshes = MeshRegistry(self.root_device.type)
@@ -193,13 +213,6 @@ class ReallocStrategy(CheckpointStrategy):
         plan = self._read_plan(flow, models, earlier).completed(flow)
         self._agree_on(plan)  # first: what is wrong with a plan must be found on every rank
         plan.check(flow, self.world_size)
-        for role in flow.trained_roles:
-            layout = plan.layout(flow.home_call(role).name)
-            if set(layout.ranks) != set(range(self.world_size)):
-                raise PlanError(
-                    f"calls.{role}.train: layout {layout} leaves out ranks of this run's {self.world_size}; "
-                    f"training on some ranks only is not available yet, use all of 0-{self.world_size - 1}"
-                )
         return plan
 
     def _read_plan(self, flow: Dataflow, models: Mapping[str, nn.Module], earlier: ModelPool | None) -> ExecutionPlan:
@@ -241,14 +254,17 @@ class ReallocStrategy(CheckpointStrategy):
             yield replica.model
 
     def run_iteration(self, batch: Samples) -> Samples:
-        """Run every call once, count one step, and advance learning-rate schedules."""
-        calls = self.pool.dataflow.iteration_calls
-        before = dict(self.runner.seconds)
-        samples = self.runner.run(batch, calls)
-        # Not of every call that ever ran: those of evaluation took no time in this iteration.
-        spent = {call.name: self.runner.seconds[call.name] - before.get(call.name, 0.0) for call in calls}
-        self.log({f"seconds/{name}": torch.tensor(seconds) for name, seconds in spent.items()})
-        trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
+        """Run every call once, count one step, and advance learning-rate schedules.
+
+        Returns:
+            All samples, with what the calls made of each; of sequences the lengths.
+        """
+        module: Any = self.lightning_module
+        trainer: Any = module.trainer
+        calls = [call for call in self.pool.dataflow.iteration_calls if module.runs(call, self.iteration)]
+        is_last = trainer.is_last_batch or self.iteration + 1 == trainer.max_steps
+        result = self.runner.run_iteration(batch, calls, iteration=self.iteration, is_last=is_last)
+        module.log_dict(dict(result.metrics), batch_size=1)
         progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         progress.increment_ready()
         progress.increment_completed()
@@ -256,14 +272,19 @@ class ReallocStrategy(CheckpointStrategy):
             trainer.lr_scheduler_configs, iteration=self.iteration, epoch=trainer.current_epoch + 1,
             is_last_batch=trainer.is_last_batch,
         )  # fmt: skip
-        return samples
+        return result.samples
 
     def run_calls(self, batch: Samples, names: tuple[str, ...]) -> Samples:
-        """Run some calls on a batch, in the dataflow's order, without training."""
+        """Run some calls on a batch, in the dataflow's order, without training; every rank gets all of the results."""
         calls = [call for call in self.pool.dataflow.calls if call.name in names]
         if len(calls) < len(names):
             raise PlanError(f"{', '.join(set(names) - {c.name for c in calls})} is no call of this algorithm")
-        return self.runner.run(batch, calls)
+        return self.runner.run_calls(batch, calls)
+
+    def on_train_end(self) -> None:
+        """Take in what ranks sent each other last."""
+        if self._runner is not None:
+            self._runner.finish()
 
     # ---- what a training call needs (strategies.trainer_step.Stepper)
     @property
@@ -305,11 +326,6 @@ class ReallocStrategy(CheckpointStrategy):
             for role in named if named.issubset(trained) else trained:
                 self.pool.weights_changed(role)
         return result
-
-    def log(self, metrics: dict[str, Tensor]) -> None:
-        """Log values that are the same on every rank."""
-        module: Any = self.lightning_module
-        module.log_dict(metrics, batch_size=1)
 
     # ---- names
     @classmethod

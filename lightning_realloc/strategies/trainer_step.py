@@ -19,11 +19,11 @@ from lightning_realloc.runtime.training import (
     MicroBatch,
     Totals,
     TrainOptions,
-    micro_batch_plan,
-    minibatch_positions,
+    TrainStep,
     pack_columns,
 )
 from lightning_realloc.runtime.training_mode import set_training_mode
+from lightning_realloc.strategies.iteration import Chosen
 from lightning_realloc.strategies.model_pool import Replica
 from lightning_realloc.strategies.random_state import seeded
 
@@ -48,9 +48,6 @@ class Stepper(Protocol):
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step the optimizer with Lightning's hooks."""
-
-    def log(self, metrics: dict[str, Tensor]) -> None:
-        """Log what a training call measured."""
 
 
 class Trainee:
@@ -80,44 +77,38 @@ class Trainee:
         self._dropout = dropout
         self._share_prompts = share_prompts
 
+    def order_seeds(self, iteration: int) -> list[int]:
+        """Return what shuffles the mini-batches of every epoch of a training call."""
+        return [hash((self._seed, iteration, epoch)) % 2**63 for epoch in range(self._options.num_epochs)]
+
     def train(
-        self, method: LossMethod, replica: Replica, samples: Samples, lengths: Sequence[int], *, max_tokens: int
-    ) -> None:
-        """Take the optimizer steps of one iteration and log their mean loss, metrics and gradient norm."""
+        self, method: LossMethod, replica: Replica, chosen: Chosen, steps: Sequence[TrainStep],
+        response_lengths: Sequence[int],
+    ) -> dict[str, float]:  # fmt: skip
+        """Take the optimizer steps of one iteration; return their mean loss, metrics and gradient norm."""
         set_training_mode(replica.model, dropout=self._dropout)
         sums = _MetricSums()
         # Dropout: the same masks on all ranks of a tensor-parallel group, whose activations must stay equal, others on
         # every data-parallel rank, and the same ones again in a run that is resumed here.
         share = replica.layout.data_parallel_index(self._rank)
         with seeded(hash((self._seed, self._stepper.iteration, share)) % 2**63, self._device):
-            for epoch in range(self._options.num_epochs):
-                order_seed = hash((self._seed, self._stepper.iteration, epoch)) % 2**63
-                for positions in minibatch_positions(len(samples), self._options.num_minibatches, seed=order_seed):
-                    self._step(method, replica, samples, positions, lengths, max_tokens, sums)
-        self._stepper.log(
-            {f"{replica.role}/{k}": v for k, v in sums.reduce(self._group(replica), self._device).items()}
-        )
+            for step in steps:
+                tokens = sum(response_lengths[position] for position in step.positions)
+                totals = Totals(num_sequences=len(step.positions), num_tokens=tokens)
+                self._step(method, replica, chosen, step.shares[share], totals, sums)
+        means = sums.reduce(self._group(replica), self._device)
+        return {f"{replica.role}/{name}": float(value) for name, value in means.items()}
 
     def _step(
-        self, method: LossMethod, replica: Replica, samples: Samples, positions: Sequence[int],
-        lengths: Sequence[int], max_tokens: int, sums: _MetricSums,
+        self, method: LossMethod, replica: Replica, chosen: Chosen, micro_batches: Sequence[MicroBatch],
+        totals: Totals, sums: _MetricSums,
     ) -> None:  # fmt: skip
-        layout = replica.layout
-        plans = micro_batch_plan(
-            [lengths[position] for position in positions], layout.data_parallel_size, max_tokens=max_tokens,
-            equal_counts=replica.is_sharded,
-        )  # fmt: skip
-        tokens = samples.ragged("response_ids").lengths[list(positions)].sum()
-        totals = Totals(num_sequences=len(positions), num_tokens=int(tokens))
         optimizer = self._stepper.optimizer_of(replica.role)
         optimizer.zero_grad(set_to_none=True)
-        mine = plans[layout.data_parallel_index(self._rank)]
-        for number, micro in enumerate(mine):
+        for number, micro in enumerate(micro_batches):
             if isinstance(replica.model, FSDPModule):
-                replica.model.set_requires_gradient_sync(number == len(mine) - 1)
-            self._micro_batch(
-                method, replica, samples.select([positions[p] for p in micro.positions]), micro, totals, sums
-            )
+                replica.model.set_requires_gradient_sync(number == len(micro_batches) - 1)
+            self._micro_batch(method, replica, chosen.at(micro.positions), micro, totals, sums)
         if self._options.max_grad_norm is not None:
             norm = clip_gradients(replica.model, replica.model_layout, self._meshes, self._options.max_grad_norm)
             sums.add_shared("grad_norm", norm)

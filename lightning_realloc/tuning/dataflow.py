@@ -31,6 +31,8 @@ class ModelFunctionCall:
     """Names that must exist before the call starts."""
     produces: tuple[str, ...] = ()
     """Names that exist once it has ended."""
+    whole_batch: bool = False
+    """Whether a computation sees all samples in one place, and not a share of whole prompts."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(CallKind):

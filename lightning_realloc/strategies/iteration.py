@@ -1,0 +1,289 @@
+"""The data of one walk through the calls: who made what, who needs it, and how it gets there.
+
+What a call made stays where it was made, and goes once, from one of its holders, to every rank that works on it later.
+Ranks do not meet for that: whoever has something sends it, whoever needs something waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from lightning_realloc.errors import PlanError
+from lightning_realloc.runtime.exchange import all_gather_samples, decode_message, encode_message
+from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
+from lightning_realloc.runtime.samples import Column, Ragged, Samples
+from lightning_realloc.strategies.routes import Routes, table_owner
+from lightning_realloc.strategies.sample_table import Holders, SampleTable, outline
+from lightning_realloc.tuning.dataflow import ModelFunctionCall
+
+
+class Chosen:
+    """The rows that this rank works on under one call, by their positions in the table."""
+
+    def __init__(self, rows: Samples, positions: Sequence[int]) -> None:
+        self.rows = rows
+        self._row_of = {position: row for row, position in enumerate(positions)}
+
+    def at(self, positions: Sequence[int]) -> Samples:
+        """Return the samples at these positions of the table, in this order."""
+        return self.rows.select([self._row_of[position] for position in positions])
+
+
+class Iteration:
+    """What this rank holds and owes in one walk through ``routes.calls``.
+
+    Args:
+        batch: What the loader supplied, the same on every rank.
+        routes: Who works on what.
+        mailbox: Between the ranks.
+        rank: This process.
+        run: Number of the walk, the same on all ranks.
+    """
+
+    def __init__(self, batch: Samples, routes: Routes, mailbox: Mailbox, *, rank: int, run: int) -> None:
+        self.routes = routes
+        self._mailbox, self._rank, self._run = mailbox, rank, run
+        self._batch = SampleTable(batch, is_batch=True)
+        self._made: dict[str, SampleTable] = {}
+        self._made_by: dict[str, Holders] = {}
+        self._directories: dict[str, Samples | None] = {}
+        self._received: set[str] = set()
+        self._owners = {call.name: table_owner(call, routes.calls) for call in routes.calls}
+        self._index = {call.name: index for index, call in enumerate(routes.calls)}
+        self._mine: dict[str, Samples] = {}
+        self._notes: dict[str, Samples] = {}
+        self._facts: dict[str, float] = {}
+
+    # ---- before a call
+    def table(self, call: ModelFunctionCall) -> SampleTable:
+        """Return the samples that ``call`` works on; waits until their lengths are known here."""
+        owner = self._owners[call.name]
+        return self._batch if owner is None else self._made_table(owner)
+
+    def inputs(self, call: ModelFunctionCall) -> Samples | None:
+        """Return the rows and columns that this rank needs for ``call``, in the table's order; None without part in it.
+
+        Waits for what is on its way.
+        """
+        table = self.table(call)
+        positions = self.routes.worked_on(call, self._rank, table, self._holders_of_table(call))
+        if not positions:
+            return None
+        columns: dict[str, Column] = {}
+        chosen = table.known.select(positions)
+        for name in dict.fromkeys(call.needs):
+            producer = self._producer(name)
+            if producer is None:  # the loader
+                columns |= chosen.columns if table.is_batch else {}
+                continue
+            self._receive(producer, table)
+            columns |= table.rows(producer.name, positions).columns
+            if producer.kind == "generate":
+                columns |= {n: c for n, c in chosen.columns.items() if isinstance(c, torch.Tensor)}
+        columns |= {name: column for name, column in chosen.columns.items() if isinstance(column, tuple)}
+        return Samples(chosen.ids, columns)
+
+    def chosen(self, call: ModelFunctionCall) -> Chosen:
+        """Return the inputs of a call that this rank takes part in, to be picked from by position."""
+        rows = self.inputs(call)
+        assert rows is not None, f"rank {self._rank} has no part in {call.name}"
+        positions = self.routes.worked_on(call, self._rank, self.table(call), self._holders_of_table(call))
+        return Chosen(rows, positions)
+
+    def index(self, call: ModelFunctionCall) -> int:
+        """Return a call's place in this walk."""
+        return self._index[call.name]
+
+    # ---- after a call
+    def publish_samples(self, call: ModelFunctionCall, made: Samples | None) -> None:
+        """Hand on what a generating call made here; None on a rank without part in it, or without anything to do."""
+        speaks = self._rank in self._senders(call)
+        if speaks:
+            outlined = {} if made is None else {"made": outline(made)}
+            content = encode_message({}, outlined)
+            self._mailbox.send(self._mailbox.others, FrameKind.DIRECTORY, self._run, self._index[call.name], content)
+            self._directories[call.name] = outlined.get("made")
+        if made is None and not speaks:
+            return
+        table = self._made_table(call)
+        if made is not None:
+            if speaks:
+                self._mine[call.name] = made
+            self._hold_and_send(call, table, made)
+
+    def publish_columns(self, call: ModelFunctionCall, made: Samples | None) -> None:
+        """Hand on what an infer or compute call made here of its samples; None without part in it."""
+        if made is None:
+            return
+        table = self.table(call)
+        holders = self.routes.holders(call, table, self._holders_of_table(call))
+        self._check_complete(call, made)
+        positions = [p for p, ranks in enumerate(holders) if ranks[0] == self._rank]
+        if positions:
+            self._mine[call.name] = made.by_ids(table.ids(positions))
+        self._hold_and_send(call, table, made)
+
+    # ---- at the end
+    def send_notes(self, facts: Mapping[str, float]) -> None:
+        """Tell all ranks what was made here per sample, and some facts about the calls."""
+        made = {name: outline(part) for name, part in self._mine.items() if name not in self._directories}
+        self._facts = dict(facts)
+        self._notes = made
+        content = encode_message(facts, made)
+        self._mailbox.send(self._mailbox.others, FrameKind.NOTES, self._run, 0, content)
+
+    def receive_notes(self) -> dict[str, float]:
+        """Learn what all ranks made per sample; return their facts, of each the largest value."""
+        parts: dict[str, list[Samples]] = {}
+        facts: dict[str, float] = {}
+        for rank in sorted((*self._mailbox.others, self._rank)):
+            if rank == self._rank:
+                told, made = self._facts, self._notes
+            else:
+                told, made = decode_message(self._mailbox.receive(FrameKind.NOTES, self._run, 0, rank))
+            facts |= {name: max(value, facts.get(name, value)) for name, value in told.items()}
+            for name, part in made.items():
+                parts.setdefault(name, []).append(part)
+        for call in self.routes.calls:
+            if call.name in parts:
+                table = self.table(call)
+                table.learn(dict(Samples.concatenate(parts[call.name]).by_ids(table.known.ids).columns))
+        return facts
+
+    def known(self) -> Samples:
+        """Return the last set of samples, with what every rank knows of them: sequences by their lengths alone."""
+        table = self._last_table()
+        if not table.is_batch:
+            return table.known
+        sequences = outline(table.known).columns
+        return table.known.with_columns(**{n: c for n, c in sequences.items() if isinstance(c, Ragged)})
+
+    def gather(self, device: torch.device) -> Samples:
+        """Return the last set of samples with everything that was made of them, on every rank. Collective."""
+        table = self._last_table()
+        complete = table.known if table.is_batch else None
+        for call in self.routes.calls:
+            if call.kind == "train" or (call.kind != "generate" and self.table(call) is not table):
+                continue
+            if call.kind == "generate" and self._made.get(call.name) is not table:
+                continue
+            made = all_gather_samples(self._mine.get(call.name), device=device)
+            complete = made if complete is None else complete.with_columns(**made.by_ids(complete.ids).columns)
+        assert complete is not None
+        objects = {name: column for name, column in table.known.columns.items() if isinstance(column, tuple)}
+        return complete.with_columns(**objects)
+
+    # ---- inside
+    def _last_table(self) -> SampleTable:
+        tables = [self._made_table(call) for call in self.routes.calls if call.kind == "generate"]
+        return tables[-1] if tables else self._batch
+
+    def _producer(self, name: str) -> ModelFunctionCall | None:
+        return next((call for call in self.routes.calls if name in call.produces), None)
+
+    def _senders(self, call: ModelFunctionCall) -> tuple[int, ...]:
+        place = self.routes.workplaces[call.name]
+        return tuple(place.holders(index)[0] for index in range(place.layout.data_parallel_size))
+
+    def _made_table(self, call: ModelFunctionCall) -> SampleTable:
+        """Return what a generating call made; waits for the ranks that made it."""
+        if call.name in self._made:
+            return self._made[call.name]
+        parts: list[tuple[tuple[int, ...], Samples]] = []
+        for index, sender in enumerate(self._senders(call)):
+            if sender == self._rank:
+                part = self._directories[call.name]
+            else:
+                content = self._mailbox.receive(FrameKind.DIRECTORY, self._run, self._index[call.name], sender)
+                part = decode_message(content)[1].get("made")
+            if part is not None:
+                parts.append((self.routes.workplaces[call.name].holders(index), part))
+        if not parts:
+            raise PlanError(f"call {call.name!r} made no samples; it must return at least one response")
+        known = _with_objects(Samples.concatenate([part for _, part in parts]).sorted_by_id(), self.table(call).known)
+        holder_of = {sample_id: holders for holders, part in parts for sample_id in part.ids.tolist()}
+        self._made[call.name] = SampleTable(known, is_batch=False)
+        self._made_by[call.name] = [holder_of[sample_id] for sample_id in known.ids.tolist()]
+        return self._made[call.name]
+
+    def _holders_of_table(self, call: ModelFunctionCall) -> Holders | None:
+        owner = self._owners[call.name]
+        if owner is None:
+            return None
+        self._made_table(owner)
+        return self._made_by[owner.name]
+
+    def _holders(self, producer: ModelFunctionCall, table: SampleTable) -> Holders:
+        if producer.kind == "generate":
+            return self._made_by[producer.name]
+        return self.routes.holders(producer, table, self._holders_of_table(producer))
+
+    def _wanted(self, producer: ModelFunctionCall, table: SampleTable, rank: int) -> tuple[set[int], set[str]]:
+        """Return the positions and names of ``producer`` that ``rank`` needs in later calls."""
+        positions: set[int] = set()
+        names: set[str] = set()
+        for user in self.routes.users(producer):
+            rows = self.routes.worked_on(user, rank, table, self._holders_of_table(user))
+            if rows:
+                positions.update(rows)
+                names.update(set(user.needs).intersection(producer.produces))
+        return positions, names
+
+    def _hold_and_send(self, producer: ModelFunctionCall, table: SampleTable, made: Samples) -> None:
+        holders = self._holders(producer, table)
+        position_of = {sample_id: position for position, sample_id in enumerate(table.ids(range(len(table))))}
+        mine = [position_of[sample_id] for sample_id in made.ids.tolist()]
+        sending = {position for position in mine if holders[position][0] == self._rank}
+        _, names = self._wanted(producer, table, self._rank)
+        table.hold(producer.name, _only_columns(made, producer, names))
+        for rank in self._mailbox.others:
+            positions, names = self._wanted(producer, table, rank)
+            rows = sorted(p for p in positions & sending if rank not in holders[p])
+            if rows:
+                content = encode_message({}, {"rows": _only_columns(made.by_ids(table.ids(rows)), producer, names)})
+                self._mailbox.send([rank], FrameKind.ROWS, self._run, self._index[producer.name], content)
+
+    def _receive(self, producer: ModelFunctionCall, table: SampleTable) -> None:
+        """Wait for what other ranks made and this one needs, in this call or a later one."""
+        if producer.name in self._received:
+            return
+        self._received.add(producer.name)
+        holders = self._holders(producer, table)
+        positions, _ = self._wanted(producer, table, self._rank)
+        for sender in sorted({holders[p][0] for p in positions if self._rank not in holders[p]}):
+            content = self._mailbox.receive(FrameKind.ROWS, self._run, self._index[producer.name], sender)
+            table.hold(producer.name, decode_message(content)[1]["rows"])
+
+    def _check_complete(self, call: ModelFunctionCall, made: Samples) -> None:
+        missing = [name for name in call.produces if name not in made]
+        if missing:
+            raise PlanError(
+                f"call {call.name!r} produces {missing[0]!r}, but its method returned {', '.join(made.columns)}; "
+                f"return a column of that name"
+            )
+
+
+def _only_columns(samples: Samples, producer: ModelFunctionCall, names: set[str]) -> Samples:
+    """Return what belongs to these of a call's products; columns that it did not announce belong to its first one.
+
+    What a generating call made per sample is known everywhere already and left out.
+    """
+    kept: dict[str, Column] = {}
+    for name, column in samples.columns.items():
+        product = name if name in producer.produces else producer.produces[0]
+        known = producer.kind == "generate" and not isinstance(column, Ragged)
+        if product in names and not known:
+            kept[name] = column
+    return Samples(samples.ids, kept)
+
+
+def _with_objects(made: Samples, prompts: Samples) -> Samples:
+    """Give every response its prompt's python objects, which every rank has and nobody sent."""
+    if "prompt_id" not in made:
+        raise PlanError("a generate call must return the column 'prompt_id', the id of each response's prompt")
+    row_of = {prompt_id: row for row, prompt_id in enumerate(prompts.ids.tolist())}
+    rows: Sequence[int] = [row_of[prompt_id] for prompt_id in made.tensor("prompt_id").tolist()]
+    known = {n: tuple(c[row] for row in rows) for n, c in prompts.columns.items() if isinstance(c, tuple)}
+    return made.with_columns(**known)

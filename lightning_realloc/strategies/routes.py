@@ -1,0 +1,177 @@
+"""Which rank works on which samples in every call, and so which rank must hear of what from whom. Pure arithmetic.
+
+Lengths are known everywhere, so every rank answers these questions by itself, and the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.dims import Coordinate, Layout
+from lightning_realloc.runtime.balance import balanced_shares
+from lightning_realloc.runtime.training import MicroBatch, TrainOptions, TrainStep, micro_batch_plan, train_steps
+from lightning_realloc.strategies.sample_table import Holders, SampleTable
+from lightning_realloc.tuning.dataflow import ModelFunctionCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workplace:
+    """Where a model's call runs, and in what portions."""
+
+    layout: Layout
+    """The layout that its model will be in."""
+    micro_batch_tokens: int
+    """Most tokens of one forward pass."""
+    train_options: TrainOptions
+    """Of a training call."""
+    order_seeds: Sequence[int] = ()
+    """Of a training call's epochs."""
+
+    def holders(self, index: int) -> tuple[int, ...]:
+        """Return the ranks that have the results of data-parallel share ``index``: the last stage's."""
+        dims = self.layout.dims
+        dp, fsdp = divmod(index, dims.fsdp)
+        return tuple(self.layout.rank_at(Coordinate(dims.pp - 1, dp, fsdp, tp)) for tp in range(dims.tp))
+
+
+@dataclass(slots=True)
+class Routes:
+    """The shares of all calls of one iteration, worked out when first asked for."""
+
+    calls: Sequence[ModelFunctionCall]
+    """In the order in which they run."""
+    workplaces: Mapping[str, Workplace]
+    """Of every call with a model."""
+    world_size: int
+    """All ranks."""
+    _shares: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    _infers: dict[str, tuple[tuple[MicroBatch, ...], ...]] = field(default_factory=dict)
+    _trains: dict[str, tuple[TrainStep, ...]] = field(default_factory=dict)
+    _computes: dict[str, dict[int, tuple[int, ...]]] = field(default_factory=dict)
+    _holders: dict[str, Holders] = field(default_factory=dict)
+
+    # ---- portions
+    def prompts(self, call: ModelFunctionCall, table: SampleTable) -> tuple[tuple[int, ...], ...]:
+        """Return for every data-parallel rank the positions that it generates for."""
+        if call.name not in self._shares:
+            layout = self.workplaces[call.name].layout
+            self._shares[call.name] = balanced_shares(table.lengths, layout.data_parallel_size)
+        return self._shares[call.name]
+
+    def micro_batches(self, call: ModelFunctionCall, table: SampleTable) -> tuple[tuple[MicroBatch, ...], ...]:
+        """Return for every data-parallel rank the forward passes of an inference call."""
+        if call.name not in self._infers:
+            place = self.workplaces[call.name]
+            self._infers[call.name] = micro_batch_plan(
+                table.lengths, place.layout.data_parallel_size, max_tokens=place.micro_batch_tokens,
+                equal_counts=place.layout.dims.fsdp > 1,
+            )  # fmt: skip
+        return self._infers[call.name]
+
+    def train_steps(self, call: ModelFunctionCall, table: SampleTable) -> tuple[TrainStep, ...]:
+        """Return the optimizer steps of a training call."""
+        if call.name not in self._trains:
+            place = self.workplaces[call.name]
+            self._trains[call.name] = train_steps(
+                table.lengths, place.train_options, place.layout.data_parallel_size,
+                max_tokens=place.micro_batch_tokens, equal_counts=place.layout.dims.fsdp > 1,
+                order_seeds=place.order_seeds,
+            )  # fmt: skip
+        return self._trains[call.name]
+
+    def computed(
+        self, call: ModelFunctionCall, table: SampleTable, made: Holders | None
+    ) -> Mapping[int, Sequence[int]]:
+        """Return rank -> the positions that it computes; ``made`` tells who holds the samples, None: everybody.
+
+        Whole prompts stay together, and on ranks that hold them already. What needs the whole batch is computed on the
+        first rank of the call that uses it.
+        """
+        if call.name not in self._computes:
+            self._computes[call.name] = self._compute_shares(call, table, made)
+        return self._computes[call.name]
+
+    def _compute_shares(
+        self, call: ModelFunctionCall, table: SampleTable, made: Holders | None
+    ) -> dict[int, tuple[int, ...]]:
+        if call.whole_batch:
+            return {self._first_user(call): tuple(range(len(table)))}
+        teams: dict[tuple[int, ...], list[int]] = {}
+        for position in range(len(table)):
+            teams.setdefault(tuple(range(self.world_size)) if made is None else made[position], []).append(position)
+        shares: dict[int, tuple[int, ...]] = {}
+        for team, positions in teams.items():
+            groups = [table.groups[position] for position in positions]
+            for rank, rows in zip(team, balanced_shares([1] * len(positions), len(team), groups=groups), strict=True):
+                shares[rank] = tuple(positions[row] for row in rows)
+        return shares
+
+    def _first_user(self, call: ModelFunctionCall) -> int:
+        for user in self.users(call):
+            if user.name in self.workplaces:
+                return self.workplaces[user.name].layout.ranks[0]
+        return 0
+
+    # ---- who needs what
+    def users(self, call: ModelFunctionCall) -> list[ModelFunctionCall]:
+        """Return the calls of this iteration that need what ``call`` produces."""
+        return [user for user in self.calls if not set(user.needs).isdisjoint(call.produces)]
+
+    def worked_on(
+        self, call: ModelFunctionCall, rank: int, table: SampleTable, made: Holders | None
+    ) -> tuple[int, ...]:
+        """Return the positions of ``table`` that ``rank`` works on under ``call``, ascending."""
+        if call.kind == "compute":
+            return tuple(sorted(self.computed(call, table, made).get(rank, ())))
+        layout = self.workplaces[call.name].layout
+        if rank not in layout:
+            return ()
+        index = layout.data_parallel_index(rank)
+        if call.kind == "generate":
+            return self.prompts(call, table)[index]
+        if call.kind == "infer":
+            micros = self.micro_batches(call, table)[index]
+        else:
+            micros = tuple(micro for step in self.train_steps(call, table) for micro in step.shares[index])
+        return tuple(sorted({position for micro in micros for position in micro.positions}))
+
+    def holders(self, call: ModelFunctionCall, table: SampleTable, made: Holders | None) -> Holders:
+        """Return for every position of ``table`` the ranks that hold what an infer or compute call made of it."""
+        if call.name not in self._holders:
+            holders: list[tuple[int, ...]] = [()] * len(table)
+            if call.kind == "compute":
+                for rank, positions in self.computed(call, table, made).items():
+                    for position in positions:
+                        holders[position] = (rank,)
+            else:
+                for index, micros in enumerate(self.micro_batches(call, table)):
+                    ranks = self.workplaces[call.name].holders(index)
+                    for position in (p for micro in micros if micro.counts for p in micro.positions):
+                        holders[position] = ranks
+            self._holders[call.name] = holders
+        return self._holders[call.name]
+
+
+def table_owner(call: ModelFunctionCall, calls: Sequence[ModelFunctionCall]) -> ModelFunctionCall | None:
+    """Return the generating call whose samples ``call`` works on; None for the loader's batch.
+
+    Raises:
+        PlanError: when it needs what was made of two sets of samples.
+    """
+    producers = {name: producer for producer in calls for name in producer.produces}
+    found: dict[str, ModelFunctionCall] = {}
+    for name in call.needs:
+        producer = producers.get(name)
+        if producer is None:
+            continue
+        owner = producer if producer.kind == "generate" else table_owner(producer, calls)
+        if owner is not None:
+            found[owner.name] = owner
+    if len(found) > 1:
+        raise PlanError(
+            f"call {call.name!r} needs what was made of two sets of samples, by {' and '.join(found)}; "
+            f"let each call work on the samples of one"
+        )
+    return next(iter(found.values()), None)

@@ -1,0 +1,86 @@
+"""What one rank knows of the samples of an iteration: something about all of them, everything about some.
+
+Ids, lengths and values per sample are known of all samples, since every rank works out from them who does what. Token
+sequences are held where they were made and where they are worked on, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from lightning_realloc.errors import PlanError
+from lightning_realloc.runtime.samples import Column, Ragged, Samples
+
+Holders = Sequence[tuple[int, ...]]
+"""For every position the ranks that hold what a call made of that sample; the first one sends it."""
+
+
+def outline(samples: Samples) -> Samples:
+    """Return the samples with the lengths of sequences in place of sequences: ``Ragged`` of width 0."""
+    columns: dict[str, Column] = {}
+    for name, column in samples.columns.items():
+        if isinstance(column, Ragged):
+            columns[name] = Ragged(torch.empty(column.num_tokens, 0, dtype=column.values.dtype), column.lengths)
+        elif not isinstance(column, tuple):
+            columns[name] = column
+    return Samples(samples.ids, columns)
+
+
+class SampleTable:
+    """One set of samples: the loader's batch, or what a generating call made of it.
+
+    Args:
+        known: Ids and what is known of all samples on every rank, in the table's order.
+        is_batch: Whether ``known`` holds the sequences too, as the loader's batch does.
+    """
+
+    def __init__(self, known: Samples, *, is_batch: bool) -> None:
+        self.known = known
+        self.is_batch = is_batch
+        self._ids = known.ids.tolist()
+        self._held: dict[str, list[Samples]] = {}
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every sample: its prompt, and its response where there is one."""
+        columns = [name for name in ("prompt_ids", "response_ids") if name in self.known]
+        if not columns:
+            raise PlanError(
+                f"samples are packed by 'prompt_ids' and 'response_ids'; these have {', '.join(self.known.columns)}"
+            )
+        return [int(n) for n in sum(self.known.ragged(name).lengths for name in columns).tolist()]  # type: ignore[union-attr]
+
+    @property
+    def response_lengths(self) -> list[int]:
+        """Response tokens of every sample."""
+        return [int(length) for length in self.known.ragged("response_ids").lengths.tolist()]
+
+    @property
+    def groups(self) -> list[int]:
+        """The prompt that every sample answers; the sample itself where it answers none."""
+        return self.known.tensor("prompt_id").tolist() if "prompt_id" in self.known else list(self._ids)
+
+    def ids(self, positions: Iterable[int]) -> list[int]:
+        """Return the ids at these positions."""
+        return [self._ids[position] for position in positions]
+
+    def hold(self, call: str, part: Samples) -> None:
+        """Keep what a call made of some samples, here or elsewhere."""
+        self._held.setdefault(call, []).append(part)
+
+    def rows(self, call: str, positions: Sequence[int], columns: Iterable[str] | None = None) -> Samples:
+        """Return what a call made of the samples at these positions, which must be held here."""
+        parts = self._held.get(call, [])
+        if columns is not None:
+            wanted = set(columns)
+            parts = [p.without_columns(*(name for name in p.columns if name not in wanted)) for p in parts]
+        return Samples.concatenate(parts).by_ids(self.ids(positions))
+
+    def learn(self, columns: dict[str, Column]) -> None:
+        """Add what has become known of all samples."""
+        self.known = self.known.with_columns(**columns)
