@@ -193,11 +193,17 @@ def merge(parts: Sequence[Readings]) -> Turn:
         switch_s=max(part.switch_s for part in parts),
         lasting_bytes=max(part.lasting_bytes for part in parts),
         passing_bytes=max(part.passing_bytes for part in parts),
-        rollouts=tuple(parts[0].rollouts),
+        rollouts=tuple(_in_order(rows) for rows in zip(*(part.rollouts for part in parts), strict=True)),
         losses=tuple(parts[0].losses),
         grad_norms=tuple(parts[0].grad_norms),
         num_weights=parts[0].num_weights,
     )
+
+
+def _in_order(made: Sequence[Mapping[int, list[int]]]) -> list[list[int]]:
+    """Return the responses that all ranks made in one iteration, in the order of their ids."""
+    rows = {sample_id: tokens for part in made for sample_id, tokens in part.items()}
+    return [rows[sample_id] for sample_id in sorted(rows)]
 
 
 def _make_module(work: Workload, meter: Any) -> Any:
@@ -207,9 +213,11 @@ def _make_module(work: Workload, meter: Any) -> Any:
     from lightning_realloc import GRPO, SamplingParams
 
     class Recorded(GRPO):
-        def summarize(self, samples: Any) -> dict[str, Tensor]:
-            meter.noted.rollouts.append(samples.ragged("response_ids").to_lists())
-            return super().summarize(samples)
+        def roll_out(self, actor: Any, prompts: Any) -> Any:
+            made = super().roll_out(actor, prompts)
+            rows = zip(made.ids.tolist(), made.ragged("response_ids").to_lists(), strict=True)
+            meter.noted.rollouts.append(dict(rows))
+            return made
 
     config = LlamaConfig(
         vocab_size=work.vocabulary, hidden_size=work.hidden_size, intermediate_size=work.intermediate_size,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -38,6 +39,15 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def vacate(model: nn.Module) -> None:
+    """Free the weights of a rank that a layout leaves out; parameters keep shape, dtype, device and identity.
+
+    Each is one element seen everywhere, so an optimizer can be made of them, and must not be stepped.
+    """
+    for parameter in model.parameters():
+        parameter.data = torch.zeros(1, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
 def bind_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

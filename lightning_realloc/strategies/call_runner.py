@@ -26,7 +26,8 @@ from lightning_realloc.runtime.samples import Column, Samples
 from lightning_realloc.runtime.training import MicroBatch, pack_columns
 from lightning_realloc.strategies.iteration import Chosen, Iteration
 from lightning_realloc.strategies.lockstep import Lockstep, PeerFailure
-from lightning_realloc.strategies.model_pool import ModelPool, Replica
+from lightning_realloc.strategies.model_pool import ModelPool
+from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.routes import Routes, Workplace
 from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
@@ -129,6 +130,15 @@ class CallRunner:
                 data.receive_notes()
             self._mailbox.let_go(self._run)
         return data.gather(self._device)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank failed: then nothing more can be run."""
+        return self._mailbox.has_failed
+
+    def plan_changed(self) -> None:
+        """Forget the models of the plan before. The pool serves another plan from now on."""
+        self._engines.clear()
 
     def finish(self) -> None:
         """Take in what is still on its way. Collective over all ranks, after the last iteration."""

@@ -12,7 +12,7 @@ from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
 from lightning_realloc.runtime.executor import Reallocation
 from lightning_realloc.runtime.shards import local_tensors
-from lightning_realloc.strategies.model_pool import Replica
+from lightning_realloc.strategies.replica import Replica
 
 WINDOW_ELEMENTS = 1 << 28
 """How many elements are gathered at a time: what the first rank's device must hold besides its own share."""

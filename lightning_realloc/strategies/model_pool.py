@@ -24,39 +24,15 @@ from lightning_realloc.runtime.executor import Reallocation, ReallocationReport
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
 from lightning_realloc.runtime.parallelize import needs_fsdp, parallelize
-from lightning_realloc.runtime.shards import bind_tensors, local_tensors, reshard
+from lightning_realloc.runtime.shards import bind_tensors, local_tensors, reshard, vacate
 from lightning_realloc.runtime.tensor_parallel import install_tensor_parallel
 from lightning_realloc.runtime.training_mode import enable_activation_checkpointing
 from lightning_realloc.runtime.twin import make_skeleton
 from lightning_realloc.strategies.precision import cast_parameters
+from lightning_realloc.strategies.rearrange import Mover, move_optimizer, move_weights
+from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
-
-
-@dataclass(slots=True)
-class Replica:
-    """One role's weights in one layout, as this rank sees them."""
-
-    role: str
-    """The model this is a replica of."""
-    model_layout: ModelLayout
-    """Where every parameter of it lies."""
-    model: nn.Module
-    """The module; on a rank outside the layout a skeleton without weights."""
-    reallocation: Reallocation | None = None
-    """What fills it from the home replica; None for the home replica itself, and before the first filling."""
-    version: int = 0
-    """The version of the home replica's weights that it holds; 0 before the first filling."""
-
-    @property
-    def layout(self) -> Layout:
-        """Degrees and ranks."""
-        return self.model_layout.layout
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether a forward pass gathers weights, and so is a collective; under replication alone it is not."""
-        return self.layout.dims.fsdp > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +66,7 @@ class ModelPool:
         self.meshes = meshes
         self._options = options
         self._home: dict[str, Replica] = {}
+        self._blanks: dict[str, nn.Module] = {}
         self._copies: dict[tuple[str, Layout], Replica] = {}
         self._realized: set[str] = set()
         self.seconds_moving = 0.0
@@ -103,24 +80,80 @@ class ModelPool:
             LayoutError: when a layout of one of the role's calls does not fit the model.
         """
         spec = describe_model(model, tp_plan=self._options.tp_plans.get(role))
-        home = self.plan.layout(self.dataflow.home_call(role).name)
-        others = {self.plan.layout(call.name) for call in self.dataflow.calls_of(role)} - {home}
-        for layout in sorted(others, key=str):
-            copy = ModelLayout(spec, layout)
-            self._copies[role, layout] = Replica(role, copy, self._prepare_copy(role, model, copy))
-        model.to(self._options.device)
+        home = ModelLayout(spec, self.plan.layout(self.dataflow.home_call(role).name))
         if role not in self.dataflow.trained_roles:
             # Weights that no optimizer changes need no more precision than copies; buffers (rotary frequencies) do.
             cast_parameters(model, self._options.copy_dtype)
+        self._blanks[role] = make_skeleton(model)
+        self._add_copies(role, home)
+        model.to(self._options.device)
+        self._home[role] = self._lay_out(role, model, home)
+
+    def rearrange(self, plan: ExecutionPlan, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        """Serve another plan from now on: move weights and optimizer state of every role whose home layout changes.
+
+        Replicas in layouts that the plan does not use are dropped. Collective over all ranks, between iterations.
+        """
+        before, self.plan = self.plan, plan
+        for role in self.roles:
+            old, call = self._home[role], self.dataflow.home_call(role).name
+            home = ModelLayout(old.model_layout.model, plan.layout(call))
+            if (
+                home.layout != old.layout
+                or plan.call(call).gradient_checkpointing != before.call(call).gradient_checkpointing
+            ):
+                self._home[role] = self._move_home(old, home, optimizers.get(role))
+            for kept in (copy for (of, _), copy in self._copies.items() if of == role):
+                if self._home[role] is not old:
+                    kept.reallocation, kept.version = None, 0
+            self._add_copies(role, home)
+
+    def _add_copies(self, role: str, home: ModelLayout) -> None:
+        """Prepare a replica for every layout of the role's calls but its home's, and drop the others."""
+        wanted = {self.plan.layout(call.name) for call in self.dataflow.calls_of(role)} - {home.layout}
+        for _, layout in [key for key in self._copies if key[0] == role and key[1] not in wanted]:
+            del self._copies[role, layout]
+        for layout in sorted(wanted, key=str):
+            if (role, layout) not in self._copies:
+                copy = ModelLayout(home.model, layout)
+                self._copies[role, layout] = Replica(role, copy, self._prepare_copy(role, self._blanks[role], copy))
+
+    def _lay_out(self, role: str, model: nn.Module, home: ModelLayout) -> Replica:
+        """Make ``model``, which holds full weights, the replica that owns them."""
         if self.plan.call(self.dataflow.home_call(role).name).gradient_checkpointing:
             enable_activation_checkpointing(model)
-        home_layout = ModelLayout(spec, home)
-        if self._options.rank in home.ranks:
-            policy = self._options.mixed_precision if needs_fsdp(model, home) else None
-            parallelize(
-                model, home_layout, self.meshes, mixed_precision=policy, tp_plan=self._options.tp_plans.get(role)
-            )
-        self._home[role] = Replica(role, home_layout, model, version=1)
+        tp_plan = self._options.tp_plans.get(role)
+        if self._options.rank in home.layout:
+            policy = self._options.mixed_precision if needs_fsdp(model, home.layout) else None
+            parallelize(model, home, self.meshes, mixed_precision=policy, tp_plan=tp_plan)
+        else:
+            vacate(model)
+        return Replica(role, home, model, version=1)
+
+    def _move_home(self, old: Replica, home: ModelLayout, optimizer: torch.optim.Optimizer | None) -> Replica:
+        model = self._blank_model(old, has_weights=self._options.rank in home.layout)
+        new = self._lay_out(old.role, model, home)
+        new.version = old.version + 1
+        mover = Mover(old.model_layout, home, self._options.rank, self._options.world_size, self._options.device)
+        move_weights(old, new, mover)
+        if optimizer is not None:
+            move_optimizer(old, new, optimizer, mover)
+        return new
+
+    def _blank_model(self, old: Replica, *, has_weights: bool) -> nn.Module:
+        """Return an undivided model like ``old``'s, its weights undefined; without memory unless it ``has_weights``."""
+        model = make_skeleton(self._blanks[old.role])
+        tensors = {}
+        for name, parameter in model.named_parameters():
+            shape = parameter.shape if has_weights else (1,)
+            room = torch.empty(shape, dtype=parameter.dtype, device=self._options.device)
+            tensors[name] = room.expand(parameter.shape)
+        bind_tensors(model, tensors)
+        model.to(self._options.device)
+        trained = dict(old.model.named_parameters())
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained[name].requires_grad)
+        return model.train(old.model.training)
 
     def _prepare_copy(self, role: str, model: nn.Module, target: ModelLayout) -> nn.Module:
         skeleton = make_skeleton(model).eval().requires_grad_(False)

@@ -25,6 +25,7 @@ from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
+from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.runtime.agreement import TransportName
 from lightning_realloc.runtime.mailbox import Mailbox
 from lightning_realloc.runtime.mesh import MeshRegistry
@@ -33,8 +34,9 @@ from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.strategies.call_runner import CallRunner, Overlap
 from lightning_realloc.strategies.checkpointing import CheckpointStrategy
 from lightning_realloc.strategies.data_parallel import broadcast_module
-from lightning_realloc.strategies.model_pool import ModelPool, PoolOptions, Replica
+from lightning_realloc.strategies.model_pool import ModelPool, PoolOptions
 from lightning_realloc.strategies.precision import cast_parameters, check_precision
+from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.schedules import check_schedules, step_schedules
 from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.tuning.dataflow import Dataflow
@@ -146,7 +148,12 @@ class ReallocStrategy(CheckpointStrategy):
         module: Any = self.lightning_module
         if not any(isinstance(callback, ParameterReallocation) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             trainer.callbacks.insert(0, ParameterReallocation())  # type: ignore[attr-defined]
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ParameterReallocation):
+                self._reallocation = callback
         if self._placed_module is module and self._pool is not None:
+            if self.runner.has_failed:
+                self._runner = self._make_runner(module, self._pool)
             return
         earlier: ModelPool | None = vars(module).get(_POOL_ATTRIBUTE)
         models = module.models()
@@ -159,27 +166,25 @@ class ReallocStrategy(CheckpointStrategy):
         else:
             earlier.require_same(plan, self._pool_options())
             self._pool = earlier
-        meshes = self._pool.meshes
         self._placed_module = module
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, ParameterReallocation):
-                self._reallocation = callback
+        self._runner = self._make_runner(module, self._pool)
+
+    def _make_runner(self, module: Any, pool: ModelPool) -> CallRunner:
         trainee = Trainee(
-            self, meshes, module.train_options, device=self.root_device, rank=self.global_rank, seed=module.seed,
+            self, pool.meshes, module.train_options, device=self.root_device, rank=self.global_rank, seed=module.seed,
             dropout=module.dropout, share_prompts=module.share_prompts,
         )  # fmt: skip
-        mailbox = Mailbox(self.global_rank, self.world_size, meshes.new_host_group())
-        self._runner = CallRunner(
-            module, self._pool, mailbox, self.phase_replica, trainee, layout_of=self._layout_of, overlap=self._overlap,
+        mailbox = Mailbox(self.global_rank, self.world_size, pool.meshes.new_host_group())
+        return CallRunner(
+            module, pool, mailbox, self.phase_replica, trainee, layout_of=self._layout_of, overlap=self._overlap,
             device=self.root_device, rank=self.global_rank, world_size=self.world_size,
         )  # fmt: skip
 
     def _layout_of(self, call: str) -> Layout:
         """Return the layout in which a call will find its model."""
         moves = self._reallocation is not None and self._reallocation.enabled
-        return (
-            self.pool.target(call).layout if moves else self.pool.home(str(self.pool.dataflow.call(call).role)).layout
-        )
+        role = str(self.pool.dataflow.call(call).role)
+        return (self.pool.target(call) if moves else self.pool.home(role)).layout
 
     def _place_roles(self, flow: Dataflow, plan: ExecutionPlan, models: Mapping[str, nn.Module]) -> ModelPool:
         meshes = MeshRegistry(self.root_device.type)
@@ -210,13 +215,18 @@ class ReallocStrategy(CheckpointStrategy):
         missing = [role for role in flow.roles if role not in models]
         if missing:
             raise PlanError(f"role {missing[0]!r} has no model; configure_model() built {', '.join(models) or 'none'}")
-        plan = self._read_plan(flow, models, earlier).completed(flow)
+        plan = self._read_plan(self._plan_source, flow, models, earlier).completed(flow)
         self._agree_on(plan)  # first: what is wrong with a plan must be found on every rank
         plan.check(flow, self.world_size)
         return plan
 
-    def _read_plan(self, flow: Dataflow, models: Mapping[str, nn.Module], earlier: ModelPool | None) -> ExecutionPlan:
-        source = self._plan_source
+    def _read_plan(
+        self,
+        source: ExecutionPlan | Literal["heuristic", "static"],
+        flow: Dataflow,
+        models: Mapping[str, nn.Module],
+        earlier: ModelPool | None,
+    ) -> ExecutionPlan:
         if isinstance(source, ExecutionPlan):
             return source
         if source == "static":
@@ -237,6 +247,31 @@ class ReallocStrategy(CheckpointStrategy):
             agreed = self.reduce_boolean_decision(False)
         if not agreed:
             raise PlanError("ranks hold different execution plans; give every process the same file or object")
+
+    def set_plan(self, plan: PlanSource) -> None:
+        """Run the following iterations under another plan: weights and optimizer state move, training goes on.
+
+        Collective over all ranks, between iterations: in a callback's ``on_train_batch_end``, for instance.
+
+        Raises:
+            PlanError: on every rank, for a plan that does not fit; the one before stays.
+        """
+        source = _read_plan_source(plan)
+        wanted = self._read_plan(source, self.pool.dataflow, {}, self.pool).completed(self.pool.dataflow)
+        self._agree_on(wanted)
+        wanted.check(self.pool.dataflow, self.world_size)
+        if wanted == self.plan:
+            return
+        self.runner.finish()
+        for role in self.pool.roles:
+            for call in self.pool.dataflow.calls_of(role):
+                ModelLayout(self.pool.home(role).model_layout.model, wanted.layout(call.name))  # refuses what cannot be
+        self.pool.meshes.create(wanted.layouts)
+        optimizers = {str(optimizer.param_groups[0].get("name")): optimizer for optimizer in self.optimizers}
+        self.pool.rearrange(wanted, optimizers)
+        for role in self.pool.roles:
+            setattr(self.lightning_module, role, self.pool.home(role).model)
+        self.runner.plan_changed()
 
     # ---- running calls
     @contextmanager
@@ -280,6 +315,15 @@ class ReallocStrategy(CheckpointStrategy):
         if len(calls) < len(names):
             raise PlanError(f"{', '.join(set(names) - {c.name for c in calls})} is no call of this algorithm")
         return self.runner.run_calls(batch, calls)
+
+    def on_train_start(self) -> None:
+        """Leave out the broadcast before every batch by which Lightning spreads a SIGTERM: all ranks would meet in it.
+
+        Whoever ends a run signals every process, and each one that was signalled ends it.
+        """
+        super().on_train_start()
+        if self.dataflow is not None and self._overlap == "iterations":
+            self.lightning_module.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[union-attr]
 
     def on_train_end(self) -> None:
         """Take in what ranks sent each other last."""

@@ -32,6 +32,8 @@ def step_schedules(configs: Sequence[LRSchedulerConfig], *, iteration: int, epoc
         is_last_batch: Whether this was the epoch's last iteration.
     """
     for config in configs:
+        # A role may be trained on other ranks only, or not yet: no reason to warn that its optimizer never stepped.
+        config.scheduler.optimizer._opt_called = True  # type: ignore[union-attr]
         count = iteration if config.interval == "step" else epoch if is_last_batch else None
         if count is not None and count % config.frequency == 0:
             config.scheduler.step()  # type: ignore[call-arg]

@@ -18,7 +18,7 @@ from lightning_realloc.layout.region import Region
 from lightning_realloc.layout.sharding import Piece
 from lightning_realloc.runtime.shards import local_tensor, local_tensors, reshard
 from lightning_realloc.strategies.distributed_checkpoint import ShardedTensor, StoredTensor
-from lightning_realloc.strategies.model_pool import Replica
+from lightning_realloc.strategies.replica import Replica
 
 _SCALAR = Piece(Region((0,), (1,)), (0,))
 _SEPARATOR = "//"  # between a parameter's name, which has dots, and a key of its optimizer state
@@ -68,6 +68,8 @@ def prepare_optimizer_state(
     An optimizer that had not stepped when the checkpoint was written is left without state.
     """
     optimizer.state.clear()
+    if rank not in replica.layout:
+        return {}
     entries = _entries(replica.role, stored)
     options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in _optimized(replica, optimizer):

@@ -24,8 +24,8 @@ from lightning_realloc.runtime.training import (
 )
 from lightning_realloc.runtime.training_mode import set_training_mode
 from lightning_realloc.strategies.iteration import Chosen
-from lightning_realloc.strategies.model_pool import Replica
 from lightning_realloc.strategies.random_state import seeded
+from lightning_realloc.strategies.replica import Replica
 
 LossMethod = Callable[..., Loss]
 

@@ -150,7 +150,8 @@ class ExecutionPlan:
         """Refuse a plan that does not fit the algorithm or the number of ranks.
 
         Raises:
-            PlanError: for a call without a layout, a layout without a call, a rank beyond ``world_size``.
+            PlanError: for a call without a layout, a layout without a call, a rank beyond ``world_size``, or one that
+                no call uses.
         """
         wanted = {call.name for call in dataflow.model_calls}
         given = {name for name, _ in self.calls}
@@ -167,6 +168,14 @@ class ExecutionPlan:
                     f"calls.{name}: layout {plan.layout} uses rank {beyond[0]}, but this run has {world_size} ranks "
                     f"(0-{world_size - 1}); use {max(plan.layout.ranks) + 1} devices, or a plan for {world_size}"
                 )
+
+        used = {rank for _, plan in self.calls for rank in plan.layout.ranks}
+        idle = [rank for rank in range(world_size) if rank not in used]
+        if idle:
+            raise PlanError(
+                f"the plan leaves rank {idle[0]} without any call, and this run has {world_size} ranks; "
+                f"use {len(used)} devices, or a plan for {world_size}"
+            )
 
     def table(self) -> str:
         """Return the plan as aligned text, one call a line."""

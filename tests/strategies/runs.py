@@ -16,6 +16,7 @@ from lightning_realloc.algorithms.grpo import GRPO
 from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.runtime.samples import Ragged, Samples
+from lightning_realloc.runtime.shared_memory import gather_objects
 from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies import ReallocStrategy
 from tests.models import byte_tokenizer, tiny_model
@@ -78,8 +79,9 @@ class Record(Callback):
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as plain numbers, without seconds."""
-    return {name: float(value) for name, value in metrics.items() if not name.startswith("seconds/")}
+    """Return metrics as plain numbers, without those of the clock."""
+    clock = ("seconds/", "idle_share")
+    return {name: float(value) for name, value in metrics.items() if not name.startswith(clock)}
 
 
 class RecordedGRPO(GRPO):
@@ -87,12 +89,27 @@ class RecordedGRPO(GRPO):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.tokens: list[list[list[int]]] = []
         self.rewards: list[list[float]] = []
+        self._made_here: dict[int, dict[int, list[int]]] = {}
+
+    def roll_out(self, actor: Any, prompts: Samples) -> Samples:
+        """Record the responses that this rank makes, by the number of the iteration or evaluation."""
+        made: Samples = super().roll_out(actor, prompts)
+        rows = zip(made.ids.tolist(), made.ragged("response_ids").to_lists(), strict=True)
+        self._made_here.setdefault(len(self.rewards), {}).update(rows)
+        return made
+
+    @property
+    def tokens(self) -> list[list[list[int]]]:
+        """The responses of every iteration and evaluation, in the order of their ids. Collective."""
+        merged: dict[int, dict[int, list[int]]] = {}
+        for made in gather_objects(self._made_here):
+            for index, rows in made.items():
+                merged.setdefault(index, {}).update(rows)
+        return [[merged[index][name] for name in sorted(merged[index])] for index in sorted(merged)]
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
         """Record, and log what GRPO logs."""
-        self.tokens.append(samples.ragged("response_ids").to_lists())
         self.rewards.append(samples.tensor("rewards").tolist())
         return super().summarize(samples)
 

@@ -133,7 +133,7 @@ def test_plans_that_do_not_fit_are_refused(workers: WorkerPool) -> None:
             degrees_that_do_not_multiply: "PlanError: calls.actor.train: ",
             heads_not_divisible: "LayoutError: ",
             too_many_ranks: "layout fsdp4@0-3 uses rank 2, but this run has 2 ranks (0-1); use 4 devices",
-            plan_for_another_world: "layout dp1@0 leaves out ranks of this run's 2",
+            plan_for_another_world: "PlanError: the plan leaves rank 1 without any call, and this run has 2 ranks",
             call_without_layout: "PlanError: the plan gives no layout for reference.infer; add a line",
             unknown_call: "the plan names critic.train, which this algorithm has not; it has actor.infer, actor.train",
             unknown_option: "calls.actor.train has no option 'microbatch'; it has gradient_checkpointing",

@@ -1,0 +1,110 @@
+"""A plan that changes while training goes on: weights and optimizer state move, and the run does not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import Callback
+from torch.optim import SGD, AdamW
+
+from lightning_realloc.errors import PlanError
+from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.tuning.execution_plan import ExecutionPlan
+from tests.strategies import runs
+from tests.strategies.runs import Batches, Outcome, calls
+from tests.strategies.test_realloc import on_ranks
+from tests.workers import WorkerPool
+
+MOVES = {
+    1: calls(actor_train="tp2@2-3", actor_infer="dp2@0-1"), 2: calls(actor_train="dp2.fsdp2"),
+    3: calls(actor_train="fsdp2.tp2@0,2,1,3"), 4: calls(actor_train="dp1@1", actor_infer="dp4"),
+}  # fmt: skip
+GRPO_MOVES = {
+    1: calls(actor_train="fsdp2@0-1", actor_generate="dp2@2-3", reference_infer="tp2@2-3"),
+    2: calls(actor_train="dp2.tp2", actor_generate="dp4", reference_infer="dp1@3"),
+    3: calls(actor_train="dp2.tp2", actor_generate="tp4", reference_infer="fsdp4"),
+}
+
+
+class Move(Callback):
+    """Changes the plan after given iterations."""
+
+    def __init__(self, plans: Mapping[int, Any]) -> None:
+        self.plans = plans
+        self.parameters: list[int] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Set the plan that is due."""
+        if trainer.global_step in self.plans:
+            strategy: Any = trainer.strategy
+            strategy.set_plan(self.plans[trainer.global_step])
+            expected = ExecutionPlan.from_mapping(self.plans[trainer.global_step]).completed(strategy.dataflow)
+            assert strategy.plan == expected
+
+
+def run_sft(moves: Sequence[Mapping[int, Any]], settings: dict[str, Any], batches: Batches) -> list[Outcome]:
+    """Train with AdamW, a schedule, and changing plans."""
+    optimizer = partial(AdamW, lr=1e-2, eps=1e-4)  # the default eps lets the last bit of a tiny gradient decide
+    return [
+        runs.train(
+            runs.sft(optimizer=optimizer, **settings),
+            # Otherwise what is measured on some ranks only would be logged an iteration late.
+            ReallocStrategy(calls(actor_train="fsdp4"), overlap="calls"),
+            4,
+            batches,
+            callbacks=[Move(plans)],
+        )
+        for plans in moves
+    ]
+
+
+def run_grpo(moves: Sequence[Mapping[int, Any]], settings: dict[str, Any], batches: Batches) -> list[Outcome]:
+    """Train with momentum and changing plans."""
+    plan = calls(actor_train="fsdp4", actor_generate="dp4", reference_infer="tp2@0-1")
+    return [
+        runs.train(
+            runs.grpo(optimizer=partial(SGD, lr=1.0, momentum=0.9), **settings), plan, 4, batches,
+            callbacks=[Move(plans)],
+        )
+        for plans in moves
+    ]  # fmt: skip
+
+
+def test_weights_and_optimizer_state_move_and_training_goes_on(workers: WorkerPool) -> None:
+    moved, stayed = on_ranks(workers, run_sft, [MOVES, {}], {}, Batches(5, responses=True), 4)
+    assert moved.steps == stayed.steps == [1, 2, 3, 4, 5]
+    for ours, theirs in zip(moved.logged, stayed.logged, strict=True):
+        assert ours["actor/loss"] == pytest.approx(theirs["actor/loss"], abs=1e-6)
+    assert runs.largest_difference(moved.weights, stayed.weights) <= 1e-6
+
+
+def test_every_role_may_move_between_iterations_of_grpo(workers: WorkerPool) -> None:
+    moved, stayed = on_ranks(workers, run_grpo, [GRPO_MOVES, {}], {}, Batches(5), 4)
+    assert moved.tokens == stayed.tokens
+    assert moved.rewards == stayed.rewards
+    assert runs.largest_difference(moved.weights, stayed.weights) <= 1e-5
+
+
+def _ask_for(plan: Any) -> tuple[str, str]:
+    class Ask(Callback):
+        message = ""
+
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            try:
+                trainer.strategy.set_plan(plan)  # type: ignore[attr-defined]
+            except PlanError as error:
+                self.message = str(error)
+
+    ask = Ask()
+    outcome = runs.train(runs.sft(), calls(actor_train="fsdp2"), 2, Batches(2, responses=True), callbacks=[ask])
+    return ask.message, str(outcome.steps)
+
+
+def test_a_plan_that_does_not_fit_is_refused_and_the_old_one_stays(workers: WorkerPool) -> None:
+    answers = workers.run(_ask_for, calls(actor_train="fsdp4"), world_size=2, init_process_group=False)
+    assert answers == [answers[0]] * 2
+    assert "this run has 2 ranks" in answers[0][0] and answers[0][1] == "[1, 2]"
