@@ -323,7 +323,8 @@ class ReallocStrategy(CheckpointStrategy):
         """
         super().on_train_start()
         if self.dataflow is not None and self._overlap == "iterations":
-            self.lightning_module.trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[union-attr]
+            epoch_loop: Any = self.lightning_module.trainer.fit_loop.epoch_loop  # type: ignore[union-attr]
+            epoch_loop._broadcast_sigterm_tensor = lambda: None
 
     def on_train_end(self) -> None:
         """Take in what ranks sent each other last."""

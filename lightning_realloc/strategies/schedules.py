@@ -33,7 +33,7 @@ def step_schedules(configs: Sequence[LRSchedulerConfig], *, iteration: int, epoc
     """
     for config in configs:
         # A role may be trained on other ranks only, or not yet: no reason to warn that its optimizer never stepped.
-        config.scheduler.optimizer._opt_called = True  # type: ignore[union-attr]
+        config.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
         count = iteration if config.interval == "step" else epoch if is_last_batch else None
         if count is not None and count % config.frequency == 0:
             config.scheduler.step()  # type: ignore[call-arg]
