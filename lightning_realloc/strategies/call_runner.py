@@ -14,12 +14,14 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_realloc.errors import GenerationError, PlanError
 from lightning_realloc.generation import GenerationEngine
 from lightning_realloc.runtime.balance import balanced_shares
 from lightning_realloc.runtime.exchange import all_gather_samples
+from lightning_realloc.runtime.packing import PackedBatch
+from lightning_realloc.runtime.pipeline import PipelineStage, pipeline_infer
 from lightning_realloc.runtime.samples import Column, Samples
 from lightning_realloc.runtime.training import MicroBatch, micro_batch_plan, pack_columns
 from lightning_realloc.strategies.lockstep import Lockstep, PeerFailure
@@ -106,6 +108,11 @@ class CallRunner:
             engine.release()
 
     def _engine(self, call: ModelFunctionCall, replica: Replica) -> tuple[GenerationEngine, Lockstep | None]:
+        if replica.layout.dims.pp > 1:  # the plan gives another layout, which no callback made real
+            raise GenerationError(
+                f"{call.name} cannot generate in the layout {replica.layout}, a pipeline; give it one with pp=1, and "
+                f"leave reallocation on"
+            )
         if id(replica.model) not in self._engines:
             group = self._pool.meshes.group(replica.layout, "dp", "fsdp") if replica.is_sharded else None
             lockstep = None if group is None else Lockstep(group, self._device)
@@ -137,28 +144,40 @@ class CallRunner:
     def _infer_share(
         self, call: ModelFunctionCall, replica: Replica, samples: Samples, plan: Sequence[MicroBatch]
     ) -> Samples | Exception | None:
-        """Return what this rank's micro-batches gave, or what it failed with; None when none of them counts."""
+        """Return what this rank's micro-batches gave, or what it failed with; None when it has nothing that counts.
+
+        Of a pipeline, the last stage has it all.
+        """
         method = getattr(self._module, call.method)
         replica.model.eval()  # the home replica may come from a training call with dropout
         try:
             with torch.no_grad(), self._precise():
-                parts = [self._infer_one(method, replica, samples, micro, call.produces[0]) for micro in plan]
-            counted = [part for part, micro in zip(parts, plan, strict=True) if micro.counts]
+                values = self._infer_values(method, replica, [samples.select(micro.positions) for micro in plan])
+            columns = zip(values, plan, strict=True) if values is not None else ()
+            counted = [
+                Samples(samples.ids[list(micro.positions)], {call.produces[0]: column})
+                for column, micro in columns if micro.counts
+            ]  # fmt: skip
             return Samples.concatenate(counted) if counted else None
         except Exception as error:
-            if replica.is_sharded:
+            if replica.is_sharded or replica.layout.dims.pp > 1:
                 raise  # in the middle of a forward pass that others take part in: ending is all that frees them
             return error
 
-    def _infer_one(
-        self, method: Callable[..., Tensor], replica: Replica, samples: Samples, micro: MicroBatch, name: str
-    ) -> Samples:
-        chosen = samples.select(micro.positions)
-        batch = pack_columns(chosen, self._device, share_prompts=self._module.share_prompts)
-        values = method(replica.model, batch)
-        if values.shape[0] == len(chosen) and values.shape[0] != batch.num_tokens:
-            return Samples(chosen.ids, {name: values})
-        return Samples(chosen.ids, {name: batch.responses(values)})
+    def _infer_values(
+        self, method: Callable[..., Tensor], replica: Replica, parts: Sequence[Samples]
+    ) -> list[Column] | None:
+        """Return one column per micro-batch; None where another stage of a pipeline has them."""
+
+        def column_of(model: nn.Module, batch: PackedBatch) -> Column:
+            values = method(model, batch)
+            return values if len(batch) == values.shape[0] != batch.num_tokens else batch.responses(values)
+
+        packs = (pack_columns(part, self._device, share_prompts=self._module.share_prompts) for part in parts)
+        if replica.layout.dims.pp > 1:
+            stage = PipelineStage(replica.model, replica.model_layout, self._pool.meshes)
+            return pipeline_infer(stage, list(packs), column_of)
+        return [column_of(replica.model, batch) for batch in packs]
 
     # ---- compute
     def _compute(self, call: ModelFunctionCall, samples: Samples) -> Samples:
