@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.harness import BenchmarkReport, make_parser

@@ -1,7 +1,7 @@
 """How does a model with full weights become this rank's part of a layout?
 
-Tensor parallelism first, on plain tensors; then FSDP2 over each block and the root. The layout of every parameter that
-results is the one `ModelLayout` computes.
+Tensor parallelism first, on plain tensors; then what lies on other pipeline stages goes; then FSDP2 over each block
+that is left and the root. The layout of every parameter that results is the one `ModelLayout` computes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.runtime.mesh import MeshRegistry
+from lightning_realloc.runtime.stage import cut_stage
 from lightning_realloc.runtime.structure import find_blocks
 from lightning_realloc.runtime.tensor_parallel import install_tensor_parallel, slice_parameters
 
@@ -32,15 +33,10 @@ def parallelize(
     was made with. Where :func:`needs_fsdp` says no, the model stays unwrapped. The gradients of a backward pass are
     complete: summed over ``tp`` where ranks hold only part of them, averaged over ``dp`` and ``fsdp``.
 
-    Raises LayoutError when this rank is not part of the layout, for pp > 1, and for ``mixed_precision`` where FSDP
-    takes no part.
+    Under pp > 1 a stage is left, which `pipeline` runs. Raises LayoutError when this rank is not part of the layout,
+    for a model that cannot be divided into stages, and for ``mixed_precision`` where FSDP takes no part.
     """
     layout = model_layout.layout
-    if layout.dims.pp > 1:
-        raise LayoutError(
-            f"layout {layout} has pp={layout.dims.pp}, and running a pipeline is not available yet: layouts with "
-            "pp > 1 can only be planned; use pp=1 to run"
-        )
     wraps = needs_fsdp(model, layout)
     if mixed_precision is not None and not wraps:
         raise LayoutError(
@@ -50,11 +46,15 @@ def parallelize(
     group = meshes.group(layout, "tp")
     if group is not None:
         install_tensor_parallel(model, layout, group, meshes.rank, tp_plan=tp_plan)
+    if layout.dims.pp > 1:
+        cut_stage(model, model_layout, meshes.rank)
+    if group is not None:
         slice_parameters(model, model_layout, meshes.rank)
     if wraps:
         mesh, policy = meshes.fsdp_mesh(layout), mixed_precision or MixedPrecisionPolicy()
         for _, block in find_blocks(model):
-            fully_shard(block, mesh=mesh, mp_policy=policy)
+            if any(True for _ in block.parameters()):  # not in the place of another stage's block
+                fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 

@@ -15,14 +15,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import GenerationEngine
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.exchange import decode_message, encode_message
 from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
-from lightning_realloc.runtime.samples import Column, Samples
+from lightning_realloc.runtime.packing import PackedBatch
+from lightning_realloc.runtime.pipeline import PipelineStage, pipeline_infer
+from lightning_realloc.runtime.samples import Column, Ragged, Samples
 from lightning_realloc.runtime.training import MicroBatch, pack_columns
 from lightning_realloc.strategies.iteration import Chosen, Iteration
 from lightning_realloc.strategies.lockstep import Lockstep, PeerFailure
@@ -239,6 +241,11 @@ class CallRunner:
             engine.release()
 
     def _engine(self, call: ModelFunctionCall, replica: Replica) -> tuple[GenerationEngine, Lockstep | None]:
+        if replica.layout.dims.pp > 1:  # the plan gives another layout, which no callback made real
+            raise GenerationError(
+                f"{call.name} cannot generate in the layout {replica.layout}, a pipeline; give it one with pp=1, and "
+                f"leave reallocation on"
+            )
         if id(replica.model) not in self._engines:
             group = self._pool.meshes.group(replica.layout, "dp", "fsdp") if replica.is_sharded else None
             lockstep = None if group is None else Lockstep(group, self._device)
@@ -268,20 +275,34 @@ class CallRunner:
     def _infer_share(
         self, call: ModelFunctionCall, replica: Replica, rows: Chosen, micro_batches: Sequence[MicroBatch]
     ) -> Samples | None:
-        """Return what this rank's micro-batches gave; None when none of them counts."""
+        """Return what this rank's micro-batches gave; None when none of them counts, or another stage has it."""
         method = getattr(self._module, call.method)
         replica.model.eval()  # the home replica may come from a training call with dropout
+        parts = [rows.at(micro.positions) for micro in micro_batches]
         with torch.no_grad(), self._precise():
-            parts = [self._infer_one(method, replica, rows.at(m.positions), call.produces[0]) for m in micro_batches]
-        counted = [part for part, micro in zip(parts, micro_batches, strict=True) if micro.counts]
+            values = self._infer_values(method, replica, parts)
+        if values is None:
+            return None
+        counted = [
+            Samples(part.ids, {call.produces[0]: column.to("cpu")})
+            for part, column, micro in zip(parts, values, micro_batches, strict=True) if micro.counts
+        ]  # fmt: skip
         return Samples.concatenate(counted) if counted else None
 
-    def _infer_one(self, method: Callable[..., Tensor], replica: Replica, chosen: Samples, name: str) -> Samples:
-        batch = pack_columns(chosen, self._device, share_prompts=self._module.share_prompts)
-        values = method(replica.model, batch)
-        if values.shape[0] == len(chosen) and values.shape[0] != batch.num_tokens:
-            return Samples(chosen.ids, {name: values.cpu()})
-        return Samples(chosen.ids, {name: batch.responses(values).to("cpu")})
+    def _infer_values(
+        self, method: Callable[..., Tensor], replica: Replica, parts: Sequence[Samples]
+    ) -> list[Tensor | Ragged] | None:
+        """Return one column per micro-batch; None where another stage of a pipeline has them."""
+
+        def column_of(model: nn.Module, batch: PackedBatch) -> Tensor | Ragged:
+            values = method(model, batch)
+            return values if len(batch) == values.shape[0] != batch.num_tokens else batch.responses(values)
+
+        packs = (pack_columns(part, self._device, share_prompts=self._module.share_prompts) for part in parts)
+        if replica.layout.dims.pp > 1:
+            stage = PipelineStage(replica.model, replica.model_layout, self._pool.meshes)
+            return pipeline_infer(stage, list(packs), column_of)
+        return [column_of(replica.model, batch) for batch in packs]
 
     # ---- compute
     def _compute(self, call: ModelFunctionCall, data: Iteration) -> bool:

@@ -25,6 +25,7 @@ from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
 from lightning_realloc.runtime.parallelize import needs_fsdp, parallelize
 from lightning_realloc.runtime.shards import bind_tensors, local_tensors, reshard, vacate
+from lightning_realloc.runtime.stage import cut_stage
 from lightning_realloc.runtime.tensor_parallel import install_tensor_parallel
 from lightning_realloc.runtime.training_mode import enable_activation_checkpointing
 from lightning_realloc.runtime.twin import make_skeleton
@@ -172,6 +173,8 @@ class ModelPool:
             if self._options.device.type == "cpu":
                 # Two sums of a few kilobytes per layer and token: over sockets they would cost more than the layers.
                 peers.inference_sum = SharedMemoryAllReduce.create(group)
+        if target.layout.dims.pp > 1:
+            cut_stage(skeleton, target, rank)
         return skeleton
 
     # ---- reading

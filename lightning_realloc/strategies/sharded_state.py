@@ -31,13 +31,12 @@ def weight_key(role: str, name: str) -> str:
 
 def weights_state(replica: Replica, rank: int) -> dict[str, ShardedTensor]:
     """Return a role's weights as this rank holds them, ready to be written or read in place."""
-    inside = rank in replica.layout
-    locals_ = local_tensors(replica.model) if inside else {}
+    locals_ = local_tensors(replica.model) if rank in replica.layout else {}
     return {
         weight_key(replica.role, param.name): ShardedTensor(
             param.shape,
-            locals_[param.name].dtype if inside else torch.float32,
-            replica.model_layout.pieces(param.name, rank) if inside else (),
+            locals_[param.name].dtype if param.name in locals_ else torch.float32,
+            replica.model_layout.pieces(param.name, rank),
             locals_.get(param.name),
         )
         for param in replica.model_layout.model.params

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_realloc.errors import PlanError
 from lightning_realloc.runtime.gradients import clip_gradients
 from lightning_realloc.runtime.mesh import MeshRegistry
-from lightning_realloc.runtime.samples import Samples
+from lightning_realloc.runtime.packing import PackedBatch
+from lightning_realloc.runtime.pipeline import PipelineStage, pipeline_train
 from lightning_realloc.runtime.training import (
     Loss,
     MicroBatch,
@@ -89,15 +91,19 @@ class Trainee:
         set_training_mode(replica.model, dropout=self._dropout)
         sums = _MetricSums()
         # Dropout: the same masks on all ranks of a tensor-parallel group, whose activations must stay equal, others on
-        # every data-parallel rank, and the same ones again in a run that is resumed here.
-        share = replica.layout.data_parallel_index(self._rank)
+        # every data-parallel rank and pipeline stage, and the same ones again in a run that is resumed here.
+        layout = replica.layout
+        share = layout.data_parallel_index(self._rank) + layout.data_parallel_size * layout.coordinate(self._rank).pp
         with seeded(hash((self._seed, self._stepper.iteration, share)) % 2**63, self._device):
             for step in steps:
                 tokens = sum(response_lengths[position] for position in step.positions)
                 totals = Totals(num_sequences=len(step.positions), num_tokens=tokens)
-                self._step(method, replica, chosen, step.shares[share], totals, sums)
-        means = sums.reduce(self._group(replica), self._device)
-        return {f"{replica.role}/{name}": float(value) for name, value in means.items()}
+                mine = step.shares[layout.data_parallel_index(self._rank)]
+                self._step(method, replica, chosen, mine, totals, sums)
+        means = {name: float(value) for name, value in sums.reduce(self._group(replica), self._device).items()}
+        if layout.dims.pp > 1:  # only the last stage knows losses and metrics
+            means = PipelineStage(replica.model, replica.model_layout, self._meshes).from_last(means)
+        return {f"{replica.role}/{name}": value for name, value in means.items()}
 
     def _step(
         self, method: LossMethod, replica: Replica, chosen: Chosen, micro_batches: Sequence[MicroBatch],
@@ -105,36 +111,53 @@ class Trainee:
     ) -> None:  # fmt: skip
         optimizer = self._stepper.optimizer_of(replica.role)
         optimizer.zero_grad(set_to_none=True)
+        if replica.layout.dims.pp > 1:
+            self._through_pipeline(method, replica, chosen, micro_batches, totals, sums)
+            micro_batches = ()
         for number, micro in enumerate(micro_batches):
             if isinstance(replica.model, FSDPModule):
                 replica.model.set_requires_gradient_sync(number == len(micro_batches) - 1)
-            self._micro_batch(method, replica, chosen.at(micro.positions), micro, totals, sums)
+            batch = pack_columns(chosen.at(micro.positions), self._device, share_prompts=self._share_prompts)
+            with self._stepper.forward_context(wrapped=isinstance(replica.model, FSDPModule)):
+                loss = self._loss(method, replica, batch, micro, totals, sums)
+            self._stepper.backward_loss(loss)
         if self._options.max_grad_norm is not None:
             norm = clip_gradients(replica.model, replica.model_layout, self._meshes, self._options.max_grad_norm)
             sums.add_shared("grad_norm", norm)
         self._stepper.step(optimizer)
         sums.num_steps += 1
 
-    def _micro_batch(
-        self,
-        method: LossMethod,
-        replica: Replica,
-        chosen: Samples,
-        micro: MicroBatch,
-        totals: Totals,
+    def _through_pipeline(
+        self, method: LossMethod, replica: Replica, chosen: Chosen, micros: Sequence[MicroBatch], totals: Totals,
         sums: _MetricSums,
-    ) -> None:
-        batch = pack_columns(chosen, self._device, share_prompts=self._share_prompts)
-        with self._stepper.forward_context(wrapped=isinstance(replica.model, FSDPModule)):
-            loss = method(replica.model, batch, totals)
+    ) -> None:  # fmt: skip
+        """Run forward and backward of all micro-batches; losses are known to the last stage alone."""
+        stage = PipelineStage(replica.model, replica.model_layout, self._meshes)
+        batches = [
+            pack_columns(chosen.at(micro.positions), self._device, share_prompts=self._share_prompts)
+            for micro in micros
+        ]
+        pipeline_train(
+            stage,
+            batches,
+            lambda _, number: self._loss(method, replica, batches[number], micros[number], totals, sums),
+            context=partial(self._stepper.forward_context, wrapped=isinstance(replica.model, FSDPModule)),
+            backward=self._stepper.backward_loss,
+        )
+
+    def _loss(
+        self, method: LossMethod, replica: Replica, batch: PackedBatch, micro: MicroBatch, totals: Totals,
+        sums: _MetricSums,
+    ) -> Tensor:  # fmt: skip
+        """Return what backward starts from for one micro-batch, after counting it."""
+        loss = method(replica.model, batch, totals)
         if not loss.value.requires_grad:
             raise PlanError(
                 f"the loss of {replica.role} does not depend on its weights; is a role frozen that is trained?"
             )
-        # Sharded data parallelism averages gradients over its ranks, the parts of the loss are meant to add up.
-        scale = replica.layout.data_parallel_size if micro.counts else 0
-        self._stepper.backward_loss(loss.value * scale)
         sums.add(loss, counts=micro.counts)
+        # Sharded data parallelism averages gradients over its ranks, the parts of the loss are meant to add up.
+        return loss.value * (replica.layout.data_parallel_size if micro.counts else 0)
 
     def _group(self, replica: Replica) -> dist.ProcessGroup | None:
         return self._meshes.group(replica.layout, "dp", "fsdp")

@@ -150,8 +150,8 @@ class ExecutionPlan:
         """Refuse a plan that does not fit the algorithm or the number of ranks.
 
         Raises:
-            PlanError: for a call without a layout, a layout without a call, a rank beyond ``world_size``, or one that
-                no call uses.
+            PlanError: for a call without a layout, a layout without a call, a rank beyond ``world_size`` or one that no
+                call uses, or a pipeline that is to generate.
         """
         wanted = {call.name for call in dataflow.model_calls}
         given = {name for name, _ in self.calls}
@@ -162,6 +162,11 @@ class ExecutionPlan:
             extra = ", ".join(sorted(given - wanted))
             raise PlanError(f"the plan names {extra}, which this algorithm has not; it has {', '.join(sorted(wanted))}")
         for name, plan in self.calls:
+            if plan.layout.dims.pp > 1 and dataflow.call(name).kind == "generate":
+                raise PlanError(
+                    f"calls.{name}: layout {plan.layout} has pp={plan.layout.dims.pp}, and every token would walk "
+                    f"through all stages; train and infer with pp, generate with tp, dp or fsdp"
+                )
             beyond = [rank for rank in plan.layout.ranks if rank >= world_size]
             if beyond:
                 raise PlanError(

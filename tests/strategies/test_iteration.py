@@ -195,9 +195,6 @@ def test_every_rank_sees_what_it_works_on_and_gets_it_once(case: tuple[int, dict
                     ours = rows[name]
                     same = ours.equals(column) if isinstance(ours, Ragged) else torch.equal(ours, column)
                     assert same, (call.name, name)
-                        call.name,
-                        name,
-                    )
             assert rows.objects("prompt") == tuple(names[sample_id] for sample_id in rows.ids.tolist())
             assert "shaped" not in rows
         known = seen["known"]
@@ -210,7 +207,8 @@ def test_every_rank_sees_what_it_works_on_and_gets_it_once(case: tuple[int, dict
 
 def test_all_samples_are_worked_on_and_whole_batches_in_one_place() -> None:
     layouts = {
-        "actor.generate": Layout(ParallelDims(dp=2, tp=2), (0, 1, 2, 3)), "critic.infer": Layout(ParallelDims(dp=2), (2, 3)),
+        "actor.generate": Layout(ParallelDims(dp=2, tp=2), (0, 1, 2, 3)),
+        "critic.infer": Layout(ParallelDims(dp=2), (2, 3)),
         "actor.train": Layout(ParallelDims(fsdp=2), (0, 1)), "critic.train": Layout(ParallelDims(), (3,)),
     }  # fmt: skip
     post = Post()

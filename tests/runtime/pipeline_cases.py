@@ -1,0 +1,215 @@
+"""What must a pipeline compute? What one process computes with the whole model, which runs beside it here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_realloc.layout import Layout, ModelLayout
+from lightning_realloc.runtime.executor import Reallocation
+from lightning_realloc.runtime.gradients import clip_gradients
+from lightning_realloc.runtime.mesh import MeshRegistry
+from lightning_realloc.runtime.model_spec import describe_model
+from lightning_realloc.runtime.packed_forward import packed_logits, token_logprobs
+from lightning_realloc.runtime.packing import PackedBatch, pack
+from lightning_realloc.runtime.parallelize import parallelize
+from lightning_realloc.runtime.pipeline import PipelineStage, pipeline_infer, pipeline_train
+from lightning_realloc.runtime.samples import Ragged, Samples
+from lightning_realloc.runtime.shards import local_tensor, local_tensors
+from lightning_realloc.runtime.training_mode import enable_activation_checkpointing, set_training_mode
+from tests.models import tiny_model
+from tests.runtime.reference import local_part
+
+MAX_NORM = 0.5
+TOKENS_PER_MICRO_BATCH = ((5, 3), (9,), (2, 4, 4), (7, 1), (3,))
+"""Response lengths of up to five micro-batches, none like another; every prompt has two tokens."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a layout with pp > 1, and the micro-batches of each data-parallel rank."""
+
+    family: str
+    layout: str
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    num_layers: int = 2
+    num_micro_batches: int = 3
+    token_classifier: bool = False  # with a head of one score per token, as a critic has
+    lora_modules: tuple[str, ...] = ()
+    checkpointing: bool = False
+    tolerance: float = 2e-5
+
+    def build(self) -> nn.Module:
+        """Return the model with its full weights: the same on every call and rank."""
+        sizes = {"num_hidden_layers": self.num_layers, "tie_word_embeddings": False, **self.overrides}
+        if self.family == "gpt2":
+            sizes["n_layer"] = sizes.pop("num_hidden_layers")
+        model: nn.Module = tiny_model(self.family, **sizes)
+        if self.token_classifier:
+            from transformers import AutoModelForTokenClassification
+
+            torch.manual_seed(0)
+            model.config.num_labels = 1
+            model = AutoModelForTokenClassification.from_config(model.config)
+        if self.lora_modules:
+            from peft import LoraConfig, get_peft_model
+
+            torch.manual_seed(0)
+            config = LoraConfig(r=4, target_modules=list(self.lora_modules), init_lora_weights=False)
+            model = get_peft_model(model, config)
+        if self.checkpointing:
+            enable_activation_checkpointing(model)
+        return model
+
+    def batches(self, num_shares: int) -> list[list[PackedBatch]]:
+        """Return the micro-batches of every data-parallel rank."""
+        generator = torch.Generator().manual_seed(7)
+        shares = []
+        for share in range(num_shares):
+            rows = [TOKENS_PER_MICRO_BATCH[(n + share) % 5] for n in range(self.num_micro_batches)]
+            shares.append([_packed(lengths, generator) for lengths in rows])
+        return shares
+
+
+def _packed(lengths: tuple[int, ...], generator: torch.Generator) -> PackedBatch:
+    def rows(sizes: list[int]) -> Ragged:
+        return Ragged.from_list([torch.randint(3, 128, (size,), generator=generator) for size in sizes])
+
+    columns = {"prompt_ids": rows([2] * len(lengths)), "response_ids": rows(list(lengths))}
+    return pack(Samples(torch.arange(len(lengths)), columns))
+
+
+def move_weights_between_layouts(family: str, pairs: list[tuple[str, str]]) -> list[str]:
+    """Reallocate a pipeline's weights to another layout and back, and return what is not the same bit for bit."""
+    meshes, rank = MeshRegistry("cpu"), dist.get_rank()
+    meshes.create([Layout.parse(text) for pair in pairs for text in pair])
+    settings: dict[str, Any] = {
+        "rank": rank, "world_size": dist.get_world_size(), "dtype": torch.float32, "device": "cpu",
+        "transport": "direct",
+    }  # fmt: skip
+    found = []
+    for source_text, target_text in pairs:
+        case = Case(family, source_text, num_layers=4)
+        whole, model = case.build(), case.build()
+        source, target = (ModelLayout(describe_model(whole), Layout.parse(text)) for text in (source_text, target_text))
+        if rank in source.layout:
+            parallelize(model, source, meshes)
+        held = local_tensors(model) if rank in source.layout else {}
+        there = Reallocation(source, held, target, **settings)
+        there.run()
+        moved = {name: tensor.clone() for name, tensor in there.target_tensors.items()}
+        for tensor in held.values():
+            tensor.zero_()
+        Reallocation(target, moved, source, **settings, target_tensors=held).run()
+        for layout, tensors in ((target, moved), (source, held)):
+            for name, tensor in tensors.items():
+                expected = local_part(whole.get_parameter(name).detach(), layout, name, rank)
+                if not torch.equal(tensor, expected):
+                    found.append(f"{source_text} -> {target_text}: {name} under {layout.layout}")
+    return found
+
+
+def score(model: nn.Module, batch: PackedBatch, *, classifies: bool) -> Tensor:
+    """Return (N,) what an algorithm would ask of the model: logprobs of responses, or a critic's values."""
+    if classifies:
+        return packed_logits(model, batch)[:, 0]
+    return token_logprobs(model, batch, only_responses=True).logprobs
+
+
+def pipeline_beside_the_reference(cases: list[Case]) -> dict[str, list[str]]:
+    """Infer and train every case next to one process with the whole model; return what differed, by case.
+
+    Collective over the world; ranks outside a layout only take part in making its groups.
+    """
+    meshes = MeshRegistry("cpu")
+    meshes.create([Layout.parse(case.layout) for case in cases])
+    return {str(case): _Pair(case, meshes).compare() for case in cases if dist.get_rank() in Layout.parse(case.layout)}
+
+
+class _Pair:
+    """The stage that this rank has, and the whole model."""
+
+    def __init__(self, case: Case, meshes: MeshRegistry) -> None:
+        self.case, self.meshes, self.rank = case, meshes, dist.get_rank()
+        self.whole, self.model = case.build(), case.build()
+        layout = Layout.parse(case.layout)
+        self.model_layout = ModelLayout(describe_model(self.model), layout)
+        parallelize(self.model, self.model_layout, meshes)
+        self.stage = PipelineStage(self.model, self.model_layout, meshes)
+        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (self.whole, self.model)]
+        self.num_shares = layout.data_parallel_size
+        shares = case.batches(self.num_shares)
+        self.mine, self.all = shares[layout.data_parallel_index(self.rank)], [b for share in shares for b in share]
+
+    def compare(self) -> list[str]:
+        names = [name for name, _ in self.model.named_parameters()]
+        found = [] if tuple(names) == self.model_layout.names(self.rank) else [f"parameters {names}"]
+        for step in range(2):
+            found += [f"step {step}: {difference}" for difference in self._infer() + self._train()]
+        return found
+
+    def _infer(self) -> list[str]:
+        self.model.eval()
+        self.whole.eval()
+        got = pipeline_infer(self.stage, self.mine, self._score)
+        if not self.stage.is_last:
+            return [] if got is None else ["an earlier stage has results"]
+        with torch.no_grad():
+            expected = [self._score(self.whole, batch) for batch in self.mine]
+        assert got is not None
+        return [d for one, other in zip(got, expected, strict=True) for d in self._differs("inference", one, other)]
+
+    def _score(self, model: nn.Module, batch: PackedBatch) -> Tensor:
+        return score(model, batch, classifies=self.case.token_classifier)
+
+    def _loss(self, model: nn.Module, batch: PackedBatch) -> Tensor:
+        return self._score(model, batch).square().sum() / 10
+
+    def _train(self) -> list[str]:
+        set_training_mode(self.model, dropout=False)
+        set_training_mode(self.whole, dropout=False)
+        losses: list[Tensor] = []
+        pipeline_train(self.stage, self.mine, lambda model, number: self._recorded(losses, model, number))
+        whole_losses = [self._loss(self.whole, batch) for batch in self.all]
+        torch.stack(whole_losses).sum().backward()
+        found = []
+        if self.stage.is_last:
+            expected = torch.stack([self._loss(self.whole, batch) for batch in self.mine]).detach()
+            found += self._differs("loss", torch.stack(losses), expected)
+        for name, parameter in self.model.named_parameters():
+            full = self.whole.get_parameter(name).grad
+            if (full is None) != (parameter.grad is None):
+                found.append(f"{name} has a gradient on one side only")
+            elif full is not None:
+                own = local_part(full, self.model_layout, name, self.rank)
+                found += self._differs(f"gradient of {name}", local_tensor(parameter.grad), own, full)
+        norm = clip_gradients(self.model, self.model_layout, self.meshes, MAX_NORM)
+        expected_norm = torch.nn.utils.clip_grad_norm_(self.whole.parameters(), MAX_NORM)
+        found += self._differs("norm", norm, expected_norm.to(norm.dtype))
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, tensor in local_tensors(self.model).items():
+            full = self.whole.get_parameter(name).detach()
+            found += self._differs(name, tensor, local_part(full, self.model_layout, name, self.rank), full)
+        return found
+
+    def _recorded(self, losses: list[Tensor], model: nn.Module, number: int) -> Tensor:
+        loss = self._loss(model, self.mine[number])
+        losses.append(loss.detach())
+        return loss * self.num_shares  # gradients are averaged over data-parallel ranks
+
+    def _differs(self, what: str, got: Tensor, expected: Tensor, whole: Tensor | None = None) -> list[str]:
+        if got.shape != expected.shape:
+            return [f"{what} has shape {tuple(got.shape)} instead of {tuple(expected.shape)}"]
+        if not expected.numel():
+            return []
+        largest = (expected if whole is None else whole).abs().max().item()
+        error = (got - expected).abs().max().item()
+        close = error <= self.case.tolerance * largest + 1e-9
+        return [] if close else [f"{what} is off by {error:.1e} of {largest:.1e}"]

@@ -1,0 +1,41 @@
+"""Training and inference through pipeline stages: the same tokens, losses and weights as on one rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_realloc.errors import PlanError
+from lightning_realloc.tuning.execution_plan import ExecutionPlan
+from tests.strategies import runs
+from tests.strategies.runs import Batches, calls
+from tests.strategies.test_realloc import assert_same, on_ranks, run_grpo, run_sft
+from tests.workers import WorkerPool
+
+
+def test_sft_learns_the_same_through_stages(workers: WorkerPool) -> None:
+    batches = Batches(2, responses=True)
+    settings = {"train_options": runs.options(micro_batch_tokens=18, max_grad_norm=0.05)}
+    (one,) = on_ranks(workers, run_sft, ["heuristic"], settings, batches, 1)
+    (two,) = on_ranks(workers, run_sft, [calls(actor_train="pp2")], settings, batches, 2)
+    plans = [calls(actor_train=layout) for layout in ("pp2.fsdp2", "pp2.dp2", "pp2.tp2@3,1,2,0")]
+    for outcome in (two, *on_ranks(workers, run_sft, plans, settings, batches, 4)):
+        assert_same(outcome, one)
+
+
+def test_grpo_trains_through_stages_and_generates_without(workers: WorkerPool) -> None:
+    batches = Batches(2)
+    settings = {"train_options": runs.options(num_minibatches=2, micro_batch_tokens=18)}
+    (one,) = on_ranks(workers, run_grpo, ["heuristic"], settings, batches, 1)
+    plans = [
+        calls(actor_train="pp2.fsdp2", actor_generate="dp2.tp2", reference_infer="pp2@1,3"),
+        calls(actor_train="pp2.tp2", actor_generate="dp4", reference_infer="pp2.fsdp2"),
+    ]
+    for outcome in on_ranks(workers, run_grpo, plans, settings, batches, 4):
+        assert_same(outcome, one, weights=2e-5)
+
+
+def test_a_pipeline_that_is_to_generate_is_refused() -> None:
+    plan = ExecutionPlan.from_mapping(calls(actor_train="pp2.dp2", actor_generate="pp2@0-1", reference_infer="pp2@2-3"))
+
+    with pytest.raises(PlanError, match=r"calls.actor.generate: layout pp2@0-1 has pp=2, .*train and infer with pp"):
+        plan.check(runs.grpo().dataflow, 4)
