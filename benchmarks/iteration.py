@@ -207,8 +207,13 @@ def _make_module(work: Workload, meter: Any) -> Any:
     from lightning_realloc import GRPO, SamplingParams
 
     class Recorded(GRPO):
+        def judge(self, samples: Any) -> Any:
+            # Every response has as many tokens, and a column of rows reaches every rank, as sequences do not.
+            rows = samples.ragged("response_ids").values.view(len(samples), work.new_tokens)
+            return {**super().judge(samples), "tokens": rows}
+
         def summarize(self, samples: Any) -> dict[str, Tensor]:
-            meter.noted.rollouts.append(samples.ragged("response_ids").to_lists())
+            meter.noted.rollouts.append(samples.tensor("tokens").tolist())
             return super().summarize(samples)
 
     config = LlamaConfig(

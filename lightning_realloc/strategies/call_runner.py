@@ -165,6 +165,8 @@ class CallRunner:
         world = dist.get_world_size() if dist.is_initialized() else 1
         groups = samples.tensor("prompt_id").tolist() if "prompt_id" in samples else samples.ids.tolist()
         share = balanced_shares([1] * len(samples), world, groups=groups)[self._rank]
+        if call.whole_batch:
+            share = tuple(range(len(samples))) if self._rank == 0 else ()
         chosen = samples.select(share)
         mine: Samples | Exception | None = None
         if share:
@@ -202,7 +204,7 @@ class CallRunner:
 
     def _micro_batch_tokens(self, call: ModelFunctionCall) -> int:
         planned = self._pool.plan.call(call.name).micro_batch_tokens
-        return planned or self._module.train_options.micro_batch_tokens
+        return planned or self._module.train_options_of(str(call.role)).micro_batch_tokens
 
     def _precise(self) -> Any:
         """Copies already hold the dtype they are read in: autocast would only cast again."""

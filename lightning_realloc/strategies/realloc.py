@@ -155,7 +155,7 @@ class ReallocStrategy(CheckpointStrategy):
         meshes = self._pool.meshes
         self._placed_module = module
         trainee = Trainee(
-            self, meshes, module.train_options, device=self.root_device, rank=self.global_rank, seed=module.seed,
+            self, meshes, module.train_options_of, device=self.root_device, rank=self.global_rank, seed=module.seed,
             dropout=module.dropout, share_prompts=module.share_prompts,
         )  # fmt: skip
         self._runner = CallRunner(module, self._pool, self.phase_replica, trainee, device=self.root_device,
@@ -242,7 +242,8 @@ class ReallocStrategy(CheckpointStrategy):
 
     def run_iteration(self, batch: Samples) -> Samples:
         """Run every call once, count one step, and advance learning-rate schedules."""
-        calls = self.pool.dataflow.iteration_calls
+        module: Any = self.lightning_module
+        calls = [call for call in self.pool.dataflow.iteration_calls if module.runs(call.name, self.iteration)]
         before = dict(self.runner.seconds)
         samples = self.runner.run(batch, calls)
         # Not of every call that ever ran: those of evaluation took no time in this iteration.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_realloc.errors import PlanError
+from lightning_realloc.layout import AXES
 from lightning_realloc.runtime.gradients import clip_gradients
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.samples import Samples
@@ -59,7 +60,7 @@ class Trainee:
     Args:
         stepper: Lightning's side.
         meshes: Process groups.
-        options: Epochs, mini-batches, clipping.
+        options_of: Role -> epochs, mini-batches, clipping, limits.
         device: Where the model is.
         rank: This process.
         seed: Of the order of mini-batches.
@@ -68,12 +69,12 @@ class Trainee:
     """
 
     def __init__(
-        self, stepper: Stepper, meshes: MeshRegistry, options: TrainOptions, *, device: torch.device, rank: int,
-        seed: int, dropout: bool, share_prompts: bool,
+        self, stepper: Stepper, meshes: MeshRegistry, options_of: Callable[[str], TrainOptions], *,
+        device: torch.device, rank: int, seed: int, dropout: bool, share_prompts: bool,
     ) -> None:  # fmt: skip
         self._stepper = stepper
         self._meshes = meshes
-        self._options = options
+        self._options_of = options_of
         self._device = device
         self._rank = rank
         self._seed = seed
@@ -90,19 +91,26 @@ class Trainee:
         # every data-parallel rank, and the same ones again in a run that is resumed here.
         share = replica.layout.data_parallel_index(self._rank)
         with seeded(hash((self._seed, self._stepper.iteration, share)) % 2**63, self._device):
-            for epoch in range(self._options.num_epochs):
-                order_seed = hash((self._seed, self._stepper.iteration, epoch)) % 2**63
-                for positions in minibatch_positions(len(samples), self._options.num_minibatches, seed=order_seed):
-                    self._step(method, replica, samples, positions, lengths, max_tokens, sums)
-        self._stepper.log(
-            {f"{replica.role}/{k}": v for k, v in sums.reduce(self._group(replica), self._device).items()}
-        )
+            for positions in self._minibatches(self._options_of(replica.role), len(samples)):
+                if not self._step(method, replica, samples, positions, lengths, max_tokens, sums):
+                    break
+        measured = sums.reduce(self._group(replica), self._device)
+        if self._options_of(replica.role).stop_above:
+            measured["steps"] = torch.tensor(float(sums.num_steps))
+        self._stepper.log({f"{replica.role}/{name}": value for name, value in measured.items()})
+
+    def _minibatches(self, options: TrainOptions, num_samples: int) -> Iterator[tuple[int, ...]]:
+        """Yield the positions of every optimizer step, epoch after epoch."""
+        for epoch in range(options.num_epochs):
+            order_seed = hash((self._seed, self._stepper.iteration, epoch)) % 2**63
+            yield from minibatch_positions(num_samples, options.num_minibatches, seed=order_seed)
 
     def _step(
         self, method: LossMethod, replica: Replica, samples: Samples, positions: Sequence[int],
         lengths: Sequence[int], max_tokens: int, sums: _MetricSums,
-    ) -> None:  # fmt: skip
-        layout = replica.layout
+    ) -> bool:  # fmt: skip
+        """Learn from one mini-batch; False when it exceeds a limit, and nothing was learnt."""
+        layout, options = replica.layout, self._options_of(replica.role)
         plans = micro_batch_plan(
             [lengths[position] for position in positions], layout.data_parallel_size, max_tokens=max_tokens,
             equal_counts=replica.is_sharded,
@@ -112,17 +120,34 @@ class Trainee:
         optimizer = self._stepper.optimizer_of(replica.role)
         optimizer.zero_grad(set_to_none=True)
         mine = plans[layout.data_parallel_index(self._rank)]
+        measured = _MetricSums()
         for number, micro in enumerate(mine):
             if isinstance(replica.model, FSDPModule):
                 replica.model.set_requires_gradient_sync(number == len(mine) - 1)
             self._micro_batch(
-                method, replica, samples.select([positions[p] for p in micro.positions]), micro, totals, sums
+                method, replica, samples.select([positions[p] for p in micro.positions]), micro, totals, measured
             )
-        if self._options.max_grad_norm is not None:
-            norm = clip_gradients(replica.model, replica.model_layout, self._meshes, self._options.max_grad_norm)
+        sums.merge(measured)
+        if options.stop_above and self._exceeds(options, replica, measured):
+            optimizer.zero_grad(set_to_none=True)
+            return False
+        if options.max_grad_norm is not None:
+            norm = clip_gradients(replica.model, replica.model_layout, self._meshes, options.max_grad_norm)
             sums.add_shared("grad_norm", norm)
         self._stepper.step(optimizer)
         sums.num_steps += 1
+        return True
+
+    def _exceeds(self, options: TrainOptions, replica: Replica, measured: _MetricSums) -> bool:
+        """Return whether a mini-batch exceeds a limit; the same on every rank of the layout, to the last bit."""
+        metrics = measured.reduce(self._group(replica), self._device)
+        above = options.exceeded({name: float(value) for name, value in metrics.items()}) is not None
+        group = self._meshes.group(replica.layout, *AXES)
+        if group is None:
+            return above
+        anywhere = torch.tensor(above, dtype=torch.uint8, device=self._device)
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
+        return bool(anywhere)
 
     def _micro_batch(
         self,
@@ -154,6 +179,8 @@ class _MetricSums:
 
     def __init__(self) -> None:
         self.num_steps = 0
+        """Optimizer steps taken."""
+        self._num_minibatches = 0
         self._loss: list[Tensor] = []
         self._totals: dict[str, list[Tensor]] = {}
         self._weights: dict[str, list[Tensor]] = {}
@@ -165,6 +192,14 @@ class _MetricSums:
         for name, average in loss.metrics.items():
             self._totals.setdefault(name, []).append(average.total.detach().float() * counts)
             self._weights.setdefault(name, []).append(torch.as_tensor(average.weight, dtype=torch.float32) * counts)
+
+    def merge(self, minibatch: _MetricSums) -> None:
+        """Count what the micro-batches of one mini-batch added."""
+        self._num_minibatches += 1
+        self._loss += minibatch._loss
+        for ours, theirs in ((self._totals, minibatch._totals), (self._weights, minibatch._weights)):
+            for name, values in theirs.items():
+                ours.setdefault(name, []).extend(values)
 
     def add_shared(self, name: str, value: Tensor) -> None:
         """Count one optimizer step's value that is already the same on all ranks."""
@@ -181,7 +216,7 @@ class _MetricSums:
         packed = torch.stack(sums)
         if group is not None:
             dist.all_reduce(packed, group=group)
-        result = {"loss": packed[0] / self.num_steps}
+        result = {"loss": packed[0] / max(1, self._num_minibatches)}
         for index, name in enumerate(names):
             result[name] = packed[1 + 2 * index] / packed[2 + 2 * index].clamp_min(1e-12)
         return result | {name: torch.stack(values).mean() for name, values in self._shared.items()}

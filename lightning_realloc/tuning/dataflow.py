@@ -31,6 +31,8 @@ class ModelFunctionCall:
     """Names that must exist before the call starts."""
     produces: tuple[str, ...] = ()
     """Names that exist once it has ended."""
+    whole_batch: bool = False
+    """Whether a ``compute`` sees all samples of the iteration in one place, instead of a share of whole groups."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(CallKind):
@@ -38,6 +40,11 @@ class ModelFunctionCall:
         if (self.role is None) != (self.kind == "compute"):
             raise PlanError(
                 f"call {self.name!r} of kind {self.kind!r} has role {self.role!r}; only 'compute' calls have no role"
+            )
+        if self.whole_batch and self.kind != "compute":
+            raise PlanError(
+                f"call {self.name!r} of kind {self.kind!r} has whole_batch=True; only 'compute' calls can ask for it, "
+                f"a model's call gets its data-parallel share"
             )
 
 

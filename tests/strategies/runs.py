@@ -90,11 +90,29 @@ class RecordedGRPO(GRPO):
         self.tokens: list[list[list[int]]] = []
         self.rewards: list[list[float]] = []
 
+    def judge(self, samples: Samples) -> Mapping[str, Any]:
+        """Judge, and keep the tokens in a column that every rank gets whole."""
+        return {**super().judge(samples), "tokens": token_rows(samples)}
+
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
         """Record, and log what GRPO logs."""
-        self.tokens.append(samples.ragged("response_ids").to_lists())
+        self.tokens.append(rows_of_tokens(samples))
         self.rewards.append(samples.tensor("rewards").tolist())
         return super().summarize(samples)
+
+
+def token_rows(samples: Samples) -> Tensor:
+    """Return (B, 16) tokens of the responses, -1 behind them: one value per sample, which travels to every rank."""
+    responses = samples.ragged("response_ids")
+    rows = torch.full((len(samples), 16), -1)
+    for row, tokens in zip(rows, responses.split(), strict=True):
+        row[: len(tokens)] = tokens
+    return rows
+
+
+def rows_of_tokens(samples: Samples) -> list[list[int]]:
+    """Return the responses that :func:`token_rows` kept."""
+    return [[token for token in row if token >= 0] for row in samples.tensor("tokens").tolist()]
 
 
 def grpo(**settings: Any) -> RecordedGRPO:
