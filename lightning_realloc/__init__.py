@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_realloc.algorithms.calls import train as train
     from lightning_realloc.algorithms.grpo import GRPO as GRPO
     from lightning_realloc.algorithms.module import MultiModelModule as MultiModelModule
+    from lightning_realloc.algorithms.ppo import PPO as PPO
     from lightning_realloc.algorithms.role import Role as Role
     from lightning_realloc.algorithms.sft import SFT as SFT
     from lightning_realloc.callbacks import ParameterReallocation as ParameterReallocation
@@ -83,6 +84,7 @@ _HOMES = {
     "infer": "algorithms.calls",
     "train": "algorithms.calls",
     "GRPO": "algorithms.grpo",
+    "PPO": "algorithms.ppo",
     "SFT": "algorithms.sft",
     "TrainOptions": "runtime.training",
     "ReallocStrategy": "strategies",

@@ -13,7 +13,13 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 128,
@@ -76,6 +82,18 @@ def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedMod
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def tiny_scorer(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Build the family's sequence classifier of one label, with weights that tell sequences well apart."""
+    settings = {"attn_implementation": "eager", **FAMILIES[family], "num_labels": 1, **overrides}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = AutoConfig.for_model(family, **settings)
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        model.score.weight.mul_(20.0)
     return model.eval()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 from lightning_realloc.tuning.dataflow import CallKind, ModelFunctionCall
@@ -26,9 +27,13 @@ def infer(role: str, *, needs: Names, produces: Names) -> Callable[[Method], Met
     return _declare("infer", role, needs, produces)
 
 
-def compute(*, needs: Names, produces: Names) -> Callable[[Method], Method]:
-    """Declare ``method(self, samples) -> mapping of columns``: whole groups of samples, on the host, no model."""
-    return _declare("compute", None, needs, produces)
+def compute(*, needs: Names, produces: Names, whole_batch: bool = False) -> Callable[[Method], Method]:
+    """Declare ``method(self, samples) -> mapping of columns``: whole groups of samples, on the host, no model.
+
+    Args:
+        whole_batch: All samples of the iteration at once, in one place: for statistics over the batch.
+    """
+    return _declare("compute", None, needs, produces, whole_batch=whole_batch)
 
 
 def train(role: str, *, needs: Names) -> Callable[[Method], Method]:
@@ -36,6 +41,7 @@ def train(role: str, *, needs: Names) -> Callable[[Method], Method]:
     return _declare("train", role, needs, ())
 
 
+@cache  # asked for several times an iteration
 def declared_calls(module_class: type) -> tuple[ModelFunctionCall, ...]:
     """Return the calls that a class declares, base classes first, in the order they are written.
 
@@ -52,10 +58,12 @@ def declared_calls(module_class: type) -> tuple[ModelFunctionCall, ...]:
     return tuple(calls.values())
 
 
-def _declare(kind: CallKind, role: str | None, needs: Names, produces: Names) -> Callable[[Method], Method]:
+def _declare(
+    kind: CallKind, role: str | None, needs: Names, produces: Names, *, whole_batch: bool = False
+) -> Callable[[Method], Method]:
     def attach(method: Method) -> Method:
         name = method.__name__ if role is None else f"{role}.{kind}"
-        call = ModelFunctionCall(name, kind, role, method.__name__, _names(needs), _names(produces))
+        call = ModelFunctionCall(name, kind, role, method.__name__, _names(needs), _names(produces), whole_batch)
         setattr(method, _DECLARATION, call)
         return method
 

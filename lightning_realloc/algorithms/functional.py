@@ -13,12 +13,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_realloc.runtime.samples import Ragged
+
 KLEstimator = Literal["k1", "k2", "k3"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClippedLoss:
-    """The clipped surrogate of each token."""
+    """The clipped loss of each token."""
 
     values: Tensor
     """(N,): what is minimised."""
@@ -73,6 +75,87 @@ def clipped_policy_loss(
     return ClippedLoss(-torch.minimum(plain, bounded), (bounded < plain).detach())
 
 
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None = 0.2) -> ClippedLoss:
+    """Return ``max((v - R)^2, (old + clamp(v - old, -clip, clip) - R)^2) / 2`` for each of the N tokens.
+
+    A value that has moved by more than ``clip`` since the rollout is pulled back, but not pushed on; None never clips.
+
+    Source: Schulman et al., arXiv:1707.06347, as in the authors' code, https://github.com/openai/baselines (ppo2);
+    Engstrom et al., arXiv:2005.12729, §3.
+    """
+    plain = (values - returns).square() / 2
+    if clip is None:
+        return ClippedLoss(plain, torch.zeros_like(plain, dtype=torch.bool))
+    bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns).square() / 2
+    return ClippedLoss(torch.maximum(plain, bounded), (bounded > plain).detach())
+
+
+def generalized_advantages(rewards: Ragged, values: Ragged, *, discount: float, gae_lambda: float) -> Ragged:
+    """Return ``A_t = sum_k (discount * gae_lambda)^k * (r_{t+k} + discount * V_{t+k+1} - V_{t+k})`` for each token.
+
+    ``V_t`` is the value of the state in which token t was chosen. After the last token it is zero: a response is an
+    episode that ends. The sums are worked out over all sequences at once, in log2(longest) steps: with A_t over the
+    next 2^j tokens, ``A_t + factor^(2^j) * A_{t + 2^j}`` is that over the next 2^(j+1).
+
+    Source: Schulman et al., arXiv:1506.02438, eq. 16.
+    """
+    device = rewards.values.device
+    ends = torch.repeat_interleave(rewards.offsets[1:], rewards.lengths).to(device)
+    remaining = ends - torch.arange(rewards.num_tokens, device=device)  # tokens up to the sequence's end, this included
+    advantages = rewards.values + discount * _shifted(values.values, 1, remaining) - values.values
+    step, longest = 1, int(rewards.lengths.max()) if len(rewards) else 0
+    while step < longest:
+        advantages = advantages + (discount * gae_lambda) ** step * _shifted(advantages, step, remaining)
+        step *= 2
+    return Ragged(advantages, rewards.lengths)
+
+
+def _shifted(values: Tensor, step: int, remaining: Tensor) -> Tensor:
+    """Return what lies ``step`` tokens later in the same sequence, zero past its end."""
+    later = torch.cat([values[step:], values.new_zeros(min(step, values.shape[0]))])
+    return torch.where(remaining > step, later, 0.0)
+
+
+def shaped_scores(scores: Tensor, *, scale: float = 1.0, clip: float | None = None) -> Tensor:
+    """Return ``clamp(scores * scale, -clip, clip)``; None does not clip."""
+    scaled = scores * scale
+    return scaled if clip is None else scaled.clamp(-clip, clip)
+
+
+def token_rewards(scores: Tensor, penalties: Ragged) -> Ragged:
+    """Return each token's reward: minus its penalty, and at each sequence's last token its (B,) score besides.
+
+    Source: Ziegler et al., arXiv:1909.08593, eq. 2, with the divergence token by token.
+    """
+    rewards = -penalties.values
+    spoken = penalties.lengths > 0
+    last = (penalties.offsets[1:] - 1)[spoken].to(rewards.device)
+    added = scores.to(rewards)[spoken.to(scores.device)]
+    return Ragged(rewards.index_add(0, last, added), penalties.lengths)
+
+
+def whiten(values: Tensor, mask: Tensor | None = None, *, eps: float = 1e-8) -> Tensor:
+    """Return ``(v - mean) / (std + eps)`` over the values whose ``mask`` is True, zero for the others.
+
+    The standard deviation is the population's: zero where all values are equal, and so for a single one.
+    """
+    kept = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    count = kept.sum().clamp(min=1)
+    mean = masked_sum(values, kept) / count
+    centred = torch.where(kept, values - mean, 0.0)
+    return centred / ((centred.square().sum() / count).sqrt() + eps)
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
+    """Return ``1 - Var(returns - values) / Var(returns)``: 1 for a perfect critic, 0 for a constant one.
+
+    Zero where the returns do not vary: nothing is left to explain.
+    """
+    total = returns.var(correction=0)
+    left = (returns - values).var(correction=0)
+    return torch.where(total > 0, 1 - left / total.clamp(min=torch.finfo(total.dtype).tiny), 0.0)
+
+
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLEstimator = "k3") -> Tensor:
     """Return per token an estimate of KL(policy || reference) from the one token that the policy drew.
 
@@ -94,6 +177,12 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLEstimato
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Return the sum of the ``values`` whose ``mask`` is True; what the others hold, even NaN, does not matter."""
     return torch.where(mask, values, 0.0).sum()
+
+
+def sequence_sums(values: Ragged) -> Tensor:
+    """Return the (B,) sums of the sequences' values, zero for an empty one."""
+    owner = torch.repeat_interleave(torch.arange(len(values)), values.lengths).to(values.values.device)
+    return values.values.new_zeros(len(values)).index_add(0, owner, values.values)
 
 
 def sequence_mean_sum(values: Tensor, mask: Tensor, sample_index: Tensor, num_sequences: int) -> Tensor:

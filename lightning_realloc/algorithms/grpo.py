@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from lightning_realloc.algorithms.averages import LossAverage, averaged_loss
 from lightning_realloc.algorithms.calls import compute, generate, infer, train
 from lightning_realloc.algorithms.functional import (
     KLEstimator,
@@ -20,11 +21,17 @@ from lightning_realloc.algorithms.functional import (
     group_advantages,
     kl_estimate,
     masked_sum,
-    sequence_mean_sum,
 )
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.role import ModelSource, Role
-from lightning_realloc.algorithms.rollout import response_texts, sample_responses
+from lightning_realloc.algorithms.rollout import (
+    judged_responses,
+    response_summary,
+    reward_columns,
+    reward_summary,
+    sample_responses,
+)
+from lightning_realloc.algorithms.settings import check_choice, check_not_negative
 from lightning_realloc.data.rewards import RewardFunction, RewardFunctions
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import GenerationEngine, SamplingParams
@@ -32,8 +39,6 @@ from lightning_realloc.runtime.packed_forward import token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.samples import Column, Samples
 from lightning_realloc.runtime.training import Average, Loss, Totals
-
-LossAverage = Literal["sequence", "token"]
 
 
 class GRPO(MultiModelModule):
@@ -59,6 +64,7 @@ class GRPO(MultiModelModule):
     """
 
     evaluation_calls = ("actor.generate", "judge")
+    optional_roles = ("reference",)
     share_prompts = True
 
     def __init__(
@@ -85,8 +91,9 @@ class GRPO(MultiModelModule):
             raise ConfigError(f"sampling.n={self.sampling.n}: a group needs 2 or more responses to compare; set n >= 2")
         if self.sampling.temperature == 0:
             raise ConfigError("sampling.temperature=0 gives every response of a group the same tokens; set it above 0")
-        _check_choices(kl_estimator, loss_average)
-        _check_not_negative(kl_coef=kl_coef, clip_low=clip_low, clip_high=clip_high)
+        check_choice("kl_estimator", kl_estimator, get_args(KLEstimator))
+        check_choice("loss_average", loss_average, get_args(LossAverage))
+        check_not_negative(kl_coef=kl_coef, clip_low=clip_low, clip_high=clip_high)
         self.evaluation_sampling = evaluation_sampling or replace(self.sampling, n=1, temperature=0.0)
         self._rewards = RewardFunctions(reward, weights=reward_weights)
         self.kl_coef = kl_coef
@@ -119,18 +126,10 @@ class GRPO(MultiModelModule):
     @compute(needs="rollout", produces=("rewards", "advantages"))
     def judge(self, samples: Samples) -> Mapping[str, Column]:
         """Reward every response and compare it with its group."""
-        known = {name: column for name, column in samples.columns.items() if isinstance(column, tuple)}
-        prompts = known.pop("prompt")
-        texts = response_texts(samples, self.tokenizer)
-        rewards = self._rewards(prompts, texts, samples.ragged("response_ids").to_lists(), known)
+        rewards = judged_responses(self._rewards, samples, self.tokenizer)
         eps = 1e-4 if self.normalize_by_std else None
         advantages = group_advantages(rewards.total, samples.tensor("prompt_id"), std_eps=eps)
-        by_function = rewards.by_function if len(rewards.by_function) > 1 else {}
-        return {
-            "rewards": rewards.total,
-            "advantages": advantages,
-            **{f"reward/{name}": values for name, values in by_function.items()},
-        }
+        return {"rewards": rewards.total, "advantages": advantages, **reward_columns(rewards)}
 
     @train("actor", needs=("rollout", "advantages", "ref_logprobs"))
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
@@ -148,23 +147,11 @@ class GRPO(MultiModelModule):
             kl = kl_estimate(logprobs, batch["ref_logprobs"], estimator=self.kl_estimator)
             values = values + self.kl_coef * kl
             metrics["kl"] = Average(masked_sum(kl, mask), mask.sum())
-        return Loss(self._averaged(values, batch, totals), metrics)
-
-    def _averaged(self, values: Tensor, batch: PackedBatch, totals: Totals) -> Tensor:
-        if self.loss_average == "token":
-            return masked_sum(values, batch.response_mask) / totals.num_tokens
-        summed = sequence_mean_sum(values, batch.response_mask, batch.sample_index, len(batch))
-        return summed / totals.num_sequences
+        return Loss(averaged_loss(values, batch, totals, average=self.loss_average), metrics)
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
         """Return mean rewards, mean response length, and the share of responses that ended by themselves."""
-        by_function = [name for name in samples.columns if name.startswith("reward/")]
-        return {
-            "reward": samples.tensor("rewards").mean(),
-            **{name: samples.tensor(name).nanmean() for name in by_function},
-            "response_length": samples.ragged("response_ids").lengths.float().mean(),
-            "finished": (samples.tensor("finish_reason") == 0).float().mean(),
-        }
+        return {"reward": samples.tensor("rewards").mean(), **reward_summary(samples), **response_summary(samples)}
 
     def check_batch(self, batch: Samples) -> None:
         """Refuse data without a column that a reward function asks for."""
@@ -174,18 +161,3 @@ class GRPO(MultiModelModule):
     def training_now(self) -> bool:
         """Whether a rollout is made to learn from."""
         return bool(self.trainer.training)
-
-
-def _check_choices(kl_estimator: str, loss_average: str) -> None:
-    for name, value, choices in (
-        ("kl_estimator", kl_estimator, get_args(KLEstimator)),
-        ("loss_average", loss_average, get_args(LossAverage)),
-    ):
-        if value not in choices:
-            raise ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}")
-
-
-def _check_not_negative(**settings: float) -> None:
-    for name, value in settings.items():
-        if not value >= 0:  # NaN too
-            raise ConfigError(f"{name}={value} may not be negative; 0 switches it off")

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_realloc.algorithms.calls import declared_calls
 from lightning_realloc.algorithms.role import Role
 from lightning_realloc.data.chat import load_tokenizer
-from lightning_realloc.errors import CheckpointError, ConfigError
+from lightning_realloc.errors import CheckpointError, ConfigError, PlanError
 from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
@@ -42,6 +42,8 @@ class MultiModelModule(L.LightningModule):
 
     evaluation_calls: tuple[str, ...] = ()
     """The calls that ``validate`` and ``test`` run on held-out prompts."""
+    optional_roles: tuple[str, ...] = ()
+    """Roles that :meth:`roles` may leave out, and their calls with them."""
     share_prompts: bool = False
     """Whether samples next to each other in a pack may hold the same prompt once; models must look back only, and
     methods find the token before a token by ``PackedBatch.predecessors``, as ``token_logprobs`` does."""
@@ -71,32 +73,57 @@ class MultiModelModule(L.LightningModule):
         """Return the algorithm's models."""
         raise NotImplementedError(f"{type(self).__name__} must return its models from roles()")
 
+    def calls(self) -> tuple[ModelFunctionCall, ...]:
+        """Return the calls that this module's settings ask for; by default all that its class declares."""
+        return declared_calls(type(self))  # type: ignore[arg-type]  # mypy takes Module.__hash__ for the class's
+
+    def runs(self, call: str, iteration: int) -> bool:
+        """Return whether a call takes part in an iteration, counted from 0; the same on every rank.
+
+        What a call that is left out would have produced is missing: leave out those that need it, too.
+        """
+        return True
+
+    def train_options_of(self, role: str) -> TrainOptions:
+        """Return how a role goes through its samples."""
+        return self.train_options
+
+    def new_optimizer(self, role: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer of a trained role."""
+        if self._make_optimizer is not None:
+            return self._make_optimizer(parameters)
+        return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.0, fused=True)
+
     def check_batch(self, batch: Samples) -> None:
         """Raise for a batch that the algorithm cannot use; called before any of its calls."""
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Return what to log about an iteration's or an evaluation's samples, the same on every rank.
+        """Return what to log about an iteration's or an evaluation's samples; the same on every rank.
 
-        After an iteration ``samples`` has what calls made per sample and, of sequences, the lengths alone.
+        The samples have every column of one value per sample; sequences come as their lengths alone.
         """
         return {}
 
     def on_iteration_end(self, samples: Samples) -> None:
-        """Called on every rank after each iteration, with what :meth:`summarize` gets: the place to update state."""
+        """Update what the algorithm keeps between iterations, from the same samples as :meth:`summarize` gets.
 
-    def runs(self, call: ModelFunctionCall, iteration: int) -> bool:
-        """Return whether a call takes part in an iteration; only training calls may be left out."""
-        return True
+        Every rank calls it with the same samples, so what it keeps is equal everywhere; kept in buffers, it is part
+        of checkpoints.
+        """
 
     # ---- what follows from it
     @property
     def dataflow(self) -> Dataflow:
         """The calls of one iteration.
 
-        Calls of roles that this module was not given are left out, and with them what they would have produced.
+        Calls of optional roles that this module was not given are left out, and with them what only they produce.
+
+        Raises:
+            PlanError: for a call of any other role that :meth:`roles` does not return, and for calls that contradict
+                each other.
         """
-        present = frozenset(role.name for role in self.roles())
-        return _dataflow_of(type(self), present)  # type: ignore[arg-type]  # mypy takes Module.__hash__ for the class's
+        present = tuple(role.name for role in self.roles())
+        return _dataflow_of(self.calls(), present, self.optional_roles)
 
     def models(self) -> dict[str, nn.Module]:
         """Return role name -> model, as far as they are built."""
@@ -104,9 +131,11 @@ class MultiModelModule(L.LightningModule):
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the first role that is loaded from a name or folder, unless one was set."""
+        """The tokenizer of the first language model that is loaded from a name or folder, unless one was set."""
         if self._tokenizer is None:
-            sources = [role.source for role in self.roles() if isinstance(role.source, str | Path)]
+            # Not of a classifier: it may read tokens of another vocabulary.
+            speakers = [role for role in self.roles() if role.task == "causal_lm"]
+            sources = [role.source for role in speakers if isinstance(role.source, str | Path)]
             if not sources:
                 raise ConfigError(
                     f"{type(self).__name__} was given no tokenizer, and no model is loaded from a folder or name that "
@@ -131,7 +160,7 @@ class MultiModelModule(L.LightningModule):
         made = []
         for name in self.dataflow.trained_roles:
             parameters = [p for p in getattr(self, name).parameters() if p.requires_grad]
-            optimizer = self._new_optimizer(parameters)
+            optimizer = self.new_optimizer(name, parameters)
             for group in optimizer.param_groups:
                 group["name"] = name
             entry: dict[str, Any] = {"optimizer": optimizer}
@@ -151,8 +180,9 @@ class MultiModelModule(L.LightningModule):
     def training_step(self, batch: Samples, batch_idx: int) -> None:
         """Run one iteration of the dataflow."""
         self.check_batch(batch)
-        samples = self._strategy.run_iteration(batch)
+        samples = self._strategy.run_iteration(batch).lengths_only()
         self.log_dict(self.summarize(samples), prog_bar=True, batch_size=len(samples))
+        self.on_iteration_end(samples)
 
     def validation_step(self, batch: Samples, batch_idx: int) -> None:
         """Run the evaluation calls on held-out prompts and log ``val/...``."""
@@ -171,14 +201,9 @@ class MultiModelModule(L.LightningModule):
         if not self.evaluation_calls:
             raise ConfigError(f"{type(self).__name__} declares no evaluation_calls; leave the validation data out")
         self.check_batch(batch)
-        samples = self._strategy.run_calls(batch, self.evaluation_calls)
+        samples = self._strategy.run_calls(batch, self.evaluation_calls).lengths_only()
         metrics = {f"{prefix}/{name}": value for name, value in self.summarize(samples).items()}
         self.log_dict(metrics, prog_bar=True, batch_size=len(samples), sync_dist=True)
-
-    def _new_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        if self._make_optimizer is not None:
-            return self._make_optimizer(parameters)
-        return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.0, fused=True)
 
     @property
     def _strategy(self) -> Any:
@@ -205,9 +230,18 @@ class MultiModelModule(L.LightningModule):
 
 
 @cache  # asked for many times an iteration; by roles, because a coefficient that is changed may add or drop one
-def _dataflow_of(module_class: type, roles: frozenset[str]) -> Dataflow:
-    calls = declared_calls(module_class)
+def _dataflow_of(
+    calls: tuple[ModelFunctionCall, ...], roles: tuple[str, ...], optional_roles: tuple[str, ...]
+) -> Dataflow:
+    for call in calls:
+        if call.role is not None and call.role not in (*roles, *optional_roles):
+            raise PlanError(
+                f"call {call.name!r} is of role {call.role!r}, which roles() does not return; it returns "
+                f"{', '.join(roles) or 'none'}. Add a Role({call.role!r}), or name it in optional_roles to leave its "
+                f"calls out"
+            )
     kept = [call for call in calls if call.role is None or call.role in roles]
-    absent = {name for call in calls if call not in kept for name in call.produces}
+    made = {name for call in kept for name in call.produces}
+    absent = {name for call in calls for name in call.produces} - made
     needs = [tuple(name for name in call.needs if name not in absent) for call in kept]
     return Dataflow(tuple(replace(call, needs=names) for call, names in zip(kept, needs, strict=True)))

@@ -5,16 +5,22 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 )
 
 from lightning_realloc.errors import ConfigError
@@ -29,6 +35,22 @@ _AUTO_CLASSES = {
     "sequence_classification": AutoModelForSequenceClassification,
     "token_classification": AutoModelForTokenClassification,
 }
+_CLASSES = {
+    "causal_lm": MODEL_FOR_CAUSAL_LM_MAPPING,
+    "sequence_classification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    "token_classification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+}
+
+
+def is_model_source(source: object) -> TypeGuard[ModelSource]:
+    """Return whether ``source`` names or is a model, where it might also name or be a function.
+
+    A text with a colon, or with dots and no slash, is a function's import path, unless there is such a folder.
+    """
+    if isinstance(source, str):
+        is_path = Path(source).expanduser().exists() or "/" in source
+        return is_path or not (":" in source or "." in source)
+    return isinstance(source, nn.Module | PreTrainedConfig | Path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,26 +95,72 @@ class Role:
     def build(self, *, seed: int) -> nn.Module:
         """Return the model with its full weights, in float32, the same on every rank.
 
-        A module is copied, so that two roles may name the same one. Random weights depend on ``seed`` alone.
+        A module is copied, so that two roles may name the same one; one with another head than ``task`` asks for gives
+        its backbone. A new head and random weights depend on ``seed`` alone. Classifiers have one label.
+
+        Raises:
+            ConfigError: for what cannot be loaded, and a frozen classifier whose head was never trained.
         """
-        if isinstance(self.source, nn.Module):
-            return copy.deepcopy(self.source).train().requires_grad_(self.trained)
-        auto = _AUTO_CLASSES[self.task]
-        options = {} if self.task == "causal_lm" else {"num_labels": 1}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if isinstance(self.source, PreTrainedConfig):
-                model = auto.from_config(self.source, dtype=torch.float32, **options)  # type: ignore[no-untyped-call]
+                model = self._from_config(self.source)
+            elif isinstance(self.source, nn.Module):
+                model = self._copied(self.source)
             else:
-                model = self._load(auto, options)
+                model = self._load(self.source)
         # Lightning warns of modules in eval mode; every call chooses its own mode.
-        return model.train().requires_grad_(self.trained)  # type: ignore[no-any-return]
+        return model.train().requires_grad_(self.trained)
 
-    def _load(self, auto: type, options: dict[str, int]) -> nn.Module:
+    def _from_config(self, config: PreTrainedConfig) -> nn.Module:
+        if type(config) not in _CLASSES[self.task]:
+            raise ConfigError(
+                f"{self.name}: transformers has no {_AUTO_CLASSES[self.task].__name__} of {config.model_type!r}; "
+                f"give {self.name} a model of another family, or a module that is built already"
+            )
+        if self.task != "causal_lm":
+            config = copy.deepcopy(config)
+            config.num_labels = 1
+        return _AUTO_CLASSES[self.task].from_config(config, dtype=torch.float32)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _copied(self, source: nn.Module) -> nn.Module:
+        if isinstance(source, PreTrainedModel) and self._has_another_head(source):
+            self._require_head(["score"])
+            model: Any = self._from_config(source.config)
+            model.base_model.load_state_dict(source.base_model.state_dict())
+            ours, theirs = (getattr(getattr(m, "score", None), "weight", None) for m in (model, source))
+            if isinstance(ours, Tensor) and isinstance(theirs, Tensor) and ours.shape == theirs.shape:
+                ours.data.copy_(theirs)
+            return model.float()  # type: ignore[no-any-return]
+        labels = getattr(getattr(source, "config", None), "num_labels", 1)
+        if self.task != "causal_lm" and labels != 1:
+            raise ConfigError(f"{self.name} is a classifier of {labels} labels; give one with num_labels=1")
+        return copy.deepcopy(source)
+
+    def _has_another_head(self, model: PreTrainedModel) -> bool:
+        kind = type(model.config)
+        others: list[Any] = [
+            classes[kind] for task, classes in _CLASSES.items() if task != self.task and kind in classes
+        ]
+        return any(type(model) in (known if isinstance(known, tuple) else (known,)) for known in others)
+
+    def _load(self, source: str | Path) -> nn.Module:
+        options = {} if self.task == "causal_lm" else {"num_labels": 1}
+        auto: Any = _AUTO_CLASSES[self.task]
         try:
-            return auto.from_pretrained(self.source, dtype=torch.float32, **options)  # type: ignore[attr-defined, no-any-return]
-        except (OSError, ValueError) as error:
+            model, found = auto.from_pretrained(source, dtype=torch.float32, output_loading_info=True, **options)
+        except (OSError, ValueError, RuntimeError) as error:  # the last for a head of several labels
             raise self._not_loaded(error) from error
+        if self.task != "causal_lm":
+            self._require_head(sorted(found["missing_keys"]))
+        return model  # type: ignore[no-any-return]
+
+    def _require_head(self, missing: list[str]) -> None:
+        if missing and not self.trained:
+            raise ConfigError(
+                f"{self.name} is not trained here and brings no weights for {', '.join(missing)}: random ones say "
+                f"nothing; give a model that was saved as {_AUTO_CLASSES[self.task].__name__} with num_labels=1"
+            )
 
     def _not_loaded(self, error: Exception) -> ConfigError:
         return ConfigError(

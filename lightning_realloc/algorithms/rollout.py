@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lightning_realloc.data.rewards import RewardFunctions, Rewards
 from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.runtime.samples import Ragged, Samples
 
@@ -33,6 +35,32 @@ def sample_responses(engine: GenerationEngine, prompts: Samples, sampling: Sampl
             ),
         },
     )
+
+
+def judged_responses(functions: RewardFunctions, samples: Samples, tokenizer: PreTrainedTokenizerBase) -> Rewards:
+    """Return what reward functions say about responses; they get the data's columns of python objects."""
+    known = {name: column for name, column in samples.columns.items() if isinstance(column, tuple)}
+    prompts = known.pop("prompt")
+    return functions(prompts, response_texts(samples, tokenizer), samples.ragged("response_ids").to_lists(), known)
+
+
+def reward_columns(rewards: Rewards) -> dict[str, Tensor]:
+    """Return the column of every function's rewards, where there are several."""
+    several = rewards.by_function if len(rewards.by_function) > 1 else {}
+    return {f"reward/{name}": values for name, values in several.items()}
+
+
+def reward_summary(samples: Samples) -> dict[str, Tensor]:
+    """Return the mean of every function's rewards over the responses that it applied to."""
+    return {name: samples.tensor(name).nanmean() for name in samples.columns if name.startswith("reward/")}
+
+
+def response_summary(samples: Samples) -> dict[str, Tensor]:
+    """Return the mean length of responses and the share of them that ended by themselves."""
+    return {
+        "response_length": samples.ragged("response_ids").lengths.float().mean(),
+        "finished": (samples.tensor("finish_reason") == FINISH_REASONS.index("stop")).float().mean(),
+    }
 
 
 def response_texts(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.algorithms.calls import infer, train
-from lightning_realloc.algorithms.functional import cross_entropy
+from lightning_realloc.algorithms.calls import compute, infer, train
+from lightning_realloc.algorithms.functional import cross_entropy, sequence_sums
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.runtime.packed_forward import token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.samples import Samples
+from lightning_realloc.runtime.samples import Column, Samples
 from lightning_realloc.runtime.training import Average, Loss, Totals
 
 
@@ -27,7 +28,7 @@ class SFT(MultiModelModule):
         settings: Of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
 
-    evaluation_calls = ("actor.infer",)
+    evaluation_calls = ("actor.infer", "measure")
     dropout = True
 
     def __init__(
@@ -50,6 +51,11 @@ class SFT(MultiModelModule):
         """Return the log-probability of every response token; run on held-out data only."""
         return token_logprobs(actor, batch, only_responses=True).logprobs
 
+    @compute(needs="logprobs", produces="response_logprobs")
+    def measure(self, samples: Samples) -> Mapping[str, Column]:
+        """Return the log-probability of every whole response."""
+        return {"response_logprobs": sequence_sums(samples.ragged("logprobs"))}
+
     @train("actor", needs="batch")
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
         """Return one micro-batch's part of the mean negative log-likelihood per token."""
@@ -59,6 +65,6 @@ class SFT(MultiModelModule):
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
         """Return the mean negative log-likelihood per token, where it was scored."""
-        if "logprobs" not in samples:
+        if "response_logprobs" not in samples:
             return {}
-        return {"loss": -samples.ragged("logprobs").values.mean()}
+        return {"loss": -samples.tensor("response_logprobs").sum() / samples.ragged("response_ids").num_tokens}

@@ -97,6 +97,32 @@ def packed_logits(model: nn.Module, packed: PackedBatch) -> Tensor:
     return logits[0]
 
 
+def sequence_scores(model: nn.Module, packed: PackedBatch) -> Tensor:
+    """Return the (B,) scores that a sequence classifier of one label gives, read at every sequence's last token.
+
+    Its own pooling knows one sequence per row, so the scores of all tokens are caught on the way there.
+    """
+    head = getattr(_transformers_model(model), "score", None)
+    if not isinstance(head, nn.Module):
+        raise ConfigError(
+            f"{type(_transformers_model(model)).__name__} has no module 'score' to read packed sequences' scores "
+            f"from; use a model of AutoModelForSequenceClassification whose head scores every token"
+        )
+    seen: list[Tensor] = []
+    handle = head.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    try:
+        with packed_attention(model, packed) as inputs:
+            model(**inputs)
+    finally:
+        handle.remove()
+    if len(seen) != 1 or seen[0].shape != (1, packed.num_tokens, 1):
+        raise ConfigError(
+            f"{type(_transformers_model(model)).__name__} scored {[tuple(scores.shape) for scores in seen]} and not "
+            f"each of {packed.num_tokens} tokens once; use a model of AutoModelForSequenceClassification, num_labels=1"
+        )
+    return seen[0][0, packed.cu_seqlens[1:].long() - 1, 0]
+
+
 def token_logprobs(
     model: nn.Module,
     packed: PackedBatch,

@@ -155,6 +155,15 @@ class Samples:
         """Return the same samples without these columns; names that are absent are ignored."""
         return Samples(self.ids, {name: column for name, column in self.columns.items() if name not in names})
 
+    def lengths_only(self) -> Samples:
+        """Return the same samples with sequences as their lengths alone: ``Ragged`` values of shape (N, 0)."""
+        columns = {
+            name: Ragged(column.values.new_empty(column.num_tokens, 0), column.lengths)
+            for name, column in self.columns.items()
+            if isinstance(column, Ragged)
+        }
+        return self.with_columns(**columns)
+
     def select(self, indices: Sequence[int] | Tensor) -> Samples:
         """Return the samples at these positions, in this order."""
         rows = _as_indices(indices, len(self))

@@ -6,6 +6,7 @@ mini-batch, because each is divided by the mini-batch's totals. The arithmetic i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -65,12 +66,15 @@ class TrainOptions:
         num_minibatches: Optimizer steps per pass.
         micro_batch_tokens: Most tokens that are packed into one forward pass.
         max_grad_norm: The global norm that gradients are clipped to; None leaves them.
+        stop_above: Metric -> limit. A mini-batch whose mean of a metric, over all its samples, exceeds the limit is not
+            learnt from, nor is any after it in the same iteration.
     """
 
     num_epochs: int = 1
     num_minibatches: int = 1
     micro_batch_tokens: int = 8192
     max_grad_norm: float | None = 1.0
+    stop_above: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("num_epochs", "num_minibatches", "micro_batch_tokens"):
@@ -78,6 +82,25 @@ class TrainOptions:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.max_grad_norm is not None and self.max_grad_norm <= 0:
             raise ConfigError(f"max_grad_norm={self.max_grad_norm} must be positive; use None to leave gradients alone")
+        for metric, limit in self.stop_above.items():
+            if not math.isfinite(limit):
+                raise ConfigError(f"stop_above[{metric!r}]={limit} must be a finite number; leave it out to never stop")
+
+    def exceeded(self, metrics: Mapping[str, float]) -> str | None:
+        """Return the first metric of a mini-batch that is above its limit (or NaN), None when all are within.
+
+        Raises:
+            ConfigError: for a limit of a metric that the loss does not measure.
+        """
+        for metric, limit in self.stop_above.items():
+            if metric not in metrics:
+                raise ConfigError(
+                    f"stop_above names {metric!r}, which this loss does not measure; it measures "
+                    f"{', '.join(sorted(metrics))}"
+                )
+            if not metrics[metric] <= limit:
+                return metric
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,6 @@ class CallRunner:
             data = self._walk(batch, calls, iteration)
             facts = data.receive_notes() if _has_notes(calls) else {}
             known = data.known()
-            self._module.on_iteration_end(known)
             metrics = _merge_idle_shares(facts) | self._training_metrics(data.routes, wait=is_last)
             self._mailbox.let_go(self._run - 2)
             if self._overlap != "iterations":
@@ -176,12 +175,12 @@ class CallRunner:
         return data
 
     def _workplace(self, call: ModelFunctionCall, iteration: int) -> Workplace:
+        options = self._module.train_options_of(str(call.role))
         return Workplace(
             layout=self._layout_of(call.name),
-            micro_batch_tokens=self._pool.plan.call(call.name).micro_batch_tokens
-            or self._module.train_options.micro_batch_tokens,
-            train_options=self._module.train_options,
-            order_seeds=self._trainee.order_seeds(iteration),
+            micro_batch_tokens=self._pool.plan.call(call.name).micro_batch_tokens or options.micro_batch_tokens,
+            train_options=options,
+            order_seeds=self._trainee.order_seeds(str(call.role), iteration),
         )
 
     @contextmanager

@@ -154,11 +154,7 @@ class Iteration:
 
     def known(self) -> Samples:
         """Return the last set of samples, with what every rank knows of them: sequences by their lengths alone."""
-        table = self._last_table()
-        if not table.is_batch:
-            return table.known
-        sequences = outline(table.known).columns
-        return table.known.with_columns(**{n: c for n, c in sequences.items() if isinstance(c, Ragged)})
+        return self._last_table().known.lengths_only()
 
     def gather(self, device: torch.device) -> Samples:
         """Return the last set of samples with everything that was made of them, on every rank. Collective."""

@@ -171,8 +171,8 @@ class ReallocStrategy(CheckpointStrategy):
 
     def _make_runner(self, module: Any, pool: ModelPool) -> CallRunner:
         trainee = Trainee(
-            self, pool.meshes, module.train_options, device=self.root_device, rank=self.global_rank, seed=module.seed,
-            dropout=module.dropout, share_prompts=module.share_prompts,
+            self, pool.meshes, module.train_options_of, device=self.root_device, rank=self.global_rank,
+            seed=module.seed, dropout=module.dropout, share_prompts=module.share_prompts,
         )  # fmt: skip
         mailbox = Mailbox(self.global_rank, self.world_size, pool.meshes.new_host_group())
         return CallRunner(
@@ -296,7 +296,7 @@ class ReallocStrategy(CheckpointStrategy):
         """
         module: Any = self.lightning_module
         trainer: Any = module.trainer
-        calls = [call for call in self.pool.dataflow.iteration_calls if module.runs(call, self.iteration)]
+        calls = [call for call in self.pool.dataflow.iteration_calls if module.runs(call.name, self.iteration)]
         is_last = trainer.is_last_batch or self.iteration + 1 == trainer.max_steps
         result = self.runner.run_iteration(batch, calls, iteration=self.iteration, is_last=is_last)
         module.log_dict(dict(result.metrics), batch_size=1)

@@ -8,24 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from lightning_realloc.errors import PlanError
-from lightning_realloc.runtime.samples import Column, Ragged, Samples
+from lightning_realloc.runtime.samples import Column, Samples
 
 Holders = Sequence[tuple[int, ...]]
 """For every position the ranks that hold what a call made of that sample; the first one sends it."""
 
 
 def outline(samples: Samples) -> Samples:
-    """Return the samples with the lengths of sequences in place of sequences: ``Ragged`` of width 0."""
-    columns: dict[str, Column] = {}
-    for name, column in samples.columns.items():
-        if isinstance(column, Ragged):
-            columns[name] = Ragged(torch.empty(column.num_tokens, 0, dtype=column.values.dtype), column.lengths)
-        elif not isinstance(column, tuple):
-            columns[name] = column
-    return Samples(samples.ids, columns)
+    """Return the samples' numbers, with the lengths of sequences in place of sequences."""
+    objects = [name for name, column in samples.columns.items() if isinstance(column, tuple)]
+    return samples.without_columns(*objects).lengths_only()
 
 
 class SampleTable:

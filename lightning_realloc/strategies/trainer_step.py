@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_realloc.errors import PlanError
+from lightning_realloc.layout import AXES
 from lightning_realloc.runtime.gradients import clip_gradients
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.packing import PackedBatch
@@ -58,7 +59,7 @@ class Trainee:
     Args:
         stepper: Lightning's side.
         meshes: Process groups.
-        options: Epochs, mini-batches, clipping.
+        options_of: Role -> epochs, mini-batches, clipping, limits.
         device: Where the model is.
         rank: This process.
         seed: Of the order of mini-batches.
@@ -67,21 +68,22 @@ class Trainee:
     """
 
     def __init__(
-        self, stepper: Stepper, meshes: MeshRegistry, options: TrainOptions, *, device: torch.device, rank: int,
-        seed: int, dropout: bool, share_prompts: bool,
+        self, stepper: Stepper, meshes: MeshRegistry, options_of: Callable[[str], TrainOptions], *,
+        device: torch.device, rank: int, seed: int, dropout: bool, share_prompts: bool,
     ) -> None:  # fmt: skip
         self._stepper = stepper
         self._meshes = meshes
-        self._options = options
+        self._options_of = options_of
         self._device = device
         self._rank = rank
         self._seed = seed
         self._dropout = dropout
         self._share_prompts = share_prompts
 
-    def order_seeds(self, iteration: int) -> list[int]:
-        """Return what shuffles the mini-batches of every epoch of a training call."""
-        return [hash((self._seed, iteration, epoch)) % 2**63 for epoch in range(self._options.num_epochs)]
+    def order_seeds(self, role: str, iteration: int) -> list[int]:
+        """Return what shuffles the mini-batches of every epoch of a role's training call."""
+        num_epochs = self._options_of(role).num_epochs
+        return [hash((self._seed, iteration, epoch)) % 2**63 for epoch in range(num_epochs)]
 
     def train(
         self, method: LossMethod, replica: Replica, chosen: Chosen, steps: Sequence[TrainStep],
@@ -99,33 +101,59 @@ class Trainee:
                 tokens = sum(response_lengths[position] for position in step.positions)
                 totals = Totals(num_sequences=len(step.positions), num_tokens=tokens)
                 mine = step.shares[layout.data_parallel_index(self._rank)]
-                self._step(method, replica, chosen, mine, totals, sums)
-        means = {name: float(value) for name, value in sums.reduce(self._group(replica), self._device).items()}
-        if layout.dims.pp > 1:  # only the last stage knows losses and metrics
-            means = PipelineStage(replica.model, replica.model_layout, self._meshes).from_last(means)
+                if not self._step(method, replica, chosen, mine, totals, sums):
+                    break
+        means = self._means(replica, sums)
+        if self._options_of(replica.role).stop_above:
+            means["steps"] = float(sums.num_steps)
         return {f"{replica.role}/{name}": value for name, value in means.items()}
+
+    def _means(self, replica: Replica, sums: _MetricSums) -> dict[str, float]:
+        """Return what was measured, over all ranks and the same on each. Collective over the layout."""
+        means = {name: float(value) for name, value in sums.reduce(self._group(replica), self._device).items()}
+        if replica.layout.dims.pp > 1:  # only the last stage knows losses and metrics
+            means = PipelineStage(replica.model, replica.model_layout, self._meshes).from_last(means)
+        return means
 
     def _step(
         self, method: LossMethod, replica: Replica, chosen: Chosen, micro_batches: Sequence[MicroBatch],
         totals: Totals, sums: _MetricSums,
-    ) -> None:  # fmt: skip
+    ) -> bool:  # fmt: skip
+        """Learn from one mini-batch; False when it exceeds a limit, and nothing was learnt."""
+        options = self._options_of(replica.role)
         optimizer = self._stepper.optimizer_of(replica.role)
         optimizer.zero_grad(set_to_none=True)
+        measured = _MetricSums()
         if replica.layout.dims.pp > 1:
-            self._through_pipeline(method, replica, chosen, micro_batches, totals, sums)
+            self._through_pipeline(method, replica, chosen, micro_batches, totals, measured)
             micro_batches = ()
         for number, micro in enumerate(micro_batches):
             if isinstance(replica.model, FSDPModule):
                 replica.model.set_requires_gradient_sync(number == len(micro_batches) - 1)
             batch = pack_columns(chosen.at(micro.positions), self._device, share_prompts=self._share_prompts)
             with self._stepper.forward_context(wrapped=isinstance(replica.model, FSDPModule)):
-                loss = self._loss(method, replica, batch, micro, totals, sums)
+                loss = self._loss(method, replica, batch, micro, totals, measured)
             self._stepper.backward_loss(loss)
-        if self._options.max_grad_norm is not None:
-            norm = clip_gradients(replica.model, replica.model_layout, self._meshes, self._options.max_grad_norm)
+        sums.merge(measured)
+        if options.stop_above and self._exceeds(options, replica, measured):
+            optimizer.zero_grad(set_to_none=True)
+            return False
+        if options.max_grad_norm is not None:
+            norm = clip_gradients(replica.model, replica.model_layout, self._meshes, options.max_grad_norm)
             sums.add_shared("grad_norm", norm)
         self._stepper.step(optimizer)
         sums.num_steps += 1
+        return True
+
+    def _exceeds(self, options: TrainOptions, replica: Replica, measured: _MetricSums) -> bool:
+        """Return whether a mini-batch exceeds a limit; the same on every rank of the layout, to the last bit."""
+        above = options.exceeded(self._means(replica, measured)) is not None
+        group = self._meshes.group(replica.layout, *AXES)
+        if group is None:
+            return above
+        anywhere = torch.tensor(above, dtype=torch.uint8, device=self._device)
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
+        return bool(anywhere)
 
     def _through_pipeline(
         self, method: LossMethod, replica: Replica, chosen: Chosen, micros: Sequence[MicroBatch], totals: Totals,
@@ -168,6 +196,8 @@ class _MetricSums:
 
     def __init__(self) -> None:
         self.num_steps = 0
+        """Optimizer steps taken."""
+        self._num_minibatches = 0
         self._loss: list[Tensor] = []
         self._totals: dict[str, list[Tensor]] = {}
         self._weights: dict[str, list[Tensor]] = {}
@@ -179,6 +209,14 @@ class _MetricSums:
         for name, average in loss.metrics.items():
             self._totals.setdefault(name, []).append(average.total.detach().float() * counts)
             self._weights.setdefault(name, []).append(torch.as_tensor(average.weight, dtype=torch.float32) * counts)
+
+    def merge(self, minibatch: _MetricSums) -> None:
+        """Count what the micro-batches of one mini-batch added."""
+        self._num_minibatches += 1
+        self._loss += minibatch._loss
+        for ours, theirs in ((self._totals, minibatch._totals), (self._weights, minibatch._weights)):
+            for name, values in theirs.items():
+                ours.setdefault(name, []).extend(values)
 
     def add_shared(self, name: str, value: Tensor) -> None:
         """Count one optimizer step's value that is already the same on all ranks."""
@@ -195,7 +233,7 @@ class _MetricSums:
         packed = torch.stack(sums)
         if group is not None:
             dist.all_reduce(packed, group=group)
-        result = {"loss": packed[0] / self.num_steps}
+        result = {"loss": packed[0] / max(1, self._num_minibatches)}
         for index, name in enumerate(names):
             result[name] = packed[1 + 2 * index] / packed[2 + 2 * index].clamp_min(1e-12)
         return result | {name: torch.stack(values).mean() for name, values in self._shared.items()}

@@ -32,7 +32,7 @@ class ModelFunctionCall:
     produces: tuple[str, ...] = ()
     """Names that exist once it has ended."""
     whole_batch: bool = False
-    """Whether a computation sees all samples in one place, and not a share of whole prompts."""
+    """Whether a ``compute`` sees all samples of the iteration in one place, instead of a share of whole groups."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(CallKind):
@@ -40,6 +40,11 @@ class ModelFunctionCall:
         if (self.role is None) != (self.kind == "compute"):
             raise PlanError(
                 f"call {self.name!r} of kind {self.kind!r} has role {self.role!r}; only 'compute' calls have no role"
+            )
+        if self.whole_batch and self.kind != "compute":
+            raise PlanError(
+                f"call {self.name!r} of kind {self.kind!r} has whole_batch=True; only 'compute' calls can ask for it, "
+                f"a model's call gets its data-parallel share"
             )
 
 

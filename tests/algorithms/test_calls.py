@@ -80,6 +80,16 @@ def test_a_call_can_be_left_out() -> None:
     assert Dataflow(declared_calls(Silent)).roles == ("actor",)
 
 
+def test_a_computation_may_ask_for_the_whole_batch() -> None:
+    class Whole(Base):
+        @compute(needs="rewards", produces="advantages", whole_batch=True)
+        def compare(self) -> None:
+            """Compare all rewards."""
+
+    asked = {call.name: call.whole_batch for call in declared_calls(Whole)}
+    assert asked == {"actor.train": False, "actor.generate": False, "judge": False, "compare": True}
+
+
 def test_two_methods_cannot_be_the_same_call() -> None:
     class Twice(Base):
         @generate("actor", produces="more")

@@ -131,7 +131,7 @@ def test_groups_are_judged_by_hand() -> None:
     # Group 1: mean 1/2, standard deviation sqrt(1/2); group 2: equal rewards, no advantage.
     scale = 0.5 / (math.sqrt(0.5) + 1e-4)
     assert judged["advantages"].tolist() == pytest.approx([scale, -scale, 0.0, 0.0], abs=1e-6)
-    assert set(judged) == {"rewards", "advantages"}
+    assert set(judged) == {"rewards", "advantages", "tokens"}
     plain = runs.grpo(reward=fixed, normalize_by_std=False).judge(rollout())
     assert plain["advantages"].tolist() == pytest.approx([0.5, -0.5, 0.0, 0.0])
 

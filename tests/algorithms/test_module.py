@@ -12,10 +12,12 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from transformers import PreTrainedModel
 
+from lightning_realloc.algorithms.calls import compute, infer, train
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.role import Role
 from lightning_realloc.algorithms.sft import SFT
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, PlanError
+from lightning_realloc.tuning.dataflow import ModelFunctionCall
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 
@@ -99,6 +101,68 @@ class Judge(MultiModelModule):
     def roles(self) -> tuple[Role, ...]:
         """Return the one model."""
         return (Role(name="judge", source=tiny_model("llama"), trained=False),)
+
+
+class Scoring(MultiModelModule):
+    """An algorithm with two scorers, of which it may be given one; either makes the scores that it learns from."""
+
+    optional_roles = ("second",)
+
+    def __init__(self, *names: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.names = names
+
+    def roles(self) -> tuple[Role, ...]:
+        """Return the roles that the test asks for."""
+        return tuple(Role(name=name, source=tiny_model("llama"), trained=name == "actor") for name in self.names)
+
+    @infer("actor", needs="batch", produces="scores")
+    def score(self) -> None:
+        """Score."""
+
+    @infer("second", needs="batch", produces="more_scores")
+    def score_again(self) -> None:
+        """Score otherwise."""
+
+    @compute(needs=("scores", "more_scores"), produces="targets", whole_batch=True)
+    def compare(self) -> None:
+        """Compare."""
+
+    @train("actor", needs=("batch", "targets"))
+    def learn(self) -> None:
+        """Learn."""
+
+
+def test_calls_of_optional_roles_are_left_out_and_those_of_others_missed() -> None:
+    assert Scoring("actor", "second").dataflow.call("compare").needs == ("scores", "more_scores")
+    alone = Scoring("actor").dataflow
+    assert [call.name for call in alone.calls] == ["actor.infer", "compare", "actor.train"]
+    assert (alone.call("compare").needs, alone.call("compare").whole_batch) == (("scores",), True)
+    with pytest.raises(PlanError, match=r"call 'actor\.infer' is of role 'actor', which roles\(\) does not return; it"):
+        _ = Scoring("second").dataflow
+
+
+class Choosy(Scoring):
+    """An algorithm that makes its scores in one of two ways."""
+
+    @infer("second", needs="batch", produces="scores")
+    def score_again(self) -> None:
+        """Score in the other way."""
+
+    @compute(needs="scores", produces="targets", whole_batch=True)
+    def compare(self) -> None:
+        """Compare what there is."""
+
+    def calls(self) -> tuple[ModelFunctionCall, ...]:
+        """Leave the first way out where there is the second."""
+        return tuple(call for call in super().calls() if call.name != "actor.infer" or "second" not in self.names)
+
+
+def test_settings_choose_between_producers_of_one_name() -> None:
+    for names, producer in ((("actor",), "actor.infer"), (("actor", "second"), "second.infer")):
+        flow = Choosy(*names).dataflow
+        assert [call.name for call in flow.calls] == [producer, "compare", "actor.train"]
+        assert flow.call("compare").needs == ("scores",)
 
 
 def test_an_algorithm_that_trains_nothing_has_no_optimizer() -> None:

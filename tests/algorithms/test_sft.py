@@ -55,4 +55,7 @@ def test_scores_are_summarized_per_token() -> None:
     module = runs.sft()
     assert module.summarize(pairs()) == {}
     scored = pairs().with_columns(logprobs=Ragged.from_list([[-1.0, -2.0], [0.0] * 4, [-4.0]], dtype=torch.float32))
-    assert float(module.summarize(scored)["loss"]) == pytest.approx(1.0)
+    measured = module.measure(scored)
+    assert measured["response_logprobs"].tolist() == [-3.0, 0.0, -4.0]
+    # 7 nats over 7 tokens, known from the lengths alone
+    assert float(module.summarize(scored.with_columns(**measured).lengths_only())["loss"]) == pytest.approx(1.0)

@@ -134,3 +134,13 @@ def test_missing_ids_and_differing_columns_are_named() -> None:
         Samples.concatenate([samples.select([0]), samples.select([1]).without_columns("rewards")])
     with pytest.raises(DataError, match="at least one part"):
         Samples.concatenate([])
+
+
+def test_lengths_stay_where_sequences_go() -> None:
+    columns = {"ids": Ragged.from_list([[4, 5], []]), "score": torch.ones(2), "text": ("a", "b")}
+    samples = Samples(torch.tensor([3, 1]), columns)
+    bare = samples.lengths_only()
+    assert bare.ragged("ids").values.shape == (2, 0)
+    assert bare.ragged("ids").lengths.tolist() == [2, 0]
+    assert bare.without_columns("ids").equals(samples.without_columns("ids"))
+    assert bare.lengths_only().equals(bare)

@@ -54,6 +54,19 @@ def test_a_sequence_that_fits_no_micro_batch_is_named() -> None:
         micro_batch_plan([4, 12], 1, max_tokens=8, equal_counts=False)
 
 
+def test_a_limit_is_exceeded_by_more_by_nan_and_never_silently_missing() -> None:
+    options = TrainOptions(stop_above={"ratio": 1.5, "kl": 0.1})
+    assert options.exceeded({"ratio": 1.5, "kl": 0.1, "loss": 9.0}) is None
+    assert options.exceeded({"ratio": 1.4, "kl": 0.2}) == "kl"
+    assert options.exceeded({"ratio": float("nan"), "kl": 0.0}) == "ratio"
+    with pytest.raises(
+        ConfigError, match="stop_above names 'kl', which this loss does not measure; it measures loss, "
+    ):
+        options.exceeded({"ratio": 1.0, "loss": 9.0})
+    with pytest.raises(ConfigError, match=r"stop_above\['kl'\]=nan must be a finite number; leave it out to never"):
+        TrainOptions(stop_above={"kl": float("nan")})
+
+
 @given(num_samples=st.integers(1, 40), num_minibatches=st.integers(1, 40), seed=st.integers(0, 2**40))
 def test_mini_batches_partition_the_samples_evenly(num_samples: int, num_minibatches: int, seed: int) -> None:
     if num_samples < num_minibatches:

@@ -70,6 +70,9 @@ def make_module(part: Part) -> Any:
     actor = tiny_model(part.family, **({"resid_pdrop": part.dropout} if part.dropout else {}))
     settings: dict[str, Any] = {"actor": actor, "optimizer": make_optimizer(part.optimizer)}
     settings["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    if part.algorithm == "ppo":
+        # The actor has not stepped when the checkpoint is written; the weight of the divergence and the moments have.
+        return runs.ppo(**settings, critic_warmup=3, kl_target=1.0, normalize_values=True)
     return runs.grpo(**settings) if part.algorithm == "grpo" else runs.sft(**settings)
 
 

@@ -13,10 +13,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_realloc.algorithms.grpo import GRPO
+from lightning_realloc.algorithms.ppo import PPO
 from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.runtime.samples import Ragged, Samples
-from lightning_realloc.runtime.shared_memory import gather_objects
 from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies import ReallocStrategy
 from tests.models import byte_tokenizer, tiny_model
@@ -89,29 +89,32 @@ class RecordedGRPO(GRPO):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
+        self.tokens: list[list[list[int]]] = []
         self.rewards: list[list[float]] = []
-        self._made_here: dict[int, dict[int, list[int]]] = {}
 
-    def roll_out(self, actor: Any, prompts: Samples) -> Samples:
-        """Record the responses that this rank makes, by the number of the iteration or evaluation."""
-        made: Samples = super().roll_out(actor, prompts)
-        rows = zip(made.ids.tolist(), made.ragged("response_ids").to_lists(), strict=True)
-        self._made_here.setdefault(len(self.rewards), {}).update(rows)
-        return made
-
-    @property
-    def tokens(self) -> list[list[list[int]]]:
-        """The responses of every iteration and evaluation, in the order of their ids. Collective."""
-        merged: dict[int, dict[int, list[int]]] = {}
-        for made in gather_objects(self._made_here):
-            for index, rows in made.items():
-                merged.setdefault(index, {}).update(rows)
-        return [[merged[index][name] for name in sorted(merged[index])] for index in sorted(merged)]
+    def judge(self, samples: Samples) -> Mapping[str, Any]:
+        """Judge, and keep the tokens in a column that every rank gets whole."""
+        return {**super().judge(samples), "tokens": token_rows(samples)}
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
         """Record, and log what GRPO logs."""
+        self.tokens.append(rows_of_tokens(samples))
         self.rewards.append(samples.tensor("rewards").tolist())
         return super().summarize(samples)
+
+
+def token_rows(samples: Samples) -> Tensor:
+    """Return (B, 16) tokens of the responses, -1 behind them: one value per sample, which travels to every rank."""
+    responses = samples.ragged("response_ids")
+    rows = torch.full((len(samples), 16), -1)
+    for row, tokens in zip(rows, responses.split(), strict=True):
+        row[: len(tokens)] = tokens
+    return rows
+
+
+def rows_of_tokens(samples: Samples) -> list[list[int]]:
+    """Return the responses that :func:`token_rows` kept."""
+    return [[token for token in row if token >= 0] for row in samples.tensor("tokens").tolist()]
 
 
 def grpo(**settings: Any) -> RecordedGRPO:
@@ -121,6 +124,34 @@ def grpo(**settings: Any) -> RecordedGRPO:
     model = settings.pop("actor", None) or tiny_model("llama")
     reference = settings.pop("reference", None) or tiny_model("llama", seed=1)
     return RecordedGRPO(model, reward, reference=reference, **settings)
+
+
+class RecordedPPO(PPO):
+    """PPO that keeps the tokens and scores of every iteration and evaluation."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.tokens: list[list[list[int]]] = []
+        self.rewards: list[list[float]] = []
+
+    def estimate_advantages(self, samples: Samples) -> Mapping[str, Any]:
+        """Estimate, and keep the tokens in a column that every rank gets whole."""
+        return {**super().estimate_advantages(samples), "tokens": token_rows(samples)}
+
+    def summarize(self, samples: Samples) -> dict[str, Tensor]:
+        """Record, and log what PPO logs."""
+        self.tokens.append(rows_of_tokens(samples) if "tokens" in samples else [])
+        self.rewards.append(samples.tensor("scores").tolist())
+        return super().summarize(samples)
+
+
+def ppo(**settings: Any) -> RecordedPPO:
+    """Return PPO on tiny llamas, of which only the actor and the critic look alike, learning fast."""
+    settings = {"sampling": SAMPLING, "learning_rate": 1e-2, "tokenizer": byte_tokenizer(), **settings}
+    reward = settings.pop("reward", low_tokens)
+    model = settings.pop("actor", None) or tiny_model("llama")
+    reference = settings.pop("reference", None) or tiny_model("llama", seed=1)
+    return RecordedPPO(model, reward, reference=reference, **settings)
 
 
 def sft(**settings: Any) -> SFT:

@@ -19,7 +19,7 @@ from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.samples import Ragged, Samples
 from lightning_realloc.strategies import ReallocStrategy
-from tests.models import byte_tokenizer, tiny_model
+from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs
 from tests.strategies.runs import Batches, calls
 from tests.workers import WorkerPool
@@ -264,6 +264,16 @@ def failing_after_lockstep() -> Any:
     return module, "static", Batches(1)
 
 
+def reward_with_another_vocabulary() -> Any:
+    """A reward model that would read other tokens than the actor writes."""
+    return runs.ppo(reward=tiny_scorer("llama", vocab_size=64)), "static", Batches(1)
+
+
+def limit_of_nothing() -> Any:
+    """A limit of a metric that no loss measures."""
+    return runs.ppo(train_options=runs.options(stop_above={"surprise": 1.0})), "static", Batches(1)
+
+
 def nothing_to_learn() -> Any:
     """Responses without a token."""
     return runs.sft(), "heuristic", Batches(1, responses=True, silent=6)
@@ -291,6 +301,8 @@ def test_what_fails_on_one_rank_is_raised_on_all(workers: WorkerPool) -> None:
             strange_prompt: "holds token ids from 1000 to 1000, the model's vocabulary has 128",
             strange_prompt_in_lockstep: "holds token ids from 1000 to 1000, the model's vocabulary has 128",
             failing_after_lockstep: "PlanError: too late",
+            reward_with_another_vocabulary: "ConfigError: reward has another vocabulary than the actor: 64 tokens, the",
+            limit_of_nothing: "ConfigError: stop_above names 'surprise', which this loss does not measure; it measures",
             nothing_to_learn: "DataError: a mini-batch has 6 sequences without a single response token",
             no_samples_for_mini_batches: "ConfigError: num_minibatches=9 needs as many samples in an iteration",
             sequence_longer_than_a_micro_batch: "DataError: a sequence must fit one micro-batch",

@@ -34,15 +34,19 @@ from tests.workers import WorkerPool
 
 GRPO_PLAN = runs.calls(actor_generate="tp2", reference_infer="dp2", actor_train="fsdp2")
 
+PPO_PLAN = runs.calls(
+    actor_generate="dp2", reference_infer="dp2", critic_infer="dp2", actor_train="fsdp2", critic_train="fsdp2"
+)
+
 
 def _sft(layout: str) -> dict[str, Any]:
     return runs.calls(actor_train=layout)
 
 
 # ---- the same trajectory
-@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "sft"])
 def test_a_resumed_run_is_the_straight_run_bit_by_bit(workers: WorkerPool, tmp_path: Path, algorithm: str) -> None:
-    plan = GRPO_PLAN if algorithm == "grpo" else _sft("fsdp2")
+    plan = {"grpo": GRPO_PLAN, "ppo": PPO_PLAN, "sft": _sft("fsdp2")}[algorithm]
     straight = Part(plan, 5, save=tmp_path / "straight", save_at=(2,), algorithm=algorithm)
     resumed = replace(straight, resume=tmp_path / "straight-2", save=tmp_path / "resumed", save_at=(), seed=99)
 

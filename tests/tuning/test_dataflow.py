@@ -72,5 +72,7 @@ def test_only_computations_have_no_role() -> None:
         ModelFunctionCall("judge", "infer", None, "judge")
     with pytest.raises(PlanError, match=r"only 'compute' calls have no role"):
         ModelFunctionCall("judge", "compute", "actor", "judge")
+    with pytest.raises(PlanError, match=r"only 'compute' calls can ask for it, a model's call gets its data-parallel"):
+        ModelFunctionCall("actor.infer", "infer", "actor", "score", whole_batch=True)
     with pytest.raises(PlanError, match=r"kind 'dream'; use one of \('generate', 'infer', 'train', 'compute'\)"):
         ModelFunctionCall("actor.dream", "dream", "actor", "dream")  # type: ignore[arg-type]

@@ -1,0 +1,393 @@
+"""Proximal policy optimisation with a critic: an actor, a critic, a reference and a reward.
+
+Left out here, because it is the runtime's: micro-batches, backward, clipping of gradients, optimizer steps, layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from lightning_realloc.algorithms.averages import LossAverage, averaged_loss
+from lightning_realloc.algorithms.calls import compute, generate, infer, train
+from lightning_realloc.algorithms.controllers import KLController, RunningMoments
+from lightning_realloc.algorithms.functional import (
+    KLEstimator,
+    clipped_policy_loss,
+    clipped_value_loss,
+    explained_variance,
+    generalized_advantages,
+    kl_estimate,
+    masked_sum,
+    sequence_sums,
+    shaped_scores,
+    token_rewards,
+    whiten,
+)
+from lightning_realloc.algorithms.module import MultiModelModule
+from lightning_realloc.algorithms.role import ModelSource, Role, is_model_source
+from lightning_realloc.algorithms.rollout import (
+    judged_responses,
+    response_summary,
+    reward_columns,
+    reward_summary,
+    sample_responses,
+)
+from lightning_realloc.algorithms.settings import check_choice, check_not_negative, check_positive, check_share
+from lightning_realloc.algorithms.vocabulary import require_same_vocabulary, required_tokenizer, retokenized
+from lightning_realloc.data.rewards import RewardFunction, RewardFunctions
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation import GenerationEngine, SamplingParams
+from lightning_realloc.runtime.packed_forward import packed_logits, sequence_scores, token_logprobs
+from lightning_realloc.runtime.packing import PackedBatch
+from lightning_realloc.runtime.samples import Column, Ragged, Samples
+from lightning_realloc.runtime.training import Average, Loss, Totals, TrainOptions
+from lightning_realloc.tuning.dataflow import ModelFunctionCall
+
+KLPlace = Literal["reward", "loss"]
+RewardSource = ModelSource | Sequence[str | RewardFunction] | RewardFunction
+"""A sequence classifier of one label, as a name, folder, config or module; or reward functions, or import paths."""
+
+
+class PPO(MultiModelModule):
+    """Train an actor on rewards, each token's compared with what a critic expected.
+
+    Source: Schulman et al., arXiv:1707.06347; for language models: Ziegler et al., arXiv:1909.08593.
+
+    Args:
+        actor: The policy: a Hugging Face name or folder, a config, or a module.
+        reward: A model that scores sequences, or functions ``f(prompts, completions, **columns) -> list[float]``, or
+            their import paths (``package.module:name``).
+        critic: A token classifier of one label; by default the reward model with a value for every token, or, where
+            that is none or reads other tokens, the actor's layers below a new head.
+        reference: What the policy is kept close to; by default the actor as it was loaded.
+        reward_weights: One per reward function; by default all count 1.
+        tokenizer: By default the actor's.
+        reward_tokenizer: ``"actor"``: the reward model reads the actor's tokens; ``"retokenize"``: the texts, as its
+            own tokenizer encodes them; a tokenizer: as that one does.
+        sampling: Of the rollout.
+        evaluation_sampling: Of ``validate`` and ``test``; by default one greedy response per prompt.
+        kl_coef: Weight of the divergence from the reference; 0 leaves the reference out altogether.
+        kl_place: ``"reward"`` takes it (k1) from each token's reward, ``"loss"`` adds it to the actor's loss.
+        kl_estimator: k1, k2 or k3, in the loss.
+        kl_target: Divergence in nats per response that ``kl_coef`` is steered towards; None keeps ``kl_coef``.
+        kl_gain: How fast it is steered.
+        clip_low: How far a token's probability ratio may fall below 1 and still be pushed down.
+        clip_high: How far it may rise above 1 and still be pushed up.
+        value_clip: How far a value may move from that at the rollout and still be pushed on; None never clips.
+        discount: Of a reward one token later.
+        gae_lambda: 0 trusts the critic after one token, 1 never.
+        normalize_advantages: To mean 0 and deviation 1 over all tokens of an iteration.
+        normalize_values: Let the critic learn returns less their running mean, over their running deviation.
+        reward_scale: Factor of every score.
+        reward_clip: Largest absolute score after that; None does not clip.
+        entropy_coef: Weight of the entropy that the actor is rewarded for.
+        loss_average: ``"sequence"`` means each response's tokens, then the responses; ``"token"`` means all tokens.
+        critic_warmup: Iterations in which the critic learns alone.
+        critic_learning_rate: By default the actor's.
+        critic_train_options: Epochs, mini-batches, clipping and limits of the critic; by default the actor's.
+        settings: Of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+    """
+
+    optional_roles = ("reference", "reward")
+    share_prompts = True
+
+    def __init__(
+        self,
+        actor: ModelSource,
+        reward: RewardSource,
+        *,
+        critic: ModelSource | None = None,
+        reference: ModelSource | None = None,
+        reward_weights: Sequence[float] | None = None,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        reward_tokenizer: Literal["actor", "retokenize"] | PreTrainedTokenizerBase = "actor",
+        sampling: SamplingParams | None = None,
+        evaluation_sampling: SamplingParams | None = None,
+        kl_coef: float = 0.05,
+        kl_place: KLPlace = "reward",
+        kl_estimator: KLEstimator = "k3",
+        kl_target: float | None = None,
+        kl_gain: float = 0.1,
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        value_clip: float | None = 0.2,
+        discount: float = 1.0,
+        gae_lambda: float = 0.95,
+        normalize_advantages: bool = True,
+        normalize_values: bool = False,
+        reward_scale: float = 1.0,
+        reward_clip: float | None = None,
+        entropy_coef: float = 0.0,
+        loss_average: LossAverage = "token",
+        critic_warmup: int = 0,
+        critic_learning_rate: float | None = None,
+        critic_train_options: TrainOptions | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        self.sampling = sampling or SamplingParams()
+        if self.sampling.temperature == 0:
+            raise ConfigError("sampling.temperature=0 explores nothing: no token is drawn; set it above 0")
+        check_choice("kl_place", kl_place, get_args(KLPlace))
+        check_choice("kl_estimator", kl_estimator, get_args(KLEstimator))
+        check_choice("loss_average", loss_average, get_args(LossAverage))
+        check_not_negative(
+            kl_coef=kl_coef, kl_gain=kl_gain, clip_low=clip_low, clip_high=clip_high, entropy_coef=entropy_coef,
+            critic_warmup=critic_warmup,
+        )  # fmt: skip
+        check_positive(
+            kl_target=kl_target, value_clip=value_clip, reward_clip=reward_clip,
+            critic_learning_rate=critic_learning_rate,
+        )  # fmt: skip
+        check_share(discount=discount, gae_lambda=gae_lambda)
+        if kl_target is not None and kl_coef == 0:
+            raise ConfigError(
+                f"kl_target={kl_target} steers kl_coef, which is 0 and leaves the reference out; raise it"
+            )
+        self.evaluation_sampling = evaluation_sampling or replace(self.sampling, n=1, temperature=0.0)
+        self.has_reference = kl_coef > 0
+        self.kl_place = kl_place
+        self.kl_estimator = kl_estimator
+        self.clip_low = clip_low
+        self.clip_high = clip_high
+        self.value_clip = value_clip
+        self.discount = discount
+        self.gae_lambda = gae_lambda
+        self.normalize_advantages = normalize_advantages
+        self.normalize_values = normalize_values
+        self.reward_scale = reward_scale
+        self.reward_clip = reward_clip
+        self.entropy_coef = entropy_coef
+        self.loss_average = loss_average
+        self.critic_warmup = critic_warmup
+        self.critic_learning_rate = critic_learning_rate
+        self.critic_train_options = critic_train_options or self.train_options
+        self.tokenizer = tokenizer
+        self.kl_controller = KLController(kl_coef, target=kl_target, gain=kl_gain)
+        self.return_moments = RunningMoments()
+        self._actor_source = actor
+        self._reference_source = reference if reference is not None else actor
+        self._set_reward(reward, reward_weights, reward_tokenizer)
+        reads_actor_tokens = self._reward_source is not None and reward_tokenizer == "actor"
+        self._critic_source = critic or (self._reward_source if reads_actor_tokens else None) or actor
+
+    def _set_reward(self, reward: RewardSource, weights: Sequence[float] | None, tokenizer: Any) -> None:
+        self._reward_source: ModelSource | None = reward if is_model_source(reward) else None
+        self._reward_functions: RewardFunctions | None = None
+        self._reward_tokenizer = tokenizer
+        if isinstance(tokenizer, str):
+            check_choice("reward_tokenizer", tokenizer, ("actor", "retokenize"))
+        if self._reward_source is None:
+            self._reward_functions = RewardFunctions(reward, weights=weights)  # type: ignore[arg-type]
+            if tokenizer != "actor":
+                raise ConfigError(f"reward_tokenizer={tokenizer!r} is for a reward model; reward={reward!r} is none")
+        elif weights is not None:
+            raise ConfigError(f"reward_weights={list(weights)} are for reward functions; reward={reward!r} is a model")
+        self.evaluation_calls = ("actor.generate", "judge" if self._reward_source is None else "reward.infer")
+
+    # ---- models and calls
+    def roles(self) -> tuple[Role, ...]:
+        """Return the actor and the critic, and the reference and the reward where they are models."""
+        roles = [
+            Role(name="actor", source=self._actor_source, trained=True),
+            Role(name="critic", source=self._critic_source, trained=True, task="token_classification"),
+        ]
+        if self.has_reference:
+            roles.append(Role(name="reference", source=self._reference_source, trained=False))
+        if self._reward_source is not None:
+            roles.append(Role(name="reward", source=self._reward_source, trained=False, task="sequence_classification"))
+        return tuple(roles)
+
+    def calls(self) -> tuple[ModelFunctionCall, ...]:
+        """Leave out reward functions where there is a model; the actor needs the reference only in its loss."""
+        calls = [call for call in super().calls() if call.name != "judge" or self._reward_functions is not None]
+        if self.kl_place == "loss":
+            return tuple(calls)
+        needs = {"actor.train": ("rollout", "advantages")}
+        return tuple(replace(call, needs=needs.get(call.name, call.needs)) for call in calls)
+
+    def runs(self, call: str, iteration: int) -> bool:
+        """Let the critic learn alone at first."""
+        return call != "actor.train" or iteration >= self.critic_warmup
+
+    def train_options_of(self, role: str) -> TrainOptions:
+        """Return the critic's own, where there are some."""
+        return self.critic_train_options if role == "critic" else self.train_options
+
+    def new_optimizer(self, role: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer of a role, the critic's with its own learning rate, where there is one."""
+        optimizer = super().new_optimizer(role, parameters)
+        if role == "critic" and self.critic_learning_rate is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = self.critic_learning_rate
+        return optimizer
+
+    def configure_model(self) -> None:
+        """Build the models, once it is known that they read the same tokens."""
+        if not self.models():
+            self._check_vocabularies()
+        super().configure_model()
+
+    def _check_vocabularies(self) -> None:
+        actor, *others = self.roles()
+        tokenizer = self.tokenizer
+        # The reward first: where the critic begins as a copy of it, the reward is what was given.
+        for role in sorted(others, key=lambda role: role.name != "reward"):
+            way_out = f"give {role.name}= a model with the actor's tokenizer"
+            if role.name == "reward":
+                if self._reward_tokenizer == "retokenize":
+                    self._reward_tokenizer = required_tokenizer(role)
+                if self._reward_tokenizer != "actor":
+                    continue
+                way_out += ", or set reward_tokenizer='retokenize' to have it read the texts"
+            require_same_vocabulary(role, actor, tokenizer, way_out=way_out)
+
+    # ---- the calls
+    @generate("actor", produces="rollout")
+    def roll_out(self, actor: GenerationEngine, prompts: Samples) -> Samples:
+        """Sample responses to every prompt; of held-out prompts, one."""
+        sampling = self.sampling if self.trainer.training else self.evaluation_sampling
+        return sample_responses(actor, prompts, replace(sampling, seed=sampling.seed + self.seed))
+
+    @infer("reference", needs="rollout", produces="ref_logprobs")
+    def score_reference(self, reference: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return the reference's log-probability of every response token."""
+        return token_logprobs(reference, batch, temperature=self.sampling.temperature, only_responses=True).logprobs
+
+    @infer("reward", needs="rollout", produces="scores")
+    def score_sequences(self, reward: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return the reward model's score of every sequence."""
+        if isinstance(self._reward_tokenizer, PreTrainedTokenizerBase):
+            batch = retokenized(batch, self.tokenizer, self._reward_tokenizer)
+        return sequence_scores(reward, batch).float()
+
+    @compute(needs="rollout", produces="scores")
+    def judge(self, samples: Samples) -> Mapping[str, Column]:
+        """Return the reward functions' score of every response."""
+        assert self._reward_functions is not None, "this call is left out where a model rewards"
+        rewards = judged_responses(self._reward_functions, samples, self.tokenizer)
+        return {"scores": rewards.total, **reward_columns(rewards)}
+
+    @infer("critic", needs="rollout", produces="values")
+    def expect(self, critic: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return what the critic expects before every response token."""
+        return self._values(critic, batch)
+
+    @compute(
+        needs=("rollout", "scores", "values", "ref_logprobs"), produces=("advantages", "returns"), whole_batch=True
+    )
+    def estimate_advantages(self, samples: Samples) -> Mapping[str, Column]:
+        """Return every token's advantage and return, and every sample's reward, divergence and moments of returns.
+
+        With ``normalize_values``, returns come in the critic's units, these returns being part of the running moments.
+        """
+        behaviour = samples.ragged("behaviour_logprobs")
+        columns: dict[str, Column] = {}
+        penalties = torch.zeros_like(behaviour.values)
+        if self.has_reference:
+            reference = samples.ragged("ref_logprobs").values.to(behaviour.values)
+            k1 = kl_estimate(behaviour.values, reference, estimator="k1")
+            k3 = kl_estimate(behaviour.values, reference, estimator="k3")
+            columns["kl_k1"] = sequence_sums(Ragged(k1, behaviour.lengths))
+            columns["kl_k3"] = sequence_sums(Ragged(k3, behaviour.lengths))
+            if self.kl_place == "reward":
+                penalties = self.kl_controller.coefficient.to(k1) * k1
+        scores = shaped_scores(samples.tensor("scores"), scale=self.reward_scale, clip=self.reward_clip)
+        rewards = token_rewards(scores, Ragged(penalties, behaviour.lengths))
+        estimates = samples.ragged("values").to(penalties.device)
+        # Moments into which nothing was ever taken, as without normalize_values, change nothing.
+        values = Ragged(self.return_moments.denormalize(estimates.values), estimates.lengths)
+        advantages = generalized_advantages(rewards, values, discount=self.discount, gae_lambda=self.gae_lambda)
+        returns = Ragged(advantages.values + values.values, values.lengths)
+        return columns | {
+            "rewards": sequence_sums(rewards),
+            "advantages": Ragged(whiten(advantages.values), values.lengths)
+            if self.normalize_advantages
+            else advantages,
+            "returns": self._in_critic_units(returns),
+            "return_sums": sequence_sums(Ragged(returns.values.double(), returns.lengths)),
+            "return_square_sums": sequence_sums(Ragged(returns.values.double().square(), returns.lengths)),
+            "explained_variance": explained_variance(values.values, returns.values).expand(len(samples)).clone(),
+        }
+
+    @train("actor", needs=("rollout", "advantages", "ref_logprobs"))
+    def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
+        """Return the clipped surrogate, the entropy bonus and, in its place, the divergence penalty."""
+        statistics = token_logprobs(
+            actor, batch, temperature=self.sampling.temperature, with_entropy=True, only_responses=True
+        )
+        logprobs, entropy, mask = statistics.logprobs, statistics.entropy, batch.response_mask
+        assert entropy is not None, "asked for with_entropy"
+        behaviour = batch["behaviour_logprobs"]
+        surrogate = clipped_policy_loss(
+            logprobs, behaviour, batch["advantages"], clip_low=self.clip_low, clip_high=self.clip_high
+        )
+        values = surrogate.values - self.entropy_coef * entropy
+        if self.has_reference and self.kl_place == "loss":
+            kl = kl_estimate(logprobs, batch["ref_logprobs"], estimator=self.kl_estimator)
+            values = values + self.kl_controller.coefficient.to(kl) * kl
+        now = logprobs.detach()
+        measured = {
+            "clip_fraction": surrogate.clipped.float(),
+            "entropy": entropy.detach(),
+            "ratio": (now - behaviour).exp(),
+            # From the policy that drew the tokens to the one that is trained: k3 with their parts exchanged.
+            "behaviour_kl": kl_estimate(behaviour, now, estimator="k3"),
+        }
+        metrics = {name: Average(masked_sum(values, mask), mask.sum()) for name, values in measured.items()}
+        return Loss(averaged_loss(values, batch, totals, average=self.loss_average), metrics)
+
+    @train("critic", needs=("rollout", "values", "returns"))
+    def critic_loss(self, critic: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
+        """Return the clipped squared error of the values."""
+        error = clipped_value_loss(self._values(critic, batch), batch["values"], batch["returns"], clip=self.value_clip)
+        mask = batch.response_mask
+        clipped = Average(masked_sum(error.clipped.float(), mask), mask.sum())
+        loss = averaged_loss(error.values, batch, totals, average=self.loss_average)
+        return Loss(loss, {"clip_fraction": clipped})
+
+    # ---- after an iteration
+    def summarize(self, samples: Samples) -> dict[str, Tensor]:
+        """Return mean scores, rewards, divergences (nats per response) and lengths, and how good the critic was."""
+        summary = {"score": samples.tensor("scores").float().mean(), **reward_summary(samples)}
+        names = {"reward": "rewards", "kl_k1": "kl_k1", "kl_k3": "kl_k3", "explained_variance": "explained_variance"}
+        summary |= {name: samples.tensor(column).mean() for name, column in names.items() if column in samples}
+        if "kl_k1" in samples:
+            summary["kl_coef"] = self.kl_controller.coefficient.float().clone()
+        return summary | response_summary(samples)
+
+    def on_iteration_end(self, samples: Samples) -> None:
+        """Steer the divergence's weight, and take the returns into the running moments."""
+        if self.has_reference:
+            self.kl_controller.update(samples.tensor("kl_k1").mean())
+        if self.normalize_values:
+            sums = (samples.tensor(name).sum() for name in ("return_sums", "return_square_sums"))
+            self.return_moments.update(samples.ragged("response_ids").num_tokens, *sums)
+
+    def check_batch(self, batch: Samples) -> None:
+        """Refuse data without a column that a reward function asks for."""
+        if self._reward_functions is not None:
+            given = [name for name, column in batch.columns.items() if isinstance(column, tuple)]
+            self._reward_functions.check_columns(given)
+
+    # ---- helpers
+    def _values(self, critic: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return (N,) the value of the state before each token, which is what the critic says at the token before."""
+        values = packed_logits(critic, batch)
+        if values.shape[1] != 1:
+            raise ConfigError(f"critic gives {values.shape[1]} labels for each token; give one with num_labels=1")
+        return values[batch.predecessors, 0].float()
+
+    def _in_critic_units(self, returns: Ragged) -> Ragged:
+        if not self.normalize_values:
+            return returns
+        exact = returns.values.double()
+        moments = self.return_moments.merged(returns.num_tokens, exact.sum(), exact.square().sum())
+        return Ragged(moments.normalize(returns.values), returns.lengths)

@@ -1,0 +1,34 @@
+"""Is a setting one that can work? Asked when an algorithm is built, so that a mistake costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_realloc.errors import ConfigError
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raise ConfigError unless ``value`` is one of the choices."""
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}")
+
+
+def check_not_negative(**settings: float) -> None:
+    """Raise ConfigError for the first setting that is negative or NaN."""
+    for name, value in settings.items():
+        if not value >= 0:  # NaN too
+            raise ConfigError(f"{name}={value} may not be negative; 0 switches it off")
+
+
+def check_positive(**settings: float | None) -> None:
+    """Raise ConfigError for the first setting that is given, and zero, negative or NaN."""
+    for name, value in settings.items():
+        if value is not None and not value > 0:  # NaN too
+            raise ConfigError(f"{name}={value} must be positive; None leaves it out")
+
+
+def check_share(**settings: float) -> None:
+    """Raise ConfigError for the first setting outside 0..1."""
+    for name, value in settings.items():
+        if not 0 <= value <= 1:
+            raise ConfigError(f"{name}={value} must lie between 0 and 1")
