@@ -65,6 +65,10 @@ class Role:
     """Whether an optimizer changes them."""
     task: Task = "causal_lm"
     """The head: next-token logits, or one score per sequence or token."""
+    follows: str | None = None
+    """A trained role of the same shape that this one's weights follow, as an exponential moving average."""
+    follow_rate: float = 0.01
+    """How much of the way to that role's weights this one goes after each of its training calls: 1 less the decay."""
 
     def config(self) -> PreTrainedConfig | None:
         """Return the model's configuration, None for a module without one."""
@@ -81,6 +85,11 @@ class Role:
         return config
 
     def __post_init__(self) -> None:
+        if self.follows is not None and (self.trained or not 0 < self.follow_rate <= 1):
+            raise ConfigError(
+                f"{self.name} follows {self.follows!r} with follow_rate={self.follow_rate} and trained={self.trained}; "
+                f"a role that follows is not trained, and its rate lies above 0 and up to 1"
+            )
         if not isinstance(self.source, str | Path):
             return
         # A name on the hub has at most one slash; anything else is meant as a folder, and is missed here, not later.

@@ -71,7 +71,7 @@ def save(folder: Path, meta: dict[str, Any], models: TrainedModels, *, include_f
     Raises:
         CheckpointError: on every rank, when ``folder`` is something else, or the first rank cannot write.
     """
-    roles = [role for role in models.pool.roles if include_frozen or role in models.pool.dataflow.trained_roles]
+    roles = [role for role in models.pool.roles if include_frozen or role in models.pool.changing_roles]
     state: dict[str, ShardedTensor] = {}
     for role in roles:
         home = models.pool.home(role)
@@ -117,7 +117,7 @@ def _make_room(folder: Path, partial: Path) -> None:
 def _finish(folder: Path, partial: Path, meta: dict[str, Any], models: TrainedModels, roles: list[str]) -> None:
     torch.save(meta, partial / META_FILE)
     for role in roles:
-        tokenizer = models.tokenizer if role in models.pool.dataflow.trained_roles else None
+        tokenizer = models.tokenizer if role in models.pool.changing_roles else None
         huggingface.describe(models.pool.home(role).model, tokenizer, partial / MODELS_FOLDER / role)
     description = {
         "format": FORMAT,
@@ -244,7 +244,7 @@ def check_roles(description: Mapping[str, Any], models: TrainedModels, folder: P
         )
     for role in models.pool.roles:
         if role not in description["roles"]:
-            if role in models.pool.dataflow.trained_roles:
+            if role in models.pool.changing_roles:
                 raise CheckpointError(f"{folder} has no role {role!r}, only {', '.join(description['roles'])}")
             continue
         ours = {p.name: list(p.shape) for p in models.pool.home(role).model_layout.model.params}
@@ -312,7 +312,7 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def other_state(module: nn.Module, pool: ModelPool) -> dict[str, Tensor]:
     """Return what of a module's state the shards leave out: all but the weights of roles, and frozen roles whole."""
     roles = tuple(f"{role}." for role in pool.roles)
-    frozen = tuple(f"{role}." for role in pool.roles if role not in pool.dataflow.trained_roles)
+    frozen = tuple(f"{role}." for role in pool.roles if role not in pool.changing_roles)
     state: dict[str, Tensor] = {}
     for prefix, child in module.named_modules():
         dot = f"{prefix}." if prefix else ""

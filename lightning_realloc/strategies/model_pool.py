@@ -36,6 +36,16 @@ from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
 
 
+@dataclass(frozen=True, slots=True)
+class Following:
+    """What a role's weights follow, and how closely."""
+
+    role: str
+    """The leader, which is trained."""
+    rate: float
+    """How much of the way to the leader's weights one step goes: 1 less the decay of a moving average."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolOptions:
     """What does not depend on a role."""
@@ -56,6 +66,8 @@ class PoolOptions:
     """How weights travel; ``auto`` probes."""
     tp_plans: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Role -> tensor-parallel styles, for models that bring none."""
+    followers: Mapping[str, Following] = field(default_factory=dict)
+    """Role -> what its weights follow."""
 
 
 class ModelPool:
@@ -68,8 +80,15 @@ class ModelPool:
         self._options = options
         self._home: dict[str, Replica] = {}
         self._blanks: dict[str, nn.Module] = {}
+        self._followings: dict[str, Reallocation] = {}
         self._copies: dict[tuple[str, Layout], Replica] = {}
         self._realized: set[str] = set()
+        for role, following in options.followers.items():
+            if following.role not in dataflow.trained_roles:
+                raise PlanError(
+                    f"role {role!r} follows {following.role!r}, which is not trained; trained are "
+                    f"{', '.join(dataflow.trained_roles) or 'none'}"
+                )
         self.seconds_moving = 0.0
         """Seconds that this rank spent on moving weights, waiting for other ranks not included."""
 
@@ -82,7 +101,7 @@ class ModelPool:
         """
         spec = describe_model(model, tp_plan=self._options.tp_plans.get(role))
         home = ModelLayout(spec, self.plan.layout(self.dataflow.home_call(role).name))
-        if role not in self.dataflow.trained_roles:
+        if role not in self.changing_roles:
             # Weights that no optimizer changes need no more precision than copies; buffers (rotary frequencies) do.
             cast_parameters(model, self._options.copy_dtype)
         self._blanks[role] = make_skeleton(model)
@@ -104,6 +123,8 @@ class ModelPool:
                 or plan.call(call).gradient_checkpointing != before.call(call).gradient_checkpointing
             ):
                 self._home[role] = self._move_home(old, home, optimizers.get(role))
+            if self._home[role] is not old:
+                self._followings.clear()
             for kept in (copy for (of, _), copy in self._copies.items() if of == role):
                 if self._home[role] is not old:
                     kept.reallocation, kept.version = None, 0
@@ -220,6 +241,11 @@ class ModelPool:
         replica = self.target(call)
         return replica if call in self._realized else self.home(replica.role)
 
+    @property
+    def changing_roles(self) -> tuple[str, ...]:
+        """Roles whose weights are not what they were loaded as: those that are trained, and their followers."""
+        return (*self.dataflow.trained_roles, *self._options.followers)
+
     # ---- moving
     def realize(self, call: str) -> ReallocationReport | None:
         """Make the layout of ``call`` real. Collective over all ranks.
@@ -252,6 +278,47 @@ class ModelPool:
     def weights_changed(self, role: str) -> None:
         """Note that a role's master weights are new: every other replica is stale."""
         self._home[role].version += 1
+
+    def weights_followed(self, leader: str) -> None:
+        """Let the roles that follow ``leader`` take a step towards its weights. Collective over all ranks."""
+        for role, following in self._options.followers.items():
+            if following.role == leader:
+                self._take_step(role, following)
+
+    def _take_step(self, role: str, following: Following) -> None:
+        """Source: ReaL, arXiv:2406.14088: a reallocation with ``target = rate * source + (1 - rate) * target``."""
+        follower, leader = self.home(role), self.home(following.role)
+        for model in (follower.model, leader.model):
+            reshard(model)
+        if role not in self._followings:
+            self._followings[role] = self._arrive(leader, follower)
+        reallocation = self._followings[role]
+        self.seconds_moving += reallocation.run().seconds
+        if self._options.rank in follower.layout:
+            ours = local_tensors(follower.model)
+            torch._foreach_lerp_(list(ours.values()), [reallocation.target_tensors[n] for n in ours], following.rate)
+        reallocation.release()
+        self.weights_changed(role)
+
+    def _arrive(self, leader: Replica, follower: Replica) -> Reallocation:
+        """Return the way of the leader's weights to where the follower's lie."""
+        if leader.model_layout.model != follower.model_layout.model:
+            raise PlanError(
+                f"role {follower.role!r} follows {leader.role!r}, whose parameters have other names or shapes; build "
+                f"both from the same model"
+            )
+        options = self._options
+        return Reallocation(
+            leader.model_layout,
+            local_tensors(leader.model) if options.rank in leader.layout else {},
+            follower.model_layout,
+            rank=options.rank,
+            world_size=options.world_size,
+            dtype=next(follower.model.parameters()).dtype,
+            device=options.device,
+            cluster=options.cluster,
+            transport=options.transport,
+        )
 
     def _connect(self, home: Replica, target: Replica) -> Reallocation:
         options = self._options

@@ -34,7 +34,7 @@ from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.strategies.call_runner import CallRunner, Overlap
 from lightning_realloc.strategies.checkpointing import CheckpointStrategy
 from lightning_realloc.strategies.data_parallel import broadcast_module
-from lightning_realloc.strategies.model_pool import ModelPool, PoolOptions
+from lightning_realloc.strategies.model_pool import Following, ModelPool, PoolOptions
 from lightning_realloc.strategies.precision import cast_parameters, check_precision
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.schedules import check_schedules, step_schedules
@@ -207,6 +207,11 @@ class ReallocStrategy(CheckpointStrategy):
             mixed_precision=policy if precision == "bf16-mixed" else None,
             transport=self._transport,
             tp_plans=self._tp_plans,
+            followers={
+                role.name: Following(role.follows, role.follow_rate)
+                for role in self.lightning_module.roles()  # type: ignore[union-attr]
+                if role.follows is not None
+            },
         )
 
     def _resolve_plan(
