@@ -1,0 +1,25 @@
+"""The example of a dataflow of one's own: two reward models, and a reference that follows."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any
+
+from tests.workers import WorkerPool
+
+EXAMPLE = "examples.06_custom_dataflow"
+
+
+def _run() -> dict[str, float]:
+    trainer: Any = importlib.import_module(EXAMPLE).main(num_iterations=2)
+    assert trainer.global_step == 2
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_two_reward_models_score_and_the_reference_follows(workers: WorkerPool) -> None:
+    everyone = workers.run(_run, world_size=4, init_process_group=False, deadline_s=90.0)
+    assert everyone == [everyone[0]] * 4
+    for name in ("reward", "actor/kl", "actor/loss", "seconds/helpful.infer", "seconds/harmless.infer", "idle_share"):
+        assert math.isfinite(everyone[0][name]), name
+    assert everyone[0]["seconds/helpful.infer"] > 0
