@@ -26,6 +26,7 @@ from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.pipeline import PipelineStage, pipeline_infer
 from lightning_realloc.runtime.samples import Column, Ragged, Samples
 from lightning_realloc.runtime.training import MicroBatch, pack_columns
+from lightning_realloc.strategies.idle import IdleClock, merge_idle_shares
 from lightning_realloc.strategies.iteration import Chosen, Iteration
 from lightning_realloc.strategies.lockstep import Lockstep, PeerFailure
 from lightning_realloc.strategies.model_pool import ModelPool
@@ -94,7 +95,7 @@ class CallRunner:
         self._run = 0
         self._measured: dict[tuple[int, int], dict[str, float]] = {}
         self._late: dict[str, tuple[int, int, int]] = {}
-        self._idle = _IdleClock(mailbox, pool)
+        self._idle = IdleClock(mailbox, pool)
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.counts: defaultdict[str, int] = defaultdict(int)
 
@@ -116,7 +117,7 @@ class CallRunner:
             data = self._walk(batch, calls, iteration)
             facts = data.receive_notes() if _has_notes(calls) else {}
             known = data.known()
-            metrics = _merge_idle_shares(facts) | self._training_metrics(data.routes, wait=is_last)
+            metrics = merge_idle_shares(facts) | self._training_metrics(data.routes, wait=is_last)
             self._mailbox.let_go(self._run - 2)
             if self._overlap != "iterations":
                 self._mailbox.meet()
@@ -364,49 +365,6 @@ class CallRunner:
     def _precise(self) -> Any:
         """Copies already hold the dtype they are read in: autocast would only cast again."""
         return torch.autocast(self._device.type, enabled=False) if torch.is_autocast_enabled() else nullcontext()
-
-
-class _IdleClock:
-    """How long this rank waited for others, and what share of the time that was."""
-
-    def __init__(self, mailbox: Mailbox, pool: ModelPool) -> None:
-        self._mailbox, self._pool = mailbox, pool
-        self._elsewhere = 0.0
-        self._begin = time.perf_counter()
-        self._seconds_then = 0.0
-        self._share: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Seconds waited for data, for weights and for other ranks."""
-        return self._mailbox.seconds_waited + self._elsewhere
-
-    def measure(self, action: Callable[[], Any]) -> Any:
-        """Do something that waits; what the pool spends on moving weights meanwhile is work."""
-        begin, moving = time.perf_counter(), self._pool.seconds_moving
-        result = action()
-        self._elsewhere += max(0.0, time.perf_counter() - begin - (self._pool.seconds_moving - moving))
-        return result
-
-    def tick(self) -> None:
-        """End an iteration."""
-        now = time.perf_counter()
-        self._share = (self.seconds - self._seconds_then) / (now - self._begin)
-        self._begin, self._seconds_then = now, self.seconds
-
-    def facts(self, rank: int) -> dict[str, float]:
-        """Return the share of the iteration before this one."""
-        return {} if self._share is None else {f"{_IDLE_SHARE}/{rank}": self._share}
-
-
-_IDLE_SHARE = "idle_share"
-
-
-def _merge_idle_shares(facts: Mapping[str, float]) -> dict[str, float]:
-    """Return the facts with one mean in place of every rank's idle share."""
-    shares = [value for name, value in facts.items() if name.startswith(f"{_IDLE_SHARE}/")]
-    rest = {name: value for name, value in facts.items() if not name.startswith(f"{_IDLE_SHARE}/")}
-    return rest | ({_IDLE_SHARE: sum(shares) / len(shares)} if shares else {})
 
 
 def _has_notes(calls: Sequence[ModelFunctionCall]) -> bool:
