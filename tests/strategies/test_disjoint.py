@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_realloc.strategies import ReallocStrategy
 from tests.strategies import runs
+from tests.strategies.checkpoint_runs import Part, contents, differences, run_parts
 from tests.strategies.runs import Batches, Outcome, calls
 from tests.strategies.test_realloc import DESCENT, assert_same, on_ranks, run_grpo
 from tests.workers import WorkerPool
@@ -79,3 +82,23 @@ def _fail_to_infer(plan: Any) -> str:
     except Exception as error:
         return str(error).removeprefix("rank 0 failed with Moody: ").removeprefix("rank 3 failed with Moody: ")
     return ""
+
+
+ROLES_APART = {
+    "actor.generate": "dp2@0-1", "reference.infer": "dp1@2", "critic.infer": "dp1@3", "actor.train": "fsdp2@1-2",
+    "critic.train": "tp2@0,3",
+}  # fmt: skip
+"""No rank has every role: the first has no actor to train, so what it writes of optimizers are settings alone."""
+
+
+def test_a_run_resumes_where_no_rank_has_every_role_and_under_another_plan(workers: WorkerPool, tmp_path: Path) -> None:
+    straight = Part(
+        {"calls": ROLES_APART}, 4, save=tmp_path / "straight", save_at=(2,), algorithm="ppo", optimizer="sgd"
+    )
+    resumed = replace(straight, resume=tmp_path / "straight-2", save=tmp_path / "resumed", save_at=(), seed=99)
+    moved = replace(resumed, plan="heuristic", save=tmp_path / "moved")
+    workers.run(run_parts, [straight, resumed, moved], 4, world_size=4, init_process_group=False, deadline_s=150.0)
+
+    assert differences(contents(tmp_path / "resumed"), contents(tmp_path / "straight")) == {}
+    apart = differences(contents(tmp_path / "moved"), contents(tmp_path / "straight"))
+    assert max(apart.values(), default=0.0) <= 1e-5
