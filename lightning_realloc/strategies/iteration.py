@@ -73,7 +73,7 @@ class Iteration:
             return None
         columns: dict[str, Column] = {}
         chosen = table.known.select(positions)
-        for name in dict.fromkeys(call.needs):
+        for name in dict.fromkeys(self.routes.needs(call, self._rank)):
             producer = self._producer(name)
             if producer is None:  # the loader
                 columns |= chosen.columns if table.is_batch else {}
@@ -221,10 +221,11 @@ class Iteration:
         positions: set[int] = set()
         names: set[str] = set()
         for user in self.routes.users(producer):
-            rows = self.routes.worked_on(user, rank, table, self._holders_of_table(user))
+            needed = set(self.routes.needs(user, rank)).intersection(producer.produces)
+            rows = self.routes.worked_on(user, rank, table, self._holders_of_table(user)) if needed else ()
             if rows:
                 positions.update(rows)
-                names.update(set(user.needs).intersection(producer.produces))
+                names.update(needed)
         return positions, names
 
     def _hold_and_send(self, producer: ModelFunctionCall, table: SampleTable, made: Samples) -> None:

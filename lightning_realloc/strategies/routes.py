@@ -119,6 +119,16 @@ class Routes:
         """Return the calls of this iteration that need what ``call`` produces."""
         return [user for user in self.calls if not set(user.needs).isdisjoint(call.produces)]
 
+    def needs(self, call: ModelFunctionCall, rank: int) -> tuple[str, ...]:
+        """Return the names that ``rank`` needs for ``call``: stages before a pipeline's last run on tokens alone."""
+        if call.role is None:
+            return call.needs
+        layout = self.workplaces[call.name].layout
+        if rank not in layout or layout.coordinate(rank).pp == layout.dims.pp - 1:
+            return call.needs
+        owner = table_owner(call, self.calls)
+        return tuple(name for name in call.needs if owner is None or name in owner.produces)
+
     def worked_on(
         self, call: ModelFunctionCall, rank: int, table: SampleTable, made: Holders | None
     ) -> tuple[int, ...]:

@@ -222,6 +222,21 @@ def test_all_samples_are_worked_on_and_whole_batches_in_one_place() -> None:
     )
 
 
+def test_stages_before_the_last_get_tokens_alone() -> None:
+    layouts = {
+        "actor.generate": Layout(ParallelDims(), (0,)),
+        "critic.infer": Layout(ParallelDims(), (0,)),
+        "actor.train": Layout(ParallelDims(pp=3), (1, 2, 3)),
+        "critic.train": Layout(ParallelDims(), (0,)),
+    }
+    post = Post()
+    with ThreadPoolExecutor(4) as ranks:
+        everyone = list(ranks.map(lambda rank: _walk(rank, 4, layouts, 4, post), range(4)))
+    columns = [set(seen["actor.train"].columns) for seen in everyone[1:]]
+    assert columns[0] == columns[1] == {"prompt_ids", "response_ids", "prompt_id", "prompt"}
+    assert columns[2] == columns[0] | {"advantages"}
+
+
 def test_a_call_of_two_sets_of_samples_is_refused() -> None:
     again = ModelFunctionCall("other.generate", "generate", "other", "m", ("batch",), ("second",))
     both = ModelFunctionCall("both", "compute", None, "m", ("rollout", "second"), ("x",))
