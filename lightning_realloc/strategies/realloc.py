@@ -195,6 +195,7 @@ class ReallocStrategy(CheckpointStrategy):
         return pool
 
     def _pool_options(self) -> PoolOptions:
+        module: Any = self.lightning_module
         precision = str(self.precision_plugin.precision)
         is_bf16 = precision.startswith("bf16")
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -209,7 +210,7 @@ class ReallocStrategy(CheckpointStrategy):
             tp_plans=self._tp_plans,
             followers={
                 role.name: Following(role.follows, role.follow_rate)
-                for role in self.lightning_module.roles()  # type: ignore[union-attr]
+                for role in module.roles()
                 if role.follows is not None
             },
         )

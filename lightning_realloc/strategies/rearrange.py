@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.model import ModelLayout
@@ -20,6 +20,7 @@ from lightning_realloc.runtime.executor import Reallocation
 from lightning_realloc.runtime.shards import local_tensor, local_tensors, reshard
 from lightning_realloc.runtime.shared_memory import gather_objects
 from lightning_realloc.strategies.replica import Replica
+from lightning_realloc.strategies.sharded_state import state_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,8 @@ def move_optimizer(old: Replica, new: Replica, optimizer: torch.optim.Optimizer,
         named = {name: kept[key] for name, kept in entries.items() if key in kept}
         if inside:
             for name, entry in named.items():
-                optimizer.state[after[name]][key] = _room(after[name], entry, options[name])
+                room = state_room(after[name], options[name], dtype=entry.dtype, scalar=entry.scalar)
+                optimizer.state[after[name]][key] = room
         tensors = {name: entry for name, entry in named.items() if entry.scalar is None}
         for dtype in sorted({entry.dtype for entry in tensors.values()}, key=str):
             chosen = [name for name, entry in tensors.items() if entry.dtype == dtype]
@@ -132,11 +134,3 @@ def _agree_on_entries(old: Replica, state: Mapping[str, Mapping[str, Any]]) -> d
         for name, kept in theirs.items():
             merged.setdefault(name, {}).update(kept)
     return merged
-
-
-def _room(parameter: nn.Parameter, entry: _Entry, group: Mapping[str, Any]) -> Tensor:
-    if entry.scalar is None:
-        return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
-    # Where torch's own optimizers keep their step counts.
-    on_device = group.get("capturable") or group.get("fused")
-    return torch.tensor(entry.scalar, dtype=entry.dtype, device=parameter.device if on_device else "cpu")

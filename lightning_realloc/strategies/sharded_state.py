@@ -73,15 +73,20 @@ def prepare_optimizer_state(
     options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in _optimized(replica, optimizer):
         for key, kind, dtype in entries.get(name, ()):
-            if kind == "optimizer":
-                room = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-            else:
-                # Where torch's own optimizers keep their step counts.
-                group = options[id(parameter)]
-                on_device = group.get("capturable") or group.get("fused")
-                room = torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
-            optimizer.state[parameter][key] = room
+            scalar = None if kind == "optimizer" else 0.0
+            optimizer.state[parameter][key] = state_room(parameter, options[id(parameter)], dtype=dtype, scalar=scalar)
     return optimizer_state(replica, optimizer, rank)
+
+
+def state_room(
+    parameter: nn.Parameter, group: Mapping[str, Any], *, dtype: torch.dtype, scalar: float | None
+) -> Tensor:
+    """Return a new entry of an optimizer's state: a scalar, or where it is None zeros of the parameter's layout."""
+    if scalar is None:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    # Where torch's own optimizers keep their step counts.
+    on_device = group.get("capturable") or group.get("fused")
+    return torch.tensor(scalar, dtype=dtype, device=parameter.device if on_device else "cpu")
 
 
 def _entries(role: str, stored: Mapping[str, StoredTensor]) -> dict[str, list[tuple[str, str, torch.dtype]]]:
