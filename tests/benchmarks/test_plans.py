@@ -8,24 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks.harness import BenchmarkReport
-from benchmarks.plans import (
-    ARMS,
-    BY_HAND,
-    CALLS,
-    IN_TURN,
-    OVERLAPPING,
-    STATIC,
-    TINY,
-    Arm,
-    Readings,
-    Turn,
-    compare,
-    fill,
-    judge,
-    losses_by_iteration,
-    merge,
-    run_arm,
-)
+from benchmarks.plan_turn import CALLS, Arm, Readings, Turn, losses_by_iteration, merge, run_arm
+from benchmarks.plans import ARMS, BY_HAND, IN_TURN, OVERLAPPING, STATIC, TINY, compare, fill, judge
 from tests.workers import WorkerPool
 
 LOSSES = [{"actor/loss": 0.5, "critic/loss": 1.0}, {"actor/loss": 0.25, "critic/loss": 2.0}]
@@ -95,12 +79,13 @@ def _judged(**turns: Turn) -> dict[str, Any]:
 
 def test_the_fastest_plan_is_held_against_static_and_overlap_against_none() -> None:
     targets = _judged(
-        static=replace(TURN, seconds=40.0, bytes_moved=0, bytes_minimum=0),
+        static=replace(TURN, seconds=40.0, cpu_s=72.0, bytes_moved=0, bytes_minimum=0),
         heuristic=replace(TURN, seconds=9.0),
         overlapping=TURN,
         in_turn=replace(TURN, seconds=10.0, idle_shares=(0.4,) * 4),
     )
     assert targets["seconds of static over overlapping"] == (5.0, True)
+    assert targets["CPU seconds of static over overlapping"] == (4.5, True)
     assert targets["seconds of overlapping over in turn"] == (0.8, True)
     assert targets["idle share of overlapping over in turn"] == (pytest.approx(0.5), True)
     assert all(met for _, met in targets.values())
