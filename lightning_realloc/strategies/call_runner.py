@@ -138,6 +138,11 @@ class CallRunner:
         """Whether a rank failed: then nothing more can be run."""
         return self._mailbox.has_failed
 
+    @property
+    def seconds_idle(self) -> float:
+        """Seconds that this rank has waited for data, weights and other ranks."""
+        return self._idle.seconds
+
     def plan_changed(self) -> None:
         """Forget the models of the plan before. The pool serves another plan from now on."""
         self._engines.clear()

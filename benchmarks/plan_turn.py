@@ -1,0 +1,266 @@
+"""One turn of one arm of the benchmark of plans: train four models for a few iterations, and note what they cost.
+
+Which arms there are, and what their figures must be, is said in `benchmarks.plans`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.memory import live_bytes
+
+WORLD_SIZE = 4
+ROLES = ("actor", "critic", "reference", "reward")
+CALLS = {
+    "actor.generate": "generate", "reference.infer": "reference", "reward.infer": "reward", "critic.infer": "values",
+    "actor.train": "actor", "critic.train": "critic",
+}  # fmt: skip
+"""Call -> its column."""
+ADAM_EPS = 1e-4
+"""Adam's usual 1e-8 turns the last bit of a tiny gradient, which depends on the order of sums, into a whole step."""
+
+Plan = Literal["static", "heuristic"] | Mapping[str, Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to run the calls."""
+
+    name: str
+    plan: Plan = field(hash=False)
+    overlap: Literal["iterations", "none"]
+    measured: int = 3
+    """Iterations after the first one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The four models and one iteration's samples; 52 million weights each by default."""
+
+    hidden_size: int = 512
+    intermediate_size: int = 1408
+    num_layers: int = 12
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    vocabulary: int = 32000
+    num_prompts: int = 4
+    prompt_tokens: int = 24
+    new_tokens: int = 128
+    warmup_tokens: int = 4
+    """Length of the first iteration's responses."""
+    learning_rate: float = 1e-5
+
+
+@dataclass(slots=True)
+class Readings:
+    """What one rank noted."""
+
+    span_s: float = 0.0
+    """Of all measured iterations together."""
+    cpu_s: float = 0.0
+    idle_s: float = 0.0
+    calls: dict[str, float] = field(default_factory=dict)
+    """Call -> seconds over the measured iterations; only of calls that this rank takes part in."""
+    bytes_moved: int = 0
+    """By all ranks, in the measured iterations."""
+    bytes_minimum: int = 0
+    peak_bytes: int = 0
+    rollouts: list[dict[int, list[int]]] = field(default_factory=list)
+    """Sample id -> response, of every iteration."""
+    scores: list[list[float]] = field(default_factory=list)
+    logged: list[dict[str, float]] = field(default_factory=list)
+    plan: dict[str, Any] = field(default_factory=dict)
+    num_weights: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What one turn of one arm measured, all ranks together; times are of one iteration."""
+
+    seconds: float
+    """Of the slowest rank."""
+    cpu_s: float
+    """All ranks."""
+    seconds_per_call: Mapping[str, float]
+    """Of the slowest rank that takes part, waiting left out, reallocation included."""
+    idle_shares: tuple[float, ...]
+    """Of each rank."""
+    bytes_moved: int
+    bytes_minimum: int
+    peak_bytes: tuple[int, ...]
+    """Of each rank."""
+    rollouts: tuple[Any, ...]
+    """Response token ids of every iteration, in the order of sample ids."""
+    scores: tuple[Any, ...]
+    """The reward model's, of every iteration."""
+    losses: Mapping[tuple[str, int], float]
+    """Role and iteration -> loss, where it was logged."""
+    plan: Mapping[str, Any]
+    num_weights: Mapping[str, int]
+
+
+def run_arm(arm: Arm, work: Workload) -> Turn:
+    """Train one Trainer's iterations on this rank, with the three others, and return what all measured."""
+    import lightning as L
+
+    from benchmarks.workload import random_texts
+    from lightning_realloc import ParameterReallocation, PromptDataModule, ReallocStrategy
+
+    switching = ParameterReallocation()
+    meter = _make_meter(arm, work, switching)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=WORLD_SIZE, strategy=ReallocStrategy(plan=arm.plan, overlap=arm.overlap),
+        callbacks=[switching, meter], max_steps=1 + arm.measured, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    rows = [{"prompt": text} for text in random_texts(work.num_prompts * 8, length=work.prompt_tokens, seed=1)]
+    trainer.fit(_make_module(work, meter.noted), PromptDataModule(rows, batch_size=work.num_prompts))
+    parts: list[Any] = [None] * WORLD_SIZE
+    dist.all_gather_object(parts, meter.noted)
+    return merge(parts, arm)
+
+
+def merge(parts: Sequence[Readings], arm: Arm) -> Turn:
+    """Return all ranks' readings as one."""
+    first, number = parts[0], arm.measured
+    return Turn(
+        seconds=max(part.span_s for part in parts) / number,
+        cpu_s=sum(part.cpu_s for part in parts) / number,
+        seconds_per_call={call: max(part.calls.get(call, 0.0) for part in parts) / number for call in CALLS},
+        idle_shares=tuple(part.idle_s / part.span_s for part in parts),
+        bytes_moved=first.bytes_moved // number,
+        bytes_minimum=first.bytes_minimum // number,
+        peak_bytes=tuple(part.peak_bytes for part in parts),
+        rollouts=tuple(_in_order(made) for made in zip(*(part.rollouts for part in parts), strict=True)),
+        scores=tuple(map(tuple, first.scores)),
+        losses=losses_by_iteration(first.logged, first.plan, arm.overlap),
+        plan=first.plan,
+        num_weights=first.num_weights,
+    )
+
+
+def losses_by_iteration(
+    logged: Sequence[Mapping[str, float]], plan: Mapping[str, Any], overlap: str
+) -> dict[tuple[str, int], float]:
+    """Return role and iteration -> loss.
+
+    Where iterations overlap, a loss of which not all ranks know at once is logged one iteration later, and the last
+    iteration, which waits for its own, logs that instead: the one before it is not known.
+    """
+    from lightning_realloc import Layout
+
+    losses, last = {}, len(logged) - 1
+    for role in ("actor", "critic"):
+        num_ranks = len(Layout.parse(_layout(plan["calls"][f"{role}.train"])).ranks)
+        delay = 1 if overlap == "iterations" and num_ranks < WORLD_SIZE else 0
+        for index, metrics in enumerate(logged[delay:last]):
+            losses[role, index] = metrics[f"{role}/loss"]
+        losses[role, last] = logged[last][f"{role}/loss"]
+    return losses
+
+
+def _layout(entry: str | Mapping[str, Any]) -> str:
+    return entry if isinstance(entry, str) else str(entry["layout"])
+
+
+def _in_order(made: Sequence[Mapping[int, list[int]]]) -> list[list[int]]:
+    """Return the responses that all ranks made in one iteration, in the order of their ids."""
+    rows = {sample_id: tokens for part in made for sample_id, tokens in part.items()}
+    return [rows[sample_id] for sample_id in sorted(rows)]
+
+
+def _make_module(work: Workload, noted: Readings) -> Any:
+    from transformers import LlamaConfig
+
+    from benchmarks.workload import byte_tokenizer
+    from lightning_realloc import PPO, SamplingParams
+
+    class Recorded(PPO):
+        def roll_out(self, actor: Any, prompts: Any) -> Any:
+            made = super().roll_out(actor, prompts)
+            rows = zip(made.ids.tolist(), made.ragged("response_ids").to_lists(), strict=True)
+            noted.rollouts[-1].update(rows)
+            return made
+
+        def summarize(self, samples: Any) -> Any:
+            noted.scores.append(samples.tensor("scores").tolist())
+            return super().summarize(samples)
+
+    config = LlamaConfig(
+        vocab_size=work.vocabulary, hidden_size=work.hidden_size, intermediate_size=work.intermediate_size,
+        num_hidden_layers=work.num_layers, num_attention_heads=work.num_heads,
+        num_key_value_heads=work.num_kv_heads, max_position_embeddings=512, tie_word_embeddings=True,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    sampling = SamplingParams(max_new_tokens=work.new_tokens, ignore_eos=True)
+
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=work.learning_rate, eps=ADAM_EPS, weight_decay=0.0, fused=True)
+
+    return Recorded(config, config, tokenizer=byte_tokenizer(), sampling=sampling, optimizer=adam)
+
+
+def _make_meter(arm: Arm, work: Workload, switching: Any) -> Any:
+    from lightning_realloc import PhaseCallback
+
+    class Meter(PhaseCallback):
+        """Weighs the first iteration, and takes the times of the others together."""
+
+        def __init__(self) -> None:
+            self.noted = Readings()
+            self._before = Readings()
+            self._weighs = False
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self._weigh()
+                dist.barrier()  # the measured iterations begin; between them nobody waits for all
+                self._before = self._totals(trainer)
+            self._weighs = batch_idx == 0
+            self.noted.rollouts.append({})
+            tokens = work.warmup_tokens if batch_idx == 0 else work.new_tokens
+            module.sampling = replace(module.sampling, max_new_tokens=tokens)
+
+        def on_phase_start(self, trainer: Any, module: Any, phase: str) -> None:
+            self._weigh()
+
+        def on_phase_end(self, trainer: Any, module: Any, phase: str) -> None:
+            self._weigh()
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            names = ("actor/loss", "critic/loss")
+            known = trainer.callback_metrics
+            self.noted.logged.append({name: float(known[name]) for name in names if name in known})
+            if batch_idx == arm.measured:
+                self._note(self._totals(trainer), self._before)
+                pool = trainer.strategy.pool
+                self.noted.plan = trainer.strategy.plan.to_mapping()
+                self.noted.num_weights = {role: pool.home(role).model_layout.model.num_elements for role in ROLES}
+
+        def _weigh(self) -> None:
+            if self._weighs:
+                self.noted.peak_bytes = max(self.noted.peak_bytes, live_bytes(num_sharing=WORLD_SIZE))
+
+        def _totals(self, trainer: Any) -> Readings:
+            switches, runner = switching.summary().values(), trainer.strategy.runner
+            return Readings(
+                span_s=time.perf_counter(),
+                cpu_s=time.process_time(),
+                idle_s=runner.seconds_idle,
+                calls=dict(runner.seconds),
+                bytes_moved=sum(switch.bytes_moved for switch in switches),
+                bytes_minimum=sum(switch.bytes_minimum for switch in switches),
+            )
+
+        def _note(self, after: Readings, before: Readings) -> None:
+            for name in ("span_s", "cpu_s", "idle_s", "bytes_moved", "bytes_minimum"):
+                setattr(self.noted, name, getattr(after, name) - getattr(before, name))
+            self.noted.calls = {name: seconds - before.calls[name] for name, seconds in after.calls.items()}
+
+    return Meter()

@@ -1,0 +1,173 @@
+"""What does one PPO iteration with four models cost on four ranks, under different execution plans?
+
+The same random Llamas, prompts and seeds in every arm: every call sharded over all ranks, one after the other; the
+heuristic's plan; a plan made by hand, whose calls run side by side; and that plan with one call at a time. Each turn of
+an arm is a Trainer of its own in the same four processes: a warm-up iteration with short responses, then measured ones,
+from when all ranks begin the first to when the last rank ends the last, since iterations may overlap.
+
+Memory is live tensors, those that the ranks share divided among them, at the fullest of the moments between calls.
+Activations and gathered weights, gone by then, are left out. Idle is what `idle_share` means, of each rank by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import sys
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from statistics import fmean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness import BenchmarkReport, make_parser, paired_ratio
+from benchmarks.plan_turn import CALLS, WORLD_SIZE, Arm, Plan, Turn, Workload, run_arm
+from benchmarks.ranks import answers_of_ranks
+
+FASTER_THAN_STATIC = 4.0
+TOLERANCE = 1e-5
+
+# All ranks generate; then the reference reads on one half of them while reward model and critic do on the other, and
+# the actor learns on one half while the critic does on the other.
+BY_HAND: Plan = {"calls": {
+    "actor.generate": "dp2.tp2@0-3",
+    "reference.infer": "dp2@0-1",
+    "reward.infer": "dp1@2",
+    "critic.infer": "dp1@3",
+    "actor.train": "fsdp2@0-1",
+    "critic.train": "fsdp2@2-3",
+}}  # fmt: skip
+
+STATIC, HEURISTIC, OVERLAPPING, IN_TURN = "static", "heuristic", "overlapping", "in turn"
+ARMS = (
+    Arm(STATIC, "static", "none", measured=1),  # slow, and every iteration like the others
+    Arm(HEURISTIC, "heuristic", "iterations"),
+    Arm(OVERLAPPING, BY_HAND, "iterations"),
+    Arm(IN_TURN, BY_HAND, "none"),
+)
+TINY = Workload(
+    hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=4, vocabulary=512, new_tokens=8
+)
+
+
+# --- four ranks -------------------------------------------------------------------------------------------------------
+
+
+def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None:
+    """Run every turn of every arm on this rank; rank 0 sends them on."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    begin = time.monotonic()
+    for number in range(options.turns):
+        if number and _outlasts(begin, number, options.limit_s):
+            break
+        for arm in ARMS:
+            turn = run_arm(arm, workload(options))
+            gc.collect()
+            if rank == 0:
+                answers.send((arm.name, turn))
+
+
+def _outlasts(begin: float, turns_done: int, limit_s: float) -> bool:
+    """Return whether one more turn would end after the limit, on the slowest rank's clock."""
+    spent = torch.tensor([time.monotonic() - begin], dtype=torch.float64)
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return float(spent) * (turns_done + 1) / turns_done > limit_s
+
+
+def workload(options: argparse.Namespace) -> Workload:
+    """Return the workload that the options ask for."""
+    return TINY if options.tiny else Workload(new_tokens=options.new_tokens)
+
+
+# --- judging ----------------------------------------------------------------------------------------------------------
+
+
+def fill(report: BenchmarkReport, turns: Mapping[str, Sequence[Turn]]) -> None:
+    """Add a row for each arm; bytes in megabytes (10^6)."""
+    for arm, made in turns.items():
+        first = made[0]
+        idle = [median(shares) for shares in zip(*(turn.idle_shares for turn in made), strict=True)]
+        report.add_row(
+            arm=arm,
+            seconds=round(median(turn.seconds for turn in made), 2),
+            cpu_s=round(median(turn.cpu_s for turn in made), 1),
+            **{CALLS[name]: round(median(turn.seconds_per_call[name] for turn in made), 2) for name in CALLS},
+            idle=round(fmean(idle), 3),
+            by_rank=" ".join(f"{share:.2f}" for share in idle),
+            moved=round(first.bytes_moved / 1e6, 1),
+            minimum=round(first.bytes_minimum / 1e6, 1),
+            # The predicted peak belongs beside the measured one, as soon as a plan's memory can be worked out.
+            peak=" ".join(f"{max(sizes) / 1e6:.0f}" for sizes in zip(*(turn.peak_bytes for turn in made), strict=True)),
+            **compare(first, turns[STATIC][0]),
+        )
+
+
+def compare(turn: Turn, other: Turn) -> dict[str, float]:
+    """Return the share of equal responses, and how far scores and losses differ, in iterations that both have."""
+    tokens = _paired(turn.rollouts, other.rollouts)
+    scores = _paired(turn.scores, other.scores)
+    both = turn.losses.keys() & other.losses.keys()
+    return {
+        "equal": fmean(ours == theirs for ours, theirs in tokens),
+        "score_diff": max(abs(ours - theirs) for ours, theirs in scores),
+        "loss_diff": max(abs(turn.losses[key] - other.losses[key]) for key in both),
+    }
+
+
+def _paired(ours: Sequence[Any], theirs: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Return two arms' values of the same samples, of as many iterations as both have."""
+    iterations = zip(ours, theirs, strict=False)
+    return [pair for one, other in iterations for pair in zip(one, other, strict=True)]
+
+
+def judge(report: BenchmarkReport, turns: Mapping[str, Sequence[Turn]]) -> None:
+    """Add the targets."""
+    seconds = {arm: [turn.seconds for turn in made] for arm, made in turns.items()}
+    cpu_s = {arm: [turn.cpu_s for turn in made] for arm, made in turns.items()}
+    idle = {arm: median(fmean(turn.idle_shares) for turn in made) for arm, made in turns.items()}
+    best = min((arm for arm in turns if arm != STATIC), key=lambda arm: median(seconds[arm]))
+    for what, values in (("seconds", seconds), ("CPU seconds", cpu_s)):
+        ratio = paired_ratio(values[STATIC], values[best])
+        report.require_at_least(f"{what} of {STATIC} over {best}", ratio, FASTER_THAN_STATIC)
+    shorter = paired_ratio(seconds[OVERLAPPING], seconds[IN_TURN])
+    report.require_at_most(f"seconds of {OVERLAPPING} over {IN_TURN}", shorter, 1.0)
+    report.require_at_most(f"idle share of {OVERLAPPING} over {IN_TURN}", idle[OVERLAPPING] / idle[IN_TURN], 1.0)
+    against = [compare(turn, turns[STATIC][0]) for made in turns.values() for turn in made]
+    against += [compare(turn, turns[IN_TURN][0]) for turn in turns[OVERLAPPING]]
+    report.require_at_least("share of equal responses", min(found["equal"] for found in against), 1.0)
+    for name, column in (("scores", "score_diff"), ("losses", "loss_diff")):
+        report.require_at_most(f"largest difference of {name}", max(found[column] for found in against), TOLERANCE)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run every arm in turn and report."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--turns", type=int, default=2, help="turns that each arm has")
+    parser.add_argument("--new-tokens", type=int, default=Workload().new_tokens, help="length of the responses")
+    parser.add_argument("--tiny", action="store_true", help="models of 100,000 weights, for a quick look")
+    parser.add_argument("--limit-s", type=float, default=800.0, help="fewer turns if they would last longer")
+    options = parser.parse_args(arguments)
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+    report = BenchmarkReport("plans", settings={"world_size": WORLD_SIZE} | asdict(workload(options)))
+    turns: defaultdict[str, list[Turn]] = defaultdict(list)
+    for arm, turn in answers_of_ranks(work_on, options, world_size=WORLD_SIZE):
+        turns[arm].append(turn)
+        sys.stderr.write(f"{arm}: {turn.seconds:.2f} s an iteration, CPU {turn.cpu_s:.1f} s\n")
+    report.settings["num_weights"] = turns[STATIC][0].num_weights
+    report.settings["plans"] = {arm: made[0].plan["calls"] for arm, made in turns.items()}
+    fill(report, turns)
+    judge(report, turns)
+    return report.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
