@@ -220,6 +220,11 @@ class ModelPool:
         replica = self.target(call)
         return replica if call in self._realized else self.home(replica.role)
 
+    @property
+    def shared_bytes(self) -> int:
+        """This rank's part of the memory that copies take in segments shared with other ranks."""
+        return sum(copy.reallocation.shared_bytes for copy in self._copies.values() if copy.reallocation is not None)
+
     # ---- moving
     def realize(self, call: str) -> ReallocationReport | None:
         """Make the layout of ``call`` real. Collective over all ranks.
