@@ -6,6 +6,7 @@ It builds plain modules with full weights; sharding, moving, running calls and s
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -95,8 +96,12 @@ class MultiModelModule(L.LightningModule):
 
         Calls of roles that this module was not given are left out, and with them what they would have produced.
         """
-        present = frozenset(role.name for role in self.roles())
-        return _dataflow_of(type(self), present)  # type: ignore[arg-type]  # mypy takes Module.__hash__ for the class's
+        return self.dataflow_of(role.name for role in self.roles())
+
+    @classmethod
+    def dataflow_of(cls, roles: Iterable[str]) -> Dataflow:
+        """Return the calls of one iteration when there are models for these roles only."""
+        return _dataflow_of(cls, frozenset(roles))  # type: ignore[arg-type]  # mypy takes Module.__hash__ for the class's
 
     def models(self) -> dict[str, nn.Module]:
         """Return role name -> model, as far as they are built."""
@@ -179,6 +184,18 @@ class MultiModelModule(L.LightningModule):
         if self._make_optimizer is not None:
             return self._make_optimizer(parameters)
         return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.0, fused=True)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes that the optimizer keeps for each fp32 weight, found by a step on a small one; 0 where unknown."""
+        if type(self).configure_optimizers is not MultiModelModule.configure_optimizers:
+            return 0
+        weight = nn.Parameter(torch.zeros(16, 16))
+        weight.grad = torch.zeros_like(weight)
+        optimizer = self._new_optimizer([weight])
+        optimizer.step()
+        kept = (value for value in optimizer.state[weight].values() if isinstance(value, Tensor) and value.dim())
+        return sum(value.nbytes for value in kept) // weight.numel()
 
     @property
     def _strategy(self) -> Any:

@@ -88,6 +88,18 @@ class Role:
         # Lightning warns of modules in eval mode; every call chooses its own mode.
         return model.train().requires_grad_(self.trained)  # type: ignore[no-any-return]
 
+    def describe(self) -> nn.Module:
+        """Return the model as far as its shapes go: on the meta device, without loading or making weights.
+
+        A module that is built already is returned as it is.
+        """
+        if isinstance(self.source, nn.Module):
+            return self.source
+        config = self.config()
+        options = {} if self.task == "causal_lm" else {"num_labels": 1}
+        with torch.device("meta"):
+            return _AUTO_CLASSES[self.task].from_config(config, **options)  # type: ignore[no-any-return, no-untyped-call]
+
     def _load(self, auto: type, options: dict[str, int]) -> nn.Module:
         try:
             return auto.from_pretrained(self.source, dtype=torch.float32, **options)  # type: ignore[attr-defined, no-any-return]
