@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_realloc.algorithms.ppo import PPO as PPO
     from lightning_realloc.algorithms.role import Role as Role
     from lightning_realloc.algorithms.sft import SFT as SFT
+    from lightning_realloc.callbacks import MemoryMonitor as MemoryMonitor
     from lightning_realloc.callbacks import ParameterReallocation as ParameterReallocation
     from lightning_realloc.callbacks import PhaseCallback as PhaseCallback
     from lightning_realloc.callbacks import SaveHuggingFace as SaveHuggingFace
@@ -88,6 +89,7 @@ _HOMES = {
     "SFT": "algorithms.sft",
     "TrainOptions": "runtime.training",
     "ReallocStrategy": "strategies",
+    "MemoryMonitor": "callbacks",
     "ParameterReallocation": "callbacks",
     "PhaseCallback": "callbacks",
     "SaveHuggingFace": "callbacks",

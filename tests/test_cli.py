@@ -244,3 +244,31 @@ def test_the_console_script_reports_a_mistake_and_ends(folder: Path) -> None:
     assert finished.returncode == 2
     assert "error: calls.actor.train: unknown layout 'ts2'" in finished.stderr
     assert "Traceback" not in finished.stderr
+
+
+def test_a_plan_is_checked_without_weights(workers: WorkerPool, folder: Path) -> None:
+    (folder / "eight.yaml").write_text("calls: {actor.generate: dp8, actor.train: fsdp8, reference.infer: dp8}")
+    (folder / "shape").mkdir(exist_ok=True)
+    (folder / "shape" / "config.json").write_text((folder / "model" / "config.json").read_text())
+    lines = ["plan", "--check", "eight.yaml", "--model", "actor=shape"]
+    both = [*lines, "--model", "reference=shape"]
+    fits, exceeds, lacks, unknown, unnamed = _run(
+        workers,
+        folder,
+        [*both, "--cluster", "h100:1x8", "--prompt-length", "100", "--response-length", "100"],
+        [*both, "--memory-per-device", "2MiB", "--batch", "8"],
+        lines,
+        [*both, "--algorithm", "dpo"],
+        ["plan", "--check", "eight.yaml", "--model", "shape"],
+    )
+
+    assert fits.code == 0, fits
+    assert [line.split()[0] for line in fits.output.splitlines()[1:4]] == ["set-up", "->", "actor.generate"]
+    assert "peak of rank 0-7: " in fits.output
+    assert exceeds.code == 2
+    assert "peak of rank 0-7: " in exceeds.output  # the table comes first
+    assert "on rank 0 in actor.train, and a device has 2.00 MiB" in exceeds.errors
+    assert lacks.code == unknown.code == unnamed.code == 2
+    assert "the plan names reference.infer, which this algorithm has not" in lacks.errors
+    assert "--algorithm=dpo is not one of grpo, sft" in unknown.errors
+    assert "--model=shape must name a role and its model" in unnamed.errors

@@ -6,6 +6,7 @@ It builds plain modules with full weights; sharding, moving, running calls and s
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -125,6 +126,18 @@ class MultiModelModule(L.LightningModule):
         present = tuple(role.name for role in self.roles())
         return _dataflow_of(self.calls(), present, self.optional_roles)
 
+    @classmethod
+    def dataflow_of(cls, roles: Iterable[str]) -> Dataflow:
+        """Return the calls of one iteration when there are models for these roles only.
+
+        A computation that produces what one of the models does is left out: reward functions beside a reward model.
+        """
+        present = tuple(roles)
+        calls = declared_calls(cls)  # type: ignore[arg-type]  # mypy takes Module.__hash__ for the class's
+        made = {name for call in calls if call.role in present for name in call.produces}
+        fitting = tuple(call for call in calls if call.role is not None or made.isdisjoint(call.produces))
+        return _dataflow_of(fitting, present, tuple(call.role for call in calls if call.role is not None))
+
     def models(self) -> dict[str, nn.Module]:
         """Return role name -> model, as far as they are built."""
         return {role.name: getattr(self, role.name) for role in self.roles() if hasattr(self, role.name)}
@@ -204,6 +217,19 @@ class MultiModelModule(L.LightningModule):
         samples = self._strategy.run_calls(batch, self.evaluation_calls).lengths_only()
         metrics = {f"{prefix}/{name}": value for name, value in self.summarize(samples).items()}
         self.log_dict(metrics, prog_bar=True, batch_size=len(samples), sync_dist=True)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes that the optimizer keeps for each fp32 weight, found by a step on a small one; 0 where unknown."""
+        written_by_hand = type(self).configure_optimizers is not MultiModelModule.configure_optimizers
+        if written_by_hand or not self.dataflow.trained_roles:
+            return 0
+        weight = nn.Parameter(torch.zeros(16, 16))
+        weight.grad = torch.zeros_like(weight)
+        optimizer = self.new_optimizer(self.dataflow.trained_roles[0], [weight])
+        optimizer.step()
+        kept = (value for value in optimizer.state[weight].values() if isinstance(value, Tensor) and value.dim())
+        return sum(value.nbytes for value in kept) // weight.numel()
 
     @property
     def _strategy(self) -> Any:

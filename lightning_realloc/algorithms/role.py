@@ -121,6 +121,21 @@ class Role:
         # Lightning warns of modules in eval mode; every call chooses its own mode.
         return model.train().requires_grad_(self.trained)
 
+    def describe(self) -> nn.Module:
+        """Return the model as far as its shapes go: on the meta device, without loading or making weights.
+
+        A module that is built already, with the head that the role needs, is returned as it is.
+        """
+        source = self.source
+        if isinstance(source, nn.Module) and not (
+            isinstance(source, PreTrainedModel) and self._has_another_head(source)
+        ):
+            return source
+        config = self.config()
+        assert config is not None, "models of transformers, names and folders have one"
+        with torch.device("meta"):
+            return self._from_config(config)
+
     def _from_config(self, config: PreTrainedConfig) -> nn.Module:
         if type(config) not in _CLASSES[self.task]:
             raise ConfigError(

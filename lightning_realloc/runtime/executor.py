@@ -70,6 +70,8 @@ class Reallocation:
         plan: this rank's share of what moves.
         transport: "push" or "direct", as chosen.
         staging_bytes: memory that this rank needs besides source and target.
+        shared_bytes: of the target's memory in segments that ranks share, what falls on this rank when each distinct
+            shard is divided equally among its holders; 0 under the direct transport and after `release`.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class Reallocation:
         self.plan, publication = agree_on_plan(request, agreement.wire_dtype.itemsize)
         self.transport, shelf, segment = _choose_transport(request, agreement, self.plan, publication)
         self._transport: Transport | None = None
+        self._shared_bytes, self._released = shelf.bytes_of(rank, publication, request.dtype.itemsize), False
         self.target_tensors: dict[str, Tensor] = {}
         if segment is not None:
             self.target_tensors, self._transport = _bind_push(
@@ -128,11 +131,17 @@ class Reallocation:
         self._bytes_moved, self._bytes_written = (sum(share[i] for share in shares) for i in range(2))
         self.staging_bytes = self._transport.staging_bytes if self._transport else 0
 
+    @property
+    def shared_bytes(self) -> int:
+        """See the class."""
+        return self._shared_bytes if self.transport == "push" and not self._released else 0
+
     def run(self) -> ReallocationReport:
         """Bring the source's values into ``target_tensors``. Collective over the ranks of source and target.
 
         Ranks outside return at once. After `release` this has the memory again first.
         """
+        self._released = False
         seconds = self._transport.run() if self._transport else 0.0
         return ReallocationReport(
             self._bytes_moved, self.plan.bytes_minimum, self._bytes_written, seconds, self.transport
@@ -144,6 +153,7 @@ class Reallocation:
         ``target_tensors`` stay bound but must not be read meanwhile. Those given by the caller and those that are the
         source's own keep their memory. Shared memory is returned once every rank of the run has called this.
         """
+        self._released = True
         if self._transport is not None:
             self._transport.release()
 
@@ -168,6 +178,11 @@ class _Shelf:
                 offsets[index], receivers[index] = end, readers
                 end += aligned(shard.numel * request.dtype.itemsize)
         return cls(offsets, receivers, end)
+
+    def bytes_of(self, rank: int, publication: PublicationPlan, element_bytes: int) -> int:
+        """Return a rank's part of the bytes, each shard's divided equally among its receivers."""
+        mine = {index: len(ranks) for index, ranks in self.receivers.items() if rank in ranks}
+        return sum(publication.shards[i].numel * element_bytes // sharers for i, sharers in mine.items())
 
 
 def _choose_transport(

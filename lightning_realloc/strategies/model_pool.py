@@ -246,6 +246,11 @@ class ModelPool:
         """Roles whose weights are not what they were loaded as: those that are trained, and their followers."""
         return (*self.dataflow.trained_roles, *self._options.followers)
 
+    @property
+    def shared_bytes(self) -> int:
+        """This rank's part of the memory that copies take in segments shared with other ranks."""
+        return sum(copy.reallocation.shared_bytes for copy in self._copies.values() if copy.reallocation is not None)
+
     # ---- moving
     def realize(self, call: str) -> ReallocationReport | None:
         """Make the layout of ``call`` real. Collective over all ranks.

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -25,25 +24,26 @@ from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
-from lightning_realloc.layout.model import ModelLayout
+from lightning_realloc.layout.model import ModelLayout, ModelSpec
 from lightning_realloc.runtime.agreement import TransportName
 from lightning_realloc.runtime.mailbox import Mailbox
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
 from lightning_realloc.runtime.samples import Samples
+from lightning_realloc.runtime.shards import reshard
 from lightning_realloc.strategies.call_runner import CallRunner, Overlap
 from lightning_realloc.strategies.checkpointing import CheckpointStrategy
 from lightning_realloc.strategies.data_parallel import broadcast_module
+from lightning_realloc.strategies.memory import describe_roles, memory_settings, refuse_too_large, with_callbacks
 from lightning_realloc.strategies.model_pool import Following, ModelPool, PoolOptions
+from lightning_realloc.strategies.plan_source import NamedPlan, PlanSource, agree_on, read_plan_source, work_out_plan
 from lightning_realloc.strategies.precision import cast_parameters, check_precision
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.schedules import check_schedules, step_schedules
 from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
-from lightning_realloc.tuning.heuristic import heuristic_plan
-
-PlanSource = Mapping[str, Any] | str | Path | ExecutionPlan  # the command line takes the first that fits
+from lightning_realloc.tuning.memory_parts import parse_bytes
 
 _POOL_ATTRIBUTE = "_realloc_pool"
 """Where a LightningModule remembers its laid-out models for the next Trainer."""
@@ -61,6 +61,8 @@ class ReallocStrategy(CheckpointStrategy):
             iteration beside a training call that they do not depend on; ``"calls"`` only those of one iteration;
             ``"none"`` one call at a time. Results are the same.
         cluster: Nodes, devices and memory; by default what this machine shows.
+        memory_per_device: What a plan may need of one device, as a number of bytes or as in ``"24GiB"``; by default
+            what the cluster's devices have. A plan that needs more is refused before models are built.
         tp_plans: Role -> tensor-parallel styles by module pattern, for models that bring none.
         start_method: ``"popen"`` re-runs the script for each device, ``"spawn"`` and ``"fork"`` serve notebooks.
         save_frozen_roles: Also write roles that are never trained into checkpoints.
@@ -78,6 +80,7 @@ class ReallocStrategy(CheckpointStrategy):
         transport: TransportName = "auto",
         overlap: Overlap = "iterations",
         cluster: ClusterSpec | str | None = None,
+        memory_per_device: int | str | None = None,
         tp_plans: Mapping[str, Mapping[str, str]] | None = None,
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         save_frozen_roles: bool = False,
@@ -93,9 +96,10 @@ class ReallocStrategy(CheckpointStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self._plan_source = _read_plan_source(plan)
+        self._plan_source = read_plan_source(plan)
         self._transport: TransportName = transport
         self._tp_plans = dict(tp_plans or {})
+        self._memory_budget = None if memory_per_device is None else parse_bytes(memory_per_device)
         self._pool: ModelPool | None = None
         self._runner: CallRunner | None = None
         self._placed_module: nn.Module | None = None
@@ -123,6 +127,30 @@ class ReallocStrategy(CheckpointStrategy):
         return self._runner
 
     # ---- models
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Surround ``configure_model``: refuse what does not fit into memory before a model is built."""
+        module: Any = self.lightning_module
+        fits_models = module.trainer.state.fn == TrainerFn.FITTING and self.dataflow is not None
+        if fits_models and not module.models():
+            self._check_memory(module, self.dataflow)  # type: ignore[arg-type]
+        with super().model_sharded_context():
+            yield
+
+    def _check_memory(self, module: Any, flow: Dataflow) -> None:
+        roles = describe_roles(module.roles(), self._tp_plans)
+        plan = self._read_plan(self._plan_source, flow, {name: role.model for name, role in roles.items()})
+        agree_on(plan)
+        plan.check(flow, self.world_size)
+        settings = memory_settings(self._pool_options(), self._master_dtype, optimizer_bytes=module.optimizer_bytes)
+        plan, settings = with_callbacks(module.trainer.callbacks, flow, plan, settings)
+        budget = self._memory_budget or self.cluster.device_memory_bytes
+        refuse_too_large(flow, plan, roles, settings, rank=self.global_rank, budget_bytes=budget)
+
+    @property
+    def _master_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision_plugin.precision == "bf16-true" else torch.float32
+
     def setup(self, trainer: Trainer) -> None:
         """Shard every role into its home layout, then make the optimizers, which must see sharded parameters."""
         assert self.accelerator is not None
@@ -157,8 +185,8 @@ class ReallocStrategy(CheckpointStrategy):
             return
         earlier: ModelPool | None = vars(module).get(_POOL_ATTRIBUTE)
         models = module.models()
-        if self.precision_plugin.precision == "bf16-true":
-            cast_parameters(module, torch.bfloat16)
+        if self._master_dtype != torch.float32:
+            cast_parameters(module, self._master_dtype)
         plan = self._resolve_plan(flow, models, earlier)
         if earlier is None:
             self._pool = self._place_roles(flow, plan, models)
@@ -221,38 +249,22 @@ class ReallocStrategy(CheckpointStrategy):
         missing = [role for role in flow.roles if role not in models]
         if missing:
             raise PlanError(f"role {missing[0]!r} has no model; configure_model() built {', '.join(models) or 'none'}")
-        plan = self._read_plan(self._plan_source, flow, models, earlier).completed(flow)
-        self._agree_on(plan)  # first: what is wrong with a plan must be found on every rank
-        plan.check(flow, self.world_size)
-        return plan
-
-    def _read_plan(
-        self,
-        source: ExecutionPlan | Literal["heuristic", "static"],
-        flow: Dataflow,
-        models: Mapping[str, nn.Module],
-        earlier: ModelPool | None,
-    ) -> ExecutionPlan:
-        if isinstance(source, ExecutionPlan):
-            return source
-        if source == "static":
-            return ExecutionPlan.static(flow, Layout(ParallelDims(fsdp=self.world_size), tuple(range(self.world_size))))
         specs = {  # a model that is cut already no longer shows its own shapes
             role: earlier.home(role).model_layout.model
             if earlier is not None
             else describe_model(models[role], tp_plan=self._tp_plans.get(role))
             for role in flow.roles
         }
-        element_bytes = 2 if str(self.precision_plugin.precision).startswith("bf16") else 4
-        return heuristic_plan(flow, specs, self.cluster, world_size=self.world_size, element_bytes=element_bytes)
+        plan = self._read_plan(self._plan_source, flow, specs)
+        agree_on(plan)  # first: what is wrong with a plan must be found on every rank
+        plan.check(flow, self.world_size)
+        return plan
 
-    def _agree_on(self, plan: ExecutionPlan) -> None:
-        if self.broadcast(plan.digest) == plan.digest:
-            agreed = self.reduce_boolean_decision(True)
-        else:
-            agreed = self.reduce_boolean_decision(False)
-        if not agreed:
-            raise PlanError("ranks hold different execution plans; give every process the same file or object")
+    def _read_plan(self, source: NamedPlan, flow: Dataflow, specs: Mapping[str, ModelSpec]) -> ExecutionPlan:
+        element_bytes = 2 if str(self.precision_plugin.precision).startswith("bf16") else 4
+        return work_out_plan(
+            source, flow, specs, self.cluster, world_size=self.world_size, element_bytes=element_bytes
+        ).completed(flow)
 
     def set_plan(self, plan: PlanSource) -> None:
         """Run the following iterations under another plan: weights and optimizer state move, training goes on.
@@ -262,9 +274,10 @@ class ReallocStrategy(CheckpointStrategy):
         Raises:
             PlanError: on every rank, for a plan that does not fit; the one before stays.
         """
-        source = _read_plan_source(plan)
-        wanted = self._read_plan(source, self.pool.dataflow, {}, self.pool).completed(self.pool.dataflow)
-        self._agree_on(wanted)
+        source = read_plan_source(plan)
+        specs = {role: self.pool.home(role).model_layout.model for role in self.pool.roles}
+        wanted = self._read_plan(source, self.pool.dataflow, specs)
+        agree_on(wanted)
         wanted.check(self.pool.dataflow, self.world_size)
         if wanted == self.plan:
             return
@@ -285,7 +298,10 @@ class ReallocStrategy(CheckpointStrategy):
         """Announce a call to callbacks, and yield the replica that it works on."""
         trainer = self.lightning_module.trainer  # type: ignore[union-attr]
         dispatch(trainer, "on_phase_start", call)
-        yield self.pool.active(call)
+        replica = self.pool.active(call)
+        yield replica
+        if self.pool.dataflow.call(call).kind != "train":
+            reshard(replica.model)  # without a backward pass nothing else lets go of what FSDP gathered
         dispatch(trainer, "on_phase_end", call)
 
     @contextmanager
@@ -393,14 +409,3 @@ REGISTERED_NAMES: dict[str, dict[str, Any]] = {
     "realloc_fork": {"start_method": "fork"},
 }
 """Name -> arguments of :class:`ReallocStrategy`."""
-
-
-def _read_plan_source(plan: PlanSource) -> ExecutionPlan | Literal["heuristic", "static"]:
-    """Return a plan, read where it is a file or a mapping, or the name of how one is worked out."""
-    if isinstance(plan, ExecutionPlan):
-        return plan
-    if isinstance(plan, Mapping):
-        return ExecutionPlan.from_mapping(plan)
-    if plan == "heuristic" or plan == "static":
-        return plan  # type: ignore[return-value]
-    return ExecutionPlan.load(plan)

@@ -142,6 +142,7 @@ class Trainee:
             norm = clip_gradients(replica.model, replica.model_layout, self._meshes, options.max_grad_norm)
             sums.add_shared("grad_norm", norm)
         self._stepper.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)  # the calls after this one need the memory
         sums.num_steps += 1
         return True
 

@@ -1,0 +1,149 @@
+"""How many bytes of tensors are alive on this rank, now and at most since a mark? Measured, not worked out.
+
+On CUDA the allocator knows. On CPU nothing counts tensors, so every operation is looked at while a meter runs: what it
+allocates is counted until its storage is freed. Measuring is slow; leave it off where time matters.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class MemoryMeter(Protocol):
+    """Counts the bytes that tensors take on this rank's device."""
+
+    def start(self) -> None:
+        """Begin to count, with everything that is alive already."""
+
+    def stop(self) -> None:
+        """Stop counting."""
+
+    def take_peak(self) -> int:
+        """Return the most bytes that were alive at once since the last call, or since `start`; begin anew."""
+
+
+def memory_meter(device: torch.device) -> MemoryMeter:
+    """Return the meter for a device."""
+    return AllocatorMeter(device) if device.type == "cuda" else StorageMeter()
+
+
+class AllocatorMeter:
+    """What CUDA's caching allocator has given out; what it keeps in reserve is not counted."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def start(self) -> None:
+        """See `MemoryMeter.start`."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def stop(self) -> None:
+        """See `MemoryMeter.stop`."""
+
+    def take_peak(self) -> int:
+        """See `MemoryMeter.take_peak`."""
+        peak = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak
+
+
+class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The storages of host tensors: each once, however many views it has, from its allocation to its end.
+
+    Memory that torch did not allocate (segments that ranks share, buffers of other libraries) is not counted, nor is
+    what a kernel allocates and frees inside.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.current_bytes = 0
+        """Bytes alive now."""
+        self._peak_bytes = 0
+        self._sizes: dict[int, int] = {}
+        self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._resize = torch.UntypedStorage.resize_
+
+    def start(self) -> None:
+        """See `MemoryMeter.start`."""
+        gc.collect()
+        found = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
+        found += [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
+        for tensor in found:
+            for storage in _storages(tensor):
+                self._count(storage)
+        self._peak_bytes = self.current_bytes
+        torch.UntypedStorage.resize_ = _counted_resize(self)  # type: ignore[method-assign]
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """See `MemoryMeter.stop`."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def take_peak(self) -> int:
+        """See `MemoryMeter.take_peak`."""
+        peak, self._peak_bytes = self._peak_bytes, self.current_bytes
+        return peak
+
+    def __torch_dispatch__(
+        self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and count what it allocated."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again, for the local tensors
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            for storage in _storages(leaf):
+                self._count(storage)
+        return result
+
+    def resized(self, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        """Resize a storage, as FSDP does to free and to regain weights, and count the difference."""
+        result: torch.UntypedStorage = self._resize(storage, size)
+        if storage.device.type == "cpu":
+            self._count(storage)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._ends:
+            self._ends[key] = weakref.ref(storage, partial(self._forget, key))
+        self.current_bytes += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+        self._peak_bytes = max(self._peak_bytes, self.current_bytes)
+
+    def _forget(self, key: int, _: object) -> None:
+        self.current_bytes -= self._sizes.pop(key)
+        del self._ends[key]
+
+
+def _counted_resize(meter: StorageMeter) -> Any:
+    """Return what stands in for ``UntypedStorage.resize_``, which is not dispatched, while a meter runs."""
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        return meter.resized(storage, size)
+
+    return resize_
+
+
+def _storages(value: object) -> list[torch.UntypedStorage]:
+    if not isinstance(value, Tensor):
+        return []
+    if isinstance(value, DTensor):
+        value = value._local_tensor
+    if value.layout is not torch.strided:
+        return []
+    storage = value.untyped_storage()
+    if storage.device.type != "cpu":  # the storage's, because fake tensors, which DTensor works out shapes with, lie
+        return []
+    return [storage] if storage.resizable() else []  # the others' memory is not torch's

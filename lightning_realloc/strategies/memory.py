@@ -1,0 +1,108 @@
+"""Does a plan fit into memory? Asked before a model is built, of configurations and shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lightning_realloc.callbacks.reallocation import ParameterReallocation
+from lightning_realloc.errors import PlanError
+from lightning_realloc.runtime.model_spec import describe_model
+from lightning_realloc.runtime.shared_memory import gather_objects, shared_memory_obstacle
+from lightning_realloc.strategies.model_pool import PoolOptions
+from lightning_realloc.tuning.dataflow import Dataflow
+from lightning_realloc.tuning.execution_plan import ExecutionPlan
+from lightning_realloc.tuning.memory import forecast_memory
+from lightning_realloc.tuning.memory_advice import find_excess
+from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory
+from lightning_realloc.tuning.model_shape import ModelShape
+
+
+def describe_roles(roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str]]) -> dict[str, RoleMemory]:
+    """Return what the memory of each role depends on; nothing is loaded but configurations.
+
+    Args:
+        roles: Of the algorithm, as its ``roles()`` returns them.
+        tp_plans: Role -> tensor-parallel styles, for models that bring none.
+    """
+    described = {}
+    for role in roles:
+        model = role.describe()
+        spec = describe_model(model, tp_plan=tp_plans.get(role.name))
+        config = getattr(model, "config", None)
+        shape = None
+        if hasattr(config, "get_text_config"):
+            shape = ModelShape.read(config, spec, num_outputs=None if role.task == "causal_lm" else 1)
+        described[role.name] = RoleMemory(model=spec, shape=shape)
+    return described
+
+
+def memory_settings(options: PoolOptions, master: torch.dtype, *, optimizer_bytes: int) -> MemorySettings:
+    """Return how the pool keeps tensors; ``optimizer_bytes`` are those of an fp32 weight."""
+    on_cpu = options.device.type == "cpu"
+    return MemorySettings(
+        master_bytes=master.itemsize,
+        copy_bytes=options.copy_dtype.itemsize,
+        gathered_bytes=2 if options.mixed_precision is not None else master.itemsize,
+        optimizer_bytes=optimizer_bytes * master.itemsize // 4,
+        shares_memory=on_cpu and options.transport != "direct" and shared_memory_obstacle() is None,
+        builds_on_device=on_cpu,
+    )
+
+
+def with_callbacks(
+    callbacks: Iterable[object], dataflow: Dataflow, plan: ExecutionPlan, settings: MemorySettings
+) -> tuple[ExecutionPlan, MemorySettings]:
+    """Return what a :class:`ParameterReallocation` makes of them: freed copies, or, switched off, none at all."""
+    for callback in callbacks:
+        if isinstance(callback, ParameterReallocation):
+            settings = replace(settings, frees_copies=callback.free_after)
+            if not callback.enabled:
+                homes = {c.name: plan.layout(dataflow.home_call(str(c.role)).name) for c in dataflow.model_calls}
+                plan = ExecutionPlan(tuple((name, replace(call, layout=homes[name])) for name, call in plan.calls))
+    return plan, settings
+
+
+def settings_of_precision(precision: str) -> MemorySettings:
+    """Return how tensors are kept on CUDA devices under a Trainer's precision, with AdamW.
+
+    Raises:
+        PlanError: for a precision that cannot be used.
+    """
+    if precision not in ("bf16-mixed", "bf16-true", "32-true"):
+        raise PlanError(f"precision={precision!r} cannot be used here; use bf16-mixed, bf16-true or 32-true")
+    half, mixed = precision.startswith("bf16"), precision == "bf16-mixed"
+    master = 2 if precision == "bf16-true" else 4
+    return MemorySettings(
+        master_bytes=master, copy_bytes=2 if half else 4, gathered_bytes=2 if mixed else master,
+        optimizer_bytes=2 * master,
+    )  # fmt: skip
+
+
+def refuse_too_large(
+    dataflow: Dataflow,
+    plan: ExecutionPlan,
+    roles: Mapping[str, RoleMemory],
+    settings: MemorySettings,
+    *,
+    rank: int,
+    budget_bytes: int,
+) -> None:
+    """Refuse a plan that needs more than ``budget_bytes`` on some rank, however short its sequences are.
+
+    Every rank works out its own bytes. Collective.
+
+    Raises:
+        PlanError: on every rank, with the phase, the rank, the bytes and what would fit.
+    """
+
+    def forecast(candidate: ExecutionPlan) -> Any:
+        return forecast_memory(dataflow, candidate, roles, settings, None, ranks=(rank,))
+
+    excess = find_excess(dataflow, plan, forecast, budget_bytes=budget_bytes)
+    found = [text for text in gather_objects(excess) if text is not None]
+    if found:
+        raise PlanError(f"{found[0]}. Activations and caches, which depend on lengths, come on top")

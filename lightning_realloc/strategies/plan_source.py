@@ -1,0 +1,54 @@
+"""Where does an execution plan come from? A file, a mapping, an object, or the name of how one is worked out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.dims import Layout, ParallelDims
+from lightning_realloc.layout.model import ModelSpec
+from lightning_realloc.runtime.shared_memory import gather_objects
+from lightning_realloc.tuning.dataflow import Dataflow
+from lightning_realloc.tuning.execution_plan import ExecutionPlan
+from lightning_realloc.tuning.heuristic import heuristic_plan
+
+PlanSource = Mapping[str, Any] | str | Path | ExecutionPlan  # the command line takes the first that fits
+NamedPlan = ExecutionPlan | Literal["heuristic", "static"]
+"""A plan, or the name of how one is worked out."""
+
+
+def read_plan_source(plan: PlanSource) -> NamedPlan:
+    """Return a plan, read where it is a file or a mapping, or the name of how one is worked out."""
+    if isinstance(plan, ExecutionPlan):
+        return plan
+    if isinstance(plan, Mapping):
+        return ExecutionPlan.from_mapping(plan)
+    if plan == "heuristic" or plan == "static":
+        return plan  # type: ignore[return-value]
+    return ExecutionPlan.load(plan)
+
+
+def work_out_plan(
+    source: NamedPlan,
+    dataflow: Dataflow,
+    models: Mapping[str, ModelSpec],
+    cluster: ClusterSpec,
+    *,
+    world_size: int,
+    element_bytes: int,
+) -> ExecutionPlan:
+    """Return the plan; ``element_bytes`` are those of one weight in generation and inference."""
+    if isinstance(source, ExecutionPlan):
+        return source
+    if source == "static":
+        return ExecutionPlan.static(dataflow, Layout(ParallelDims(fsdp=world_size), tuple(range(world_size))))
+    return heuristic_plan(dataflow, models, cluster, world_size=world_size, element_bytes=element_bytes)
+
+
+def agree_on(plan: ExecutionPlan) -> None:
+    """Raise PlanError on every rank unless all hold the same plan. Collective."""
+    if len(set(gather_objects(plan.digest))) > 1:
+        raise PlanError("ranks hold different execution plans; give every process the same file or object")

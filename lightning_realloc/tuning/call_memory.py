@@ -1,0 +1,234 @@
+"""How many bytes does one call add to what a rank keeps between calls? The largest of a few moments, each a sum.
+
+Which moments those are follows from what FSDP2, autograd and the generation engine allocate and when they free it
+(torch 2.13). What a moment leaves out is smaller by orders of magnitude: masks, positions, samples, norms.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lightning_realloc.tuning.dataflow import CallKind
+from lightning_realloc.tuning.execution_plan import CallPlan
+from lightning_realloc.tuning.memory_parts import MemoryParts, MemorySettings, RoleBytes, RoleMemory, Workload
+
+CHUNK_ELEMENTS = 1 << 23
+"""Logits that are worked on in fp32 at a time; ``runtime.token_logprobs`` has the same number."""
+GATHERED_SUM_BYTES = 256 << 10
+"""Up to this size CPU ranks gather what they add up; ``runtime.tp_group`` has the same number."""
+CACHE_MULTIPLE = 32
+"""What the engine rounds the first capacity of its cache to."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """What one data-parallel rank runs in a call's forward passes."""
+
+    count: int
+    tokens: int
+    """Of the largest one."""
+    response_tokens: int
+    """Of the largest one: those that logits are computed for."""
+
+    @classmethod
+    def of(cls, workload: Workload | None, num_sequences: int, limit: int | None) -> MicroBatches:
+        """Pack a rank's equal sequences as ``runtime.packing`` does."""
+        if workload is None:
+            return cls(1, 0, 0)
+        length = workload.prompt_tokens + workload.response_tokens
+        each = max(1, (limit or workload.micro_batch_tokens) // length)
+        largest = min(each, num_sequences)
+        return cls(math.ceil(num_sequences / each), largest * length, largest * workload.response_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallMemory:
+    """One call on one rank."""
+
+    role: RoleMemory
+    plan: CallPlan
+    settings: MemorySettings
+    workload: Workload | None
+    sizes: RoleBytes
+    """Of the role in the call's layout."""
+    is_wrapped: bool
+    """Whether FSDP2 wraps the model."""
+    element_bytes: int
+    """Of one weight of the replica."""
+
+    def peak(self, kind: CallKind) -> MemoryParts:
+        """Return the bytes of the moment that needs most."""
+        moments = {"train": self._train, "infer": self._infer, "generate": self._generate}[kind]()
+        return max(moments, key=lambda parts: parts.total)
+
+    # ---- weights that FSDP gathers
+    @property
+    def _weight_bytes(self) -> int:
+        return min(self.element_bytes, self.settings.gathered_bytes) if self.is_wrapped else self.element_bytes
+
+    @property
+    def _root(self) -> int:
+        """Bytes of gathered weights outside of blocks, which stay gathered through a call."""
+        return self.sizes.root * self._weight_bytes if self.is_wrapped else 0
+
+    @property
+    def _block(self) -> int:
+        return self.sizes.largest_block * self._weight_bytes if self.is_wrapped else 0
+
+    def _buffer(self, gathered: int) -> int:
+        """Bytes of the message that weights arrive in, kept until the next ones have come."""
+        return gathered if self.sizes.layout.dims.fsdp > 1 else 0
+
+    # ---- activations
+    @property
+    def _tp(self) -> int:
+        return self.sizes.layout.dims.tp
+
+    @property
+    def _activation_bytes(self) -> int:
+        return min(self._weight_bytes, self.settings.copy_bytes)
+
+    def _hidden(self, tokens: int) -> int:
+        return 0 if self.role.shape is None else tokens * self.role.shape.hidden * self._activation_bytes
+
+    def _working(self, tokens: int) -> int:
+        shape = self.role.shape
+        return 0 if shape is None else tokens * shape.working_elements(self._tp) * self._activation_bytes
+
+    def _exchanged(self, tokens: int) -> int:
+        """Bytes of what tensor-parallel CPU ranks add up by gathering, twice: the last message is still held."""
+        part = self._hidden(tokens)
+        gathers = self._tp > 1 and self.settings.builds_on_device and part <= GATHERED_SUM_BYTES
+        return 2 * self._tp * part if gathers else 0
+
+    def _backward(self, tokens: int) -> int:
+        shape = self.role.shape
+        return 0 if shape is None else tokens * shape.backward_elements(self._tp) * self._activation_bytes
+
+    def _saved(self, tokens: int) -> int:
+        """Bytes that one block keeps for its backward pass."""
+        shape = self.role.shape
+        return 0 if shape is None else tokens * shape.saved_bytes(self._tp, self._activation_bytes)
+
+    def _logits(self, rows: int) -> int:
+        return 0 if self.role.shape is None else rows * self.role.shape.num_outputs * self._activation_bytes
+
+    def _joined_logits(self, rows: int) -> int:
+        """Bytes of logits without a backward pass: under tp also the message they came in, and the rank's own share."""
+        logits = self._logits(rows)
+        return logits if self._tp == 1 else 2 * logits + logits // self._tp
+
+    def _chunk(self, rows: int) -> int:
+        """Bytes of the logits that are held in fp32 at a time."""
+        if self.role.shape is None or self.role.shape.num_outputs == 1:
+            return 0
+        return 4 * min(rows * self.role.shape.num_outputs, CHUNK_ELEMENTS)
+
+    @property
+    def _has_head(self) -> bool:
+        """Whether the rank computes logits: on a pipeline's last stage."""
+        layout = self.sizes.layout
+        return layout.coordinate(self.sizes.rank).pp == layout.dims.pp - 1
+
+    def _micro_batches(self, num_minibatches: int = 1) -> MicroBatches:
+        shares = self.sizes.layout.data_parallel_size * num_minibatches
+        share = 0 if self.workload is None else math.ceil(self.workload.num_sequences / shares)
+        return MicroBatches.of(self.workload, share, self.plan.micro_batch_tokens)
+
+    # ---- calls
+    def _infer(self) -> list[MemoryParts]:
+        micro = self._micro_batches()
+        rows = micro.response_tokens if self._has_head else 0
+        return [
+            *self._gathering(micro.tokens),
+            MemoryParts(
+                gathered=self._root + self._block + self._buffer(self._block),
+                activations=self._working(micro.tokens) + self._exchanged(micro.tokens),
+            ),
+            MemoryParts(
+                gathered=self._root + self._buffer(self._block),
+                activations=2 * self._hidden(micro.tokens),
+                logits=self._joined_logits(rows) + self._chunk(rows),
+            ),
+        ]
+
+    def _gathering(self, tokens: int) -> list[MemoryParts]:
+        """Return the moments when a block's weights arrive: a message is kept until the next one was taken apart."""
+        block = self._buffer(self._block)
+        return [
+            MemoryParts(gathered=self._root + self._buffer(self._root) + block),
+            MemoryParts(gathered=self._root + self._block + 2 * block, activations=2 * self._hidden(tokens)),
+        ]
+
+    def _generate(self) -> list[MemoryParts]:
+        body = MemoryParts(gathered=self._root + self._block + self._buffer(self._block))
+        shape, load = self.role.shape, self.workload
+        if shape is None or load is None:
+            return [*self._gathering(0), body]
+        share = math.ceil(load.num_sequences / self.sizes.layout.data_parallel_size)
+        slots = min(self.plan.max_slots, share)
+        position = slots * shape.kv_cache_elements(self._tp) * self._activation_bytes
+        longest = load.prompt_tokens + load.response_tokens
+        first = min(longest, -(-load.prompt_tokens // CACHE_MULTIPLE) * CACHE_MULTIPLE)
+        # The cache grows layer by layer, at the end by at most half: one layer's old keys and values are still there.
+        growth = position * longest // (2 * shape.num_layers) if longest > first else 0
+        prefill = math.ceil(slots / load.samples_per_prompt) * (load.prompt_tokens - 1) + slots
+        drawing = MemoryParts(  # logits, and their probabilities in fp32
+            gathered=self._root + self._buffer(self._block),
+            kv_cache=position * longest,
+            activations=self._hidden(slots),
+            logits=self._joined_logits(slots) + slots * shape.num_outputs * 4,
+        )
+        return [
+            *(moment + MemoryParts(kv_cache=position * longest) for moment in self._gathering(slots)),
+            body + MemoryParts(kv_cache=position * first, activations=self._working(prefill)),
+            body + MemoryParts(kv_cache=position * longest + growth, activations=self._working(slots)),
+            drawing,
+        ]
+
+    def _train(self) -> list[MemoryParts]:
+        """Return the moments of a training call's last micro-batch, when gradients of the others are there."""
+        minibatches = 1 if self.workload is None else self.workload.num_minibatches
+        micro = self._micro_batches(minibatches)
+        pipelined = self.sizes.layout.dims.pp - self.sizes.layout.coordinate(self.sizes.rank).pp
+        in_flight = min(micro.count, pipelined) if self.sizes.layout.dims.pp > 1 else 1
+        kept = in_flight * self._kept_activations(micro.tokens)
+        master, sizes = self.settings.master_bytes, self.sizes
+        block, root = sizes.trained_block * self._weight_bytes, sizes.trained_root * self._weight_bytes
+        shards = sizes.num_trained_sharded * master
+        # Until the last micro-batch FSDP adds up whole gradients: reducing them once costs less than every time.
+        earlier = sizes.num_trained * master if micro.count > 1 else 0
+        rows = micro.response_tokens if self._has_head else 0
+        head = 2 * self._hidden(micro.tokens) if self._has_head else 0
+        recomputed = self._saved(micro.tokens) if self.plan.gradient_checkpointing else 0
+        backward = self._backward(micro.tokens)
+        moments = [
+            *(moment + MemoryParts(gradients=earlier) for moment in self._gathering(micro.tokens)),
+            MemoryParts(  # the loss's backward pass: the logits, their gradient, and two chunks in fp32
+                gradients=earlier, activations=kept + head, logits=2 * self._logits(rows) + 2 * self._chunk(rows),
+                gathered=self._root + self._buffer(self._block),
+            ),
+            MemoryParts(  # the last block's: the block before it is gathered already
+                gradients=(earlier or root) + block, activations=kept + recomputed + backward,
+                gathered=self._root + 2 * self._block,
+            ),
+        ]  # fmt: skip
+        one = self._saved(micro.tokens) + backward
+        if self.is_wrapped:
+            reduction = block + block // sizes.layout.dims.fsdp  # the message and the reduced shard
+            moments += [
+                MemoryParts(  # the last block's gradients are sent while those of the one before are computed
+                    gradients=(earlier or root) + block + reduction, activations=max(0, kept - one) + recomputed,
+                    gathered=self._root + 2 * self._block,
+                ),
+                MemoryParts(gradients=shards + 2 * root, gathered=self._root),
+            ]  # fmt: skip
+        else:
+            embedding = root if earlier else 0  # a whole gradient beside the one that it is added to
+            moments.append(MemoryParts(gradients=sizes.num_trained * master + embedding, activations=one))
+        return moments
+
+    def _kept_activations(self, tokens: int) -> int:
+        each = self._hidden(tokens) if self.plan.gradient_checkpointing else self._saved(tokens)
+        return self.sizes.num_blocks * each

@@ -1,0 +1,210 @@
+"""How many bytes does every rank need in each call of a plan, and on the way between calls? Pure arithmetic.
+
+What stays between calls (weights, optimizer state, copies) follows from layouts exactly; what a call adds is in
+``call_memory``. The measured counterpart is ``callbacks.memory_monitor``, and ``docs/memory.md`` compares the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.dims import Layout, format_ranks
+from lightning_realloc.layout.model import ModelLayout
+from lightning_realloc.tuning.call_memory import CallMemory
+from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.tuning.execution_plan import ExecutionPlan
+from lightning_realloc.tuning.memory_parts import MemoryParts, MemorySettings, RoleBytes, RoleMemory, Workload
+
+SET_UP = "set-up"
+"""The phase in which models are built and laid out."""
+MAX_STAGING_BYTES = 64 << 20
+"""What one reallocation over the direct transport stages at most, both directions together."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseMemory:
+    """What one rank needs in one phase."""
+
+    phase: str
+    """A call, ``set-up``, or ``-> call`` for the transition to it."""
+    rank: int
+    parts: MemoryParts
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryForecast:
+    """Ranks' bytes in every phase of a plan."""
+
+    phases: tuple[PhaseMemory, ...] = field(repr=False)
+
+    def at(self, phase: str, rank: int) -> MemoryParts:
+        """Return what a rank needs in a phase. Raises PlanError for one that is not there."""
+        for entry in self.phases:
+            if entry.phase == phase and entry.rank == rank:
+                return entry.parts
+        known = ", ".join(dict.fromkeys(entry.phase for entry in self.phases))
+        raise PlanError(f"the forecast has no phase {phase!r} on rank {rank}; it has {known}")
+
+    def peak(self, rank: int | None = None) -> PhaseMemory:
+        """Return the phase that needs most, on one rank or on any; the first of several."""
+        return max((e for e in self.phases if rank in (None, e.rank)), key=lambda entry: entry.parts.total)
+
+    def summary(self) -> str:
+        """Return a table: for every phase the rank that needs most, with its parts, in MiB; then each rank's peak."""
+        names = [item.name for item in fields(MemoryParts)]
+        head = ["phase", "rank", "total", *(name.replace("_", " ") for name in names)]
+        rows = []
+        for phase in dict.fromkeys(entry.phase for entry in self.phases):
+            most = max((e for e in self.phases if e.phase == phase), key=lambda entry: entry.parts.total)
+            sizes = [most.parts.total, *(getattr(most.parts, name) for name in names)]
+            rows.append([phase, str(most.rank), *(_mebibytes(size) for size in sizes)])
+        lines = [head, *rows]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+        table = [f"{line[0]:<{widths[0]}}" + "".join(f"  {c:>{w}}" for c, w in zip(line[1:], widths[1:], strict=True))
+                 for line in lines]  # fmt: skip
+        return "\n".join([*(line.rstrip() for line in table), "", "MiB of the rank that needs most", *self._peaks()])
+
+    def _peaks(self) -> Iterator[str]:
+        groups: dict[tuple[int, str], list[int]] = {}
+        for rank in sorted({entry.rank for entry in self.phases}):
+            most = self.peak(rank)
+            groups.setdefault((most.parts.total, most.phase), []).append(rank)
+        for (total, phase), ranks in groups.items():
+            yield f"peak of rank {format_ranks(ranks)}: {_mebibytes(total)} MiB in {phase}"
+
+
+def forecast_memory(
+    dataflow: Dataflow,
+    plan: ExecutionPlan,
+    roles: Mapping[str, RoleMemory],
+    settings: MemorySettings,
+    workload: Workload | None,
+    *,
+    ranks: Sequence[int],
+) -> MemoryForecast:
+    """Return the bytes of these ranks in every phase, from the second iteration on, when all copies exist.
+
+    Without a ``workload`` it is what the plan needs however short the sequences are: no activations, logits, caches.
+
+    Raises:
+        PlanError: for a role without a model.
+        LayoutError: for a layout that does not fit its model.
+    """
+    missing = [role for role in dataflow.roles if role not in roles]
+    if missing:
+        raise PlanError(f"role {missing[0]!r} has no model to forecast; there are {', '.join(roles) or 'none'}")
+    forecaster = _Forecaster(dataflow, plan, roles, settings, workload)
+    return MemoryForecast(tuple(entry for rank in ranks for entry in forecaster.of_rank(rank)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Forecaster:
+    dataflow: Dataflow
+    plan: ExecutionPlan
+    roles: Mapping[str, RoleMemory]
+    settings: MemorySettings
+    workload: Workload | None
+
+    def of_rank(self, rank: int) -> Iterator[PhaseMemory]:
+        resident = self._homes(rank)
+        copies = {(role, layout): self._copy(role, layout, rank) for role, layout in self._copied_layouts()}
+        if not self.settings.frees_copies:
+            resident = sum(copies.values(), resident)
+        yield PhaseMemory(SET_UP, rank, self._set_up(rank))
+        for call in self.dataflow.iteration_calls:
+            if call.role is None:
+                continue
+            own = copies.get((call.role, self.plan.layout(call.name)))
+            base = resident + own if own is not None and self.settings.frees_copies else resident
+            if own is not None:
+                yield PhaseMemory(f"-> {call.name}", rank, base)
+            yield PhaseMemory(call.name, rank, base + self._during(call, rank))
+
+    def _homes(self, rank: int) -> MemoryParts:
+        parts = MemoryParts()
+        for name, role in self.roles.items():
+            layout = self._home(name)
+            if name not in self.dataflow.roles or rank not in layout:
+                continue
+            sizes = RoleBytes(role, layout, rank)
+            if name in self.dataflow.trained_roles:
+                optimizer = sizes.num_trained_sharded * self.settings.optimizer_bytes
+                parts += MemoryParts(weights=sizes.num_sharded * self.settings.master_bytes, optimizer=optimizer)
+            else:
+                parts += MemoryParts(weights=sizes.num_sharded * self.settings.copy_bytes)
+        return parts
+
+    def _home(self, role: str) -> Layout:
+        return self.plan.layout(self.dataflow.home_call(role).name)
+
+    def _copied_layouts(self) -> Iterator[tuple[str, Layout]]:
+        for role in self.dataflow.roles:
+            layouts = {self.plan.layout(call.name) for call in self.dataflow.calls_of(role)}
+            for layout in sorted(layouts - {self._home(role)}, key=str):
+                yield role, layout
+
+    def _copy(self, name: str, layout: Layout, rank: int) -> MemoryParts:
+        """Return what a copy keeps on a rank once it was filled."""
+        role, home = self.roles[name], self._home(name)
+        if rank not in layout and rank not in home:
+            return MemoryParts()
+        element = self.settings.copy_bytes
+        if layout.dims.fsdp > 1:
+            sharded = RoleBytes(role, layout, rank).num_sharded * element if rank in layout else 0
+            return MemoryParts(copies=sharded, staging=self._staging(name, layout, rank))
+        target, source = ModelLayout(role.model, layout), ModelLayout(role.model, home)
+        may_alias = name not in self.dataflow.trained_roles or self.settings.master_bytes == element
+        size = 0.0
+        for param in target.names(rank) if rank in layout else ():
+            readers = [r for r in layout.ranks if target.shard(param, r) == target.shard(param, rank)]
+            if may_alias:
+                readers = [r for r in readers if r not in home or source.shard(param, r) != target.shard(param, r)]
+                if rank not in readers:
+                    continue  # the home replica's own tensor
+            shard = math.prod(target.local_shape(param, rank)) * element
+            size += shard / len(readers) if self.settings.shares_memory else shard
+        staging = 0 if self.settings.shares_memory else self._staging(name, layout, rank)
+        return MemoryParts(copies=int(size), staging=staging)
+
+    def _staging(self, name: str, layout: Layout, rank: int) -> int:
+        """Return the most that sending and receiving may stage; less where pieces travel from storage to storage."""
+        element, half, staged = self.settings.copy_bytes, MAX_STAGING_BYTES // 2, 0
+        for one in (self._home(name), layout):
+            if rank in one:
+                staged += min(half, ModelLayout(self.roles[name].model, one).num_local_elements(rank) * element)
+        return staged
+
+    def _set_up(self, rank: int) -> MemoryParts:
+        """Return what building takes: whole models of all roles where that is in the counted memory, else of one."""
+        whole = {name: role.model.num_elements * 4 for name, role in self.roles.items() if name in self.dataflow.roles}
+        if self.settings.builds_on_device:
+            return MemoryParts(weights=sum(whole.values()))
+        most, laid_out = 0, 0
+        for name, size in whole.items():
+            trained = name in self.dataflow.trained_roles
+            element = self.settings.master_bytes if trained else self.settings.copy_bytes
+            most = max(most, laid_out + size // 4 * element)  # on ranks outside, too, which then let go of it
+            if rank in self._home(name):
+                laid_out += RoleBytes(self.roles[name], self._home(name), rank).num_sharded * element
+        return MemoryParts(weights=max(most, laid_out))
+
+    def _during(self, call: ModelFunctionCall, rank: int) -> MemoryParts:
+        chosen = self.plan.call(call.name)
+        if rank not in chosen.layout:
+            return MemoryParts()
+        role = self.roles[str(call.role)]
+        is_home = chosen.layout == self._home(str(call.role))
+        is_trained = str(call.role) in self.dataflow.trained_roles
+        return CallMemory(
+            role=role, plan=chosen, settings=self.settings, workload=self.workload,
+            sizes=RoleBytes(role, chosen.layout, rank),
+            is_wrapped=chosen.layout.dims.fsdp > 1 or (chosen.layout.dims.dp > 1 and is_home and is_trained),
+            element_bytes=self.settings.master_bytes if is_home and is_trained else self.settings.copy_bytes,
+        ).peak(call.kind)  # fmt: skip
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:,.1f}" if size else "-"

@@ -1,0 +1,147 @@
+"""Do calls take the memory that was worked out, and is a plan that cannot fit refused before a model is built?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedConfig
+
+from lightning_realloc.algorithms.role import Role
+from lightning_realloc.callbacks import MemoryMonitor
+from lightning_realloc.errors import PlanError
+from lightning_realloc.generation import SamplingParams
+from lightning_realloc.runtime.samples import Ragged, Samples
+from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.tuning.memory import forecast_memory
+from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory, Workload
+from lightning_realloc.tuning.model_shape import ModelShape
+from tests.models import tiny_model
+from tests.strategies import runs
+from tests.strategies.runs import calls
+from tests.workers import WorkerPool
+
+# Every prompt and response has the same length, so that nothing but the arithmetic is compared.
+LOAD = Workload(
+    num_sequences=16, prompt_tokens=8, response_tokens=32, micro_batch_tokens=160, samples_per_prompt=2
+)  # fmt: skip
+SETTINGS = MemorySettings(shares_memory=True, builds_on_device=True)
+MEDIUM: dict[str, Any] = {  # 17 million weights
+    "vocab_size": 2048, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 10,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+TOLERANCE = 0.1
+
+Comparison = dict[str, tuple[int, int]]
+"""Call -> bytes predicted and measured, on one rank."""
+
+
+class EvenBatches:
+    """Two batches of eight prompts of equal length."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[Samples]:
+        for index in range(2):
+            rows = [torch.arange(3, 3 + LOAD.prompt_tokens) + number for number in range(8)]
+            columns = {"prompt_ids": Ragged.from_list(rows), "prompt": tuple(f"prompt {number}" for number in range(8))}
+            yield Samples(torch.arange(8) + 8 * index, columns)
+
+
+def compare(plan: dict[str, Any], family: str = "llama", **sizes: Any) -> Comparison:
+    """Train for two iterations and return what this rank needed beside what was worked out."""
+    world_size, monitor = runs.world_size(), MemoryMonitor()
+    config = tiny_model(family, **sizes).config
+    sampling = SamplingParams(n=LOAD.samples_per_prompt, max_new_tokens=LOAD.response_tokens, ignore_eos=True)
+    options = runs.options(micro_batch_tokens=LOAD.micro_batch_tokens)
+    module = runs.grpo(actor=config, reference=config, sampling=sampling, train_options=options)
+    module.share_prompts = False
+    trainer = runs.trainer(ReallocStrategy(plan), world_size, callbacks=[monitor])
+    trainer.fit(module, EvenBatches())  # type: ignore[arg-type]
+    pool = trainer.strategy.pool  # type: ignore[attr-defined]
+    roles = {}
+    for role in pool.roles:
+        model = pool.home(role).model_layout.model
+        roles[role] = RoleMemory(model=model, shape=ModelShape.read(config, model))
+    rank = trainer.global_rank
+    forecast = forecast_memory(pool.dataflow, pool.plan, roles, SETTINGS, LOAD, ranks=(rank,))
+    return {call: (forecast.at(call, rank).total, peak) for call, peak in monitor.phases.items()}
+
+
+def check(found: list[Comparison]) -> None:
+    """Every call of every rank took what was predicted, within the tolerance."""
+    for rank, comparison in enumerate(found):
+        assert set(comparison) == {"actor.generate", "reference.infer", "actor.train"}
+        for call, (predicted, measured) in comparison.items():
+            error = predicted / measured - 1
+            assert abs(error) <= TOLERANCE, f"rank {rank}, {call}: {predicted} predicted, {measured} measured"
+
+
+@pytest.mark.parametrize(
+    ("train", "generate", "infer"),
+    [("dp2", "dp2", "dp2"), ("fsdp2", "dp2", "fsdp2"), ("tp2", "dp2", "tp2"), ("fsdp2", "tp2", "dp2")],
+)
+def test_peaks_of_a_tiny_model_are_predicted(workers: WorkerPool, train: str, generate: str, infer: str) -> None:
+    plan = calls(actor_train=train, actor_generate=generate, reference_infer=infer)
+    check(workers.run(compare, plan, world_size=2, init_process_group=False, deadline_s=120.0))
+
+
+def test_peaks_are_predicted_where_a_role_is_absent(workers: WorkerPool) -> None:
+    plan = calls(actor_train="fsdp2.tp2@0-3", actor_generate="dp2.tp2@0-3", reference_infer="dp2@2-3")
+    check(workers.run(compare, plan, world_size=4, init_process_group=False, deadline_s=150.0))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma", "phi3", "gpt_neox", "gpt2", "opt"])
+def test_peaks_of_other_families_are_predicted(workers: WorkerPool, family: str) -> None:
+    plan = calls(actor_train="dp1", actor_generate="dp1", reference_infer="dp1")
+    check(workers.run(compare, plan, family, world_size=1, init_process_group=False, deadline_s=120.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("train", "generate", "infer"), [("dp2", "dp2", "dp2"), ("fsdp2", "tp2", "fsdp2"), ("tp2", "dp2", "tp2")]
+)
+def test_peaks_of_a_medium_model_are_predicted(workers: WorkerPool, train: str, generate: str, infer: str) -> None:
+    plan = calls(actor_train=train, actor_generate=generate, reference_infer=infer)
+    check(workers.run(compare_medium, plan, world_size=2, init_process_group=False, deadline_s=170.0))
+
+
+def compare_medium(plan: dict[str, Any]) -> Comparison:
+    """Compare a model of 17 million weights."""
+    return compare(plan, **MEDIUM)
+
+
+class _Unbuilt(Role):
+    """A role whose weights may not be asked for."""
+
+    def build(self, *, seed: int) -> Any:
+        """Fail: the plan is to be refused before."""
+        raise AssertionError(f"{self.name} was built, seed {seed}")
+
+
+def refused(plan: str, budget: str) -> str:
+    """Return what a fit was refused with."""
+    config: PreTrainedConfig = tiny_model("llama").config
+    module = runs.grpo(actor=config, reference=config)
+    roles = [_Unbuilt(name=role.name, source=role.source, trained=role.trained) for role in module.roles()]
+    module.roles = lambda: tuple(roles)
+    strategy = ReallocStrategy(plan, memory_per_device=budget)
+    with pytest.raises(PlanError) as error:
+        runs.trainer(strategy, runs.world_size()).fit(module, EvenBatches())  # type: ignore[arg-type]
+    return str(error.value)
+
+
+def test_a_plan_over_the_budget_is_refused_on_every_rank_before_a_model_is_built(workers: WorkerPool) -> None:
+    found = workers.run(refused, "static", "500KB", world_size=2, init_process_group=False, deadline_s=60.0)
+    assert found[0] == found[1]
+    assert re.match(r"the plan needs [0-9.]+ MiB on rank 0 in actor.train, and a device has 0.48 MiB \(", found[0])
+    assert "no change of one call makes it fit; use more ranks" in found[0]
+
+
+def test_a_budget_that_cannot_be_read_is_refused() -> None:
+    with pytest.raises(PlanError, match="'much' is no amount of memory"):
+        ReallocStrategy(memory_per_device="much")
