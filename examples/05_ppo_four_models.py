@@ -33,7 +33,7 @@ class Diary(Callback):
             seconds = sum(value for name, value in seen.items() if name.startswith("seconds/"))
             print(
                 f"iteration {trainer.global_step:3}   score {seen['score']:+.2f}   KL {seen['kl_k3']:6.2f}   "
-                f"explained variance {seen['explained_variance']:+.2f}   {seconds:.2f} s in calls"
+                f"critic's loss {seen['critic/loss']:6.3f}   {seconds:.2f} s in calls"
             )
 
 
@@ -47,10 +47,9 @@ def main(num_iterations: int = 40) -> L.Trainer:
         reference=tiny_llama(),
         reward=tiny_llama(hidden_size=128),
         tokenizer=byte_tokenizer(),
-        sampling=SamplingParams(n=4, max_new_tokens=10),
+        sampling=SamplingParams(n=4, max_new_tokens=4),
         kl_coef=0.02,
-        learning_rate=1e-3,
-        critic_learning_rate=3e-3,
+        learning_rate=3e-3,
         train_options=TrainOptions(num_epochs=2, num_minibatches=2),
     )
     trainer = L.Trainer(
