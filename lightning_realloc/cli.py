@@ -20,7 +20,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _InstantiatorFn
 
 # Imported for their names: a configuration may say GRPO or SFTDataModule without the module.
-from lightning_realloc.algorithms import GRPO, SFT
+from lightning_realloc.algorithms import GRPO, PPO, SFT
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.role import Role, Task
 from lightning_realloc.callbacks import MemoryMonitor, ParameterReallocation, SaveHuggingFace
@@ -49,7 +49,7 @@ SHORT_NAMES = (
     MemoryMonitor,
 )
 """Classes that a configuration names without their module; any other has its full class path."""
-ALGORITHMS: dict[str, type[MultiModelModule]] = {"grpo": GRPO, "sft": SFT}
+ALGORITHMS: dict[str, type[MultiModelModule]] = {"grpo": GRPO, "ppo": PPO, "sft": SFT}
 """What ``plan --algorithm`` may name."""
 _TASKS: dict[str, Task] = {"critic": "token_classification", "reward": "sequence_classification"}
 PLAN_HELP = "Show what a plan needs of every rank's memory; no device and no weights are needed."

@@ -104,9 +104,9 @@ class RecordedGRPO(GRPO):
 
 
 def token_rows(samples: Samples) -> Tensor:
-    """Return (B, 16) tokens of the responses, -1 behind them: one value per sample, which travels to every rank."""
+    """Return (B, 64) tokens of the responses, -1 behind them: one value per sample, which travels to every rank."""
     responses = samples.ragged("response_ids")
-    rows = torch.full((len(samples), 16), -1)
+    rows = torch.full((len(samples), 64), -1)
     for row, tokens in zip(rows, responses.split(), strict=True):
         row[: len(tokens)] = tokens
     return rows
