@@ -263,8 +263,9 @@ class _Run:
         self._make_room(max_length)
         num_prefill = sum(map(len, prefixes))
         self._prefill_tokens += num_prefill
-        ids = self._tensor([[token for prefix in prefixes for token in prefix] + tokens])
-        places = self._tensor([[place for prefix in prefixes for place in range(len(prefix))] + positions])
+        all_tokens = [token for prefix in prefixes for token in prefix] + tokens
+        all_places = [place for prefix in prefixes for place in range(len(prefix))] + positions
+        ids, places = torch.tensor([[all_tokens], [all_places]], device=self._device).unbind()
         step = PackedStep(self._cache, segments, num_prefill, places[0, num_prefill:], max_length)
         output = self._model(
             input_ids=ids, position_ids=places, use_cache=False, logits_to_keep=len(tokens), **{STEP_ARGUMENT: step}
@@ -273,11 +274,9 @@ class _Run:
         return logits
 
     def _take_tokens(self, logits: Tensor, running: Sequence[Sample]) -> None:
-        keys = self._tensor([sample.key for sample in running])
-        taken = self._tensor([len(sample.token_ids) for sample in running])
-        drawn, of_drawn = sample_tokens(
-            logits, keyed_uniforms(keys, taken), self._params, forbidden=self._forbidden(running)
-        )
+        keys, taken = [sample.key for sample in running], [len(sample.token_ids) for sample in running]
+        uniforms = torch.tensor(keyed_uniforms(keys, taken), dtype=torch.float64, device=self._device)
+        drawn, of_drawn = sample_tokens(logits, uniforms, self._params, forbidden=self._forbidden(running))
         tokens, logprobs = drawn.tolist(), of_drawn.tolist()
         if not math.isfinite(sum(logprobs)):
             self._raise_not_finite(running, logprobs)
@@ -297,9 +296,6 @@ class _Run:
             rounded = -(-length // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
             grown = rounded if length <= self._cache.capacity else max(rounded, 2 * self._cache.capacity)
             self._cache.reserve(self._num_slots, max(length, min(grown, self._longest)))
-
-    def _tensor(self, values: object) -> Tensor:
-        return torch.tensor(values, device=self._device)
 
     def _raise_not_finite(self, running: Sequence[Sample], logprobs: Sequence[float]) -> None:
         bad = [sample.sample_id for sample, value in zip(running, logprobs, strict=True) if not math.isfinite(value)]

@@ -83,22 +83,21 @@ def _as_tuple(name: str, given: object, kind: type, kinds: str) -> tuple[object,
 
 
 def sample_key(seed: int, sample_id: int) -> int:
-    """Return the signed 64-bit key of one sample's stream of uniform numbers."""
-    key = _mix(_mix(seed & _MASK) ^ (sample_id & _MASK))
-    return key - (1 << 64) if key >> 63 else key
+    """Return the 64-bit key of one sample's stream of uniform numbers."""
+    return _mix(_mix(seed & _MASK) ^ (sample_id & _MASK))
 
 
-def keyed_uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """Return one float64 in [0, 1) per row, a pure function of its int64 key and position.
+def keyed_uniforms(keys: Sequence[int], positions: Sequence[int]) -> list[float]:
+    """Return one number in [0, 1) per key and position, a multiple of 2**-53 and a pure function of the two.
 
     SplitMix64 at state ``key + (position + 1) * weyl``: a counter-based generator, so any number can be made at any
     time, by any rank. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+
+    In Python, since for a batch of up to hundreds of rows a dozen tensor operations cost more than this loop.
     """
-    state = keys + (positions + 1) * _signed(_WEYL)
-    state = (state ^ _shift_right(state, 30)) * _signed(0xBF58476D1CE4E5B9)
-    state = (state ^ _shift_right(state, 27)) * _signed(0x94D049BB133111EB)
-    state = state ^ _shift_right(state, 31)
-    return _shift_right(state, 11).double() * 2.0**-53
+    return [
+        (_mix((key + position * _WEYL) & _MASK) >> 11) * 2.0**-53 for key, position in zip(keys, positions, strict=True)
+    ]
 
 
 def sample_tokens(
@@ -133,7 +132,7 @@ def _draw(weights: Tensor, uniforms: Tensor, params: SamplingParams) -> Tensor:
     if params.greedy:
         return weights.argmax(-1)
     if params.top_k is None and params.top_p == 1.0:
-        return _invert_two_level(weights, uniforms)
+        return _invert_softmax(weights, uniforms)
     candidates, tokens = _truncate(weights, params.top_k, params.top_p)
     chosen = _invert(candidates.double().cumsum(-1), uniforms)
     return tokens.gather(1, chosen[:, None])[:, 0]
@@ -154,19 +153,23 @@ def _truncate(weights: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor,
 
 
 def _invert(cumulative: Tensor, uniforms: Tensor) -> Tensor:
-    """Return per row the first index whose cumulative weight exceeds ``uniform * total``: never one of zero weight."""
-    total = cumulative[:, -1]
-    # The product may round up to the total itself, which no index exceeds.
-    point = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    """Return per row the first index whose cumulative weight exceeds ``uniform * total``: never one of zero weight.
+
+    There is one: in float64 the product of ``total`` with a number of at most 1 - 2**-53 rounds to less than ``total``.
+    """
+    point = uniforms * cumulative[:, -1]
+    # Of weights that are not finite none exceeds it: their log-probability tells the caller.
     return torch.searchsorted(cumulative, point[:, None], right=True)[:, 0].clamp_max(cumulative.shape[1] - 1)
 
 
-def _invert_two_level(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Return `_invert` of the running sum over the vocabulary, by way of sums over blocks of it.
+def _invert_softmax(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Return `_invert` of the running sum over the vocabulary, by way of sums over blocks of it where it is large.
 
     `torch.multinomial` draws V exponentials a row on CPU, ten times the cost of this; a float64 running sum over
-    the whole row costs almost as much.
+    the whole row costs almost as much, unless the row is short.
     """
+    if weights.shape[1] <= _BLOCK:
+        return _invert(weights.cumsum(-1, dtype=torch.float64), uniforms)
     width = _block_width(weights.shape[1])
     if weights.shape[1] % width:
         weights = torch.nn.functional.pad(weights, (0, -weights.shape[1] % width))
@@ -177,7 +180,7 @@ def _invert_two_level(weights: Tensor, uniforms: Tensor) -> Tensor:
     begin = ends.gather(1, (block - 1).clamp_min(0)[:, None])[:, 0].where(block > 0, 0.0)
     mass = ends.gather(1, block[:, None])[:, 0] - begin
     # What is left of the uniform inside the block, again in [0, 1) up to rounding.
-    rest = ((uniforms * ends[:, -1] - begin) / mass).clamp(0.0, 1.0)
+    rest = ((uniforms * ends[:, -1] - begin) / mass).clamp(0.0, 1.0 - 2.0**-53)
     return block * width + _invert(inside, rest)
 
 
@@ -193,12 +196,3 @@ def _mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _shift_right(value: Tensor, bits: int) -> Tensor:
-    # Tensors have no unsigned shift: clear the copies of the sign bit.
-    return (value >> bits) & ((1 << (64 - bits)) - 1)

@@ -15,8 +15,7 @@ MASK = (1 << 64) - 1
 
 def draw(logits: torch.Tensor, count: int, params: SamplingParams) -> torch.Tensor:
     """Return how often each token was drawn, over ``count`` draws keyed by position."""
-    keys = torch.full((count,), sample_key(params.seed, 0))
-    uniforms = keyed_uniforms(keys, torch.arange(count))
+    uniforms = torch.tensor(keyed_uniforms([sample_key(params.seed, 0)] * count, range(count)), dtype=torch.float64)
     tokens, _ = sample_tokens(logits.expand(count, -1), uniforms, params)
     return torch.bincount(tokens, minlength=logits.shape[-1])
 
@@ -69,18 +68,18 @@ def test_uniforms_are_splitmix64_of_seed_sample_and_position(seed: int, sample: 
 
     key = sample_key(seed, sample)
     expected = splitmix64(key + (position + 1) * 0x9E3779B97F4A7C15) >> 11
-    assert keyed_uniforms(torch.tensor([key]), torch.tensor([position])).item() == expected / 2**53
+    assert keyed_uniforms([key], [position]) == [expected / 2**53]
 
 
 def test_splitmix64_gives_its_published_first_number() -> None:
     # Of the reference implementation seeded with 1234567: 6457827717110365317.
-    assert keyed_uniforms(torch.tensor([1234567]), torch.tensor([0])).item() == (6457827717110365317 >> 11) / 2**53
+    assert keyed_uniforms([1234567], [0]) == [(6457827717110365317 >> 11) / 2**53]
 
 
 def test_neighbouring_samples_and_seeds_have_unrelated_uniforms() -> None:
-    positions = torch.arange(4000)
-    streams = torch.stack(
-        [keyed_uniforms(torch.full_like(positions, sample_key(s, i)), positions) for s, i in ((0, 0), (0, 1), (1, 0))]
+    streams = torch.tensor(
+        [keyed_uniforms([sample_key(s, i)] * 4000, range(4000)) for s, i in ((0, 0), (0, 1), (1, 0))],
+        dtype=torch.float64,
     )
     correlation = torch.corrcoef(streams) - torch.eye(3)
     assert correlation.abs().max() < 0.08  # five standard deviations of 1/sqrt(4000)
