@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -33,6 +34,18 @@ _UNSUPPORTED_OPTIONS = ("softcap", "s_aux", "position_bias", "cache")
 _in_packed_forward: ContextVar[bool] = ContextVar("in_packed_forward", default=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Segments next to each other that are alike."""
+
+    count: int
+    """Segments."""
+    length: int
+    """Tokens of each."""
+    shared: int
+    """Tokens that each sees of the nearest segment before the run that shares none."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
     """Where the sequences of a pack begin and end, as the attention function wants it."""
@@ -45,6 +58,12 @@ class Segments:
     """Tokens before them that each sequence sees of the nearest sequence before it that shares none."""
     masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
     """Additive masks, made once for all layers."""
+
+    @property
+    def runs(self) -> list[Run]:
+        """Neighbours of equal length that share equally much, in order: a group's responses of one length are one."""
+        kinds = itertools.groupby(zip(self.lengths, self.shared, strict=True))
+        return [Run(len(list(members)), length, shared) for (length, shared), members in kinds]
 
 
 def install_packed_attention(model: nn.Module) -> None:
@@ -252,23 +271,28 @@ class _Attention:
 
 
 def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, settings: _Attention) -> Tensor:
+    """Attend to one run of equal segments at a time: a group's responses of one length are one batch."""
+    runs = segments.runs
     # split, not slices: the backward of a slice fills a whole (N, ...) gradient with zeros, once per segment.
-    lengths = list(segments.lengths)
-    parts = zip(*(torch.split(tensor, lengths, dim=2) for tensor in (query, key, value)), segments.shared, strict=True)
+    sizes = [run.count * run.length for run in runs]
+    parts = zip(*(torch.split(tensor[0].transpose(0, 1), sizes) for tensor in (query, key, value)), runs, strict=True)
     outputs: list[Tensor] = []
     owner = key, value
-    for q, k, v, shared in parts:
-        if shared:
-            k, v = (torch.cat([held[:, :, :shared], own], dim=2) for held, own in zip(owner, (k, v), strict=True))
+    for *packed, run in parts:
+        # (count * length, H, D) -> (count, H, length, D)
+        q, k, v = (tensor.unflatten(0, (run.count, run.length)).transpose(1, 2) for tensor in packed)
+        if run.shared:
+            prompts = (held[:, :, : run.shared].expand(run.count, -1, -1, -1) for held in owner)
+            k, v = (torch.cat([prompt, own], dim=2) for prompt, own in zip(prompts, (k, v), strict=True))
         else:
-            owner = k, v
+            owner = k[-1:], v[-1:]
         mask = _mask(q, k.shape[2], segments, settings)
         attended = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=settings.causal and mask is None,
             dropout_p=settings.dropout, scale=settings.scaling, enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
-        outputs.append(attended)
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).unsqueeze(0)
 
 
 def _mask(query: Tensor, num_keys: int, segments: Segments, settings: _Attention) -> Tensor | None:

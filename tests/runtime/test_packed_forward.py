@@ -111,11 +111,11 @@ def test_a_model_that_looks_ahead_refuses_shared_prompts() -> None:
 
 
 def _group() -> Samples:
-    """Two groups, of three and of one response, with a sequence of another prompt between them."""
-    prompts = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 9], [5, 6, 7, 8, 9], [11], [12, 13]]
-    responses = [[20, 21, 22], [23], [24, 25, 26, 27, 28, 29], [30, 31], [32, 33, 34, 35]]
+    """Five responses to one prompt, two of them next to each other of equal length, then two other sequences."""
+    prompts = [*[[5, 6, 7, 8, 9]] * 5, [11], [12, 13]]
+    responses = [[20, 21, 22], [23], [24, 25, 26, 27, 28, 29], [36, 37, 38, 39, 40, 41], [42], [30, 31], [32, 33, 34]]
     return Samples(
-        torch.arange(5), {"prompt_ids": Ragged.from_list(prompts), "response_ids": Ragged.from_list(responses)}
+        torch.arange(7), {"prompt_ids": Ragged.from_list(prompts), "response_ids": Ragged.from_list(responses)}
     )
 
 
