@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.runtime.host_memory import keep_freed_memory
 from lightning_realloc.strategies.data_parallel import average_gradients
 from lightning_realloc.strategies.failures import report_failures
 from lightning_realloc.strategies.launchers import FullStateLauncher
@@ -97,6 +98,8 @@ class ProcessStrategy(ModelParallelStrategy):
         self._setup_distributed()
         if self.world_size > 1:
             report_failures(rank=self.global_rank, launcher=self._launcher)
+        if self.root_device.type == "cpu":
+            keep_freed_memory()
         self._device_mesh = init_device_mesh(
             self.root_device.type, (self.world_size,), mesh_dim_names=("data_parallel",)
         )
