@@ -7,9 +7,12 @@ system, and every page comes back zeroed through a page fault: thousands in one 
 from __future__ import annotations
 
 import ctypes
+import os
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Numbers of ``mallopt``'s parameters, from glibc's malloc.h."""
+_ENVIRONMENT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+"""Where users set them by themselves."""
 _KEPT_BYTES = 1 << 30
 _LARGEST_KEPT_BYTES = 32 << 20
 
@@ -17,8 +20,11 @@ _LARGEST_KEPT_BYTES = 32 << 20
 def keep_freed_memory() -> bool:
     """Let this process keep up to 1 GiB that is free at the heap's end, and blocks of up to 32 MiB, glibc's limit.
 
-    Returns whether the C library took the settings: only glibc knows them, and others need none of it to be correct.
+    Settings of the environment stay. Returns whether the C library took ours: only glibc knows them, and nothing needs
+    them to be correct.
     """
+    if any(name in os.environ for name in _ENVIRONMENT):
+        return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

@@ -36,3 +36,8 @@ def test_a_step_that_repeats_takes_no_new_pages() -> None:
     pages_of_one_step = 10 * (4 << 20) // resource.getpagesize()
     assert faults["keep"] < pages_of_one_step / 20
     assert faults["default"] > pages_of_one_step
+
+
+def test_settings_of_the_environment_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    assert not host_memory.keep_freed_memory()
