@@ -14,6 +14,7 @@ from lightning_realloc.algorithms.role import Role
 from lightning_realloc.callbacks import MemoryMonitor
 from lightning_realloc.errors import PlanError
 from lightning_realloc.generation import SamplingParams
+from lightning_realloc.runtime.live_memory import StorageMeter
 from lightning_realloc.runtime.samples import Ragged, Samples
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.tuning.memory import forecast_memory
@@ -55,6 +56,7 @@ class EvenBatches:
 def compare(plan: dict[str, Any], family: str = "llama", **sizes: Any) -> Comparison:
     """Train for two iterations and return what this rank needed beside what was worked out."""
     world_size, monitor = runs.world_size(), MemoryMonitor()
+    standing = _bytes_alive()  # what earlier tests left in this process
     config = tiny_model(family, **sizes).config
     sampling = SamplingParams(n=LOAD.samples_per_prompt, max_new_tokens=LOAD.response_tokens, ignore_eos=True)
     options = runs.options(micro_batch_tokens=LOAD.micro_batch_tokens)
@@ -69,7 +71,14 @@ def compare(plan: dict[str, Any], family: str = "llama", **sizes: Any) -> Compar
         roles[role] = RoleMemory(model=model, shape=ModelShape.read(config, model))
     rank = trainer.global_rank
     forecast = forecast_memory(pool.dataflow, pool.plan, roles, SETTINGS, LOAD, ranks=(rank,))
-    return {call: (forecast.at(call, rank).total, peak) for call, peak in monitor.phases.items()}
+    return {call: (forecast.at(call, rank).total, peak - standing) for call, peak in monitor.phases.items()}
+
+
+def _bytes_alive() -> int:
+    meter = StorageMeter()
+    meter.start()
+    meter.stop()
+    return meter.current_bytes
 
 
 def check(found: list[Comparison]) -> None:
