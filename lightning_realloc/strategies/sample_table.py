@@ -66,13 +66,9 @@ class SampleTable:
         """Keep what a call made of some samples, here or elsewhere."""
         self._held.setdefault(call, []).append(part)
 
-    def rows(self, call: str, positions: Sequence[int], columns: Iterable[str] | None = None) -> Samples:
+    def rows(self, call: str, positions: Sequence[int]) -> Samples:
         """Return what a call made of the samples at these positions, which must be held here."""
-        parts = self._held.get(call, [])
-        if columns is not None:
-            wanted = set(columns)
-            parts = [p.without_columns(*(name for name in p.columns if name not in wanted)) for p in parts]
-        return Samples.concatenate(parts).by_ids(self.ids(positions))
+        return Samples.concatenate(self._held.get(call, [])).by_ids(self.ids(positions))
 
     def learn(self, columns: dict[str, Column]) -> None:
         """Add what has become known of all samples."""
