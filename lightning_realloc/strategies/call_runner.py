@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -203,15 +203,8 @@ class CallRunner:
 
     @contextmanager
     def _phase(self, call: str) -> Iterator[Replica]:
-        context = self._enter_phase(call)
-        replica = self._idle.measure(context.__enter__)
-        try:
-            yield replica
-        except BaseException as error:
-            context.__exit__(type(error), error, error.__traceback__)
-            raise
-        else:
-            context.__exit__(None, None, None)
+        with ExitStack() as stack:
+            yield self._idle.measure(lambda: stack.enter_context(self._enter_phase(call)))
 
     # ---- generate
     def _generate(self, call: ModelFunctionCall, data: Iteration) -> bool:
