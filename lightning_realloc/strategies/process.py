@@ -5,6 +5,8 @@ Knows nothing of layouts. A module that declares no calls is trained data-parall
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
@@ -95,6 +98,8 @@ class ProcessStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         if self.cluster_environment.creates_processes_externally:
             self._check_external_processes()
+        if not dist.is_initialized():
+            atexit.register(_end_process_group)
         self._setup_distributed()
         if self.world_size > 1:
             report_failures(rank=self.global_rank, launcher=self._launcher)
@@ -189,6 +194,17 @@ class ProcessStrategy(ModelParallelStrategy):
             self._sync_blocked = False
             for module in sharded:
                 module.set_requires_gradient_sync(True, recurse=False)
+
+
+def _end_process_group() -> None:
+    """End what this process started of ``torch.distributed``; Lightning does so for NCCL alone.
+
+    A thread of gloo may still hold the last reference to a tensor. Where it lets go only while the interpreter shuts
+    down, it cannot take the interpreter's lock any more, and aborts the process.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        gc.collect()  # a group's threads end with the last reference to it, and models have circular ones
 
 
 def _with_memory(base: ClusterSpec, num_nodes: int, device: torch.device) -> ClusterSpec:
