@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from lightning_realloc.realloc import plan_reallocation as plan_reallocation
     from lightning_realloc.runtime.training import TrainOptions as TrainOptions
     from lightning_realloc.strategies import ReallocStrategy as ReallocStrategy
+    from lightning_realloc.tuning.dataflow import Dataflow as Dataflow
+    from lightning_realloc.tuning.dataflow import ModelFunctionCall as ModelFunctionCall
     from lightning_realloc.tuning.execution_plan import CallPlan as CallPlan
     from lightning_realloc.tuning.execution_plan import ExecutionPlan as ExecutionPlan
 
@@ -70,6 +72,8 @@ _HOMES = {
     "ParallelDims": "layout",
     "ReallocationPlan": "realloc",
     "plan_reallocation": "realloc",
+    "Dataflow": "tuning.dataflow",
+    "ModelFunctionCall": "tuning.dataflow",
     "CallPlan": "tuning.execution_plan",
     "ExecutionPlan": "tuning.execution_plan",
     "Completion": "generation",

@@ -41,6 +41,13 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def own_storage(model: nn.Module) -> None:
+    """Copy weights that lie in memory which torch cannot free, such as a mapped file, into memory which it can."""
+    for parameter in model.parameters():
+        if not local_tensor(parameter).untyped_storage().resizable():
+            parameter.data = parameter.data.clone()
+
+
 def vacate(model: nn.Module) -> None:
     """Free the weights of a rank that a layout leaves out; parameters keep shape, dtype, device and identity.
 

@@ -322,8 +322,8 @@ class CallRunner:
                     getattr(self._module, call.method), replica, data.chosen(call), steps, table.response_lengths
                 )
                 self._announce(data, data.index(call), measured)
-        self._pool.weights_changed(str(call.role))
-        self._pool.weights_followed(str(call.role))
+            self._pool.weights_changed(str(call.role))
+            self._pool.weights_followed(str(call.role))
         return takes_part
 
     _KINDS: ClassVar = {"generate": _generate, "infer": _infer, "compute": _compute, "train": _train}

@@ -42,6 +42,10 @@ class CheckpointStrategy(ProcessStrategy):
     def pool(self) -> ModelPool:
         """The replicas of every role."""
 
+    @abstractmethod
+    def bring_back(self) -> None:
+        """Have everything that the plan offloads on the device until the next call begins."""
+
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Whether weights are read into sharded models."""
@@ -72,6 +76,7 @@ class CheckpointStrategy(ProcessStrategy):
             return
         if storage_options is not None:
             raise ConfigError("storage_options cannot be used: a folder of shards is not written by a CheckpointIO")
+        self.bring_back()
         checkpoint[checkpoints.RANDOM_STATES] = self._gather_random_states()
         folder = Path(self.broadcast(str(filepath)))
         checkpoints.save(folder, checkpoint, self._trained_models(), include_frozen=self._save_frozen_roles)
@@ -85,6 +90,7 @@ class CheckpointStrategy(ProcessStrategy):
         if self.dataflow is None:
             checkpoints.refuse_folder(Path(checkpoint_path))
             return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        self.bring_back()
         # Lightning drops the argument of fit(weights_only=...) for strategies that restore after their setup.
         weights_only = self._load_weights_only if weights_only is None else weights_only
         folder = Path(self.broadcast(str(checkpoint_path)))
@@ -153,6 +159,7 @@ class CheckpointStrategy(ProcessStrategy):
 
     def full_weights(self, role: str) -> dict[str, Tensor]:
         """Return a role's full weights on rank 0, {} elsewhere. Collective over all ranks."""
+        self.bring_back()
         return gather_weights(self.pool.home(role), self.global_rank, self.world_size, self.root_device)
 
     def full_state_dict(self) -> dict[str, Any]:

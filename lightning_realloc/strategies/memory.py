@@ -36,7 +36,7 @@ def describe_roles(roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str
         shape = None
         if hasattr(config, "get_text_config"):
             shape = ModelShape.read(config, spec, num_outputs=None if role.task == "causal_lm" else 1)
-        described[role.name] = RoleMemory(model=spec, shape=shape)
+        described[role.name] = RoleMemory(model=spec, shape=shape, follows=role.follows)
     return described
 
 
@@ -62,7 +62,8 @@ def with_callbacks(
             settings = replace(settings, frees_copies=callback.free_after)
             if not callback.enabled:
                 homes = {c.name: plan.layout(dataflow.home_call(str(c.role)).name) for c in dataflow.model_calls}
-                plan = ExecutionPlan(tuple((name, replace(call, layout=homes[name])) for name, call in plan.calls))
+                calls = tuple((name, replace(call, layout=homes[name])) for name, call in plan.calls)
+                plan = replace(plan, calls=calls)
     return plan, settings
 
 

@@ -24,7 +24,7 @@ from lightning_realloc.runtime.executor import Reallocation, ReallocationReport
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
 from lightning_realloc.runtime.parallelize import needs_fsdp, parallelize
-from lightning_realloc.runtime.shards import bind_tensors, local_tensors, reshard, vacate
+from lightning_realloc.runtime.shards import bind_tensors, local_tensors, own_storage, reshard, vacate
 from lightning_realloc.runtime.stage import cut_stage
 from lightning_realloc.runtime.tensor_parallel import install_tensor_parallel
 from lightning_realloc.runtime.training_mode import enable_activation_checkpointing
@@ -148,6 +148,8 @@ class ModelPool:
         if self._options.rank in home.layout:
             policy = self._options.mixed_precision if needs_fsdp(model, home.layout) else None
             parallelize(model, home, self.meshes, mixed_precision=policy, tp_plan=tp_plan)
+            if role in self.plan.offload:
+                own_storage(model)
         else:
             vacate(model)
         return Replica(role, home, model, version=1)
@@ -273,10 +275,10 @@ class ModelPool:
         return report
 
     def relinquish(self, call: str, *, free: bool = False) -> None:
-        """End a phase; ``free`` gives the replica's storage back until the next time."""
+        """End a phase; ``free`` gives the replica's storage back until the next time. Offloaded roles always do."""
         self._realized.discard(call)
         target = self.target(call)
-        if free and target.reallocation is not None:
+        if (free or target.role in self.plan.offload) and target.reallocation is not None:
             target.reallocation.release()
             target.version = 0
 

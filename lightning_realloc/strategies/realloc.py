@@ -17,36 +17,32 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_realloc.callbacks.phase import dispatch
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.layout.dims import Layout, ParallelDims
-from lightning_realloc.layout.model import ModelLayout, ModelSpec
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.runtime.agreement import TransportName
+from lightning_realloc.runtime.host_memory import give_back_freed_memory
 from lightning_realloc.runtime.mailbox import Mailbox
-from lightning_realloc.runtime.mesh import MeshRegistry
-from lightning_realloc.runtime.model_spec import describe_model
 from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.runtime.shards import reshard
 from lightning_realloc.strategies.call_runner import CallRunner, Overlap
 from lightning_realloc.strategies.checkpointing import CheckpointStrategy
 from lightning_realloc.strategies.data_parallel import broadcast_module
-from lightning_realloc.strategies.memory import describe_roles, memory_settings, refuse_too_large, with_callbacks
-from lightning_realloc.strategies.model_pool import Following, ModelPool, PoolOptions
-from lightning_realloc.strategies.plan_source import NamedPlan, PlanSource, agree_on, read_plan_source, work_out_plan
-from lightning_realloc.strategies.precision import cast_parameters, check_precision
+from lightning_realloc.strategies.model_pool import ModelPool
+from lightning_realloc.strategies.offload import Offloader
+from lightning_realloc.strategies.plan_source import PlanSource, read_plan_source
+from lightning_realloc.strategies.pool_builder import PoolBuilder
+from lightning_realloc.strategies.precision import check_precision
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.schedules import check_schedules, step_schedules
 from lightning_realloc.strategies.trainer_step import Trainee
-from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.memory_parts import parse_bytes
-
-_POOL_ATTRIBUTE = "_realloc_pool"
-"""Where a LightningModule remembers its laid-out models for the next Trainer."""
+from lightning_realloc.tuning.offload import OffloadSchedule
 
 
 class ReallocStrategy(CheckpointStrategy):
@@ -102,6 +98,7 @@ class ReallocStrategy(CheckpointStrategy):
         self._memory_budget = None if memory_per_device is None else parse_bytes(memory_per_device)
         self._pool: ModelPool | None = None
         self._runner: CallRunner | None = None
+        self._offloader: Offloader | None = None
         self._placed_module: nn.Module | None = None
         self._overlap: Overlap = overlap
         self._reallocation: ParameterReallocation | None = None
@@ -133,23 +130,9 @@ class ReallocStrategy(CheckpointStrategy):
         module: Any = self.lightning_module
         fits_models = module.trainer.state.fn == TrainerFn.FITTING and self.dataflow is not None
         if fits_models and not module.models():
-            self._check_memory(module, self.dataflow)  # type: ignore[arg-type]
+            self._builder().check_memory(self._plan_source, module.trainer.callbacks)
         with super().model_sharded_context():
             yield
-
-    def _check_memory(self, module: Any, flow: Dataflow) -> None:
-        roles = describe_roles(module.roles(), self._tp_plans)
-        plan = self._read_plan(self._plan_source, flow, {name: role.model for name, role in roles.items()})
-        agree_on(plan)
-        plan.check(flow, self.world_size)
-        settings = memory_settings(self._pool_options(), self._master_dtype, optimizer_bytes=module.optimizer_bytes)
-        plan, settings = with_callbacks(module.trainer.callbacks, flow, plan, settings)
-        budget = self._memory_budget or self.cluster.device_memory_bytes
-        refuse_too_large(flow, plan, roles, settings, rank=self.global_rank, budget_bytes=budget)
-
-    @property
-    def _master_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.precision_plugin.precision == "bf16-true" else torch.float32
 
     def setup(self, trainer: Trainer) -> None:
         """Shard every role into its home layout, then make the optimizers, which must see sharded parameters."""
@@ -163,7 +146,7 @@ class ReallocStrategy(CheckpointStrategy):
             self.model_to_device()
             broadcast_module(self.model)
         else:
-            self._set_up_roles(trainer, flow)
+            self._set_up_roles(trainer)
             self.model_to_device()
         self.barrier("realloc.setup")
         if trainer.state.fn == TrainerFn.FITTING:
@@ -171,8 +154,9 @@ class ReallocStrategy(CheckpointStrategy):
             if flow is not None:
                 check_schedules(self.lr_scheduler_configs)
         self.setup_precision_plugin()
+        give_back_freed_memory()  # of the whole models that were divided
 
-    def _set_up_roles(self, trainer: Trainer, flow: Dataflow) -> None:
+    def _set_up_roles(self, trainer: Trainer) -> None:
         module: Any = self.lightning_module
         if not any(isinstance(callback, ParameterReallocation) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             trainer.callbacks.insert(0, ParameterReallocation())  # type: ignore[attr-defined]
@@ -182,20 +166,31 @@ class ReallocStrategy(CheckpointStrategy):
         if self._placed_module is module and self._pool is not None:
             if self.runner.has_failed:
                 self._runner = self._make_runner(module, self._pool)
-            return
-        earlier: ModelPool | None = vars(module).get(_POOL_ATTRIBUTE)
-        models = module.models()
-        if self._master_dtype != torch.float32:
-            cast_parameters(module, self._master_dtype)
-        plan = self._resolve_plan(flow, models, earlier)
-        if earlier is None:
-            self._pool = self._place_roles(flow, plan, models)
-            setattr(module, _POOL_ATTRIBUTE, self._pool)
         else:
-            earlier.require_same(plan, self._pool_options())
-            self._pool = earlier
-        self._placed_module = module
-        self._runner = self._make_runner(module, self._pool)
+            self._pool = self._builder().build(self._plan_source)
+            self._placed_module = module
+            self._runner = self._make_runner(module, self._pool)
+        self._offloader = self._make_offloader(self._pool)
+
+    def _builder(self) -> PoolBuilder:
+        assert self.dataflow is not None
+        return PoolBuilder(
+            module=self.lightning_module,
+            dataflow=self.dataflow,
+            cluster=self.cluster,
+            device=self.root_device,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            precision=str(self.precision_plugin.precision),
+            transport=self._transport,
+            tp_plans=self._tp_plans,
+            memory_budget=self._memory_budget or self.cluster.device_memory_bytes,
+        )
+
+    def _make_offloader(self, pool: ModelPool) -> Offloader:
+        leaders = {role: following.role for role, following in self._builder().followers.items()}
+        schedule = OffloadSchedule(pool.dataflow, pool.plan, self.global_rank, leaders)
+        return Offloader(pool, schedule, self.root_device)
 
     def _make_runner(self, module: Any, pool: ModelPool) -> CallRunner:
         trainee = Trainee(
@@ -214,82 +209,33 @@ class ReallocStrategy(CheckpointStrategy):
         role = str(self.pool.dataflow.call(call).role)
         return (self.pool.target(call) if moves else self.pool.home(role)).layout
 
-    def _place_roles(self, flow: Dataflow, plan: ExecutionPlan, models: Mapping[str, nn.Module]) -> ModelPool:
-        meshes = MeshRegistry(self.root_device.type)
-        meshes.create((*plan.layouts, Layout(ParallelDims(dp=self.world_size), tuple(range(self.world_size)))))
-        pool = ModelPool(flow, plan, meshes, self._pool_options())
-        for role in flow.roles:
-            pool.place(role, models[role])
-        return pool
-
-    def _pool_options(self) -> PoolOptions:
-        module: Any = self.lightning_module
-        precision = str(self.precision_plugin.precision)
-        is_bf16 = precision.startswith("bf16")
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        return PoolOptions(
-            cluster=self.cluster,
-            device=self.root_device,
-            rank=self.global_rank,
-            world_size=self.world_size,
-            copy_dtype=torch.bfloat16 if is_bf16 else torch.float32,
-            mixed_precision=policy if precision == "bf16-mixed" else None,
-            transport=self._transport,
-            tp_plans=self._tp_plans,
-            followers={
-                role.name: Following(role.follows, role.follow_rate)
-                for role in module.roles()
-                if role.follows is not None
-            },
-        )
-
-    def _resolve_plan(
-        self, flow: Dataflow, models: Mapping[str, nn.Module], earlier: ModelPool | None
-    ) -> ExecutionPlan:
-        missing = [role for role in flow.roles if role not in models]
-        if missing:
-            raise PlanError(f"role {missing[0]!r} has no model; configure_model() built {', '.join(models) or 'none'}")
-        specs = {  # a model that is cut already no longer shows its own shapes
-            role: earlier.home(role).model_layout.model
-            if earlier is not None
-            else describe_model(models[role], tp_plan=self._tp_plans.get(role))
-            for role in flow.roles
-        }
-        plan = self._read_plan(self._plan_source, flow, specs)
-        agree_on(plan)  # first: what is wrong with a plan must be found on every rank
-        plan.check(flow, self.world_size)
-        return plan
-
-    def _read_plan(self, source: NamedPlan, flow: Dataflow, specs: Mapping[str, ModelSpec]) -> ExecutionPlan:
-        element_bytes = 2 if str(self.precision_plugin.precision).startswith("bf16") else 4
-        return work_out_plan(
-            source, flow, specs, self.cluster, world_size=self.world_size, element_bytes=element_bytes
-        ).completed(flow)
-
     def set_plan(self, plan: PlanSource) -> None:
         """Run the following iterations under another plan: weights and optimizer state move, training goes on.
 
         Collective over all ranks, between iterations: in a callback's ``on_train_batch_end``, for instance.
 
         Raises:
-            PlanError: on every rank, for a plan that does not fit; the one before stays.
+            PlanError: on every rank, for a plan that does not fit the algorithm, the ranks or their memory; the one
+                before stays.
         """
         source = read_plan_source(plan)
         specs = {role: self.pool.home(role).model_layout.model for role in self.pool.roles}
-        wanted = self._read_plan(source, self.pool.dataflow, specs)
-        agree_on(wanted)
-        wanted.check(self.pool.dataflow, self.world_size)
+        wanted = self._builder().plan(source, specs)
         if wanted == self.plan:
             return
+        self._builder().check_memory(source, self.lightning_module.trainer.callbacks)  # type: ignore[union-attr]
         self.runner.finish()
         for role in self.pool.roles:
             for call in self.pool.dataflow.calls_of(role):
                 ModelLayout(self.pool.home(role).model_layout.model, wanted.layout(call.name))  # refuses what cannot be
         self.pool.meshes.create(wanted.layouts)
+        if self._offloader is not None:
+            self._offloader.close()
         optimizers = {str(optimizer.param_groups[0].get("name")): optimizer for optimizer in self.optimizers}
         self.pool.rearrange(wanted, optimizers)
         for role in self.pool.roles:
             setattr(self.lightning_module, role, self.pool.home(role).model)
+        self._offloader = self._make_offloader(self.pool)
         self.runner.plan_changed()
 
     # ---- running calls
@@ -297,12 +243,15 @@ class ReallocStrategy(CheckpointStrategy):
     def phase_replica(self, call: str) -> Iterator[Replica]:
         """Announce a call to callbacks, and yield the replica that it works on."""
         trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+        assert self._offloader is not None
+        self._offloader.begin(call, self.optimizers)
         dispatch(trainer, "on_phase_start", call)
         replica = self.pool.active(call)
         yield replica
         if self.pool.dataflow.call(call).kind != "train":
             reshard(replica.model)  # without a backward pass nothing else lets go of what FSDP gathered
         dispatch(trainer, "on_phase_end", call)
+        self._offloader.end(call)
 
     @contextmanager
     def phase(self, call: str) -> Iterator[nn.Module]:
@@ -352,6 +301,19 @@ class ReallocStrategy(CheckpointStrategy):
         """Take in what ranks sent each other last."""
         if self._runner is not None:
             self._runner.finish()
+
+    def bring_back(self) -> None:
+        """Have everything that the plan offloads on the device until the next call begins."""
+        if self._offloader is not None:
+            self._offloader.bring_back()
+
+    def teardown(self) -> None:
+        """Leave whole models behind."""
+        if self._offloader is not None:
+            self._offloader.close()
+            self._offloader = None
+        super().teardown()
+        give_back_freed_memory()
 
     # ---- what a training call needs (strategies.trainer_step.Stepper)
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ import yaml
 from lightning_realloc.errors import LayoutError, PlanError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.dataflow import Dataflow
+
+OPTIMIZER_SUFFIX = ".optimizer"
+"""After a trained role's name in ``offload``: the state of its optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +80,33 @@ class ExecutionPlan:
 
     calls: tuple[tuple[str, CallPlan], ...]
     """Call name and its plan, sorted by name so that equal plans compare equal."""
+    offload: tuple[str, ...] = ()
+    """What leaves the device between the calls that need it: roles that are never trained, and, as in
+    ``actor.optimizer``, optimizer states. Sorted."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "calls", tuple(sorted(self.calls, key=lambda item: item[0])))
+        object.__setattr__(self, "offload", tuple(sorted(self.offload)))
+        if len(set(self.offload)) < len(self.offload):
+            raise PlanError(f"offload names everything once; got {', '.join(self.offload)}")
         names = [name for name, _ in self.calls]
         if len(set(names)) < len(names):
             raise PlanError(f"a plan names every call once; got {', '.join(names)}")
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> ExecutionPlan:
-        """Read a plan from ``{"calls": {name: layout or options}}``."""
-        unknown = sorted(set(mapping) - {"calls"})
+        """Read a plan from ``{"calls": {name: layout or options}, "offload": [role, ...]}``."""
+        unknown = sorted(set(mapping) - {"calls", "offload"})
         if unknown or not isinstance(mapping.get("calls"), Mapping):
             raise PlanError(
-                f"an execution plan has one key, 'calls', with a layout for every call; got {list(mapping)}"
+                f"an execution plan has the key 'calls', with a layout for every call, and may have 'offload', a list "
+                f"of roles; got {list(mapping)}"
             )
-        return cls(tuple((str(name), CallPlan.parse(str(name), entry)) for name, entry in mapping["calls"].items()))
+        calls = tuple((str(name), CallPlan.parse(str(name), entry)) for name, entry in mapping["calls"].items())
+        offload = mapping.get("offload") or []
+        if not isinstance(offload, list | tuple) or not all(isinstance(part, str) for part in offload):
+            raise PlanError(f"offload is {offload!r}; write a list of roles, as in [reference, reward]")
+        return cls(calls, tuple(offload))
 
     @classmethod
     def load(cls, path: str | Path) -> ExecutionPlan:
@@ -112,7 +126,8 @@ class ExecutionPlan:
 
     def to_mapping(self) -> dict[str, Any]:
         """Return what :meth:`from_mapping` reads."""
-        return {"calls": {name: plan.to_entry() for name, plan in self.calls}}
+        calls = {name: plan.to_entry() for name, plan in self.calls}
+        return {"calls": calls, "offload": list(self.offload)} if self.offload else {"calls": calls}
 
     def save(self, path: str | Path) -> None:
         """Write the YAML file that :meth:`load` reads."""
@@ -144,14 +159,15 @@ class ExecutionPlan:
         given = {name for name, _ in self.calls}
         spare = [c for c in dataflow.model_calls if c not in dataflow.iteration_calls and c.name not in given]
         homes = [(call.name, dataflow.home_call(str(call.role)).name) for call in spare]
-        return ExecutionPlan(self.calls + tuple((name, self.call(home)) for name, home in homes if home in given))
+        spare_plans = tuple((name, self.call(home)) for name, home in homes if home in given)
+        return replace(self, calls=self.calls + spare_plans)
 
     def check(self, dataflow: Dataflow, world_size: int) -> None:
         """Refuse a plan that does not fit the algorithm or the number of ranks.
 
         Raises:
             PlanError: for a call without a layout, a layout without a call, a rank beyond ``world_size`` or one that no
-                call uses, or a pipeline that is to generate.
+                call uses, a pipeline that is to generate, or something to offload that cannot be.
         """
         wanted = {call.name for call in dataflow.model_calls}
         given = {name for name, _ in self.calls}
@@ -182,7 +198,26 @@ class ExecutionPlan:
                 f"use {len(used)} devices, or a plan for {world_size}"
             )
 
+        self._check_offload(dataflow)
+
+    def _check_offload(self, dataflow: Dataflow) -> None:
+        trained = dataflow.trained_roles
+        possible = [role + OPTIMIZER_SUFFIX if role in trained else role for role in dataflow.roles]
+        for part in self.offload:
+            if part in trained:
+                raise PlanError(
+                    f"offload names {part!r}, which is trained and stays; its optimizer's state can leave between "
+                    f"training calls: write {part}{OPTIMIZER_SUFFIX}"
+                )
+            if part not in possible:
+                raise PlanError(
+                    f"offload names {part!r}, which this algorithm cannot offload; it can {', '.join(possible)}"
+                )
+
     def table(self) -> str:
         """Return the plan as aligned text, one call a line."""
-        width = max((len(name) for name, _ in self.calls), default=0)
-        return "\n".join(f"{name:<{width}}  {plan.to_entry()}" for name, plan in self.calls)
+        lines = [(name, plan.to_entry()) for name, plan in self.calls]
+        if self.offload:
+            lines.append(("offload", ", ".join(self.offload)))
+        width = max((len(name) for name, _ in lines), default=0)
+        return "\n".join(f"{name:<{width}}  {entry}" for name, entry in lines)

@@ -7,7 +7,7 @@ What stays between calls (weights, optimizer state, copies) follows from layouts
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 
 from lightning_realloc.errors import PlanError
@@ -15,8 +15,9 @@ from lightning_realloc.layout.dims import Layout, format_ranks
 from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.tuning.call_memory import CallMemory
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
+from lightning_realloc.tuning.execution_plan import OPTIMIZER_SUFFIX, ExecutionPlan
 from lightning_realloc.tuning.memory_parts import MemoryParts, MemorySettings, RoleBytes, RoleMemory, Workload
+from lightning_realloc.tuning.offload import OffloadSchedule
 
 SET_UP = "set-up"
 """The phase in which models are built and laid out."""
@@ -109,33 +110,48 @@ class _Forecaster:
     workload: Workload | None
 
     def of_rank(self, rank: int) -> Iterator[PhaseMemory]:
-        resident = self._homes(rank)
         copies = {(role, layout): self._copy(role, layout, rank) for role, layout in self._copied_layouts()}
-        if not self.settings.frees_copies:
-            resident = sum(copies.values(), resident)
+        kept = sum((copy for (role, _), copy in copies.items() if not self._frees_copies(role)), MemoryParts())
+        schedule = OffloadSchedule(self.dataflow, self.plan, rank, self._leaders)
         yield PhaseMemory(SET_UP, rank, self._set_up(rank))
         for call in self.dataflow.iteration_calls:
             if call.role is None:
                 continue
+            base = kept + self._homes(rank, away=set(schedule.parts) - schedule.present(call.name))
             own = copies.get((call.role, self.plan.layout(call.name)))
-            base = resident + own if own is not None and self.settings.frees_copies else resident
+            if own is not None and self._frees_copies(call.role):
+                base += own
             if own is not None:
                 yield PhaseMemory(f"-> {call.name}", rank, base)
             yield PhaseMemory(call.name, rank, base + self._during(call, rank))
 
-    def _homes(self, rank: int) -> MemoryParts:
+    @property
+    def _leaders(self) -> dict[str, str]:
+        return {name: role.follows for name, role in self.roles.items() if role.follows is not None}
+
+    def _frees_copies(self, role: str) -> bool:
+        return self.settings.frees_copies or role in self.plan.offload
+
+    def _keeps_masters(self, role: str) -> bool:
+        return role in self.dataflow.trained_roles or self.roles[role].follows is not None
+
+    def _homes(self, rank: int, *, away: Set[str]) -> MemoryParts:
+        """Return weights and optimizer states, but for what is offloaded and away."""
         parts = MemoryParts()
         for name, role in self.roles.items():
             layout = self._home(name)
             if name not in self.dataflow.roles or rank not in layout:
                 continue
             sizes = RoleBytes(role, layout, rank)
-            if name in self.dataflow.trained_roles:
-                optimizer = sizes.num_trained_sharded * self.settings.optimizer_bytes
-                parts += MemoryParts(weights=sizes.num_sharded * self.settings.master_bytes, optimizer=optimizer)
-            else:
-                parts += MemoryParts(weights=sizes.num_sharded * self.settings.copy_bytes)
+            if name not in away:
+                parts += MemoryParts(weights=sizes.num_sharded * self._home_bytes(name))
+            if name in self.dataflow.trained_roles and name + OPTIMIZER_SUFFIX not in away:
+                parts += MemoryParts(optimizer=sizes.num_trained_sharded * self.settings.optimizer_bytes)
         return parts
+
+    def _home_bytes(self, role: str) -> int:
+        """Return the bytes of one weight of the home replica."""
+        return self.settings.master_bytes if self._keeps_masters(role) else self.settings.copy_bytes
 
     def _home(self, role: str) -> Layout:
         return self.plan.layout(self.dataflow.home_call(role).name)
@@ -156,7 +172,7 @@ class _Forecaster:
             sharded = RoleBytes(role, layout, rank).num_sharded * element if rank in layout else 0
             return MemoryParts(copies=sharded, staging=self._staging(name, layout, rank))
         target, source = ModelLayout(role.model, layout), ModelLayout(role.model, home)
-        may_alias = name not in self.dataflow.trained_roles or self.settings.master_bytes == element
+        may_alias = self._home_bytes(name) == element
         size = 0.0
         for param in target.names(rank) if rank in layout else ():
             readers = [r for r in layout.ranks if target.shard(param, r) == target.shard(param, rank)]
@@ -184,8 +200,7 @@ class _Forecaster:
             return MemoryParts(weights=sum(whole.values()))
         most, laid_out = 0, 0
         for name, size in whole.items():
-            trained = name in self.dataflow.trained_roles
-            element = self.settings.master_bytes if trained else self.settings.copy_bytes
+            element = self._home_bytes(name)
             most = max(most, laid_out + size // 4 * element)  # on ranks outside, too, which then let go of it
             if rank in self._home(name):
                 laid_out += RoleBytes(self.roles[name], self._home(name), rank).num_sharded * element
@@ -195,14 +210,13 @@ class _Forecaster:
         chosen = self.plan.call(call.name)
         if rank not in chosen.layout:
             return MemoryParts()
-        role = self.roles[str(call.role)]
-        is_home = chosen.layout == self._home(str(call.role))
-        is_trained = str(call.role) in self.dataflow.trained_roles
+        name = str(call.role)
+        is_home, is_trained = chosen.layout == self._home(name), name in self.dataflow.trained_roles
         return CallMemory(
-            role=role, plan=chosen, settings=self.settings, workload=self.workload,
-            sizes=RoleBytes(role, chosen.layout, rank),
+            role=self.roles[name], plan=chosen, settings=self.settings, workload=self.workload,
+            sizes=RoleBytes(self.roles[name], chosen.layout, rank),
             is_wrapped=chosen.layout.dims.fsdp > 1 or (chosen.layout.dims.dp > 1 and is_home and is_trained),
-            element_bytes=self.settings.master_bytes if is_home and is_trained else self.settings.copy_bytes,
+            element_bytes=self._home_bytes(name) if is_home else self.settings.copy_bytes,
         ).peak(call.kind)  # fmt: skip
 
 

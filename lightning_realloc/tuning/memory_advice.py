@@ -10,7 +10,7 @@ import yaml
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
-from lightning_realloc.tuning.execution_plan import CallPlan, ExecutionPlan
+from lightning_realloc.tuning.execution_plan import OPTIMIZER_SUFFIX, CallPlan, ExecutionPlan
 from lightning_realloc.tuning.memory import MemoryForecast, PhaseMemory
 from lightning_realloc.tuning.memory_parts import MemoryParts
 
@@ -41,7 +41,7 @@ def _total(forecast: Forecast, plan: ExecutionPlan) -> float:
 
 
 def _alternatives(dataflow: Dataflow, plan: ExecutionPlan) -> Iterator[tuple[str, ExecutionPlan]]:
-    """Yield single changes to calls, with what to write."""
+    """Yield single changes, to a call or to what is offloaded, with what to write."""
     for call in dataflow.iteration_calls:
         if call.role is None:
             continue
@@ -49,7 +49,11 @@ def _alternatives(dataflow: Dataflow, plan: ExecutionPlan) -> Iterator[tuple[str
         for other in _other_call_plans(call, before):
             changed = [(name, other if name == call.name else chosen) for name, chosen in plan.calls]
             entry = yaml.safe_dump(other.to_entry(), default_flow_style=True, width=1000).removesuffix("\n...\n")
-            yield f"{call.name}: {entry.strip()}", ExecutionPlan(tuple(changed))
+            yield f"{call.name}: {entry.strip()}", replace(plan, calls=tuple(changed))
+    for role in dataflow.roles:
+        part = role + OPTIMIZER_SUFFIX if role in dataflow.trained_roles else role
+        if part not in plan.offload:
+            yield f"offload: [{', '.join((*plan.offload, part))}]", replace(plan, offload=(*plan.offload, part))
 
 
 def _other_call_plans(call: ModelFunctionCall, plan: CallPlan) -> Iterator[CallPlan]:

@@ -22,6 +22,8 @@ class RoleMemory:
     """None: unknown, as of a module without a config; activations and caches are then left out."""
     frozen_params: frozenset[str] = frozenset()
     """Parameters without gradients in a role that is trained, as under adapters."""
+    follows: str | None = None
+    """The trained role whose weights this one's move towards; it keeps them as exactly as a trained one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

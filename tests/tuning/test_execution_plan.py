@@ -75,7 +75,7 @@ def test_calls_that_only_serve_evaluation_default_to_the_home_layout() -> None:
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({"call": {}}, r"an execution plan has one key, 'calls', with a layout for every call; got \['call'\]"),
+        ({"call": {}}, r"an execution plan has the key 'calls', with a layout for every call, .* got \['call'\]"),
         ({"calls": {"a": 4}}, r"calls\.a is 4; write a layout such as 'fsdp4@0-3'"),
         ({"calls": {"a": {"micro_batch_tokens": 4}}}, r"calls\.a is .*; write a layout such as"),
         ({"calls": {"a": {"layout": "tp2", "slots": 4}}}, r"calls\.a has no option 'slots'; it has gradient_check"),

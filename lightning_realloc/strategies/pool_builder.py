@@ -1,0 +1,137 @@
+"""From an algorithm and where its plan comes from to models in their layouts: what must hold first, and what is built.
+
+Everything here is collective over all ranks, and what is refused is refused on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.dims import Layout, ParallelDims
+from lightning_realloc.layout.model import ModelSpec
+from lightning_realloc.runtime.agreement import TransportName
+from lightning_realloc.runtime.mesh import MeshRegistry
+from lightning_realloc.runtime.model_spec import describe_model
+from lightning_realloc.strategies.memory import describe_roles, memory_settings, refuse_too_large, with_callbacks
+from lightning_realloc.strategies.model_pool import Following, ModelPool, PoolOptions
+from lightning_realloc.strategies.plan_source import NamedPlan, agree_on, work_out_plan
+from lightning_realloc.strategies.precision import cast_parameters
+from lightning_realloc.tuning.dataflow import Dataflow
+from lightning_realloc.tuning.execution_plan import ExecutionPlan
+
+_POOL_ATTRIBUTE = "_realloc_pool"
+"""Where a LightningModule remembers its laid-out models for the next Trainer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolBuilder:
+    """Lays out the models of one algorithm."""
+
+    module: Any
+    """The algorithm."""
+    dataflow: Dataflow
+    """Its calls."""
+    cluster: ClusterSpec
+    device: torch.device
+    rank: int
+    world_size: int
+    precision: str
+    """The Trainer's."""
+    transport: TransportName
+    tp_plans: Mapping[str, Mapping[str, str]]
+    """Role -> tensor-parallel styles, for models that bring none."""
+    memory_budget: int
+    """Bytes that a plan may need of one device."""
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Of weights that are trained."""
+        return torch.bfloat16 if self.precision == "bf16-true" else torch.float32
+
+    @property
+    def followers(self) -> dict[str, Following]:
+        """Role -> what its weights follow."""
+        roles = self.module.roles()
+        return {role.name: Following(role.follows, role.follow_rate) for role in roles if role.follows is not None}
+
+    @property
+    def options(self) -> PoolOptions:
+        """How the pool keeps and moves weights."""
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return PoolOptions(
+            cluster=self.cluster,
+            device=self.device,
+            rank=self.rank,
+            world_size=self.world_size,
+            copy_dtype=torch.bfloat16 if self.precision.startswith("bf16") else torch.float32,
+            mixed_precision=policy if self.precision == "bf16-mixed" else None,
+            transport=self.transport,
+            tp_plans=self.tp_plans,
+            followers=self.followers,
+        )
+
+    def plan(self, source: NamedPlan, specs: Mapping[str, ModelSpec]) -> ExecutionPlan:
+        """Work out a plan for models of these shapes, the same on all ranks.
+
+        Raises:
+            PlanError: when ranks hold different plans, and for one that does not fit the algorithm or the ranks.
+        """
+        plan = work_out_plan(
+            source, self.dataflow, specs, self.cluster, world_size=self.world_size,
+            element_bytes=self.options.copy_dtype.itemsize,
+        ).completed(self.dataflow)  # fmt: skip
+        agree_on(plan)  # first: what is wrong with a plan must be found on every rank
+        plan.check(self.dataflow, self.world_size)
+        return plan
+
+    def check_memory(self, source: NamedPlan, callbacks: Iterable[object]) -> None:
+        """Refuse a plan that does not fit into memory; asks for nothing but the models' configurations.
+
+        Raises:
+            PlanError: see `plan`, and with the phase, the rank, the bytes and what would fit.
+        """
+        roles = describe_roles(self.module.roles(), self.tp_plans)
+        plan = self.plan(source, {name: role.model for name, role in roles.items()})
+        settings = memory_settings(self.options, self.master_dtype, optimizer_bytes=self.module.optimizer_bytes)
+        plan, settings = with_callbacks(callbacks, self.dataflow, plan, settings)
+        refuse_too_large(self.dataflow, plan, roles, settings, rank=self.rank, budget_bytes=self.memory_budget)
+
+    def build(self, source: NamedPlan) -> ModelPool:
+        """Lay the models out, or return the pool of an earlier Trainer that did.
+
+        Raises:
+            PlanError: see `plan`, and for a role without a model.
+            ConfigError: when the earlier Trainer had another plan or other settings.
+        """
+        earlier: ModelPool | None = vars(self.module).get(_POOL_ATTRIBUTE)
+        models = self.module.models()
+        if self.master_dtype != torch.float32:
+            cast_parameters(self.module, self.master_dtype)
+        plan = self.plan(source, self._specs(models, earlier))
+        if earlier is not None:
+            earlier.require_same(plan, self.options)
+            return earlier
+        meshes = MeshRegistry(self.device.type)
+        meshes.create((*plan.layouts, Layout(ParallelDims(dp=self.world_size), tuple(range(self.world_size)))))
+        pool = ModelPool(self.dataflow, plan, meshes, self.options)
+        for role in self.dataflow.roles:
+            pool.place(role, models[role])
+        setattr(self.module, _POOL_ATTRIBUTE, pool)
+        return pool
+
+    def _specs(self, models: Mapping[str, nn.Module], earlier: ModelPool | None) -> dict[str, ModelSpec]:
+        roles = self.dataflow.roles
+        missing = [role for role in roles if role not in models]
+        if missing:
+            raise PlanError(f"role {missing[0]!r} has no model; configure_model() built {', '.join(models) or 'none'}")
+        if earlier is not None:  # a model that is cut already no longer shows its own shapes
+            return {role: earlier.home(role).model_layout.model for role in roles}
+        return {role: describe_model(models[role], tp_plan=self.tp_plans.get(role)) for role in roles}
