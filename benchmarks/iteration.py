@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.harness import BenchmarkReport, make_parser
 from benchmarks.memory import available_bytes, live_bytes
-from benchmarks.ranks import answers_of_ranks
+from benchmarks.ranks import answers_of_ranks, outlasts
 
 WORLD_SIZE = 4
 CALLS = ("actor.generate", "reference.infer", "actor.train")
@@ -317,20 +317,13 @@ def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None
     chosen = [arm for arm in ARMS if arm.name in options.arms]
     begin = time.monotonic()
     for number in range(options.turns):
-        if number and _outlasts(begin, number, options.limit_s):
+        if number and outlasts(begin, number, options.limit_s):
             break
         for arm in chosen:
             turn = run_arm(arm, workload(options), rank)
             gc.collect()
             if rank == 0:
                 answers.send((arm, turn))
-
-
-def _outlasts(begin: float, turns_done: int, limit_s: float) -> bool:
-    """Return whether one more turn would end after the limit, on the slowest rank's clock."""
-    spent = torch.tensor([time.monotonic() - begin], dtype=torch.float64)
-    dist.all_reduce(spent, dist.ReduceOp.MAX)
-    return float(spent) * (turns_done + 1) / turns_done > limit_s
 
 
 def workload(options: argparse.Namespace) -> Workload:

@@ -109,8 +109,7 @@ def run_arm(arm: Arm, work: Workload) -> Turn:
     """Train one Trainer's iterations on this rank, with the three others, and return what all measured."""
     import lightning as L
 
-    from benchmarks.workload import random_texts
-    from lightning_realloc import ParameterReallocation, PromptDataModule, ReallocStrategy
+    from lightning_realloc import ParameterReallocation, ReallocStrategy
 
     switching = ParameterReallocation()
     meter = _make_meter(arm, work, switching)
@@ -119,8 +118,7 @@ def run_arm(arm: Arm, work: Workload) -> Turn:
         callbacks=[switching, meter], max_steps=1 + arm.measured, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    rows = [{"prompt": text} for text in random_texts(work.num_prompts * 8, length=work.prompt_tokens, seed=1)]
-    trainer.fit(_make_module(work, meter.noted), PromptDataModule(rows, batch_size=work.num_prompts))
+    trainer.fit(make_module(work, meter.noted), make_prompts(work))
     parts: list[Any] = [None] * WORLD_SIZE
     dist.all_gather_object(parts, meter.noted)
     return merge(parts, arm)
@@ -175,7 +173,17 @@ def _in_order(made: Sequence[Mapping[int, list[int]]]) -> list[list[int]]:
     return [rows[sample_id] for sample_id in sorted(rows)]
 
 
-def _make_module(work: Workload, noted: Readings) -> Any:
+def make_prompts(work: Workload) -> Any:
+    """Return prompts of random letters for eight iterations."""
+    from benchmarks.workload import random_texts
+    from lightning_realloc import PromptDataModule
+
+    rows = [{"prompt": text} for text in random_texts(work.num_prompts * 8, length=work.prompt_tokens, seed=1)]
+    return PromptDataModule(rows, batch_size=work.num_prompts)
+
+
+def make_module(work: Workload, noted: Readings) -> Any:
+    """Return PPO on four random Llamas, which notes responses and scores."""
     from transformers import LlamaConfig
 
     from benchmarks.workload import byte_tokenizer

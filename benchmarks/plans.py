@@ -5,8 +5,9 @@ heuristic's plan; a plan made by hand, whose calls run side by side; and that pl
 an arm is a Trainer of its own in the same four processes: a warm-up iteration with short responses, then measured ones,
 from when all ranks begin the first to when the last rank ends the last, since iterations may overlap.
 
-Memory is live tensors, those that the ranks share divided among them, at the fullest of the moments between calls.
-Activations and gathered weights, gone by then, are left out. Idle is what `idle_share` means, of each rank by itself.
+Lasting memory is live tensors, those that the ranks share divided among them, at the fullest of the moments between
+calls; the peak, with activations and gathered weights, is measured apart, in iterations of short responses, beside what
+was predicted. Idle is what `idle_share` means, of each rank by itself.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ from multiprocessing.connection import Connection
 from statistics import fmean, median
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from benchmarks.harness import BenchmarkReport, make_parser, paired_ratio
-from benchmarks.plan_turn import CALLS, WORLD_SIZE, Arm, Plan, Turn, Workload, run_arm
-from benchmarks.ranks import answers_of_ranks
+from benchmarks.plan_data import PROMPT_TOKENS, RESPONSE_TOKENS, DataTurn, move_data
+from benchmarks.plan_memory import PeakBytes, compare_peaks
+from benchmarks.plan_turn import CALLS, WORLD_SIZE, Arm, Plan, Readings, Turn, Workload, make_module, run_arm
+from benchmarks.ranks import answers_of_ranks, outlasts
 
 FASTER_THAN_STATIC = 4.0
 TOLERANCE = 1e-5
+PEAK_TOLERANCE = 0.1
+NUM_SAMPLES = 512
+"""Of the batch whose way between the ranks is timed."""
 
 # All ranks generate; then the reference reads on one half of them while reward model and critic do on the other, and
 # the actor learns on one half while the critic does on the other.
@@ -67,20 +70,20 @@ def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None
     logging.disable(logging.WARNING)
     begin = time.monotonic()
     for number in range(options.turns):
-        if number and _outlasts(begin, number, options.limit_s):
+        if number and outlasts(begin, number, options.limit_s):
             break
         for arm in ARMS:
             turn = run_arm(arm, workload(options))
             gc.collect()
             if rank == 0:
                 answers.send((arm.name, turn))
-
-
-def _outlasts(begin: float, turns_done: int, limit_s: float) -> bool:
-    """Return whether one more turn would end after the limit, on the slowest rank's clock."""
-    spent = torch.tensor([time.monotonic() - begin], dtype=torch.float64)
-    dist.all_reduce(spent, dist.ReduceOp.MAX)
-    return float(spent) * (turns_done + 1) / turns_done > limit_s
+    peaks = {arm.name: compare_peaks(arm, workload(options)) for arm in ARMS if arm.name != IN_TURN}
+    peaks[IN_TURN] = peaks[OVERLAPPING]  # the same plan
+    calls = make_module(workload(options), Readings()).dataflow.calls
+    moved = move_data(calls, BY_HAND, num_samples=8 if options.tiny else NUM_SAMPLES)
+    if rank == 0:
+        answers.send(("peaks", peaks))
+        answers.send(("data", moved))
 
 
 def workload(options: argparse.Namespace) -> Workload:
@@ -91,7 +94,9 @@ def workload(options: argparse.Namespace) -> Workload:
 # --- judging ----------------------------------------------------------------------------------------------------------
 
 
-def fill(report: BenchmarkReport, turns: Mapping[str, Sequence[Turn]]) -> None:
+def fill(
+    report: BenchmarkReport, turns: Mapping[str, Sequence[Turn]], peaks: Mapping[str, Sequence[PeakBytes]]
+) -> None:
     """Add a row for each arm; bytes in megabytes (10^6)."""
     for arm, made in turns.items():
         first = made[0]
@@ -105,8 +110,10 @@ def fill(report: BenchmarkReport, turns: Mapping[str, Sequence[Turn]]) -> None:
             by_rank=" ".join(f"{share:.2f}" for share in idle),
             moved=round(first.bytes_moved / 1e6, 1),
             minimum=round(first.bytes_minimum / 1e6, 1),
-            # The predicted peak belongs beside the measured one, as soon as a plan's memory can be worked out.
-            peak=" ".join(f"{max(sizes) / 1e6:.0f}" for sizes in zip(*(turn.peak_bytes for turn in made), strict=True)),
+            lasting=" ".join(
+                f"{max(sizes) / 1e6:.0f}" for sizes in zip(*(turn.peak_bytes for turn in made), strict=True)
+            ),
+            peak=" ".join(f"{peak.predicted / 1e6:.0f}/{peak.measured / 1e6:.0f}" for peak in peaks[arm]),
             **compare(first, turns[STATIC][0]),
         )
 
@@ -129,7 +136,21 @@ def _paired(ours: Sequence[Any], theirs: Sequence[Any]) -> list[tuple[Any, Any]]
     return [pair for one, other in iterations for pair in zip(one, other, strict=True)]
 
 
-def judge(report: BenchmarkReport, turns: Mapping[str, Sequence[Turn]]) -> None:
+def fill_data(report: BenchmarkReport, moved: DataTurn, num_samples: int) -> None:
+    """Add a row for moving one iteration's data."""
+    report.add_row(
+        arm=f"data of {num_samples} x {PROMPT_TOKENS + RESPONSE_TOKENS} tokens",
+        seconds=round(moved.seconds, 4),
+        moved=round(moved.bytes_sent / 1e6, 1),
+        minimum=round(moved.bytes_minimum / 1e6, 1),
+        floor_s=round(moved.floor_s, 4),
+        mb_per_s=round(moved.bytes_sent / moved.seconds / 1e6),
+    )
+
+
+def judge(
+    report: BenchmarkReport, turns: Mapping[str, Sequence[Turn]], peaks: Mapping[str, Sequence[PeakBytes]]
+) -> None:
     """Add the targets."""
     seconds = {arm: [turn.seconds for turn in made] for arm, made in turns.items()}
     cpu_s = {arm: [turn.cpu_s for turn in made] for arm, made in turns.items()}
@@ -146,6 +167,8 @@ def judge(report: BenchmarkReport, turns: Mapping[str, Sequence[Turn]]) -> None:
     report.require_at_least("share of equal responses", min(found["equal"] for found in against), 1.0)
     for name, column in (("scores", "score_diff"), ("losses", "loss_diff")):
         report.require_at_most(f"largest difference of {name}", max(found[column] for found in against), TOLERANCE)
+    errors = [abs(peak.error) for ranks in peaks.values() for peak in ranks]
+    report.require_at_most("largest error of a predicted peak", max(errors), PEAK_TOLERANCE)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -159,13 +182,18 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     report = BenchmarkReport("plans", settings={"world_size": WORLD_SIZE} | asdict(workload(options)))
     turns: defaultdict[str, list[Turn]] = defaultdict(list)
-    for arm, turn in answers_of_ranks(work_on, options, world_size=WORLD_SIZE):
-        turns[arm].append(turn)
-        sys.stderr.write(f"{arm}: {turn.seconds:.2f} s an iteration, CPU {turn.cpu_s:.1f} s\n")
+    others: dict[str, Any] = {}
+    for name, answer in answers_of_ranks(work_on, options, world_size=WORLD_SIZE):
+        if not isinstance(answer, Turn):
+            others[name] = answer
+            continue
+        turns[name].append(answer)
+        sys.stderr.write(f"{name}: {answer.seconds:.2f} s an iteration, CPU {answer.cpu_s:.1f} s\n")
     report.settings["num_weights"] = turns[STATIC][0].num_weights
     report.settings["plans"] = {arm: made[0].plan["calls"] for arm, made in turns.items()}
-    fill(report, turns)
-    judge(report, turns)
+    fill(report, turns, others["peaks"])
+    fill_data(report, others["data"], 8 if options.tiny else NUM_SAMPLES)
+    judge(report, turns, others["peaks"])
     return report.finish(options)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -48,6 +49,19 @@ def answers_of_ranks(work: Callable[..., None], *args: Any, world_size: int) -> 
             process.join()
     if failed:
         raise RuntimeError(f"ranks {failed} of {world_size} ended with an error, which is printed above")
+
+
+def outlasts(begin: float, turns_done: int, limit_s: float) -> bool:
+    """Return whether one more turn would end after the limit, on the slowest rank's clock. Collective.
+
+    ``begin`` is this rank's ``time.monotonic()`` when the first turn began.
+    """
+    import torch
+    import torch.distributed as dist
+
+    spent = torch.tensor([time.monotonic() - begin], dtype=torch.float64)
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return float(spent) * (turns_done + 1) / turns_done > limit_s
 
 
 def _answers(receiving: Connection, ranks: Sequence[BaseProcess]) -> Iterator[Any]:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks.harness import BenchmarkReport
-from benchmarks.plan_turn import CALLS, Arm, Readings, Turn, losses_by_iteration, merge, run_arm
+from benchmarks.plan_data import DataTurn, move_data
+from benchmarks.plan_memory import PeakBytes
+from benchmarks.plan_turn import CALLS, Arm, Readings, Turn, losses_by_iteration, make_module, merge, run_arm
 from benchmarks.plans import ARMS, BY_HAND, IN_TURN, OVERLAPPING, STATIC, TINY, compare, fill, judge
 from tests.workers import WorkerPool
 
@@ -19,6 +21,9 @@ TURN = Turn(
     bytes_moved=100, bytes_minimum=100, peak_bytes=(4, 3, 2, 1), rollouts=(((1, 2), (3,)),), scores=((0.5, 0.75),),
     losses={("actor", 0): 0.5, ("critic", 0): 1.0}, plan=PLAN, num_weights={"actor": 7},
 )  # fmt: skip
+
+
+CLOSE = PeakBytes(105, 100)
 
 
 def _arm(name: str) -> Arm:
@@ -68,11 +73,12 @@ def test_tokens_scores_and_losses_are_compared_where_both_arms_have_them() -> No
     assert compare(other, TURN) == {"equal": 0.5, "score_diff": 0.5, "loss_diff": 2**-20}
 
 
-def _judged(**turns: Turn) -> dict[str, Any]:
+def _judged(peak: PeakBytes = CLOSE, **turns: Turn) -> dict[str, Any]:
     named = {name.replace("_", " "): [turn] for name, turn in turns.items()}
     report = BenchmarkReport("plans")
-    fill(report, named)
-    judge(report, named)
+    peaks = {name: [PeakBytes(100, 100), peak] for name in named}
+    fill(report, named, peaks)
+    judge(report, named, peaks)
     assert [row["arm"] for row in report.rows] == list(named)
     return {target.name: (target.value, target.met) for target in report.targets}
 
@@ -98,14 +104,25 @@ def test_one_other_token_or_loss_misses_a_target() -> None:
     assert not targets["largest difference of losses"][1]
 
 
-def run_tiny_arms() -> list[Turn]:
-    """Run static and the plan made by hand, both with small models and two iterations to compare."""
-    return [run_arm(replace(_arm(name), measured=1), replace(TINY, new_tokens=4)) for name in (STATIC, OVERLAPPING)]
+def test_a_peak_that_is_predicted_too_low_misses_its_target() -> None:
+    arms = {"static": TURN, "heuristic": TURN, "overlapping": TURN, "in_turn": TURN}
+    assert _judged(**arms)["largest error of a predicted peak"] == (pytest.approx(0.05), True)
+    low = _judged(PeakBytes(88, 100), **arms)
+    assert low["largest error of a predicted peak"] == (pytest.approx(0.12), False)
+
+
+def run_tiny_arms() -> tuple[list[Turn], DataTurn]:
+    """Run static and the plan made by hand, both with small models and two iterations to compare, and move data."""
+    work = replace(TINY, new_tokens=4)
+    turns = [run_arm(replace(_arm(name), measured=1), work) for name in (STATIC, OVERLAPPING)]
+    return turns, move_data(make_module(work, Readings()).dataflow.calls, BY_HAND, num_samples=8, turns=1)
 
 
 @pytest.mark.slow
 def test_a_tiny_run_measures_every_call_and_draws_the_same_tokens(workers: WorkerPool) -> None:
-    static, overlapping = workers.run(run_tiny_arms, deadline_s=120.0)[0]
+    (static, overlapping), moved = workers.run(run_tiny_arms, deadline_s=120.0)[0]
+    assert moved.bytes_minimum <= moved.bytes_sent <= 1.05 * moved.bytes_minimum  # with names, ids and lengths
+    assert min(moved.seconds, moved.floor_s) > 0
     assert all(seconds > 0 for turn in (static, overlapping) for seconds in turn.seconds_per_call.values())
     assert compare(overlapping, static)["equal"] == 1.0
     assert compare(overlapping, static)["loss_diff"] <= 1e-5

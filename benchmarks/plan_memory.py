@@ -1,0 +1,69 @@
+"""How far is the memory that a plan was predicted to take from what it takes?
+
+Measured by looking at every operation, which slows a run down: so with short responses, and apart from the times.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.plan_turn import WORLD_SIZE, Arm, Readings, Workload, make_module, make_prompts
+
+RESPONSE_TOKENS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class PeakBytes:
+    """One rank's peak over the calls of an iteration and the ways between them."""
+
+    predicted: int
+    measured: int
+
+    @property
+    def error(self) -> float:
+        """How much more was predicted, as a share of what was measured."""
+        return self.predicted / self.measured - 1
+
+
+def compare_peaks(arm: Arm, work: Workload) -> tuple[PeakBytes, ...]:
+    """Train for two iterations, the second with all copies in place; return every rank's peaks. Collective."""
+    import lightning as L
+
+    from lightning_realloc import MemoryMonitor, ReallocStrategy
+    from lightning_realloc.runtime.live_memory import StorageMeter
+    from lightning_realloc.strategies.memory import describe_roles
+    from lightning_realloc.tuning import memory_parts
+    from lightning_realloc.tuning.memory import SET_UP, forecast_memory
+
+    work = replace(work, new_tokens=min(work.new_tokens, RESPONSE_TOKENS))
+    gc.collect()
+    standing = StorageMeter()  # what other turns left behind
+    standing.start()
+    standing.stop()
+    monitor = MemoryMonitor()
+    noted = Readings(rollouts=[{}])
+    module, prompts = make_module(work, noted), make_prompts(work)
+    strategy = ReallocStrategy(plan=arm.plan, overlap=arm.overlap)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=WORLD_SIZE, strategy=strategy, callbacks=[monitor], max_steps=2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, prompts)
+    options = module.train_options_of("actor")
+    load = memory_parts.Workload(
+        num_sequences=work.num_prompts, prompt_tokens=work.prompt_tokens, response_tokens=work.new_tokens,
+        micro_batch_tokens=options.micro_batch_tokens, num_minibatches=options.num_minibatches,
+    )  # fmt: skip
+    forecast = forecast_memory(
+        strategy.pool.dataflow, strategy.plan, describe_roles(module.roles(), {}),
+        memory_parts.MemorySettings(shares_memory=True, builds_on_device=True), load, ranks=(trainer.global_rank,),
+    )  # fmt: skip
+    measured = max(*monitor.phases.values(), *monitor.transitions.values()) - standing.current_bytes
+    predicted = max(entry.parts.total for entry in forecast.phases if entry.phase != SET_UP)
+    parts: list[Any] = [None] * WORLD_SIZE
+    dist.all_gather_object(parts, PeakBytes(predicted, measured))
+    return tuple(parts)
