@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from lightning_realloc.tuning.dataflow import CallKind, ModelFunctionCall
 
@@ -41,12 +41,21 @@ def train(role: str, *, needs: Names) -> Callable[[Method], Method]:
     return _declare("train", role, needs, ())
 
 
-@cache  # asked for several times an iteration
+_CALLS_OF: WeakKeyDictionary[type, tuple[ModelFunctionCall, ...]] = WeakKeyDictionary()
+"""Asked for several times an iteration. A class that is defined again, as in a notebook, leaves with its models."""
+
+
 def declared_calls(module_class: type) -> tuple[ModelFunctionCall, ...]:
     """Return the calls that a class declares, base classes first, in the order they are written.
 
     A method that overrides a call stays that call, decorated again or not; ``method = None`` leaves the call out.
     """
+    if module_class not in _CALLS_OF:
+        _CALLS_OF[module_class] = _collect(module_class)
+    return _CALLS_OF[module_class]
+
+
+def _collect(module_class: type) -> tuple[ModelFunctionCall, ...]:
     calls: dict[str, ModelFunctionCall] = {}
     for base in reversed(module_class.__mro__):
         for name, member in vars(base).items():

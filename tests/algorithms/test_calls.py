@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -98,3 +100,14 @@ def test_two_methods_cannot_be_the_same_call() -> None:
 
     with pytest.raises(PlanError, match=r"one iteration has two calls 'actor\.generate'; keep one"):
         Dataflow(declared_calls(Twice))
+
+
+def test_a_class_that_nobody_uses_any_more_is_let_go_of() -> None:
+    class Again(Base):
+        """As a notebook defines it, time after time."""
+
+    assert declared_calls(Again) == declared_calls(Base)
+    ended = weakref.ref(Again)
+    del Again
+    gc.collect()
+    assert ended() is None
