@@ -13,14 +13,17 @@ from examples.report import silence_hints
 from examples.sorting import byte_tokenizer, problem, random_words, tiny_llama
 from lightning_realloc import PPO, PromptDataModule, ReallocStrategy, SamplingParams, TrainOptions
 
-PLAN = {"calls": {
-    "actor.generate":  "dp2.tp2@0-3",  # two whole copies, each split over two ranks
-    "reference.infer": "tp2@0-1",      # beside the next two, which are on other ranks
-    "reward.infer":    "fsdp2@2-3",
-    "critic.infer":    {"layout": "tp2@2-3", "micro_batch_tokens": 8192},
-    "actor.train":     {"layout": "fsdp2.tp2@0-3", "gradient_checkpointing": True},
-    "critic.train":    "fsdp4@0-3",
-}}  # fmt: skip
+PLAN = {
+    "calls": {
+        "actor.generate":  "dp2.tp2@0-3",  # two whole copies, each split over two ranks
+        "reference.infer": "tp2@0-1",      # beside the next two, which are on other ranks
+        "reward.infer":    "fsdp2@2-3",
+        "critic.infer":    {"layout": "tp2@2-3", "micro_batch_tokens": 8192},
+        "actor.train":     {"layout": "fsdp2.tp2@0-3", "gradient_checkpointing": True},
+        "critic.train":    "fsdp4@0-3",
+    },
+    "offload": ["reference", "reward"],    # away from the device but for their calls
+}  # fmt: skip
 
 
 class Diary(Callback):
