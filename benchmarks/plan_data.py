@@ -117,7 +117,7 @@ class _Walk:
             rows = data.inputs(call) if takes_part else None
             self.seconds += time.perf_counter() - begin
             if rows is not None and call.kind != "generate":
-                self._note(self._used, rows, (name for name in rows.columns if name != "prompt_id"))
+                self._note(self._used, rows)
             made = self._make(call, rows)
             begin = time.perf_counter()
             if call.kind == "generate":
@@ -128,10 +128,7 @@ class _Walk:
 
     def bytes_needed(self) -> int:
         """Return the bytes of what this rank worked on in the last walk and had not made."""
-        return sum(
-            len(ids - self._made.get(name, set())) * self._row_bytes[name]
-            for name, ids in self._used.items() if isinstance(self._row_bytes.get(name), int)
-        )  # fmt: skip
+        return sum(len(ids - self._made.get(name, set())) * self._row_bytes[name] for name, ids in self._used.items())
 
     def _make(self, call: ModelFunctionCall, rows: Samples | None) -> Samples | None:
         if rows is None or call.kind == "train":
@@ -146,12 +143,11 @@ class _Walk:
             is_ragged = name in PER_TOKEN
             columns[name] = Ragged(torch.zeros(count * RESPONSE_TOKENS), lengths) if is_ragged else torch.zeros(count)
         made = Samples(rows.ids, columns)
-        self._note(self._made, made, columns)
+        self._note(self._made, made)
         return made
 
-    def _note(self, noted: dict[str, set[int]], rows: Samples, names: Iterable[str]) -> None:
-        for name in names:
-            column = rows[name]
+    def _note(self, noted: dict[str, set[int]], rows: Samples) -> None:
+        for name, column in rows.columns.items():
             if isinstance(column, Ragged):  # of a value per sample every rank hears at once
                 noted.setdefault(name, set()).update(rows.ids.tolist())
                 self._row_bytes[name] = column.values.nbytes // len(rows)
