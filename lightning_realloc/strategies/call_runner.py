@@ -30,6 +30,7 @@ from lightning_realloc.strategies.idle import IdleClock, merge_idle_shares
 from lightning_realloc.strategies.iteration import Chosen, Iteration
 from lightning_realloc.strategies.lockstep import Lockstep, PeerFailure
 from lightning_realloc.strategies.model_pool import ModelPool
+from lightning_realloc.strategies.rates import facts_of, with_rates
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.routes import Routes, Workplace
 from lightning_realloc.strategies.trainer_step import Trainee
@@ -92,7 +93,7 @@ class CallRunner:
         self._rank = rank
         self._world_size = world_size
         self._engines: dict[int, tuple[GenerationEngine, Lockstep | None]] = {}
-        self._run = 0
+        self._run = self._num_tokens = 0
         self._measured: dict[tuple[int, int], dict[str, float]] = {}
         self._late: dict[str, tuple[int, int, int]] = {}
         self._idle = IdleClock(mailbox, pool)
@@ -114,14 +115,17 @@ class CallRunner:
             ReallocError: on every rank, when a rank failed.
         """
         with self._failing_together():
+            self._idle.begin()
             data = self._walk(batch, calls, iteration)
             facts = data.receive_notes() if _has_notes(calls) else {}
             known = data.known()
-            metrics = merge_idle_shares(facts) | self._training_metrics(data.routes, wait=is_last)
+            metrics = with_rates(merge_idle_shares(facts), num_tokens=self._num_tokens)
+            metrics |= self._training_metrics(data.routes, wait=is_last)
+            self._num_tokens = _count_tokens(known)
             self._mailbox.let_go(self._run - 2)
             if self._overlap != "iterations":
                 self._mailbox.meet()
-            self._idle.tick()
+            self._idle.end()
         return IterationResult(known, {name: torch.tensor(value) for name, value in metrics.items()})
 
     def run_calls(self, batch: Samples, calls: Sequence[ModelFunctionCall]) -> Samples:
@@ -166,6 +170,8 @@ class CallRunner:
         for index, call in enumerate(calls):
             begin, waited = time.perf_counter(), self._idle.seconds
             took_part = self._KINDS[call.kind](self, call, data)
+            moved = self._pool.take_report(call.name)
+            facts |= {} if moved is None else facts_of(call.name, moved)
             if took_part:
                 spent = time.perf_counter() - begin - (self._idle.seconds - waited)
                 self.seconds[call.name] += spent
@@ -367,6 +373,11 @@ class CallRunner:
 
 def _has_notes(calls: Sequence[ModelFunctionCall]) -> bool:
     return any(call.kind != "train" for call in calls)
+
+
+def _count_tokens(samples: Samples) -> int:
+    columns = (samples.ragged(name) for name in ("prompt_ids", "response_ids") if name in samples)
+    return sum(int(column.lengths.sum()) for column in columns)
 
 
 def _refuse_long_prompts(prompts: Samples, replica: Replica) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_realloc.runtime.mailbox import Mailbox
 from lightning_realloc.strategies.model_pool import ModelPool
+from lightning_realloc.strategies.rates import ITERATION_S
 
 _IDLE_SHARE = "idle_share"
 
@@ -21,6 +22,7 @@ class IdleClock:
         self._begin = time.perf_counter()
         self._seconds_then = 0.0
         self._share: float | None = None
+        self._took_s = 0.0
 
     @property
     def seconds(self) -> float:
@@ -34,15 +36,18 @@ class IdleClock:
         self._elsewhere += max(0.0, time.perf_counter() - begin - (self._pool.seconds_moving - moving))
         return result
 
-    def tick(self) -> None:
-        """End an iteration."""
-        now = time.perf_counter()
-        self._share = (self.seconds - self._seconds_then) / (now - self._begin)
-        self._begin, self._seconds_then = now, self.seconds
+    def begin(self) -> None:
+        """Begin an iteration."""
+        self._begin, self._seconds_then = time.perf_counter(), self.seconds
+
+    def end(self) -> None:
+        """End it."""
+        self._took_s = time.perf_counter() - self._begin
+        self._share = (self.seconds - self._seconds_then) / self._took_s
 
     def facts(self, rank: int) -> dict[str, float]:
-        """Return the share of the iteration before this one."""
-        return {} if self._share is None else {f"{_IDLE_SHARE}/{rank}": self._share}
+        """Return the share of the iteration before this one, and its seconds."""
+        return {} if self._share is None else {f"{_IDLE_SHARE}/{rank}": self._share, ITERATION_S: self._took_s}
 
 
 def merge_idle_shares(facts: Mapping[str, float]) -> dict[str, float]:

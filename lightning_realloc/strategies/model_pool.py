@@ -83,6 +83,7 @@ class ModelPool:
         self._followings: dict[str, Reallocation] = {}
         self._copies: dict[tuple[str, Layout], Replica] = {}
         self._realized: set[str] = set()
+        self._reports: dict[str, ReallocationReport] = {}
         for role, following in options.followers.items():
             if following.role not in dataflow.trained_roles:
                 raise PlanError(
@@ -272,7 +273,12 @@ class ModelPool:
         self.seconds_moving += report.seconds
         reshard(target.model)
         target.version = home.version
+        self._reports[call] = report
         return report
+
+    def take_report(self, call: str) -> ReallocationReport | None:
+        """Return what was moved for ``call`` since this was asked last, None for nothing."""
+        return self._reports.pop(call, None)
 
     def relinquish(self, call: str, *, free: bool = False) -> None:
         """End a phase; ``free`` gives the replica's storage back until the next time. Offloaded roles always do."""
