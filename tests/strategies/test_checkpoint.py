@@ -117,7 +117,7 @@ def test_what_users_draw_goes_on_too(tmp_path: Path) -> None:
 # ---- into other layouts and other numbers of ranks
 def test_a_run_goes_through_four_layouts_as_through_one(workers: WorkerPool, tmp_path: Path) -> None:
     straight = Part(_sft("fsdp4"), 5, save=tmp_path / "straight")
-    layouts = ("fsdp4", "tp4", "fsdp2.tp2", "dp2.tp2", "fsdp2.tp2@3,2,1,0")
+    layouts = ("fsdp4", "pp2.fsdp2@1,3,0,2", "tp4", "dp2.tp2", "fsdp2.tp2@3,2,1,0")
     parts = [
         Part(_sft(layout), step + 1, resume=tmp_path / str(step) if step else None, save=tmp_path / str(step + 1))
         for step, layout in enumerate(layouts)

@@ -59,7 +59,7 @@ def one_rank(workers: WorkerPool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("layouts", [("fsdp2", "tp2"), ("tp2", "dp2"), ("dp2", "tp2")], ids=" to ".join)
+@pytest.mark.parametrize("layouts", [("fsdp2", "tp2"), ("tp2", "dp2"), ("dp2", "tp2"), ("pp2", "dp2")], ids=" to ".join)
 def test_each_precision_trains_in_each_layout_close_to_one_rank(
     layouts: tuple[str, str], one_rank: dict[str, Any], workers: WorkerPool
 ) -> None:
