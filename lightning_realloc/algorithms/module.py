@@ -76,7 +76,7 @@ class MultiModelModule(L.LightningModule):
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
         """Return the calls that this module's settings ask for; by default all that its class declares."""
-        return declared_calls(type(self))  # type: ignore[arg-type]  # mypy takes Module.__hash__ for the class's
+        return declared_calls(type(self))
 
     def runs(self, call: str, iteration: int) -> bool:
         """Return whether a call takes part in an iteration, counted from 0; the same on every rank.
@@ -133,7 +133,7 @@ class MultiModelModule(L.LightningModule):
         A computation that produces what one of the models does is left out: reward functions beside a reward model.
         """
         present = tuple(roles)
-        calls = declared_calls(cls)  # type: ignore[arg-type]  # mypy takes Module.__hash__ for the class's
+        calls = declared_calls(cls)
         made = {name for call in calls if call.role in present for name in call.produces}
         fitting = tuple(call for call in calls if call.role is not None or made.isdisjoint(call.produces))
         return _dataflow_of(fitting, present, tuple(call.role for call in calls if call.role is not None))
