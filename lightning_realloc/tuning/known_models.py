@@ -1,0 +1,147 @@
+"""What do the common public models look like? Their shapes, so that planning needs no file and no network.
+
+Figures are those of the models' published ``config.json``. Mixtures of experts are missing: a block's time depends on
+how tokens spread over experts, which nothing here knows.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.model import ModelSpec, ParamSpec
+from lightning_realloc.layout.sharding import TensorParallelCut
+from lightning_realloc.tuning.memory_parts import RoleMemory
+from lightning_realloc.tuning.model_shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownModel:
+    """A decoder of the Llama family: gated MLP, RMSNorm, rotary positions."""
+
+    num_layers: int
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool = False
+    """Whether the head is the embedding."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    def role(self, *, scores: bool = False) -> RoleMemory:
+        """Return the model as a role's: with a head over the vocabulary, or one for ``scores``, one number a token."""
+        return RoleMemory(model=self.spec(scores=scores), shape=self.shape(scores=scores))
+
+    def shape(self, *, scores: bool = False) -> ModelShape:
+        """Return the sizes that activations and times depend on."""
+        return ModelShape(
+            num_layers=self.num_layers, hidden=self.hidden, intermediate=self.intermediate, num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, num_outputs=1 if scores else self.vocabulary,
+            qk_norm=self.qk_norm,
+        )  # fmt: skip
+
+    def spec(self, *, scores: bool = False) -> ModelSpec:
+        """Return the parameters under the names and cuts that transformers gives them."""
+        blocks = [param for block in range(self.num_layers) for param in self._block(block)]
+        tied = self.tied and not scores
+        by_token = TensorParallelCut(0)
+        embedding = ParamSpec("model.embed_tokens.weight", (self.vocabulary, self.hidden), by_token, "input")
+        outputs = [ParamSpec("model.norm.weight", (self.hidden,), None, "output")]
+        if scores:
+            outputs.append(ParamSpec("score.weight", (1, self.hidden), None, "output"))
+        elif not tied:
+            outputs.append(ParamSpec("lm_head.weight", (self.vocabulary, self.hidden), by_token, "output"))
+        aliases = (("lm_head.weight", embedding.name),) if tied else ()
+        return ModelSpec((embedding, *blocks, *outputs), self.num_layers, aliases)
+
+    def _block(self, block: int) -> list[ParamSpec]:
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        by_query = TensorParallelCut(0, num_units=self.num_heads)
+        by_key = by_query
+        if self.num_kv_heads < self.num_heads:
+            by_key = TensorParallelCut(0, num_units=self.num_kv_heads, replicate_units=True)
+        params: list[tuple[str, tuple[int, ...], TensorParallelCut | None]] = [
+            ("self_attn.q_proj.weight", (queries, self.hidden), by_query),
+            ("self_attn.k_proj.weight", (keys, self.hidden), by_key),
+            ("self_attn.v_proj.weight", (keys, self.hidden), by_key),
+            ("self_attn.o_proj.weight", (self.hidden, queries), TensorParallelCut(1, num_units=self.num_heads)),
+            ("mlp.gate_proj.weight", (self.intermediate, self.hidden), TensorParallelCut(0)),
+            ("mlp.up_proj.weight", (self.intermediate, self.hidden), TensorParallelCut(0)),
+            ("mlp.down_proj.weight", (self.hidden, self.intermediate), TensorParallelCut(1)),
+            ("input_layernorm.weight", (self.hidden,), None),
+            ("post_attention_layernorm.weight", (self.hidden,), None),
+        ]
+        if self.qkv_bias:
+            biases = (("q", queries, by_query), ("k", keys, by_key), ("v", keys, by_key))
+            params += [(f"self_attn.{name}_proj.bias", (size,), cut) for name, size, cut in biases]
+        if self.qk_norm:
+            params += [(f"self_attn.{name}_norm.weight", (self.head_dim,), None) for name in "qk"]
+        return [ParamSpec(f"model.layers.{block}.{name}", shape, cut, "block", block) for name, shape, cut in params]
+
+
+def _llama(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocabulary: int) -> KnownModel:
+    return KnownModel(
+        num_layers=layers, hidden=hidden, intermediate=intermediate, num_heads=heads, num_kv_heads=kv_heads,
+        head_dim=hidden // heads, vocabulary=vocabulary,
+    )  # fmt: skip
+
+
+def _qwen2(
+    layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocabulary: int, tied: bool
+) -> KnownModel:
+    return KnownModel(
+        num_layers=layers, hidden=hidden, intermediate=intermediate, num_heads=heads, num_kv_heads=kv_heads,
+        head_dim=hidden // heads, vocabulary=vocabulary, tied=tied, qkv_bias=True,
+    )  # fmt: skip
+
+
+def _qwen3(layers: int, hidden: int, intermediate: int, heads: int, tied: bool) -> KnownModel:
+    return KnownModel(
+        num_layers=layers, hidden=hidden, intermediate=intermediate, num_heads=heads, num_kv_heads=8,
+        head_dim=128, vocabulary=151936, tied=tied, qk_norm=True,
+    )  # fmt: skip
+
+
+KNOWN_MODELS: dict[str, KnownModel] = {
+    "meta-llama/Llama-2-7b-hf": _llama(32, 4096, 11008, 32, 32, 32000),
+    "meta-llama/Llama-2-13b-hf": _llama(40, 5120, 13824, 40, 40, 32000),
+    "meta-llama/Llama-2-70b-hf": _llama(80, 8192, 28672, 64, 8, 32000),
+    "codellama/CodeLlama-34b-hf": _llama(48, 8192, 22016, 64, 8, 32000),
+    "meta-llama/Llama-3.1-8B": _llama(32, 4096, 14336, 32, 8, 128256),
+    "meta-llama/Llama-3.1-70B": _llama(80, 8192, 28672, 64, 8, 128256),
+    "meta-llama/Llama-3.3-70B-Instruct": _llama(80, 8192, 28672, 64, 8, 128256),
+    "mistralai/Mistral-7B-v0.1": _llama(32, 4096, 14336, 32, 8, 32000),
+    "Qwen/Qwen2.5-0.5B": _qwen2(24, 896, 4864, 14, 2, 151936, True),
+    "Qwen/Qwen2.5-1.5B": _qwen2(28, 1536, 8960, 12, 2, 151936, True),
+    "Qwen/Qwen2.5-3B": _qwen2(36, 2048, 11008, 16, 2, 151936, True),
+    "Qwen/Qwen2.5-7B": _qwen2(28, 3584, 18944, 28, 4, 152064, False),
+    "Qwen/Qwen2.5-14B": _qwen2(48, 5120, 13824, 40, 8, 152064, False),
+    "Qwen/Qwen2.5-32B": _qwen2(64, 5120, 27648, 40, 8, 152064, False),
+    "Qwen/Qwen2.5-72B": _qwen2(80, 8192, 29568, 64, 8, 152064, False),
+    "Qwen/Qwen3-0.6B": _qwen3(28, 1024, 3072, 16, True),
+    "Qwen/Qwen3-1.7B": _qwen3(28, 2048, 6144, 16, True),
+    "Qwen/Qwen3-4B": _qwen3(36, 2560, 9728, 32, True),
+    "Qwen/Qwen3-8B": _qwen3(36, 4096, 12288, 32, False),
+    "Qwen/Qwen3-14B": _qwen3(40, 5120, 17408, 40, False),
+    "Qwen/Qwen3-32B": _qwen3(64, 5120, 25600, 64, False),
+}
+"""By Hugging Face name. The larger ones of a family differ from their instruct forms in nothing that is in here."""
+
+
+def find_known_model(name: str) -> KnownModel:
+    """Return a model by its Hugging Face name, in any case, with or without its owner.
+
+    Raises:
+        PlanError: for a name that is not known, with the nearest ones.
+    """
+    names = {key.lower(): key for key in KNOWN_MODELS} | {key.split("/")[1].lower(): key for key in KNOWN_MODELS}
+    wanted = name.strip().lower()
+    if wanted in names:
+        return KNOWN_MODELS[names[wanted]]
+    near = dict.fromkeys(names[match] for match in difflib.get_close_matches(wanted, names, n=4, cutoff=0.5))
+    offer = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(KNOWN_MODELS)}"
+    raise PlanError(f"model {name!r} is not built in ({offer}); or give a folder with its config.json")
