@@ -1,0 +1,69 @@
+"""What does a search for a plan ask about its parts? Seconds of a call and of a move, bytes of both.
+
+The answers come from ``roofline`` (worked out from shapes and rates) or from measurements; a search sees the protocol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.tuning.dataflow import Dataflow
+from lightning_realloc.tuning.execution_plan import CallPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSeconds:
+    """One call under one :class:`CallPlan`, by what the slowest rank spends its time on."""
+
+    compute: float = 0.0
+    """Arithmetic and memory traffic of the model, and launching it."""
+    tensor_parallel: float = 0.0
+    """Adding up partial results inside layers."""
+    sharding: float = 0.0
+    """Gathering FSDP's weights and scattering its gradients, as far as computing does not hide it."""
+    data_parallel: float = 0.0
+    """Adding up gradients of replicas, as far as computing does not hide it."""
+    pipeline: float = 0.0
+    """Waiting for the first and the last micro-batch, and sending hidden states from stage to stage."""
+    optimizer: float = 0.0
+    other: float = 0.0
+    """What a call costs however small it is."""
+
+    @property
+    def total(self) -> float:
+        """Seconds from the call's start to its end."""
+        return sum(float(getattr(self, item.name)) for item in fields(self))
+
+    def __add__(self, other: CallSeconds) -> CallSeconds:
+        return CallSeconds(**{i.name: getattr(self, i.name) + getattr(other, i.name) for i in fields(self)})
+
+    def times(self, factor: float) -> CallSeconds:
+        """Return all parts multiplied by ``factor``."""
+        return CallSeconds(**{item.name: factor * getattr(self, item.name) for item in fields(self)})
+
+
+class Estimator(Protocol):
+    """What a search asks. Pure and deterministic; thousands of distinct calls a second, repeated ones for nothing."""
+
+    @property
+    def dataflow(self) -> Dataflow:
+        """The calls that can be asked about."""
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """Where they run."""
+
+    def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
+        """Return how long a call takes once its inputs and weights are there."""
+
+    def move_seconds(self, role: str, source: Layout, target: Layout) -> float:
+        """Return how long a role's weights travel from their home to another layout, 0 between equal ones."""
+
+    def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
+        """Return what a replica keeps between calls on the fullest rank of its layout."""
+
+    def active_bytes(self, call: str, plan: CallPlan) -> int:
+        """Return what a call adds on the rank where it adds most."""

@@ -1,0 +1,53 @@
+"""A small decoder, a PPO dataflow and an estimator with round numbers, for tests of estimates and timelines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.tuning.estimate import CallSeconds
+from lightning_realloc.tuning.execution_plan import CallPlan
+from lightning_realloc.tuning.known_models import KnownModel
+
+SMALL = KnownModel(
+    num_layers=4, hidden=64, intermediate=128, num_heads=8, num_kv_heads=2, head_dim=8, vocabulary=256
+)  # fmt: skip
+
+PPO_FLOW = Dataflow(
+    (
+        ModelFunctionCall("actor.generate", "generate", "actor", "roll_out", ("batch",), ("rollout",)),
+        ModelFunctionCall("reward.infer", "infer", "reward", "judge", ("rollout",), ("scores",)),
+        ModelFunctionCall("reference.infer", "infer", "reference", "score", ("rollout",), ("ref_logprobs",)),
+        ModelFunctionCall("critic.infer", "infer", "critic", "value", ("rollout",), ("values",)),
+        ModelFunctionCall(
+            "estimate", "compute", None, "estimate", ("scores", "ref_logprobs", "values"), ("advantages",)
+        ),
+        ModelFunctionCall("actor.train", "train", "actor", "actor_loss", ("rollout", "advantages")),
+        ModelFunctionCall("critic.train", "train", "critic", "critic_loss", ("rollout", "advantages")),
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FixedEstimator:
+    """Seconds by call, and by role for moves: an ``Estimator`` for timelines worked out by hand."""
+
+    dataflow: Dataflow
+    seconds: Mapping[str, float]
+    moves: Mapping[str, float] = field(default_factory=dict)
+    cluster: ClusterSpec = field(default_factory=lambda: ClusterSpec.parse("h100:2x8"))
+
+    def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
+        return CallSeconds(compute=self.seconds[call])
+
+    def move_seconds(self, role: str, source: Layout, target: Layout) -> float:
+        return 0.0 if source == target else self.moves.get(role, 0.0)
+
+    def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
+        return 0
+
+    def active_bytes(self, call: str, plan: CallPlan) -> int:
+        return 0
