@@ -1,0 +1,97 @@
+"""How long does one rank compute on one block of a decoder, and on its head? Roofline arithmetic from the shape.
+
+Communication is not in here; ``cost`` adds it, and puts blocks together to calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_realloc.tuning.hardware import Device
+from lightning_realloc.tuning.model_shape import ModelShape
+
+BACKWARD_ATTENTION = 2.5
+"""Backward over forward arithmetic of fused attention, which computes the scores again: five products for two."""
+BACKWARD_TRAFFIC = 2.0
+"""Backward over forward memory traffic of what is not a matrix product: a gradient for each tensor read."""
+LOGIT_PASSES = 4
+"""How often fp32 logits are read or written to turn them into logprobs, or into a sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """One of ``tp`` ranks. Times in seconds."""
+
+    shape: ModelShape
+    tp: int
+    device: Device
+    element_bytes: int
+    """Of a weight and of an activation while it is computed with."""
+    _products: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
+
+    def forward(self, tokens: float, context: float) -> float:
+        """Return a block's time for ``tokens`` tokens that attend to ``context`` tokens each, as a mean."""
+        return self.products(tokens) + self.device.attention(self._pairs(tokens * context)) + self._elementwise(tokens)
+
+    def backward(self, tokens: float, context: float, *, trained_share: float) -> float:
+        """Return the time of the backward pass: gradients of activations, and of the trained share of weights."""
+        return (
+            (1 + trained_share) * self.products(tokens)
+            + BACKWARD_ATTENTION * self.device.attention(self._pairs(tokens * context))
+            + BACKWARD_TRAFFIC * self._elementwise(tokens)
+        )
+
+    def decode(self, sequences: float, context: float) -> float:
+        """Return a block's time for one token of each sequence, whose keys and values are read from the cache."""
+        cache = 2 * sequences * context * self._keys * self.element_bytes
+        return self.products(sequences) + self.device.stream(cache) + self._elementwise(sequences)
+
+    def head(self, rows: float) -> float:
+        """Return the time of logits, or scores, of ``rows`` tokens, without what is made of them."""
+        outputs = self.shape.num_outputs / (self.tp if self.shape.num_outputs > 1 else 1)
+        return self.device.matmul(rows, self.shape.hidden, outputs, self.element_bytes)
+
+    def logits(self, rows: float) -> float:
+        """Return the time of turning logits into logprobs, or into samples: every rank has all of them."""
+        if self.shape.num_outputs == 1:
+            return 0.0
+        return self.device.stream(4 * LOGIT_PASSES * rows * self.shape.num_outputs)
+
+    def products(self, rows: float) -> float:
+        """Return the time of a block's matrix products; rows count as whole ones."""
+        whole = max(1, round(rows))
+        if whole not in self._products:
+            self._products[whole] = self._matmuls(whole)
+        return self._products[whole]
+
+    def _matmuls(self, rows: int) -> float:
+        shape, queries, features = self.shape, self.shape.queries / self.tp, self.shape.intermediate / self.tp
+        sizes = [
+            (shape.hidden, queries, 1),
+            (shape.hidden, self._keys, 2),
+            (queries, shape.hidden, 1),
+            (shape.hidden, features, 2 if shape.gated else 1),
+            (features, shape.hidden, 1),
+        ]
+        return sum(n * self.device.matmul(rows, inner, columns, self.element_bytes) for inner, columns, n in sizes)
+
+    @property
+    def _keys(self) -> float:
+        """Key features on this rank: a head at least, which ranks share when there are more of them than heads."""
+        return max(1.0, self.shape.num_kv_heads / self.tp) * self.shape.head_dim
+
+    def _pairs(self, pairs: float) -> float:
+        """Flops of attention for pairs of a token and one that it attends to."""
+        return 4 * pairs * self.shape.queries / self.tp
+
+    def _elementwise(self, tokens: float) -> float:
+        """Time of norms, residuals, rotation and activation, each a kernel of its own.
+
+        Elements read and written per token: two norms (RMSNorm written out in fp32: 7 passes, LayerNorm: 2), two sums
+        (3 passes each), rotation (6 passes over queries and keys), a gated MLP's activation and product (5, else 2).
+        """
+        shape = self.shape
+        hidden = (2 * (7 if shape.rms_norm else 2) + 6) * shape.hidden
+        heads = 6 * (shape.queries / self.tp + self._keys)
+        mlp = (5 if shape.gated else 2) * shape.intermediate / self.tp
+        return self.device.stream(tokens * (hidden + heads + mlp) * self.element_bytes)

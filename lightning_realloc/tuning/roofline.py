@@ -1,0 +1,181 @@
+"""Seconds and bytes of calls and moves from shapes and a cluster's rates alone: what is known before anything ran."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.dims import Layout, ParallelDims
+from lightning_realloc.tuning.call_memory import CallMemory
+from lightning_realloc.tuning.cost import CallCost, Placement, Tokens
+from lightning_realloc.tuning.dataflow import Dataflow
+from lightning_realloc.tuning.estimate import CallSeconds
+from lightning_realloc.tuning.execution_plan import CallPlan
+from lightning_realloc.tuning.hardware import Device, Efficiency, Links
+from lightning_realloc.tuning.kernels import Kernels
+from lightning_realloc.tuning.memory_parts import MemorySettings, RoleBytes, RoleMemory, Workload
+from lightning_realloc.tuning.weights import Weights, traffic
+
+
+class RooflineEstimator:
+    """An :class:`~lightning_realloc.tuning.estimate.Estimator` that measures nothing.
+
+    Calls under layouts that differ in their ranks alone, and lie on nodes alike, are worked out once.
+
+    Args:
+        workload: Its ``response_tokens`` are the longest response, which memory must have room for.
+        responses: Equally likely response lengths; by default all are as long as the longest.
+
+    Raises:
+        PlanError: for a role without a model or without a shape, and for lengths beyond the workload's.
+    """
+
+    def __init__(
+        self,
+        dataflow: Dataflow,
+        cluster: ClusterSpec,
+        roles: Mapping[str, RoleMemory],
+        settings: MemorySettings,
+        workload: Workload,
+        *,
+        responses: tuple[int, ...] | None = None,
+        efficiency: Efficiency | None = None,
+    ) -> None:
+        _check(dataflow, roles, workload, responses)
+        self.dataflow = dataflow
+        self.cluster = cluster
+        self.roles = dict(roles)
+        self.settings = settings
+        self.tokens = Tokens(workload, responses or (workload.response_tokens,))
+        self.efficiency = efficiency or Efficiency()
+        self._weights = {name: Weights.of(role.model) for name, role in roles.items()}
+        self._trained = {name: Weights.of(role.model, role.frozen_params) for name, role in roles.items()}
+        self._kernels: dict[tuple[str, int], Kernels] = {}
+        self._placements: dict[Layout, Placement] = {}
+        self._calls: dict[tuple[object, ...], CallSeconds] = {}
+        self._moves: dict[tuple[str, Layout, Layout], float] = {}
+        self._sizes: dict[tuple[str, ParallelDims], tuple[RoleBytes, ...]] = {}
+        self._active: dict[tuple[object, ...], int] = {}
+
+    def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
+        """Return how long a call takes once its inputs and weights are there."""
+        layout = plan.layout
+        place = self._placements.get(layout)
+        if place is None:
+            place = self._placements[layout] = Placement.of(layout, self.cluster)
+        key = (call, layout.dims, place, plan.micro_batch_tokens, plan.gradient_checkpointing, plan.max_slots)
+        if key not in self._calls:
+            self._calls[key] = self._work_out(call, plan, place)
+        return self._calls[key]
+
+    def _work_out(self, call: str, plan: CallPlan, place: Placement) -> CallSeconds:
+        chosen = self.dataflow.call(call)
+        if chosen.role is None:
+            return CallSeconds()
+        role = chosen.role
+        cost = CallCost(
+            weights=self._weights[role], trained=self._trained[role], dims=plan.layout.dims, place=place,
+            kernels=self._kernels_of(role, plan.layout.dims.tp), links=Links(self.cluster, self.efficiency),
+            settings=self.settings, tokens=self.tokens,
+        )  # fmt: skip
+        return cost.seconds(
+            chosen.kind, micro_batch_tokens=plan.micro_batch_tokens,
+            gradient_checkpointing=plan.gradient_checkpointing, max_slots=plan.max_slots,
+        )  # fmt: skip
+
+    def _kernels_of(self, role: str, tp: int) -> Kernels:
+        if (role, tp) not in self._kernels:
+            shape = self.roles[role].shape
+            assert shape is not None, "checked when the estimator was made"
+            element_bytes = min(self.settings.copy_bytes, self.settings.gathered_bytes)
+            self._kernels[role, tp] = Kernels(shape, tp, Device(self.cluster, self.efficiency), element_bytes)
+        return self._kernels[role, tp]
+
+    def move_seconds(self, role: str, source: Layout, target: Layout) -> float:
+        """Return how long a role's weights travel from their home to another layout, 0 between equal ones.
+
+        The slowest of: what the neediest rank receives, what the busiest ranks send, what enters a node and leaves the
+        source through adapters, and writing the target.
+        """
+        if source == target:
+            return 0.0
+        key = (role, source, target)
+        if key not in self._moves:
+            self._moves[key] = self._move(role, source, target)
+        return self._moves[key]
+
+    def _move(self, role: str, source: Layout, target: Layout) -> float:
+        moved, size = traffic(self._weights[role], source, target, self.cluster), self.settings.copy_bytes
+        links, device = Links(self.cluster, self.efficiency), Device(self.cluster, self.efficiency)
+        written = device.stream(moved.needed * (self.settings.master_bytes + size))
+        if moved.total_received == 0:
+            return written
+        slowest = max(
+            written,
+            links.send(size * max(moved.received, moved.sent_inside), within_node=True),
+            links.send(size * max(moved.received_between, moved.sent_between), within_node=moved.total_between == 0),
+        )
+        return slowest + self.efficiency.call_s
+
+    def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
+        """Return what a replica keeps between calls on the fullest rank of its layout; a trained home its optimizer."""
+        trains = role in self.dataflow.trained_roles
+        keeps_masters = is_home and (trains or self.roles[role].follows is not None)
+        element = self.settings.master_bytes if keeps_masters else self.settings.copy_bytes
+        optimizer = self.settings.optimizer_bytes if is_home and trains else 0
+        return max(
+            sizes.num_sharded * element + sizes.num_trained_sharded * optimizer
+            for sizes in self._role_bytes(role, layout.dims)
+        )
+
+    def active_bytes(self, call: str, plan: CallPlan) -> int:
+        """Return what a call adds on the rank where it adds most."""
+        layout = plan.layout
+        key = (call, layout.dims, plan.micro_batch_tokens, plan.gradient_checkpointing, plan.max_slots)
+        if key not in self._active:
+            self._active[key] = self._peak(call, plan)
+        return self._active[key]
+
+    def _peak(self, call: str, plan: CallPlan) -> int:
+        chosen = self.dataflow.call(call)
+        if chosen.role is None:
+            return 0
+        role, dims = chosen.role, plan.layout.dims
+        trains = role in self.dataflow.trained_roles
+        is_home = chosen == self.dataflow.home_call(role)
+        return max(
+            CallMemory(
+                role=self.roles[role], plan=replace(plan, layout=sizes.layout), settings=self.settings,
+                workload=self.tokens.workload, sizes=sizes,
+                is_wrapped=dims.fsdp > 1 or (dims.dp > 1 and is_home and trains),
+                element_bytes=self.settings.master_bytes if is_home and trains else self.settings.copy_bytes,
+            ).peak(chosen.kind).total
+            for sizes in self._role_bytes(role, dims)
+        )  # fmt: skip
+
+    def _role_bytes(self, role: str, dims: ParallelDims) -> tuple[RoleBytes, ...]:
+        """Return the first and the last stage of a layout's shape; in between no rank holds more than the first."""
+        if (role, dims) not in self._sizes:
+            layout = Layout(dims, tuple(range(dims.size)))
+            ranks = sorted({0, dims.size - dims.size // dims.pp})
+            self._sizes[role, dims] = tuple(RoleBytes(self.roles[role], layout, rank) for rank in ranks)
+        return self._sizes[role, dims]
+
+
+def _check(
+    dataflow: Dataflow, roles: Mapping[str, RoleMemory], workload: Workload, responses: tuple[int, ...] | None
+) -> None:
+    for role in dataflow.roles:
+        if role not in roles:
+            raise PlanError(f"role {role!r} has no model to estimate; there are {', '.join(roles) or 'none'}")
+        if roles[role].shape is None:
+            raise PlanError(
+                f"role {role!r} has no shape, which times are worked out from; use a model with a decoder's config"
+            )
+    if responses is not None and (not responses or min(responses) < 1 or max(responses) > workload.response_tokens):
+        raise PlanError(
+            f"response lengths must lie between 1 and response_tokens={workload.response_tokens}, and there must be "
+            f"one; got {len(responses)} from {min(responses, default=0)} to {max(responses, default=0)}"
+        )
