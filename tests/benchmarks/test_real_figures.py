@@ -1,0 +1,26 @@
+"""The comparison with ReaL's figures fits two constants that mean something, and says what it misses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.real_figures import COLUMNS, fit, main, predict
+
+
+def test_two_constants_bring_the_fitted_column_to_what_was_measured() -> None:
+    efficiency = fit()
+    assert 0.05e-3 < efficiency.collective_launch_s < 1e-3  # some launches, and eight hosts that wait for each other
+    assert 0.4 < efficiency.matmul_share < 0.95
+    for cell in COLUMNS[0].cells:
+        assert predict(COLUMNS[0], cell.response_tokens, efficiency) == pytest.approx(cell.baseline, rel=0.05)
+
+
+def test_every_other_cell_is_a_prediction_with_a_target(tmp_path: Path) -> None:
+    assert main(["--json", str(tmp_path / "out.json"), "--strict"]) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert [(row["plan"], row["use"]) for row in report["rows"]].count(("baseline", "")) == 9
+    assert [(row["plan"], row["use"]) for row in report["rows"]].count(("searched", "")) == 12
+    assert len(report["targets"]) == 9 + 1
