@@ -20,7 +20,6 @@ from examples.recorder import CALLS, Iteration, Recorder, Switch, mean_seconds
 HARMLESS_WARNINGS = (
     r".*isinstance.treespec, LeafSpec.*",  # Lightning's, about torch's pytrees
     r".*torch.distributed.* is deprecated.*",  # torch's, about its own FSDP
-    r".*FSDP2-wrapped module .* returned a view tensor.*",  # nothing here changes a model's output in place
     r".*does not have many workers.*",  # the loaders hand out rows that are in memory
 )
 SHOWN_WHILE_TRAINING = {"loss": "actor/loss", "reward": "reward", "held-out reward": "val/reward"}

@@ -33,6 +33,7 @@ from lightning_realloc.strategies.export import export_checkpoint
 from lightning_realloc.strategies.failures import OUR_ERRORS, end_started_ranks, told_in_a_line
 from lightning_realloc.strategies.huggingface import parse_dtype
 from lightning_realloc.strategies.memory import describe_roles, settings_of_precision
+from lightning_realloc.strategies.precision import refuse_precision
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.memory import MemoryForecast, forecast_memory
 from lightning_realloc.tuning.memory_advice import find_excess
@@ -40,6 +41,7 @@ from lightning_realloc.tuning.memory_parts import Workload, parse_bytes
 
 SHORT_NAMES = (
     GRPO,
+    PPO,
     SFT,
     PromptDataModule,
     SFTDataModule,
@@ -109,6 +111,12 @@ class ReallocCLI(LightningCLI):
         }
         given = list(args) if args is not None else None
         super().__init__(LightningModule, LightningDataModule, args=given, **defaults | options)
+
+    def before_instantiate_classes(self) -> None:
+        """Refuse a precision before Lightning does, which names another class and advises what cannot be used here."""
+        strategy = self._get(self.config, "trainer.strategy")
+        if str(getattr(strategy, "class_path", "")).endswith(ReallocStrategy.__name__):
+            refuse_precision(str(self._get(self.config, "trainer.precision")))
 
     def instantiate_classes(self) -> None:
         """Construct the model, the data and the Trainer; what our classes refuse is raised as it is."""
@@ -189,6 +197,7 @@ def _check_plan(chosen: Any) -> str:
         micro_batch_tokens=chosen.micro_batch_tokens, samples_per_prompt=chosen.responses_per_prompt,
     )  # fmt: skip
     described = describe_roles(roles, {})
+    plan.check_models(flow, {name: role.model for name, role in described.items()})
     settings = settings_of_precision(chosen.precision)
 
     def forecast(candidate: ExecutionPlan) -> MemoryForecast:

@@ -176,7 +176,7 @@ MISTAKES = [
         "error: calls.actor.train: unknown layout 'tpp2'",
     ),
     ("--trainer.strategy.plan", '{"calls": {"actor.train": {"layout": "tp2", "mode": 1}}}', "has no option 'mode'"),
-    ("--trainer.strategy.plan", '{"layouts": {}}', "an execution plan has one key, 'calls'"),
+    ("--trainer.strategy.plan", '{"layouts": {}}', "an execution plan has the key 'calls'"),
     ("--trainer.strategy.plan", '{"calls": {"actor.train": "fsdp1"}}', "error: the plan gives no layout for"),
     ("--trainer.strategy.plan", "nowhere.yaml", "error: plan file nowhere.yaml"),
     ("--trainer.strategy.plann", "static", "Option 'plann' is not accepted"),
@@ -190,6 +190,9 @@ MISTAKES = [
     ("--data.data", "nowhere.jsonl", "error: no file at 'nowhere.jsonl'"),
     ("--data.batch_size", "99", "error: batch_size=99"),
     ("--trainer.precision", "16-true", "error: precision='16-true' cannot be used with strategy='realloc'"),
+    ("--trainer.precision", "64-true", "error: precision='64-true' cannot be used with strategy='realloc'"),
+    ("--trainer.strategy.plan", "heuristics", "error: plan='heuristics' is neither 'heuristic' nor 'static'"),
+    ("--trainer.strategy.overlap", "always", "overlap"),
     ("--ckpt_path", "model", "it is a Hugging Face model: give it as a model's path"),
     ("--config", "nowhere.yaml", 'Parser key "config"'),
 ]

@@ -31,7 +31,7 @@ from lightning_realloc.algorithms.rollout import (
     reward_summary,
     sample_responses,
 )
-from lightning_realloc.algorithms.settings import check_choice, check_not_negative
+from lightning_realloc.algorithms.settings import check_choice, check_minibatches, check_not_negative, check_sampling
 from lightning_realloc.data.rewards import RewardFunction, RewardFunctions
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import GenerationEngine, SamplingParams
@@ -86,6 +86,7 @@ class GRPO(MultiModelModule):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
+        check_sampling(sampling, evaluation_sampling)
         self.sampling = sampling or SamplingParams(n=8)
         if self.sampling.n < 2:
             raise ConfigError(f"sampling.n={self.sampling.n}: a group needs 2 or more responses to compare; set n >= 2")
@@ -154,7 +155,9 @@ class GRPO(MultiModelModule):
         return {"reward": samples.tensor("rewards").mean(), **reward_summary(samples), **response_summary(samples)}
 
     def check_batch(self, batch: Samples) -> None:
-        """Refuse data without a column that a reward function asks for."""
+        """Refuse data without a column that a reward function asks for, and fewer samples than mini-batches."""
+        if self.training_now:
+            check_minibatches(len(batch) * self.sampling.n, self.train_options_of("actor"))
         self._rewards.check_columns([name for name, column in batch.columns.items() if isinstance(column, tuple)])
 
     @property

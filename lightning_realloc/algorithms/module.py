@@ -187,8 +187,9 @@ class MultiModelModule(L.LightningModule):
         return made if made else None
 
     def on_fit_start(self) -> None:
-        """Leave out Lightning's warning about models in evaluation mode: every call sets the mode that it needs."""
+        """Leave out warnings that say nothing here: every call sets the mode that it needs, and changes no output."""
         warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
+        warnings.filterwarnings("ignore", message=r".*FSDP2-wrapped module .* returned a view tensor")
 
     def training_step(self, batch: Samples, batch_idx: int) -> None:
         """Run one iteration of the dataflow."""

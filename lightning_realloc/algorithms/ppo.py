@@ -39,7 +39,14 @@ from lightning_realloc.algorithms.rollout import (
     reward_summary,
     sample_responses,
 )
-from lightning_realloc.algorithms.settings import check_choice, check_not_negative, check_positive, check_share
+from lightning_realloc.algorithms.settings import (
+    check_choice,
+    check_minibatches,
+    check_not_negative,
+    check_positive,
+    check_sampling,
+    check_share,
+)
 from lightning_realloc.algorithms.vocabulary import require_same_vocabulary, required_tokenizer, retokenized
 from lightning_realloc.data.rewards import RewardFunction, RewardFunctions
 from lightning_realloc.errors import ConfigError
@@ -132,6 +139,7 @@ class PPO(MultiModelModule):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
+        check_sampling(sampling, evaluation_sampling)
         self.sampling = sampling or SamplingParams()
         if self.sampling.temperature == 0:
             raise ConfigError("sampling.temperature=0 explores nothing: no token is drawn; set it above 0")
@@ -372,7 +380,10 @@ class PPO(MultiModelModule):
             self.return_moments.update(samples.ragged("response_ids").num_tokens, *sums)
 
     def check_batch(self, batch: Samples) -> None:
-        """Refuse data without a column that a reward function asks for."""
+        """Refuse data without a column that a reward function asks for, and fewer samples than mini-batches."""
+        if self.trainer.training:
+            for role in ("actor", "critic"):
+                check_minibatches(len(batch) * self.sampling.n, self.train_options_of(role))
         if self._reward_functions is not None:
             given = [name for name, column in batch.columns.items() if isinstance(column, tuple)]
             self._reward_functions.check_columns(given)

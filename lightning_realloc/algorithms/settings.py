@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation import SamplingParams
+from lightning_realloc.runtime.training import TrainOptions
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -32,3 +34,19 @@ def check_share(**settings: float) -> None:
     for name, value in settings.items():
         if not 0 <= value <= 1:
             raise ConfigError(f"{name}={value} must lie between 0 and 1")
+
+
+def check_sampling(*given: SamplingParams | None) -> None:
+    """Raise ConfigError for what is not SamplingParams: YAML takes a mapping, Python does not."""
+    for sampling in given:
+        if sampling is not None and not isinstance(sampling, SamplingParams):
+            raise ConfigError(f"sampling={sampling!r} is a {type(sampling).__name__}; write SamplingParams(n=8, ...)")
+
+
+def check_minibatches(num_samples: int, options: TrainOptions) -> None:
+    """Raise ConfigError when an iteration has fewer samples than mini-batches, before any of them is made."""
+    if num_samples < options.num_minibatches:
+        raise ConfigError(
+            f"num_minibatches={options.num_minibatches} needs as many samples in an iteration, and this one makes "
+            f"{num_samples}; lower num_minibatches, raise batch_size or sampling.n, or leave drop_last on"
+        )

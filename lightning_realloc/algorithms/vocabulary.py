@@ -95,7 +95,7 @@ def _sequences(batch: PackedBatch) -> list[list[int]]:
 
 def _difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> str | None:
     our_ids, their_ids = ours.get_vocab(), theirs.get_vocab()
-    for token, index in our_ids.items():
+    for token, index in sorted(our_ids.items(), key=lambda item: item[1]):  # the same difference on every rank
         if their_ids.get(token) != index:
             found = f"is {their_ids[token]}" if token in their_ids else "does not exist"
             return f"token {token!r} is {index} in the actor's vocabulary and {found} in its own"

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import lightning as L
 import torch
@@ -58,6 +58,10 @@ class RowDataModule(L.LightningDataModule, ABC):
         long_rows: LongRows,
     ) -> None:
         super().__init__()
+        if long_rows not in get_args(LongRows):
+            raise DataError(f"rows that are too long: {long_rows!r} must be one of {', '.join(get_args(LongRows))}")
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise DataError(f"batch_size={batch_size!r} must be a whole number, at least 1: rows of an iteration")
         if not 0.0 <= val_fraction < 1.0:
             raise DataError(f"val_fraction={val_fraction} must be at least 0 and below 1")
         if val_data is not None and val_fraction > 0.0:

@@ -192,7 +192,7 @@ def _as_number(name: str, value: Any, index: int, given: Mapping[str, Any]) -> f
     if value is None:
         return math.nan
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):

@@ -94,6 +94,8 @@ class CallRunner:
         self._world_size = world_size
         self._engines: dict[int, tuple[GenerationEngine, Lockstep | None]] = {}
         self._run = self._num_tokens = 0
+        self.is_running = False
+        """Whether calls are under way."""
         self._measured: dict[tuple[int, int], dict[str, float]] = {}
         self._late: dict[str, tuple[int, int, int]] = {}
         self._idle = IdleClock(mailbox, pool)
@@ -198,6 +200,7 @@ class CallRunner:
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
         """Let every rank raise what one rank raises."""
+        self.is_running = True
         try:
             yield
         except PeerFailure:
@@ -206,6 +209,8 @@ class CallRunner:
             if self._mailbox.has_failed:
                 raise
             self._mailbox.fail(error)
+        finally:
+            self.is_running = False
 
     @contextmanager
     def _phase(self, call: str) -> Iterator[Replica]:

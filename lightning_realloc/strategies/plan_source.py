@@ -26,8 +26,12 @@ def read_plan_source(plan: PlanSource) -> NamedPlan:
         return plan
     if isinstance(plan, Mapping):
         return ExecutionPlan.from_mapping(plan)
+    if not isinstance(plan, str | Path):
+        raise PlanError(f"plan={plan!r} is a {type(plan).__name__}; give a path, a mapping, or an ExecutionPlan")
     if plan == "heuristic" or plan == "static":
         return plan  # type: ignore[return-value]
+    if isinstance(plan, str) and not Path(plan).exists() and not Path(plan).suffix:
+        raise PlanError(f"plan={plan!r} is neither 'heuristic' nor 'static', and there is no such file in {Path.cwd()}")
     return ExecutionPlan.load(plan)
 
 

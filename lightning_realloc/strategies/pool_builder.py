@@ -83,6 +83,7 @@ class PoolBuilder:
 
         Raises:
             PlanError: when ranks hold different plans, and for one that does not fit the algorithm or the ranks.
+            LayoutError: for a layout that does not fit its model.
         """
         plan = work_out_plan(
             source, self.dataflow, specs, self.cluster, world_size=self.world_size,
@@ -90,6 +91,7 @@ class PoolBuilder:
         ).completed(self.dataflow)  # fmt: skip
         agree_on(plan)  # first: what is wrong with a plan must be found on every rank
         plan.check(self.dataflow, self.world_size)
+        plan.check_models(self.dataflow, specs)
         return plan
 
     def check_memory(self, source: NamedPlan, callbacks: Iterable[object]) -> None:

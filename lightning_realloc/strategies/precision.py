@@ -26,7 +26,15 @@ def check_precision(plugin: Precision) -> None:
     Raises:
         MisconfigurationException: with the reason.
     """
-    precision = str(getattr(plugin, "precision", "32-true"))
+    refuse_precision(str(getattr(plugin, "precision", "32-true")))
+
+
+def refuse_precision(precision: str) -> None:
+    """Refuse by name a precision that cannot work.
+
+    Raises:
+        MisconfigurationException: with the reason.
+    """
     if precision in REFUSED_PRECISIONS:
         raise MisconfigurationException(
             f"precision={precision!r} cannot be used with strategy='realloc': {REFUSED_PRECISIONS[precision]}; "

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.pytorch import Trainer
@@ -23,7 +23,6 @@ from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.runtime.agreement import TransportName
 from lightning_realloc.runtime.host_memory import give_back_freed_memory
 from lightning_realloc.runtime.mailbox import Mailbox
@@ -92,6 +91,9 @@ class ReallocStrategy(CheckpointStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+        for name, value, choices in (("overlap", overlap, Overlap), ("transport", transport, TransportName)):
+            if value not in get_args(choices):
+                raise ConfigError(f"{name}={value!r} must be one of {', '.join(get_args(choices))}")
         self._plan_source = read_plan_source(plan)
         self._transport: TransportName = transport
         self._tp_plans = dict(tp_plans or {})
@@ -217,7 +219,13 @@ class ReallocStrategy(CheckpointStrategy):
         Raises:
             PlanError: on every rank, for a plan that does not fit the algorithm, the ranks or their memory; the one
                 before stays.
+            ConfigError: while calls are under way.
         """
+        if self.runner.is_running:
+            raise ConfigError(
+                "set_plan moves all models, and calls are under way; use it between iterations, in "
+                "on_train_batch_end or on_train_batch_start"
+            )
         source = read_plan_source(plan)
         specs = {role: self.pool.home(role).model_layout.model for role in self.pool.roles}
         wanted = self._builder().plan(source, specs)
@@ -225,9 +233,6 @@ class ReallocStrategy(CheckpointStrategy):
             return
         self._builder().check_memory(source, self.lightning_module.trainer.callbacks)  # type: ignore[union-attr]
         self.runner.finish()
-        for role in self.pool.roles:
-            for call in self.pool.dataflow.calls_of(role):
-                ModelLayout(self.pool.home(role).model_layout.model, wanted.layout(call.name))  # refuses what cannot be
         self.pool.meshes.create(wanted.layouts)
         if self._offloader is not None:
             self._offloader.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_realloc.errors import ConfigError
 
@@ -16,7 +17,7 @@ def check_schedules(configs: Sequence[LRSchedulerConfig]) -> None:
         ConfigError: naming the schedule.
     """
     for config in configs:
-        if config.reduce_on_plateau:
+        if config.reduce_on_plateau or isinstance(config.scheduler, ReduceLROnPlateau):
             raise ConfigError(
                 f"{type(config.scheduler).__name__} steps by a metric, which is not known inside an iteration; return "
                 f"another schedule from configure_optimizers(), and step this one in on_validation_epoch_end()"

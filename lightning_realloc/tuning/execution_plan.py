@@ -15,6 +15,7 @@ import yaml
 
 from lightning_realloc.errors import LayoutError, PlanError
 from lightning_realloc.layout.dims import Layout
+from lightning_realloc.layout.model import ModelLayout, ModelSpec
 from lightning_realloc.tuning.dataflow import Dataflow
 
 OPTIMIZER_SUFFIX = ".optimizer"
@@ -61,17 +62,49 @@ class CallPlan:
             layout = Layout.parse(str(entry["layout"]))
             return cls(layout, **{key: value for key, value in entry.items() if key != "layout"})
         except (LayoutError, PlanError) as error:
-            raise PlanError(f"calls.{name}: {error}") from error
+            raise PlanError(f"calls.{name}: {error}") from None
+
+    def suited(self, kind: str) -> CallPlan:
+        """Return the plan without options that mean nothing to a call of this kind."""
+        kept = [name for name in self._chosen() if kind in _OPTIONS_OF[name]]
+        return CallPlan(self.layout, **{name: getattr(self, name) for name in kept})
+
+    def unsuited(self, kind: str) -> str | None:
+        """Return the first option that is set and means nothing to a call of this kind."""
+        return next((name for name in self._chosen() if kind not in _OPTIONS_OF[name]), None)
+
+    def _chosen(self) -> list[str]:
+        return [f.name for f in fields(self) if f.name != "layout" and getattr(self, f.name) != f.default]
 
     def to_entry(self) -> str | dict[str, Any]:
         """Return what :meth:`parse` reads: the bare layout where no option is set."""
-        options = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        chosen = {key: value for key, value in options.items() if key != "layout"}
+        chosen = {name: getattr(self, name) for name in self._chosen()}
         return {"layout": str(self.layout), **chosen} if chosen else str(self.layout)
+
+
+_OPTIONS_OF = {
+    "micro_batch_tokens": ("infer", "train"),
+    "gradient_checkpointing": ("train",),
+    "max_slots": ("generate",),
+}
+"""Option of a call's plan -> the kinds of calls that it means something to."""
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+class _EveryKeyOnce(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+    """YAML's loader drops all but the last of equal keys; this one refuses them."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [str(key.value) for key, _ in node.value]
+        repeated = next((key for key in keys if keys.count(key) > 1), None)
+        if repeated is not None:
+            line = node.start_mark.line + 1
+            raise PlanError(f"{repeated} is given more than once in what begins in line {line}; keep one")
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +121,7 @@ class ExecutionPlan:
         object.__setattr__(self, "calls", tuple(sorted(self.calls, key=lambda item: item[0])))
         object.__setattr__(self, "offload", tuple(sorted(self.offload)))
         if len(set(self.offload)) < len(self.offload):
-            raise PlanError(f"offload names everything once; got {', '.join(self.offload)}")
+            raise PlanError(f"offload names everything once; got {', '.join(self.offload)}: leave one out")
         names = [name for name, _ in self.calls]
         if len(set(names)) < len(names):
             raise PlanError(f"a plan names every call once; got {', '.join(names)}")
@@ -112,7 +145,7 @@ class ExecutionPlan:
     def load(cls, path: str | Path) -> ExecutionPlan:
         """Read a YAML file; every error names the file."""
         try:
-            content = yaml.safe_load(Path(path).read_text())
+            content = yaml.load(Path(path).read_text(), Loader=_EveryKeyOnce)
             if not isinstance(content, Mapping):
                 raise PlanError("an execution plan is a mapping with the key 'calls'")
             return cls.from_mapping(content)
@@ -158,8 +191,8 @@ class ExecutionPlan:
         """Return the plan with a home layout for the calls that it leaves out and that only serve evaluation."""
         given = {name for name, _ in self.calls}
         spare = [c for c in dataflow.model_calls if c not in dataflow.iteration_calls and c.name not in given]
-        homes = [(call.name, dataflow.home_call(str(call.role)).name) for call in spare]
-        spare_plans = tuple((name, self.call(home)) for name, home in homes if home in given)
+        homes = [(call, dataflow.home_call(str(call.role)).name) for call in spare]
+        spare_plans = tuple((call.name, self.call(home).suited(call.kind)) for call, home in homes if home in given)
         return replace(self, calls=self.calls + spare_plans)
 
     def check(self, dataflow: Dataflow, world_size: int) -> None:
@@ -167,7 +200,8 @@ class ExecutionPlan:
 
         Raises:
             PlanError: for a call without a layout, a layout without a call, a rank beyond ``world_size`` or one that no
-                call uses, a pipeline that is to generate, or something to offload that cannot be.
+                call uses, an option that means nothing to its call, a pipeline that is to generate, or something to
+                offload that cannot be.
         """
         wanted = {call.name for call in dataflow.model_calls}
         given = {name for name, _ in self.calls}
@@ -178,6 +212,12 @@ class ExecutionPlan:
             extra = ", ".join(sorted(given - wanted))
             raise PlanError(f"the plan names {extra}, which this algorithm has not; it has {', '.join(sorted(wanted))}")
         for name, plan in self.calls:
+            option = plan.unsuited(dataflow.call(name).kind)
+            if option is not None:
+                raise PlanError(
+                    f"calls.{name}: {option} means nothing to a call that does not {' or '.join(_OPTIONS_OF[option])}; "
+                    f"leave it out"
+                )
             if plan.layout.dims.pp > 1 and dataflow.call(name).kind == "generate":
                 raise PlanError(
                     f"calls.{name}: layout {plan.layout} has pp={plan.layout.dims.pp}, and every token would walk "
@@ -199,6 +239,21 @@ class ExecutionPlan:
             )
 
         self._check_offload(dataflow)
+
+    def check_models(self, dataflow: Dataflow, models: Mapping[str, ModelSpec]) -> None:
+        """Refuse a layout that does not fit its model.
+
+        Args:
+            models: Role -> its parameters.
+
+        Raises:
+            LayoutError: naming the call.
+        """
+        for call in dataflow.model_calls:
+            try:
+                ModelLayout(models[str(call.role)], self.layout(call.name))
+            except LayoutError as error:
+                raise LayoutError(f"calls.{call.name}: {error}") from None
 
     def _check_offload(self, dataflow: Dataflow) -> None:
         trained = dataflow.trained_roles

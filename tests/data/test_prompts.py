@@ -195,3 +195,10 @@ def test_a_yaml_file_configures_the_data(tmp_path: Path) -> None:
     assert isinstance(cli.datamodule, PromptDataModule)
     assert cli.datamodule.data == f"{tmp_path}/prompts.jsonl"
     assert cli.datamodule.long_rows == "drop"
+
+
+def test_settings_that_cannot_be_used_are_refused_when_they_are_given() -> None:
+    with pytest.raises(DataError, match="'cut' must be one of refuse, truncate, drop"):
+        PromptDataModule(ROWS, batch_size=4, long_prompts="cut")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="batch_size='8' must be a whole number"):
+        PromptDataModule(ROWS, batch_size="8")  # type: ignore[arg-type]

@@ -89,6 +89,7 @@ def test_a_function_may_name_just_what_it_needs() -> None:
         ([1.0, math.nan], r"'broken' must .* finite numbers.* nan for the completion ' 4\\n' of the prompt '1\+2='"),
         ([math.inf, 1.0], r"'broken' must .* finite numbers.* inf for the completion '2' of the prompt '1\+1='"),
         ([1.0, "good"], r"'broken' must return finite numbers.* 'good' for the completion ' 4\\n' of the prompt"),
+        ([1.0, "1.0"], r"'broken' must return finite numbers.* '1.0' for the completion"),
         ([1.0, None], r"all of \['broken'\] returned None for the completion ' 4\\n' of the prompt '1\+2='"),
         (1.0, "'broken' must return a list of numbers; it returned 1.0"),
         (None, "'broken' must return a list of numbers; it returned None"),

@@ -368,3 +368,27 @@ def run_under_another_strategy() -> str:
     except ConfigError as error:
         return str(error)
     return "not refused"
+
+
+def test_settings_that_are_misspelt_are_refused_when_they_are_given() -> None:
+    for options, message in (
+        ({"overlap": "always"}, "overlap='always' must be one of iterations, calls, none"),
+        ({"transport": "pull"}, "transport='pull' must be one of auto, push, direct"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ReallocStrategy(**options)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="plan='heuristics' is neither 'heuristic' nor 'static', and there is no such"):
+        ReallocStrategy("heuristics")
+    with pytest.raises(PlanError, match=r"plan=\[1\] is a list; give a path, a mapping, or an ExecutionPlan"):
+        ReallocStrategy([1])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"sampling=\{'n': 8\} is a dict; write SamplingParams"):
+        runs.grpo(sampling={"n": 8})
+
+
+def too_many_minibatches() -> Any:
+    """More optimizer steps than samples: known before any is made."""
+    return runs.grpo(train_options=runs.options(num_minibatches=100)), "heuristic", Batches(1)
+
+
+def test_more_minibatches_than_samples_are_refused_before_generation(workers: WorkerPool) -> None:
+    expect(workers, {too_many_minibatches: "num_minibatches=100 needs as many samples in an iteration, and this one"})

@@ -46,6 +46,8 @@ def test_a_schedule_that_waits_for_a_metric_is_refused() -> None:
     plateau = LRSchedulerConfig(ReduceLROnPlateau(optimizer), reduce_on_plateau=True, monitor="val/loss")
     with pytest.raises(ConfigError, match="ReduceLROnPlateau steps by a metric, which is not known inside"):
         check_schedules([plateau])
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau steps by a metric"):
+        check_schedules([LRSchedulerConfig(ReduceLROnPlateau(optimizer))])  # from lr_scheduler=, which says no more
     check_schedules([LRSchedulerConfig(halving())])
 
 

@@ -11,7 +11,8 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 from torch.optim import SGD, AdamW
 
-from lightning_realloc.errors import PlanError
+from lightning_realloc.callbacks.phase import PhaseCallback
+from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from tests.strategies import runs
@@ -102,6 +103,22 @@ def _ask_for(plan: Any) -> tuple[str, str]:
     ask = Ask()
     outcome = runs.train(runs.sft(), calls(actor_train="fsdp2"), 2, Batches(2, responses=True), callbacks=[ask])
     return ask.message, str(outcome.steps)
+
+
+def _ask_too_early() -> str:
+    class Ask(PhaseCallback):
+        def on_phase_start(self, trainer: L.Trainer, pl_module: L.LightningModule, phase: str) -> None:
+            trainer.strategy.set_plan("static")  # type: ignore[attr-defined]
+
+    with pytest.raises(ConfigError) as caught:
+        runs.train(runs.sft(), calls(actor_train="dp2"), 2, Batches(1, responses=True), callbacks=[Ask()])
+    return str(caught.value)
+
+
+def test_a_plan_is_not_changed_under_a_running_call(workers: WorkerPool) -> None:
+    answers = workers.run(_ask_too_early, world_size=2, init_process_group=False, deadline_s=60.0)
+    assert answers == [answers[0]] * 2
+    assert "calls are under way; use it between iterations" in answers[0]
 
 
 def test_a_plan_that_does_not_fit_is_refused_and_the_old_one_stays(workers: WorkerPool) -> None:

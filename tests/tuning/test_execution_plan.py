@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_realloc.errors import PlanError
+from lightning_realloc.errors import LayoutError, PlanError
 from lightning_realloc.layout.dims import Layout
+from lightning_realloc.layout.model import ModelSpec, ParamSpec
+from lightning_realloc.layout.sharding import TensorParallelCut
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import CallPlan, ExecutionPlan
 from tests.tuning.test_dataflow import EVALUATE, GENERATE, JUDGE, SCORE, TRAIN, call
@@ -108,6 +110,26 @@ def test_an_option_of_another_type_is_named() -> None:
             ExecutionPlan.from_mapping({"calls": {"a": {"layout": "tp2", option: value}}})
 
 
+def test_a_key_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("calls:\n  a: tp2\n  b: tp2\n  a: dp2\n")
+    with pytest.raises(PlanError, match=r"plan file .*: a is given more than once in what begins in line 2; keep one"):
+        ExecutionPlan.load(path)
+
+
+def test_a_layout_that_does_not_fit_its_model_is_named_with_its_call() -> None:
+    PLAN.check_models(FLOW, {"actor": heads(4), "reference": heads(2)})
+    with pytest.raises(LayoutError, match=r"^calls\.reference\.infer: q: tp=2 must divide its 3 heads"):
+        PLAN.check_models(FLOW, {"actor": heads(4), "reference": heads(3)})
+
+
+def heads(count: int) -> ModelSpec:
+    """Return a model of one matrix with so many attention heads."""
+    return ModelSpec(
+        (ParamSpec("q", (16 * count, 8), TensorParallelCut(0, num_units=count), "block", 0),), num_blocks=1
+    )
+
+
 @pytest.mark.parametrize("text", ["calls: [", "- a", "calls: {a: zp2}", ""])
 def test_errors_of_a_file_name_the_file(text: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.yaml"
@@ -123,6 +145,14 @@ def test_errors_of_a_file_name_the_file(text: str, tmp_path: Path) -> None:
     [
         ({"actor.train": "fsdp4"}, r"no layout for actor\.generate, reference\.infer; add a line for each under"),
         ({**ENTRIES, "critic.train": "tp2"}, r"the plan names critic\.train, which this algorithm has not; it has act"),
+        (
+            {**ENTRIES, "reference.infer": {"layout": "tp2@2-3", "gradient_checkpointing": True}},
+            r"calls\.reference\.infer: gradient_checkpointing means nothing to a call that does not train; leave",
+        ),
+        (
+            {**ENTRIES, "actor.generate": {"layout": "dp4", "micro_batch_tokens": 8}},
+            r"micro_batch_tokens means nothing to a call that does not infer or train",
+        ),
         ({**ENTRIES, "reference.infer": "tp2@4-5"}, r"uses rank 4, but this run has 4 ranks \(0-3\); use 6 devices"),
     ],
 )
