@@ -1,0 +1,61 @@
+"""How fast can no plan be? A bound on an iteration's seconds that needs every call's options, but no joint choices."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lightning_realloc.tuning.search_problem import Problem
+
+_WEIGHTS = np.linspace(0.0, 1.0, 41)
+"""Shares of the bound that rank-seconds have, against the seconds of a chain; each gives a valid bound."""
+
+
+def lower_bound(problem: Problem) -> float:
+    """Return seconds that no plan of the problem's space is faster than; 0 where not all options were priced.
+
+    An iteration of T seconds on N ranks has N T rank-seconds for its calls, and under every overlap T seconds for each
+    chain of calls that closes over a training's new weights. So for any w in [0, 1]
+
+        T >= sum over calls of the least, over the call's options, of  w * ranks * seconds / N + (1 - w) * on * seconds
+
+    where ``on`` is 1 for calls of the chain and 0 for others: a Lagrangian bound, taken at its best w and chain.
+    """
+    if not problem.is_complete:
+        return 0.0
+    if problem.overlap == "none":
+        return sum(problem.least_seconds)
+    timed = [i for i in problem.numbers if problem.timed[i]]
+    tables = {i: _seconds_and_shares(problem, i) for i in timed}
+    off = {i: _WEIGHTS * shares.min() for i, (_, shares) in tables.items()}
+    on = {i: _on_chain(seconds, shares) for i, (seconds, shares) in tables.items()}
+    return max(float(sum(on[i] if i in chain else off[i] for i in timed).max()) for chain in _chains(problem))
+
+
+def _seconds_and_shares(problem: Problem, i: int) -> tuple[np.ndarray, np.ndarray]:
+    options = [option for options in problem.tables[i].values() for option in options]
+    seconds = np.array([option.seconds for option in options])
+    return seconds, seconds * np.array([option.dims.size for option in options]) / problem.cluster.num_devices
+
+
+def _on_chain(seconds: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    return np.array([(weight * shares + (1 - weight) * seconds).min() for weight in _WEIGHTS])
+
+
+def _chains(problem: Problem) -> list[frozenset[int]]:
+    """Return the sets of calls that follow each other within every iteration.
+
+    Under overlapping iterations a chain must begin with a call of the role whose training ends it: that call waits for
+    the weights of the iteration before, which closes a cycle of one iteration.
+    """
+    found = []
+    for end in problem.numbers:
+        if problem.timed[end]:
+            for chain in problem.chains_to(end):
+                role = problem.calls[end].role
+                closes = problem.trained[end] and problem.home[end] == end
+                if problem.overlap == "calls":
+                    found.append(frozenset(chain))
+                elif closes:
+                    begins = [at for at, i in enumerate(chain) if problem.calls[i].role == role]
+                    found.append(frozenset(chain[begins[0] :]))
+    return found or [frozenset()]

@@ -1,0 +1,239 @@
+"""Good plans of a large space: annealing over joint placements of all calls, from several starts.
+
+A step changes what plans differ in as a whole: one call's option, where one call runs, the border between two groups of
+calls, or a training layout with the copies that are filled from it. After a step that changes places, the calls it
+touched take the best of a short list of options, so that a good division is not judged by poor options.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from lightning_realloc.tuning.search_exact import offload_sets
+from lightning_realloc.tuning.search_problem import Choice, Option, Problem, Score, undominated
+from lightning_realloc.tuning.search_progress import Progress
+from lightning_realloc.tuning.space import RankSet, node_counts, node_run, parts
+
+HOT, COLD = 0.05, 0.0005
+"""Temperatures at the ends of a round, as shares of an iteration's seconds."""
+ROUNDS = 8
+"""Rounds of annealing; the first ones have different starts, later ones begin at the best plan."""
+SHORT = 8
+"""Options of a short list."""
+MOST_TRIALS = 400
+"""Choices that a polish tries for one call."""
+PARTS_BELOW = 32
+"""On clusters of more devices only the parts of the first node are tried: the others are like it."""
+
+
+class LocalSearch:
+    """Annealing in rounds, each ended by a polish of one call after the other."""
+
+    def __init__(self, problem: Problem, rng: random.Random, progress: Progress) -> None:
+        self._problem, self._rng, self._progress = problem, rng, progress
+        cluster = problem.cluster
+        self._counts = node_counts(cluster)
+        self._runs: dict[tuple[int, int], RankSet] = {}
+        self._parts = [part for part in parts(cluster)
+                       if cluster.num_devices <= PARTS_BELOW or part.ranks[-1] < cluster.devices_per_node]  # fmt: skip
+        self._short: dict[tuple[int, int], list[Option]] = {}
+        self._offload_sets = offload_sets(problem)
+        self._state: list[Choice] = []
+        self._offload: frozenset[str] = frozenset()
+
+    def run(self, until: float = 1.0) -> None:
+        """Search until this share of the effort is spent."""
+        begin = self._progress.share
+        starts = [self._together, self._side_by_side, self._anywhere]
+        for number in range(ROUNDS):
+            if self._progress.share >= until:
+                return
+            if number < len(starts):
+                starts[number]()
+            else:
+                self._state, self._offload = list(self._progress.state), self._progress.offload
+            self._anneal(begin + (until - begin) * (number + 1) / ROUNDS)
+            self._state, self._offload = list(self._progress.state), self._progress.offload
+            self._polish(until)
+
+    # ---- starts
+    def _together(self) -> None:
+        self._start([self._problem.all_ranks()] * len(self._problem.calls))
+
+    def _side_by_side(self) -> None:
+        """Divide the nodes between the trained roles, and otherwise stay together."""
+        problem, nodes = self._problem, self._problem.cluster.num_nodes
+        trained = [i for i in problem.numbers if problem.trained[i] and problem.home[i] == i]
+        work = sum(problem.least_work[i] for i in trained)
+        if len(trained) < 2 or nodes < len(trained) or not 0 < work < math.inf:
+            return self._anywhere()
+        sets, first = [problem.all_ranks()] * len(problem.calls), 0
+        for at, i in enumerate(trained):
+            left = nodes - first - (len(trained) - at - 1)
+            count = max(1, min(left, round(nodes * problem.least_work[i] / work)))
+            sets[i] = self._run(first, max(one for one in self._counts if one <= count))
+            first += sets[i].size // problem.cluster.devices_per_node
+        return self._start(sets)
+
+    def _anywhere(self) -> None:
+        self._start([self._rng.choice(self._somewhere(i)) for i in self._problem.numbers])
+
+    def _start(self, sets: Sequence[RankSet]) -> None:
+        problem = self._problem
+        self._offload = frozenset()
+        self._state = []
+        for i, ranks in enumerate(sets):
+            if ranks.size not in problem.tables[i]:  # nothing fits there
+                ranks = self._rng.choice(self._somewhere(i))
+            self._state.append(problem.choose(self._shortlist(i, ranks.size)[0], ranks))
+        for _ in range(2):
+            self._refit(problem.numbers)
+
+    # ---- steps
+    def _anneal(self, until: float) -> None:
+        progress, begin = self._progress, self._progress.share
+        current = self._cost(self._score())
+        while (share := progress.share) < until:
+            heat = HOT * (COLD / HOT) ** ((share - begin) / (until - begin))
+            old_state, old_offload = list(self._state), self._offload
+            self._step()
+            cost = self._cost(self._score())
+            if cost > current and self._rng.random() >= math.exp((current - cost) / (heat * current)):
+                self._state, self._offload = old_state, old_offload
+            else:
+                current = cost
+
+    def _step(self) -> None:
+        i = self._rng.randrange(len(self._state))
+        draw = self._rng.random()
+        if draw < 0.35:
+            self._put(i, self._rng.choice(self._problem.tables[i][self._state[i].ranks.size]), self._state[i].ranks)
+        elif draw < 0.6:
+            self._replace(i)
+        elif draw < 0.8:
+            self._shift_border()
+        elif draw < 0.97 or len(self._offload_sets) == 1:
+            self._retrain(i)
+        else:
+            self._offload = self._rng.choice(self._offload_sets)
+
+    def _replace(self, i: int) -> None:
+        """Run a call elsewhere."""
+        self._put(i, None, self._rng.choice(self._somewhere(i)))
+        self._refit((i,))
+
+    def _shift_border(self) -> None:
+        """Move the border at which some calls begin or end to another node."""
+        nodes = self._problem.cluster.num_nodes
+        borders = sorted({at for choice in self._state for at in self._ends(choice.ranks)} - {0, nodes})
+        if not borders:
+            return self._replace(self._rng.randrange(len(self._state)))
+        old, new = self._rng.choice(borders), self._rng.randrange(1, nodes)
+        if self._rng.random() < 0.5:
+            new = min(nodes - 1, max(1, old + self._rng.choice((-2, -1, 1, 2))))
+        touched = []
+        for i, choice in enumerate(self._state):
+            ends = self._ends(choice.ranks)
+            if old in ends:
+                first, last = sorted(new if at == old else at for at in ends)
+                count = last - first
+                if count in self._counts and count * self._problem.cluster.devices_per_node in self._problem.tables[i]:
+                    self._put(i, None, self._run(first, count))
+                    touched.append(i)
+        return self._refit(touched)
+
+    def _retrain(self, i: int) -> None:
+        """Change the layout at which a role's weights live, and then the calls that they are moved to."""
+        home = self._problem.home[i]
+        ranks = self._state[home].ranks
+        self._put(home, self._rng.choice(self._problem.tables[home][ranks.size]), ranks)
+        self._refit([j for j in self._problem.siblings[i] if j != home])
+
+    def _refit(self, calls: Sequence[int]) -> None:
+        """Give calls, one after the other, the best option of a short list where they are."""
+        for i in calls:
+            ranks = self._state[i].ranks
+            options = list(self._shortlist(i, ranks.size))
+            home = self._state[self._problem.home[i]].option.dims
+            options += [one for one in self._problem.tables[i][ranks.size] if one.dims == home][:2]
+            self._take_best(i, [(option, ranks) for option in options])
+
+    def _take_best(self, i: int, choices: Sequence[tuple[Option, RankSet]]) -> None:
+        best, least = self._state[i], math.inf
+        for option, ranks in choices:
+            self._put(i, option, ranks)
+            cost = self._cost(self._score())
+            if cost < least:
+                best, least = self._state[i], cost
+        self._state[i] = best
+
+    def _polish(self, until: float) -> None:
+        """Try, for one call after the other, many places and options, until none is better."""
+        before = math.inf
+        while (cost := self._cost(self._score())) < before * (1 - 1e-6):
+            before = cost
+            for i in self._problem.numbers:
+                places = [ranks for ranks in self._somewhere(i, everywhere=True)]
+                trials = [(option, ranks) for ranks in places for option in self._shortlist(i, ranks.size)
+                          if option.seconds < cost]  # fmt: skip
+                same = self._state[i].ranks
+                trials += [(option, same) for option in self._problem.tables[i][same.size]]
+                if len(trials) > MOST_TRIALS:
+                    trials = self._rng.sample(trials, MOST_TRIALS)
+                for at in range(0, len(trials), 100):
+                    if self._progress.share >= until:
+                        return
+                    self._take_best(i, [(self._state[i].option, self._state[i].ranks), *trials[at : at + 100]])
+
+    # ---- places and options
+    def _put(self, i: int, option: Option | None, ranks: RankSet) -> None:
+        self._state[i] = self._problem.choose(option or self._shortlist(i, ranks.size)[0], ranks)
+
+    def _somewhere(self, i: int, *, everywhere: bool = False) -> list[RankSet]:
+        """Return sets of ranks for a call that begin or end where another one's do, and some others."""
+        cluster, table = self._problem.cluster, self._problem.tables[i]
+        borders = {0, cluster.num_nodes, *(at for choice in self._state for at in self._ends(choice.ranks))}
+        counts = [count for count in self._counts if count * cluster.devices_per_node in table]
+        if not everywhere and len(counts) > SHORT:
+            counts = self._rng.sample(counts, SHORT)
+        runs = {(at - back, count) for count in counts for at in borders for back in (0, count)}
+        found = [self._run(first, count) for first, count in sorted(runs)
+                 if first >= 0 and first + count <= cluster.num_nodes]  # fmt: skip
+        found += [choice.ranks for choice in self._state if choice.ranks.size in table]
+        return found + [part for part in self._parts if part.size in table]
+
+    def _run(self, first: int, count: int) -> RankSet:
+        if (first, count) not in self._runs:
+            self._runs[first, count] = node_run(self._problem.cluster, first, count)
+        return self._runs[first, count]
+
+    def _ends(self, ranks: RankSet) -> tuple[int, ...]:
+        """Return the nodes at which a run of whole nodes begins and ends; () for a part of a node."""
+        devices = self._problem.cluster.devices_per_node
+        if ranks.size % devices:
+            return ()
+        return ranks.ranks[0] // devices, ranks.ranks[-1] // devices + 1
+
+    def _shortlist(self, i: int, size: int) -> list[Option]:
+        """Return the fastest option on so many ranks, and such that are slower but need less memory."""
+        if (i, size) not in self._short:
+            options = self._problem.tables[i][size]
+            front = undominated(options, lambda one: (one.seconds, one.active_bytes + one.resident_bytes))
+            last, count = len(front) - 1, min(SHORT, len(front))
+            # Denser at the fast end: memory rarely asks for the slow one.
+            picked = sorted({round(last * (at / max(1, count - 1)) ** 2) for at in range(count)})
+            self._short[i, size] = [front[at] for at in picked]
+        return self._short[i, size]
+
+    # ---- costs
+    def _score(self) -> Score:
+        return self._progress.score(self._problem, self._state, self._offload)
+
+    def _cost(self, score: Score) -> float:
+        """Return seconds, made longer by what is illegal: a way to a better legal plan may lead through others."""
+        problem = self._problem
+        beyond = score.excess_bytes / problem.budget
+        idle = score.idle_ranks / problem.cluster.num_devices
+        return score.seconds * (1 + 4 * beyond + idle + (0.05 if not score.is_legal else 0.0))

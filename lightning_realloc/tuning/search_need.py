@@ -1,0 +1,67 @@
+"""What to say when no plan fits into memory: what is missing, and how many nodes would do."""
+
+from __future__ import annotations
+
+from lightning_realloc.errors import ReallocError
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.tuning.search_problem import Problem, Score
+from lightning_realloc.tuning.space import legal_dims
+
+MOST_NODES = 4096
+"""Beyond this no larger cluster is looked for."""
+
+
+def describe_need(problem: Problem, best: Score | None) -> str:
+    """Return the message of the error; ``best`` is what the most frugal plan found costs, None where none was."""
+    cluster, budget = problem.cluster, problem.budget
+    need = _least_peak(problem, cluster.num_nodes)
+    missing = best.excess_bytes if best is not None else max(0, (need or 0) - budget)
+    here = f"{cluster.num_nodes} x {cluster.devices_per_node} devices with {budget} bytes each"
+    nodes = _enough_nodes(problem)
+    way_out = "no number of nodes that was tried would do; use devices with more memory, or smaller micro-batches"
+    if nodes is not None:
+        way_out = f"{nodes} x {cluster.devices_per_node} such devices would do, or devices with that much more memory"
+    what = f"lacks {missing} bytes" if missing else "cannot run a call at all, as the estimator says"
+    return f"no plan fits on {here}: the fullest rank of the best one {what}; {way_out}"
+
+
+def _enough_nodes(problem: Problem) -> int | None:
+    """Return the smallest number of nodes, beyond what is there, on which one layout for all calls fits."""
+    few, many = problem.cluster.num_nodes, problem.cluster.num_nodes + 1
+    while not _fits(problem, many):
+        few, many = many, 2 * many
+        if many > MOST_NODES:
+            return None
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if _fits(problem, middle) else (middle, many)
+    return many
+
+
+def _fits(problem: Problem, num_nodes: int) -> bool:
+    peak = _least_peak(problem, num_nodes)
+    return peak is not None and peak <= problem.budget
+
+
+def _least_peak(problem: Problem, num_nodes: int) -> int | None:
+    """Return the bytes of a rank when every call runs on all ranks of so many nodes, every role at home there."""
+    ranks = tuple(range(num_nodes * problem.cluster.devices_per_node))
+    resident, active = 0, 0
+    try:
+        for role in problem.dataflow.roles:
+            calls = [call for call in problem.calls if call.role == role]
+            kinds = ["generate"] if any(call.kind == "generate" for call in calls) else [calls[0].kind]
+            least: tuple[int, int] | None = None
+            for dims in legal_dims(problem.models[role], kinds[0], len(ranks), problem.cluster):
+                layout = Layout(dims, ranks)
+                kept = problem.estimator.resident_bytes(role, layout, is_home=True)
+                added = max(problem.estimator.active_bytes(call.name, plan) for call in calls
+                            for plan in problem.options.plans(call.kind, layout)[:1])  # fmt: skip
+                if least is None or kept + added < sum(least):
+                    least = (kept, added)
+            if least is None:
+                return None
+            resident, active = resident + least[0], max(active, least[1])
+    except ReallocError:
+        return None  # an estimator may refuse ranks that its cluster has not
+    return resident + active
