@@ -1,9 +1,9 @@
-"""Plain Metropolis-Hastings over execution plans, for comparison.
+"""What a search of execution plans is compared with: trying everything, and plain Metropolis-Hastings.
 
-As ReaL describes it (Mei et al., arXiv:2406.14088, section 5; constants of its released search): start from every
-call's fastest candidate; propose one call's change to any other candidate, uniformly over all pairs of a call and a
-candidate; accept what is better, else with probability exp(-beta * n), n the lost tenths of a second over five
-iterations; a plan that does not fit costs three times its seconds.
+The latter as ReaL does it (Mei et al., arXiv:2406.14088; constants of its released search): start from every call's
+fastest candidate; propose one call's change to any other candidate, uniformly over all pairs of a call and a candidate;
+accept what is better, else with probability exp(-beta * n), n the lost tenths of a second over five iterations; a plan
+that does not fit costs three times its seconds.
 """
 
 from __future__ import annotations
@@ -11,16 +11,41 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from itertools import accumulate
+from collections.abc import Iterator
+from itertools import accumulate, chain, combinations, product
 
-from lightning_realloc.tuning.search_problem import Choice, Problem, Score
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.tuning.search_problem import Choice, Option, Problem, Score
 from lightning_realloc.tuning.search_progress import Progress
-from lightning_realloc.tuning.space import RankSet, node_counts, node_run, parts
+from lightning_realloc.tuning.space import RankSet, legal_dims, node_counts, node_run, parts, rank_sets
 
 BETA = 0.001
 GRAIN_S = 0.1
 ITERATIONS = 5
 MISFIT = 3.0
+
+
+def every_state(problem: Problem) -> Iterator[tuple[list[Choice], frozenset[str]]]:
+    """Yield every legal combination, without tables, dominance or symmetry."""
+    estimator, per_call = problem.estimator, []
+    for i, call in enumerate(problem.calls):
+        choices = []
+        for ranks in rank_sets(problem.cluster):
+            for dims in legal_dims(problem.models[str(call.role)], call.kind, ranks.size, problem.cluster):
+                layout = Layout(dims, ranks.ranks)
+                kept = estimator.resident_bytes(str(call.role), layout, is_home=problem.home[i] == i)
+                for plan in problem.options.plans(call.kind, layout):
+                    seconds = estimator.call_seconds(call.name, plan).total
+                    if math.isfinite(seconds):
+                        option = Option(dims, plan, seconds, estimator.active_bytes(call.name, plan), kept)
+                        choices.append(problem.choose(option, ranks))
+        per_call.append(choices)
+    frozen = [role for role in problem.dataflow.roles
+              if role not in problem.dataflow.trained_roles and len(problem.dataflow.calls_of(role)) == 1]  # fmt: skip
+    offloads = chain.from_iterable(combinations(frozen, count) for count in range(len(frozen) + 1))
+    for offload in offloads:
+        for state in product(*per_call):
+            yield list(state), frozenset(offload)
 
 
 def metropolis_hastings(problem: Problem, rng: random.Random, progress: Progress) -> None:

@@ -28,8 +28,8 @@ from lightning_realloc.tuning.space import CallOptions
 
 MOST_NODES_FOR_EXACT = 4
 """Sets of nodes are tried one by one; beyond this there are too many for a search that ends."""
-SHARE_OF_PRICING, SHARE_OF_START, SHARE_OF_EXACT = 0.6, 0.1, 0.7
-"""Of the effort, at the latest: when pricing options stops; when a first plan is known; when the exact search ends."""
+SHARE_OF_PRICING, SHARE_OF_EXACT = 0.6, 0.7
+"""Of the effort, at the latest: when pricing options stops; when an exact search gives up."""
 START_EVALUATIONS = 2000
 """Evaluations of the search for a first plan, where an exact one follows."""
 
@@ -112,7 +112,8 @@ def _search(problem: Problem, rng: random.Random, progress: Progress) -> float:
     if problem.cluster.num_nodes > MOST_NODES_FOR_EXACT or not problem.is_complete:
         local.run()
         return 0.0
-    limit, progress.max_evaluations = progress.max_evaluations, START_EVALUATIONS
+    limit = progress.max_evaluations
+    progress.max_evaluations = min(START_EVALUATIONS, limit or START_EVALUATIONS)
     local.run()
     progress.max_evaluations = limit
     assert progress.best is not None, "a local search evaluates its starts"

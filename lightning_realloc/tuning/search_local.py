@@ -44,11 +44,11 @@ class LocalSearch:
         self._offload: frozenset[str] = frozenset()
 
     def run(self, until: float = 1.0) -> None:
-        """Search until this share of the effort is spent."""
+        """Search until this share of the effort is spent; a first plan is made in any case."""
         begin = self._progress.share
         starts = [self._together, self._side_by_side, self._anywhere]
         for number in range(ROUNDS):
-            if self._progress.share >= until:
+            if number and self._progress.share >= until:
                 return
             if number < len(starts):
                 starts[number]()

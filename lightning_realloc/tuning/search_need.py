@@ -21,6 +21,11 @@ def describe_need(problem: Problem, best: Score | None) -> str:
     way_out = "no number of nodes that was tried would do; use devices with more memory, or smaller micro-batches"
     if nodes is not None:
         way_out = f"{nodes} x {cluster.devices_per_node} such devices would do, or devices with that much more memory"
+    if best is not None and best.idle_ranks and not best.excess_bytes:
+        return (
+            f"no plan uses all of {cluster.num_nodes} x {cluster.devices_per_node} devices: the best one leaves "
+            f"{best.idle_ranks} without a call; use fewer devices"
+        )
     what = f"lacks {missing} bytes" if missing else "cannot run a call at all, as the estimator says"
     return f"no plan fits on {here}: the fullest rank of the best one {what}; {way_out}"
 

@@ -270,7 +270,9 @@ class Problem:
         stays = sum(resident[i] for i, role in zip(group, roles, strict=True) if role not in offload)
         most = 0
         for at, i in enumerate(group):
-            present = {roles[at], roles[(at + 1) % len(group)]}
+            present = {roles[at]}
+            if None not in state:  # else calls may come in between
+                present.add(roles[(at + 1) % len(group)])
             back = sum(resident[j] for j, role in zip(group, roles, strict=True) if role in offload and role in present)
             chosen = state[i]
             most = max(most, stays + back + (0 if chosen is None else chosen.option.active_bytes))

@@ -1,0 +1,52 @@
+"""An estimator without rhyme or reason: what a search finds under it owes nothing to how machines behave."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.tuning.dataflow import Dataflow
+from lightning_realloc.tuning.estimate import CallSeconds
+from lightning_realloc.tuning.execution_plan import CallPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomEstimator:
+    """Prices drawn from a seed; equal for plans that differ in the names of machines alone."""
+
+    dataflow: Dataflow
+    cluster: ClusterSpec
+    seed: int
+    unit_bytes: int = 1000
+
+    def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
+        """Return 1 to 10 s, divided by a share of the ranks; now and then it cannot run."""
+        draw = self._draw("seconds", call, *self._options(plan))
+        if draw.random() < 0.1:
+            return CallSeconds(compute=math.inf)
+        return CallSeconds(compute=draw.uniform(1, 10) / len(plan.layout.ranks) ** draw.uniform(0, 1.2))
+
+    def move_seconds(self, role: str, source: Layout, target: Layout) -> float:
+        """Return up to 2 s."""
+        shared = len(set(source.ranks) & set(target.ranks))
+        nodes = len({self.cluster.node_of(rank) for rank in (*source.ranks, *target.ranks)})
+        key = (role, source.dims, target.dims, shared, nodes)
+        return 0.0 if source == target else self._draw("move", *key).uniform(0, 2)
+
+    def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
+        """Return up to three units, divided among shards."""
+        shards = layout.dims.tp * layout.dims.fsdp * layout.dims.pp
+        return int(self._draw("resident", role, layout.dims, is_home).uniform(1, 3) * self.unit_bytes / shards)
+
+    def active_bytes(self, call: str, plan: CallPlan) -> int:
+        """Return up to three units."""
+        return int(self._draw("active", call, *self._options(plan)).uniform(0, 3) * self.unit_bytes)
+
+    def _options(self, plan: CallPlan) -> tuple[object, ...]:
+        return plan.layout.dims, plan.micro_batch_tokens, plan.gradient_checkpointing, plan.max_slots
+
+    def _draw(self, *key: object) -> random.Random:
+        return random.Random(f"{self.seed} {key}")

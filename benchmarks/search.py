@@ -1,0 +1,229 @@
+"""Is the plan found the best there is, and how soon? On a toy estimator's seconds; no devices are needed.
+
+(a) on spaces small enough to try everything, the best plan is found in each of 50 seeded instances; (b) PPO of a 70B
+and a 7B model on 128 devices: ten seconds come within 2 % of the best plan of a longer search; (c) 1,024 devices: one
+minute, one core, 2 GiB; (d) plain Metropolis-Hastings, given the same problem and seconds, finds nothing better.
+What these say holds for the estimator used: another one has other spaces, and deserves its own run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import sys
+import time
+from dataclasses import replace
+
+from benchmarks.harness import BenchmarkReport, make_parser
+from benchmarks.random_estimator import RandomEstimator
+from benchmarks.search_baseline import every_state, metropolis_hastings
+from benchmarks.toy_estimator import ToyEstimator, decoder
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.tuning.estimate import Estimator
+from lightning_realloc.tuning.search import SearchResult, search_plan
+from lightning_realloc.tuning.search_problem import Problem
+from lightning_realloc.tuning.search_progress import Progress
+from lightning_realloc.tuning.space import CallOptions
+
+ROUNDING = 1e-6
+"""Plans whose seconds differ by this share are equal."""
+WITHIN = 1.02
+MOST_BYTES = 2 << 30
+EVERY_LARGE = 24
+"""One space in so many has eight devices: its 10^5 plans take long to try."""
+
+
+def _call(name: str, needs: str, produces: str = "") -> ModelFunctionCall:
+    role, kind = name.split(".")
+    return ModelFunctionCall(name, kind, role, kind, tuple(needs.split()), tuple(produces.split()))  # type: ignore[arg-type]
+
+
+PPO = Dataflow(
+    (
+        _call("actor.generate", "batch", "rollout"),
+        _call("reference.infer", "rollout", "ref_logprobs"),
+        _call("reward.infer", "rollout", "rewards"),
+        _call("critic.infer", "rollout", "values"),
+        _call("actor.train", "rollout ref_logprobs rewards values"),
+        _call("critic.train", "rollout ref_logprobs rewards values"),
+    )
+)
+GRPO = Dataflow(
+    (
+        _call("actor.generate", "batch", "rollout"),
+        _call("reference.infer", "rollout", "ref_logprobs"),
+        _call("actor.train", "rollout ref_logprobs"),
+    )
+)
+PROXIMAL = Dataflow(
+    (
+        _call("actor.generate", "batch", "rollout"),
+        _call("actor.infer", "rollout", "old_logprobs"),
+        _call("actor.train", "rollout old_logprobs"),
+    )
+)
+SMALL = (
+    *((GRPO, shape) for shape in ((1, 2), (2, 1), (1, 4), (2, 2), (4, 1))),
+    *((PROXIMAL, shape) for shape in ((1, 4), (2, 2), (4, 1))),
+    *((PPO, shape) for shape in ((1, 2), (2, 1))),
+)
+"""Dataflows, nodes and devices of each in the spaces that everything is tried in."""
+
+
+# --- (a) small spaces -------------------------------------------------------------------------------------------------
+
+
+def small_instance(seed: int) -> tuple[Estimator, CallOptions, int]:
+    """Return an estimator, options and a memory budget; odd seeds have prices without rhyme or reason."""
+    rng = random.Random(seed)
+    flow, (nodes, devices) = SMALL[seed % len(SMALL)]
+    if seed % EVERY_LARGE >= EVERY_LARGE - 2:
+        flow, (nodes, devices) = GRPO, ((1, 8), (2, 4))[seed % 2]
+    tokens = (1024,) if flow is PPO or nodes * devices == 8 else (1024, 4096)
+    options = CallOptions(micro_batch_tokens=tokens, gradient_checkpointing=(False,), max_slots=(64,))
+    cluster = replace(ClusterSpec.local(devices, "a100-80g"), num_nodes=nodes)
+    if seed % 2:
+        slow_host = replace(cluster, host_bytes_per_s=1e4)
+        return RandomEstimator(dataflow=flow, cluster=slow_host, seed=seed), options, rng.choice((4500, 7000, 10**6))
+    cluster = replace(cluster, intra_node_bytes_per_s=10 ** rng.uniform(10, 12))
+    models = {role: decoder(2, rng.choice((1024, 2048, 4096)), 4) for role in flow.roles}
+    estimator = ToyEstimator(
+        dataflow=flow, cluster=cluster, models=models, num_sequences=rng.choice((8, 32, 256)),
+        prompt_tokens=rng.choice((64, 512)), response_tokens=rng.choice((64, 512)),
+    )  # fmt: skip
+    return estimator, options, rng.choice((4 << 30, 80 << 30))
+
+
+def run_small(report: BenchmarkReport, instances: int) -> None:
+    """Search and enumerate; add a row for each kind of space."""
+    optimal, seconds = 0, {}
+    for seed in range(instances):
+        estimator, options, budget = small_instance(seed)
+        models = {role: decoder(2, 8, 4) for role in estimator.dataflow.roles}
+        models |= getattr(estimator, "models", {})
+        problem = _problem(estimator, models, options, budget)
+        begin = time.monotonic()
+        tried, best = 0, None
+        for state, offload in every_state(problem):
+            tried += 1
+            score = problem.score(state, offload)
+            best = score if best is None or score < best else best
+        assert best is not None, "every space has plans"
+        middle = time.monotonic()
+        try:
+            found = search_plan(
+                estimator.dataflow, models, estimator.cluster, estimator, seed=seed, seconds=30.0, options=options,
+                memory_budget=budget,
+            ).seconds  # fmt: skip
+        except PlanError:
+            found = float("inf")
+        is_best = found <= best.seconds * (1 + ROUNDING) if best.is_legal else found == float("inf")
+        optimal += is_best
+        sys.stderr.write(f"(a) {seed}: {tried} plans, {'the best' if is_best else 'NOT THE BEST'}\n")
+        took = (tried, middle - begin, time.monotonic() - middle)
+        name = (len(problem.calls), f"{estimator.cluster.num_nodes}x{estimator.cluster.devices_per_node}")
+        seconds.setdefault(name, []).append((*took, is_best))
+    for (calls, shape), rows in seconds.items():
+        report.add_row(
+            part="a", problem=f"{calls} calls, {shape}", arm="branch and bound", runs=len(rows),
+            plans=max(row[0] for row in rows), everything_s=round(max(row[1] for row in rows), 2),
+            search_s=round(max(row[2] for row in rows), 2), optimal=sum(row[3] for row in rows),
+        )  # fmt: skip
+    report.require_at_least(f"(a) optimal, of {instances}", optimal, instances)
+
+
+def _problem(estimator: Estimator, models: dict, options: CallOptions, budget: int) -> Problem:
+    return Problem(
+        estimator.dataflow, models, estimator, options=options, overlap="iterations", memory_budget=budget,
+        is_late=lambda: False,
+    )  # fmt: skip
+
+
+# --- (b), (c), (d) large spaces ---------------------------------------------------------------------------------------
+
+
+def ppo(num_nodes: int, *, large: str = "70B") -> ToyEstimator:
+    """Return PPO on nodes of eight A100: a large actor and reference, a 7B critic and reward model."""
+    actor = {"70B": decoder(80, 8192, 64), "13B": decoder(40, 5120, 40), "7B": decoder(32, 4096, 32)}[large]
+    small = decoder(32, 4096, 32)
+    return ToyEstimator(
+        dataflow=PPO, cluster=ClusterSpec.parse(f"a100-80g:{num_nodes}x8"), num_sequences=512, prompt_tokens=1024,
+        response_tokens=1024, models={"actor": actor, "reference": actor, "critic": small, "reward": small},
+    )  # fmt: skip
+
+
+def search(report: BenchmarkReport, part: str, estimator: ToyEstimator, seconds: float, seed: int) -> SearchResult:
+    """Search, and add a row."""
+    begin, cpu = time.monotonic(), time.process_time()
+    result = search_plan(PPO, estimator.models, estimator.cluster, estimator, seed=seed, seconds=seconds)
+    report.add_row(
+        part=part, problem=_name(estimator), arm="ours", seed=seed, search_s=round(time.monotonic() - begin, 1),
+        cpu_s=round(time.process_time() - cpu, 1), plans=result.evaluations, iteration_s=round(result.seconds, 4),
+        bound_s=round(result.lower_bound, 4), gap=round(result.gap, 3),
+        last_better_s=round(result.history[-1].after_s, 1),
+    )  # fmt: skip
+    sys.stderr.write(f"({part}) {_name(estimator)} seed {seed}: {result.seconds:.4f} s\n{result.plan.table()}\n")
+    return result
+
+
+def _name(estimator: ToyEstimator) -> str:
+    blocks = estimator.models["actor"].num_blocks
+    return f"{blocks} blocks + 32, {estimator.cluster.num_nodes}x8"
+
+
+def walk(report: BenchmarkReport, estimator: ToyEstimator, seconds: float, seed: int) -> float:
+    """Let Metropolis-Hastings search, and add a row; return the iteration's seconds."""
+    progress = Progress(time.monotonic, seconds)
+    problem = _problem(estimator, estimator.models, CallOptions(), estimator.cluster.device_memory_bytes)
+    metropolis_hastings(problem, random.Random(seed), progress)
+    best = progress.best
+    found = best.seconds if best is not None and best.is_legal else float("inf")
+    report.add_row(
+        part="d", problem=_name(estimator), arm="Metropolis-Hastings", seed=seed, search_s=round(progress.elapsed_s, 1),
+        plans=progress.evaluations, iteration_s=round(found, 4),
+    )  # fmt: skip
+    return found
+
+
+def run_large(report: BenchmarkReport, options: argparse.Namespace) -> None:
+    """Compare short searches with a long one and with the random walk; search on 1,024 devices."""
+    short: list[float] = []
+    if {"b", "d"} & set(options.parts):
+        short = [search(report, "b", ppo(16), 10.0, seed).seconds for seed in range(options.seeds)]
+    if "b" in options.parts:
+        long = search(report, "b", ppo(16), options.long_s, options.seeds).seconds
+        report.require_at_most("(b) ten seconds over the best found", max(short) / min(long, *short), WITHIN)
+    if "d" in options.parts:
+        ratios = [ours / walk(report, ppo(16), 10.0, seed) for seed, ours in enumerate(short)]
+        for large, nodes in (("7B", 1), ("7B", 2), ("13B", 4), ("70B", 8)):
+            ours = search(report, "d", ppo(nodes, large=large), 5.0, 0).seconds
+            ratios.append(ours / walk(report, ppo(nodes, large=large), 5.0, 0))
+        report.require_at_most("(d) ours over Metropolis-Hastings, at worst", max(ratios), 1 + ROUNDING)
+    if "c" in options.parts:
+        begin = time.monotonic()
+        search(report, "c", ppo(128), 58.0, 0)
+        report.require_at_most("(c) seconds for 1,024 devices", time.monotonic() - begin, 60.0)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        report.require_at_most("(c) peak bytes of the process", peak, MOST_BYTES)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the parts and report."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--parts", default="abcd", help="which of a, b, c and d to run")
+    parser.add_argument("--instances", type=int, default=50, help="small spaces of (a)")
+    parser.add_argument("--seeds", type=int, default=3, help="short searches of (b) and (d)")
+    parser.add_argument("--long-s", type=float, default=60.0, help="seconds of the long search of (b); 600 in full")
+    options = parser.parse_args(arguments)
+    report = BenchmarkReport("search", seeds=tuple(range(options.seeds)), settings=vars(options) | {"json": None})
+    if "a" in options.parts:
+        run_small(report, options.instances)
+    run_large(report, options)
+    return report.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
