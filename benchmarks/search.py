@@ -82,7 +82,7 @@ def small_instance(seed: int) -> tuple[Estimator, CallOptions, int]:
     flow, (nodes, devices) = SMALL[seed % len(SMALL)]
     if seed % EVERY_LARGE >= EVERY_LARGE - 2:
         flow, (nodes, devices) = GRPO, ((1, 8), (2, 4))[seed % 2]
-    tokens = (1024,) if flow is PPO or nodes * devices == 8 else (1024, 4096)
+    tokens = (1024, 4096) if flow is not PPO and nodes * devices <= 2 else (1024,)
     options = CallOptions(micro_batch_tokens=tokens, gradient_checkpointing=(False,), max_slots=(64,))
     cluster = replace(ClusterSpec.local(devices, "a100-80g"), num_nodes=nodes)
     if seed % 2:

@@ -7,9 +7,10 @@ touched take the best of a short list of options, so that a good division is not
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lightning_realloc.tuning.search_exact import offload_sets
 from lightning_realloc.tuning.search_problem import Choice, Option, Problem, Score, undominated
@@ -19,7 +20,9 @@ from lightning_realloc.tuning.space import RankSet, node_counts, node_run, parts
 HOT, COLD = 0.05, 0.0005
 """Temperatures at the ends of a round, as shares of an iteration's seconds."""
 ROUNDS = 8
-"""Rounds of annealing; the first ones have different starts, later ones begin at the best plan."""
+"""Rounds of annealing; the first ones begin with plans of simple forms, later ones begin at the best plan."""
+STARTS = 3
+"""Rounds that begin with the best plans of simple forms."""
 SHORT = 8
 """Options of a short list."""
 MOST_TRIALS = 400
@@ -46,12 +49,12 @@ class LocalSearch:
     def run(self, until: float = 1.0) -> None:
         """Search until this share of the effort is spent; a first plan is made in any case."""
         begin = self._progress.share
-        starts = [self._together, self._side_by_side, self._anywhere]
+        starts = self._starts(until)
         for number in range(ROUNDS):
-            if number and self._progress.share >= until:
+            if self._progress.share >= until:
                 return
             if number < len(starts):
-                starts[number]()
+                self._state, self._offload = list(starts[number]), frozenset()
             else:
                 self._state, self._offload = list(self._progress.state), self._progress.offload
             self._anneal(begin + (until - begin) * (number + 1) / ROUNDS)
@@ -59,37 +62,62 @@ class LocalSearch:
             self._polish(until)
 
     # ---- starts
-    def _together(self) -> None:
-        self._start([self._problem.all_ranks()] * len(self._problem.calls))
+    def _starts(self, until: float) -> list[Sequence[Choice]]:
+        """Return a few good states: all calls on all ranks, and the nodes divided between trained roles."""
+        found = []
+        for division in self._divisions():
+            if found and self._progress.share >= until:
+                break
+            self._start(division)
+            found.append((self._cost(self._score()), len(found), list(self._state)))
+        return [state for _, _, state in sorted(found)[:STARTS]]
 
-    def _side_by_side(self) -> None:
-        """Divide the nodes between the trained roles, and otherwise stay together."""
+    def _divisions(self) -> Iterator[list[RankSet]]:
+        """Yield places for every role: everywhere, then a part for each trained one, in all proportions of the first.
+
+        The nodes that the first trained role leaves are divided between the others by their work.
+        """
         problem, nodes = self._problem, self._problem.cluster.num_nodes
+        everywhere = problem.all_ranks()
+        yield [everywhere]
         trained = [i for i in problem.numbers if problem.trained[i] and problem.home[i] == i]
-        work = sum(problem.least_work[i] for i in trained)
-        if len(trained) < 2 or nodes < len(trained) or not 0 < work < math.inf:
-            return self._anywhere()
-        sets, first = [problem.all_ranks()] * len(problem.calls), 0
-        for at, i in enumerate(trained):
-            left = nodes - first - (len(trained) - at - 1)
-            count = max(1, min(left, round(nodes * problem.least_work[i] / work)))
-            sets[i] = self._run(first, max(one for one in self._counts if one <= count))
-            first += sets[i].size // problem.cluster.devices_per_node
-        return self._start(sets)
+        if len(trained) < 2 or nodes < len(trained):
+            return
+        for count in reversed(self._counts):
+            counts = self._shared_out(trained[1:], nodes - count)
+            if counts is not None:
+                ends = list(itertools.accumulate([count, *counts], initial=0))
+                yield [everywhere, *(self._run(a, b - a) for a, b in itertools.pairwise(ends))]
 
-    def _anywhere(self) -> None:
-        self._start([self._rng.choice(self._somewhere(i)) for i in self._problem.numbers])
+    def _shared_out(self, homes: Sequence[int], nodes: int) -> list[int] | None:
+        """Return a legal number of nodes for each home call, together at most so many; None for too few."""
+        work = [self._problem.least_work[i] for i in homes]
+        counts = []
+        for at in range(len(homes)):
+            left = nodes - sum(counts) - (len(homes) - at - 1)
+            if left < 1:
+                return None
+            wished = max(1, min(left, round(nodes * work[at] / max(sum(work), 1e-9))))
+            counts.append(max(count for count in self._counts if count <= wished))
+        return counts
 
-    def _start(self, sets: Sequence[RankSet]) -> None:
+    def _start(self, places: Sequence[RankSet]) -> None:
+        """Put the home of each trained role on its place, and every other call where it does best."""
         problem = self._problem
-        self._offload = frozenset()
-        self._state = []
+        parts = iter(places[1:])
+        sets = [next(parts, places[0]) if problem.trained[i] and problem.home[i] == i else places[0]
+                for i in problem.numbers]  # fmt: skip
+        self._offload, self._state = frozenset(), []
         for i, ranks in enumerate(sets):
             if ranks.size not in problem.tables[i]:  # nothing fits there
                 ranks = self._rng.choice(self._somewhere(i))
             self._state.append(problem.choose(self._shortlist(i, ranks.size)[0], ranks))
         for _ in range(2):
             self._refit(problem.numbers)
+            for i in problem.numbers if len(places) > 1 else ():
+                fitting = [ranks for ranks in places if ranks.size in problem.tables[i]]
+                self._take_best(i, [(option, ranks) for ranks in dict.fromkeys([*fitting, self._state[i].ranks])
+                                    for option in self._shortlist(i, ranks.size)])  # fmt: skip
 
     # ---- steps
     def _anneal(self, until: float) -> None:

@@ -11,21 +11,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Overlap = Literal["iterations", "calls", "none"]
 _TOLERANCE = 1e-9
 """Differences below this share of a task's end are rounding."""
 
 
+class _Task(NamedTuple):
+    number: int
+    now: tuple[int, ...]
+    """Earlier tasks of the same iteration that it waits for."""
+    before: tuple[int, ...]
+    """Tasks of the iteration before that it waits for."""
+    repeats: bool
+    """Whether it also waits for itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Who waits for whom; tasks are numbered in the order in which ranks walk them."""
+    """Who waits for whom, without what follows from other waits."""
 
-    now: tuple[tuple[int, ...], ...]
-    """For every task, the earlier ones of the same iteration that it waits for."""
-    before: tuple[tuple[int, ...], ...]
-    """For every task, those of the iteration before that it waits for."""
+    tasks: tuple[_Task, ...]
+    """Those that wait or keep ranks busy, numbered in the order in which ranks walk them."""
 
     @classmethod
     def of(cls, masks: Sequence[int], needs: Sequence[Sequence[int]], carried: Sequence[Sequence[int]]) -> Waits:
@@ -36,10 +44,25 @@ class Waits:
             needs: For every task, the earlier ones whose products it needs.
             carried: For every task, those whose result of the iteration before it needs.
         """
-        tasks = range(len(masks))
-        now = tuple(tuple(j for j in range(i) if masks[i] & masks[j] or j in needs[i]) for i in tasks)
-        before = tuple(tuple(j for j in tasks if (j >= i and masks[i] & masks[j]) or j in carried[i]) for i in tasks)
-        return cls(now, before)
+        numbers = range(len(masks))
+        tasks: list[_Task] = []
+        behind: list[set[int]] = []  # of every task: what ends before it starts, in its iteration
+        earlier: list[set[int]] = [set() for _ in numbers]  # the same, in the iteration before
+        for i in numbers:
+            now = [j for j in range(i) if masks[i] & masks[j] or j in needs[i]]
+            now = [j for j in now if not any(j in behind[k] for k in now)]
+            behind.append(set(now).union(*(behind[k] for k in now)))
+            if masks[i] or now or carried[i]:
+                tasks.append(_Task(i, tuple(now), (), masks[i] > 0))
+        kept = []
+        for task in tasks:
+            i = task.number
+            before = {j for j in numbers if (j >= i and masks[i] & masks[j]) or j in carried[i]}
+            before = {j for j in before if not any(j in behind[k] for k in before)}
+            known = set().union(*(earlier[k] for k in task.now))
+            earlier[i] = known.union(before, *(behind[k] for k in before))
+            kept.append(task._replace(before=tuple(sorted(before - known))))
+        return cls(tuple(kept))
 
 
 def seconds_per_iteration(durations: Sequence[float], waits: Waits, overlap: Overlap) -> float:
@@ -52,29 +75,29 @@ def seconds_per_iteration(durations: Sequence[float], waits: Waits, overlap: Ove
 
 
 def _ends(durations: Sequence[float], waits: Waits) -> list[float]:
-    ends: list[float] = []
-    for duration, earlier in zip(durations, waits.now, strict=True):
-        ends.append(duration + max((ends[j] for j in earlier), default=0.0))
+    ends = list(durations)
+    for number, now, _, _ in waits.tasks:
+        ends[number] += max((ends[j] for j in now), default=0.0)
     return ends
 
 
 def _largest_cycle_mean(durations: Sequence[float], waits: Waits) -> float:
-    mean = max((d for i, d in enumerate(durations) if i in waits.before[i]), default=0.0)
+    mean = max((durations[task.number] for task in waits.tasks if task.repeats), default=0.0)
     ends = [0.0] * len(durations)
     parents: list[tuple[int, int]] = [(-1, 0)] * len(durations)
     while True:
         changed = False
-        for i, duration in enumerate(durations):
-            start, parent = -math.inf, (-1, 0)
-            for j in waits.now[i]:
+        for i, now, before, _ in waits.tasks:
+            start, parent, iterations = -math.inf, -1, 0
+            for j in now:
                 if ends[j] > start:
-                    start, parent = ends[j], (j, 0)
-            for j in waits.before[i]:
+                    start, parent = ends[j], j
+            for j in before:
                 if ends[j] - mean > start:
-                    start, parent = ends[j] - mean, (j, 1)
-            if parent[0] >= 0 and start + duration > ends[i] + _TOLERANCE * (1e-6 + abs(ends[i])):
-                ends[i] = start + duration
-                parents[i] = parent
+                    start, parent, iterations = ends[j] - mean, j, 1
+            if start + durations[i] > ends[i] + _TOLERANCE * (1e-6 + abs(ends[i])):
+                ends[i] = start + durations[i]
+                parents[i] = (parent, iterations)
                 changed = True
         if not changed:
             return mean
