@@ -3,7 +3,8 @@
 (a) on spaces small enough to try everything, the best plan is found in each of 50 seeded instances; (b) PPO of a 70B
 and a 7B model on 128 devices: ten seconds come within 2 % of the best plan of a longer search; (c) 1,024 devices: one
 minute, one core, 2 GiB; (d) plain Metropolis-Hastings, given the same problem and seconds, finds nothing better.
-What these say holds for the estimator used: another one has other spaces, and deserves its own run.
+Seconds of searches are CPU seconds of one process with one thread: on a shared machine wall time says more about the
+neighbours. What these say holds for the estimator used: another one has other spaces, and deserves its own run.
 """
 
 from __future__ import annotations
@@ -158,10 +159,12 @@ def ppo(num_nodes: int, *, large: str = "70B") -> ToyEstimator:
 def search(report: BenchmarkReport, part: str, estimator: ToyEstimator, seconds: float, seed: int) -> SearchResult:
     """Search, and add a row."""
     begin, cpu = time.monotonic(), time.process_time()
-    result = search_plan(PPO, estimator.models, estimator.cluster, estimator, seed=seed, seconds=seconds)
+    result = search_plan(
+        PPO, estimator.models, estimator.cluster, estimator, seed=seed, seconds=seconds, clock=time.process_time
+    )
     report.add_row(
-        part=part, problem=_name(estimator), arm="ours", seed=seed, search_s=round(time.monotonic() - begin, 1),
-        cpu_s=round(time.process_time() - cpu, 1), plans=result.evaluations, iteration_s=round(result.seconds, 4),
+        part=part, problem=_name(estimator), arm="ours", seed=seed, wall_s=round(time.monotonic() - begin, 1),
+        search_s=round(time.process_time() - cpu, 1), plans=result.evaluations, iteration_s=round(result.seconds, 4),
         bound_s=round(result.lower_bound, 4), gap=round(result.gap, 3),
         last_better_s=round(result.history[-1].after_s, 1),
     )  # fmt: skip
@@ -176,7 +179,7 @@ def _name(estimator: ToyEstimator) -> str:
 
 def walk(report: BenchmarkReport, estimator: ToyEstimator, seconds: float, seed: int) -> float:
     """Let Metropolis-Hastings search, and add a row; return the iteration's seconds."""
-    progress = Progress(time.monotonic, seconds)
+    progress = Progress(time.process_time, seconds)
     problem = _problem(estimator, estimator.models, CallOptions(), estimator.cluster.device_memory_bytes)
     metropolis_hastings(problem, random.Random(seed), progress)
     best = progress.best
@@ -203,9 +206,9 @@ def run_large(report: BenchmarkReport, options: argparse.Namespace) -> None:
             ratios.append(ours / walk(report, ppo(nodes, large=large), 5.0, 0))
         report.require_at_most("(d) ours over Metropolis-Hastings, at worst", max(ratios), 1 + ROUNDING)
     if "c" in options.parts:
-        begin = time.monotonic()
+        begin = time.process_time()
         search(report, "c", ppo(128), 58.0, 0)
-        report.require_at_most("(c) seconds for 1,024 devices", time.monotonic() - begin, 60.0)
+        report.require_at_most("(c) CPU seconds for 1,024 devices", time.process_time() - begin, 60.0)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         report.require_at_most("(c) peak bytes of the process", peak, MOST_BYTES)
 

@@ -17,7 +17,7 @@ from lightning_realloc.tuning.search_problem import Choice, Option, Problem, Sco
 from lightning_realloc.tuning.search_progress import Progress
 from lightning_realloc.tuning.space import RankSet, node_counts, node_run, parts
 
-HOT, COLD = 0.05, 0.0005
+HOT, COLD = 0.02, 0.0002
 """Temperatures at the ends of a round, as shares of an iteration's seconds."""
 ROUNDS = 8
 """Rounds of annealing; the first ones begin with plans of simple forms, later ones begin at the best plan."""
@@ -25,7 +25,7 @@ STARTS = 3
 """Rounds that begin with the best plans of simple forms."""
 SHORT = 8
 """Options of a short list."""
-MOST_TRIALS = 400
+MOST_TRIALS = 120
 """Choices that a polish tries for one call."""
 PARTS_BELOW = 32
 """On clusters of more devices only the parts of the first node are tried: the others are like it."""
@@ -50,6 +50,7 @@ class LocalSearch:
         """Search until this share of the effort is spent; a first plan is made in any case."""
         begin = self._progress.share
         starts = self._starts(until)
+        polished = None
         for number in range(ROUNDS):
             if self._progress.share >= until:
                 return
@@ -58,8 +59,10 @@ class LocalSearch:
             else:
                 self._state, self._offload = list(self._progress.state), self._progress.offload
             self._anneal(begin + (until - begin) * (number + 1) / ROUNDS)
-            self._state, self._offload = list(self._progress.state), self._progress.offload
-            self._polish(until)
+            if self._progress.best != polished:
+                self._state, self._offload = list(self._progress.state), self._progress.offload
+                self._polish(until)
+                polished = self._progress.best
 
     # ---- starts
     def _starts(self, until: float) -> list[Sequence[Choice]]:
@@ -136,7 +139,9 @@ class LocalSearch:
     def _step(self) -> None:
         i = self._rng.randrange(len(self._state))
         draw = self._rng.random()
-        if draw < 0.35:
+        if draw < 0.2:
+            self._trade(i)
+        elif draw < 0.4:
             self._put(i, self._rng.choice(self._problem.tables[i][self._state[i].ranks.size]), self._state[i].ranks)
         elif draw < 0.6:
             self._replace(i)
@@ -146,6 +151,13 @@ class LocalSearch:
             self._retrain(i)
         else:
             self._offload = self._rng.choice(self._offload_sets)
+
+    def _trade(self, i: int) -> None:
+        """Let a call take more or less memory, and other ones use or make up for it."""
+        ranks = self._state[i].ranks
+        self._put(i, self._rng.choice(self._shortlist(i, ranks.size)), ranks)
+        others = [j for j in self._problem.numbers if j != i]
+        self._refit(self._rng.sample(others, min(2, len(others))))
 
     def _replace(self, i: int) -> None:
         """Run a call elsewhere."""
