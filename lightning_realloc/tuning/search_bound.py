@@ -28,7 +28,12 @@ def lower_bound(problem: Problem) -> float:
     tables = {i: _seconds_and_shares(problem, i) for i in timed}
     off = {i: _WEIGHTS * shares.min() for i, (_, shares) in tables.items()}
     on = {i: _on_chain(seconds, shares) for i, (seconds, shares) in tables.items()}
-    return max(float(sum(on[i] if i in chain else off[i] for i in timed).max()) for chain in _chains(problem))
+    return max(_bound(timed, on, off, chain) for chain in _chains(problem))
+
+
+def _bound(timed: list[int], on: dict[int, np.ndarray], off: dict[int, np.ndarray], chain: frozenset[int]) -> float:
+    rows = [on[i] if i in chain else off[i] for i in timed]
+    return float(np.sum(rows, axis=0).max())
 
 
 def _seconds_and_shares(problem: Problem, i: int) -> tuple[np.ndarray, np.ndarray]:

@@ -65,9 +65,9 @@ class LocalSearch:
                 polished = self._progress.best
 
     # ---- starts
-    def _starts(self, until: float) -> list[Sequence[Choice]]:
+    def _starts(self, until: float) -> list[list[Choice]]:
         """Return a few good states: all calls on all ranks, and the nodes divided between trained roles."""
-        found = []
+        found: list[tuple[float, int, list[Choice]]] = []
         for division in self._divisions():
             if found and self._progress.share >= until:
                 break
@@ -95,7 +95,7 @@ class LocalSearch:
     def _shared_out(self, homes: Sequence[int], nodes: int) -> list[int] | None:
         """Return a legal number of nodes for each home call, together at most so many; None for too few."""
         work = [self._problem.least_work[i] for i in homes]
-        counts = []
+        counts: list[int] = []
         for at in range(len(homes)):
             left = nodes - sum(counts) - (len(homes) - at - 1)
             if left < 1:

@@ -55,9 +55,9 @@ def _least_peak(problem: Problem, num_nodes: int) -> int | None:
     try:
         for role in problem.dataflow.roles:
             calls = [call for call in problem.calls if call.role == role]
-            kinds = ["generate"] if any(call.kind == "generate" for call in calls) else [calls[0].kind]
+            generating = [call for call in calls if call.kind == "generate"]  # what it allows, others allow too
             least: tuple[int, int] | None = None
-            for dims in legal_dims(problem.models[role], kinds[0], len(ranks), problem.cluster):
+            for dims in legal_dims(problem.models[role], (generating or calls)[0].kind, len(ranks), problem.cluster):
                 layout = Layout(dims, ranks)
                 kept = problem.estimator.resident_bytes(role, layout, is_home=True)
                 added = max(problem.estimator.active_bytes(call.name, plan) for call in calls

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_realloc.tuning.search_timeline import Waits, seconds_per_iteration
+from benchmarks.random_estimator import RandomEstimator
+from benchmarks.toy_estimator import decoder
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.tuning.search_problem import Problem
+from lightning_realloc.tuning.search_timeline import Overlap, Waits, seconds_per_iteration
+from lightning_realloc.tuning.space import CallOptions, rank_sets
+from tests.tuning.test_heuristic import PPO_FLOW
 
 NOTHING: tuple[()] = ()
 
@@ -79,3 +88,23 @@ def test_less_overlap_and_longer_tasks_are_never_faster(
     assert most <= less + 1e-9 <= least + 2e-9
     durations[longer % len(durations)] += 1.0
     assert seconds_per_iteration(durations, waits, "iterations") >= most - 1e-9
+
+
+@pytest.mark.parametrize("overlap", ["iterations", "calls", "none"])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_search_and_the_simulator_agree_on_whole_plans(overlap: Overlap, seed: int) -> None:
+    simulator = pytest.importorskip("lightning_realloc.tuning.simulator")
+    cluster = replace(ClusterSpec.local(2), num_nodes=3)
+    estimator = RandomEstimator(dataflow=PPO_FLOW, cluster=cluster, seed=seed)
+    models = {role: decoder(2, 4, 4) for role in PPO_FLOW.roles}
+    problem = Problem(
+        PPO_FLOW, models, estimator, options=CallOptions(), overlap=overlap, memory_budget=10**6,
+        is_late=lambda: False,
+    )  # fmt: skip
+    rng = random.Random(seed)
+    sets, state = list(rank_sets(cluster)), []
+    for table in problem.tables:
+        ranks = rng.choice([one for one in sets if one.size in table])
+        state.append(problem.choose(rng.choice(table[ranks.size]), ranks))
+    timeline = simulator.simulate(PPO_FLOW, problem.execution_plan(state), estimator, iterations=240, overlap=overlap)
+    assert problem.score(state).seconds == pytest.approx(timeline.seconds_per_iteration, rel=1e-6)
