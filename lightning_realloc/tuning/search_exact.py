@@ -1,8 +1,9 @@
 """The best plan of a small space, by branch and bound: every joint choice is tried or proven to be no better.
 
-Calls are decided in turn, homes of weights first. What is left out needs no trust in the estimator: placements that
-are renamings of each other, options that another one beats in everything that counts, and branches whose bound is not
-below the best plan known.
+Calls are decided in turn, homes of weights first. Left out are options that another one beats in everything that
+counts, branches whose bound is not below the best plan known, and placements that are renamings of each other. Only the
+last needs something of the estimator: that equal machines are equal to it. One whose moves depend on which stage of a
+pipeline lies on which node gives plans that are best up to the order of nodes.
 """
 
 from __future__ import annotations

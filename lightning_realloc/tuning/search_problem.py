@@ -130,6 +130,8 @@ class Problem:
         call = self.calls[i]
         resident = self.estimator.resident_bytes(str(call.role), layout, is_home=self.home[i] == i)
         kept = resident if self.home[i] == i else 0
+        if kept > self.budget:
+            return []
         found = []
         for plan in self.options.plans(call.kind, layout):
             seconds = self.estimator.call_seconds(call.name, plan).total if self.timed[i] else 0.0
