@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from lightning_realloc.tuning.dataflow import ModelFunctionCall as ModelFunctionCall
     from lightning_realloc.tuning.execution_plan import CallPlan as CallPlan
     from lightning_realloc.tuning.execution_plan import ExecutionPlan as ExecutionPlan
+    from lightning_realloc.tuning.search import search_plan as search_plan
 
 __version__ = "0.1.0"
 
@@ -76,6 +77,7 @@ _HOMES = {
     "ModelFunctionCall": "tuning.dataflow",
     "CallPlan": "tuning.execution_plan",
     "ExecutionPlan": "tuning.execution_plan",
+    "search_plan": "tuning.search",
     "Completion": "generation",
     "GenerationEngine": "generation",
     "SamplingParams": "generation",

@@ -23,7 +23,7 @@ from lightning_realloc.tuning.search_local import LocalSearch
 from lightning_realloc.tuning.search_need import describe_need
 from lightning_realloc.tuning.search_problem import Problem
 from lightning_realloc.tuning.search_progress import Improvement, Progress
-from lightning_realloc.tuning.search_timeline import Overlap
+from lightning_realloc.tuning.simulator import Overlap
 from lightning_realloc.tuning.space import CallOptions
 
 MOST_NODES_FOR_EXACT = 4

@@ -18,7 +18,8 @@ from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.tuning.estimate import Estimator
 from lightning_realloc.tuning.execution_plan import CallPlan, ExecutionPlan
-from lightning_realloc.tuning.search_timeline import Overlap, Waits, seconds_per_iteration
+from lightning_realloc.tuning.search_timeline import Waits, seconds_per_iteration
+from lightning_realloc.tuning.simulator import Overlap
 from lightning_realloc.tuning.space import CallOptions, RankSet, legal_dims, node_run, sizes
 
 _MAX_CACHED = 200_000

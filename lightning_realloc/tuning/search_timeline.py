@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-Overlap = Literal["iterations", "calls", "none"]
+from lightning_realloc.tuning.simulator import Overlap
+
 _TOLERANCE = 1e-9
 """Differences below this share of a task's end are rounding."""
 

@@ -13,7 +13,8 @@ from benchmarks.random_estimator import RandomEstimator
 from benchmarks.toy_estimator import decoder
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.tuning.search_problem import Problem
-from lightning_realloc.tuning.search_timeline import Overlap, Waits, seconds_per_iteration
+from lightning_realloc.tuning.search_timeline import Waits, seconds_per_iteration
+from lightning_realloc.tuning.simulator import Overlap, simulate
 from lightning_realloc.tuning.space import CallOptions, rank_sets
 from tests.tuning.test_heuristic import PPO_FLOW
 
@@ -93,7 +94,6 @@ def test_less_overlap_and_longer_tasks_are_never_faster(
 @pytest.mark.parametrize("overlap", ["iterations", "calls", "none"])
 @pytest.mark.parametrize("seed", range(20))
 def test_a_search_and_the_simulator_agree_on_whole_plans(overlap: Overlap, seed: int) -> None:
-    simulator = pytest.importorskip("lightning_realloc.tuning.simulator")
     cluster = replace(ClusterSpec.local(2), num_nodes=3)
     estimator = RandomEstimator(dataflow=PPO_FLOW, cluster=cluster, seed=seed)
     models = {role: decoder(2, 4, 4) for role in PPO_FLOW.roles}
@@ -106,5 +106,5 @@ def test_a_search_and_the_simulator_agree_on_whole_plans(overlap: Overlap, seed:
     for table in problem.tables:
         ranks = rng.choice([one for one in sets if one.size in table])
         state.append(problem.choose(rng.choice(table[ranks.size]), ranks))
-    timeline = simulator.simulate(PPO_FLOW, problem.execution_plan(state), estimator, iterations=240, overlap=overlap)
+    timeline = simulate(PPO_FLOW, problem.execution_plan(state), estimator, iterations=240, overlap=overlap)
     assert problem.score(state).seconds == pytest.approx(timeline.seconds_per_iteration, rel=1e-6)
