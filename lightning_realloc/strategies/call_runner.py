@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +35,9 @@ from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.routes import Routes, Workplace
 from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
+from lightning_realloc.tuning.simulator import Overlap
 
 PhaseContext = Callable[[str], Any]
-Overlap = Literal["iterations", "calls", "none"]
-"""What may run at the same time on disjoint ranks: calls even of two iterations, calls of one iteration, nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,6 +250,11 @@ class ModelPool:
         return (*self.dataflow.trained_roles, *self._options.followers)
 
     @property
+    def leaders(self) -> dict[str, str]:
+        """Role -> the trained role that its weights follow."""
+        return {role: following.role for role, following in self._options.followers.items()}
+
+    @property
     def shared_bytes(self) -> int:
         """This rank's part of the memory that copies take in segments shared with other ranks."""
         return sum(copy.reallocation.shared_bytes for copy in self._copies.values() if copy.reallocation is not None)

@@ -28,7 +28,7 @@ from lightning_realloc.runtime.host_memory import give_back_freed_memory
 from lightning_realloc.runtime.mailbox import Mailbox
 from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.runtime.shards import reshard
-from lightning_realloc.strategies.call_runner import CallRunner, Overlap
+from lightning_realloc.strategies.call_runner import CallRunner
 from lightning_realloc.strategies.checkpointing import CheckpointStrategy
 from lightning_realloc.strategies.data_parallel import broadcast_module
 from lightning_realloc.strategies.model_pool import ModelPool
@@ -42,6 +42,7 @@ from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.memory_parts import parse_bytes
 from lightning_realloc.tuning.offload import OffloadSchedule
+from lightning_realloc.tuning.simulator import Overlap
 
 
 class ReallocStrategy(CheckpointStrategy):
@@ -190,8 +191,7 @@ class ReallocStrategy(CheckpointStrategy):
         )
 
     def _make_offloader(self, pool: ModelPool) -> Offloader:
-        leaders = {role: following.role for role, following in self._builder().followers.items()}
-        schedule = OffloadSchedule(pool.dataflow, pool.plan, self.global_rank, leaders)
+        schedule = OffloadSchedule(pool.dataflow, pool.plan, self.global_rank, pool.leaders)
         return Offloader(pool, schedule, self.root_device)
 
     def _make_runner(self, module: Any, pool: ModelPool) -> CallRunner:
@@ -231,7 +231,7 @@ class ReallocStrategy(CheckpointStrategy):
         wanted = self._builder().plan(source, specs)
         if wanted == self.plan:
             return
-        self._builder().check_memory(source, self.lightning_module.trainer.callbacks)  # type: ignore[union-attr]
+        self._builder().check_memory(wanted, self.lightning_module.trainer.callbacks)  # type: ignore[union-attr]
         self.runner.finish()
         self.pool.meshes.create(wanted.layouts)
         if self._offloader is not None:

@@ -57,6 +57,19 @@ class CallMemory:
     element_bytes: int
     """Of one weight of the replica."""
 
+    @classmethod
+    def of_replica(
+        cls, role: RoleMemory, plan: CallPlan, settings: MemorySettings, workload: Workload | None, sizes: RoleBytes,
+        *, is_home: bool, is_trained: bool,
+    ) -> CallMemory:  # fmt: skip
+        """Describe a call on a role's home replica, or on a copy of it in another layout."""
+        dims = plan.layout.dims
+        return cls(
+            role=role, plan=plan, settings=settings, workload=workload, sizes=sizes,
+            is_wrapped=dims.fsdp > 1 or (dims.dp > 1 and is_home and is_trained),
+            element_bytes=settings.home_bytes(role, is_trained=is_trained) if is_home else settings.copy_bytes,
+        )  # fmt: skip
+
     def peak(self, kind: CallKind) -> MemoryParts:
         """Return the bytes of the moment that needs most."""
         moments = {"train": self._train, "infer": self._infer, "generate": self._generate}[kind]()

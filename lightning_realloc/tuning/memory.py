@@ -132,9 +132,6 @@ class _Forecaster:
     def _frees_copies(self, role: str) -> bool:
         return self.settings.frees_copies or role in self.plan.offload
 
-    def _keeps_masters(self, role: str) -> bool:
-        return role in self.dataflow.trained_roles or self.roles[role].follows is not None
-
     def _homes(self, rank: int, *, away: Set[str]) -> MemoryParts:
         """Return weights and optimizer states, but for what is offloaded and away."""
         parts = MemoryParts()
@@ -151,7 +148,7 @@ class _Forecaster:
 
     def _home_bytes(self, role: str) -> int:
         """Return the bytes of one weight of the home replica."""
-        return self.settings.master_bytes if self._keeps_masters(role) else self.settings.copy_bytes
+        return self.settings.home_bytes(self.roles[role], is_trained=role in self.dataflow.trained_roles)
 
     def _home(self, role: str) -> Layout:
         return self.plan.layout(self.dataflow.home_call(role).name)
@@ -211,12 +208,9 @@ class _Forecaster:
         if rank not in chosen.layout:
             return MemoryParts()
         name = str(call.role)
-        is_home, is_trained = chosen.layout == self._home(name), name in self.dataflow.trained_roles
-        return CallMemory(
-            role=self.roles[name], plan=chosen, settings=self.settings, workload=self.workload,
-            sizes=RoleBytes(self.roles[name], chosen.layout, rank),
-            is_wrapped=chosen.layout.dims.fsdp > 1 or (chosen.layout.dims.dp > 1 and is_home and is_trained),
-            element_bytes=self._home_bytes(name) if is_home else self.settings.copy_bytes,
+        return CallMemory.of_replica(
+            self.roles[name], chosen, self.settings, self.workload, RoleBytes(self.roles[name], chosen.layout, rank),
+            is_home=chosen.layout == self._home(name), is_trained=name in self.dataflow.trained_roles,
         ).peak(call.kind)  # fmt: skip
 
 

@@ -45,6 +45,10 @@ class MemorySettings:
     builds_on_device: bool = False
     """Whether models are built in the memory that is counted, all roles before the first is laid out (CPU)."""
 
+    def home_bytes(self, role: RoleMemory, *, is_trained: bool) -> int:
+        """Bytes of one weight of a role's home replica; a follower keeps it as exactly as a trained role."""
+        return self.master_bytes if is_trained or role.follows is not None else self.copy_bytes
+
     def __post_init__(self) -> None:
         for name in ("master_bytes", "copy_bytes", "gathered_bytes"):
             if getattr(self, name) < 1:

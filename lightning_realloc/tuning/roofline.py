@@ -121,9 +121,8 @@ class RooflineEstimator:
 
     def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
         """Return what a replica keeps between calls on the fullest rank of its layout; a trained home its optimizer."""
-        trains = role in self.dataflow.trained_roles
-        keeps_masters = is_home and (trains or self.roles[role].follows is not None)
-        element = self.settings.master_bytes if keeps_masters else self.settings.copy_bytes
+        trains, settings = role in self.dataflow.trained_roles, self.settings
+        element = settings.home_bytes(self.roles[role], is_trained=trains) if is_home else settings.copy_bytes
         optimizer = self.settings.optimizer_bytes if is_home and trains else 0
         return max(
             sizes.num_sharded * element + sizes.num_trained_sharded * optimizer
@@ -142,17 +141,13 @@ class RooflineEstimator:
         chosen = self.dataflow.call(call)
         if chosen.role is None:
             return 0
-        role, dims = chosen.role, plan.layout.dims
-        trains = role in self.dataflow.trained_roles
-        is_home = chosen == self.dataflow.home_call(role)
+        role = chosen.role
         return max(
-            CallMemory(
-                role=self.roles[role], plan=replace(plan, layout=sizes.layout), settings=self.settings,
-                workload=self.tokens.workload, sizes=sizes,
-                is_wrapped=dims.fsdp > 1 or (dims.dp > 1 and is_home and trains),
-                element_bytes=self.settings.master_bytes if is_home and trains else self.settings.copy_bytes,
+            CallMemory.of_replica(
+                self.roles[role], replace(plan, layout=sizes.layout), self.settings, self.tokens.workload, sizes,
+                is_home=chosen == self.dataflow.home_call(role), is_trained=role in self.dataflow.trained_roles,
             ).peak(chosen.kind).total
-            for sizes in self._role_bytes(role, dims)
+            for sizes in self._role_bytes(role, plan.layout.dims)
         )  # fmt: skip
 
     def _role_bytes(self, role: str, dims: ParallelDims) -> tuple[RoleBytes, ...]:

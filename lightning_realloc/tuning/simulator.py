@@ -18,6 +18,7 @@ from lightning_realloc.tuning.estimate import Estimator
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
 
 Overlap = Literal["iterations", "calls", "none"]
+"""What may run at the same time on disjoint ranks: calls even of two iterations, calls of one iteration, nothing."""
 MOVE_PREFIX = "-> "
 """Before a call's name: its weights are on their way. ``memory.PhaseMemory`` has the same names."""
 
