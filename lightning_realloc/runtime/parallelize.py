@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import Layout, ModelLayout
+from lightning_realloc.runtime.collectives import SharedMemoryAllReduce
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.stage import cut_stage
 from lightning_realloc.runtime.structure import find_blocks
@@ -43,12 +44,10 @@ def parallelize(
             f"mixed_precision is applied by FSDP, which this model in layout {layout} does not use; "
             "pass None and run the model under torch.autocast"
         )
-    group = meshes.group(layout, "tp")
-    if group is not None:
-        install_tensor_parallel(model, layout, group, meshes.rank, tp_plan=tp_plan)
+    is_cut = tensor_parallelize(model, layout, meshes, tp_plan=tp_plan)
     if layout.dims.pp > 1:
         cut_stage(model, model_layout, meshes.rank)
-    if group is not None:
+    if is_cut:
         slice_parameters(model, model_layout, meshes.rank)
     if wraps:
         mesh, policy = meshes.fsdp_mesh(layout), mixed_precision or MixedPrecisionPolicy()
@@ -57,6 +56,23 @@ def parallelize(
                 fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
+
+
+def tensor_parallelize(
+    model: nn.Module, layout: Layout, meshes: MeshRegistry, *, tp_plan: Mapping[str, str] | None = None
+) -> bool:
+    """Let the modules of ``model`` work on slices of their parameters; False where the layout cuts nothing.
+
+    Collective over the tensor-parallel ranks. On CPU they add up activations in shared memory where no gradient is
+    recorded: two sums of a few kilobytes per layer and token would cost more over sockets than the layers.
+    """
+    group = meshes.group(layout, "tp")
+    if group is None:
+        return False
+    peers = install_tensor_parallel(model, layout, group, meshes.rank, tp_plan=tp_plan)
+    if meshes.device_type == "cpu":
+        peers.inference_sum = SharedMemoryAllReduce.create(group)
+    return True
 
 
 def needs_fsdp(model: nn.Module, layout: Layout) -> bool:

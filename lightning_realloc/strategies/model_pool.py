@@ -19,14 +19,13 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.runtime.agreement import TransportName
-from lightning_realloc.runtime.collectives import SharedMemoryAllReduce
 from lightning_realloc.runtime.executor import Reallocation, ReallocationReport
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
-from lightning_realloc.runtime.parallelize import needs_fsdp, parallelize
+from lightning_realloc.runtime.parallelize import needs_fsdp, parallelize, tensor_parallelize
 from lightning_realloc.runtime.shards import bind_tensors, local_tensors, own_storage, reshard, vacate
+from lightning_realloc.runtime.shared_memory import gather_objects
 from lightning_realloc.runtime.stage import cut_stage
-from lightning_realloc.runtime.tensor_parallel import install_tensor_parallel
 from lightning_realloc.runtime.training_mode import enable_activation_checkpointing
 from lightning_realloc.runtime.twin import make_skeleton
 from lightning_realloc.strategies.precision import cast_parameters
@@ -175,9 +174,10 @@ class ModelPool:
             tensors[name] = room.expand(parameter.shape)
         bind_tensors(model, tensors)
         model.to(self._options.device)
-        trained = dict(old.model.named_parameters())
+        frozen = {name for name, parameter in old.model.named_parameters() if not parameter.requires_grad}
+        everywhere = set().union(*gather_objects(frozen))  # this rank may know one stage of the old model
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(trained[name].requires_grad)
+            parameter.requires_grad_(name not in everywhere)
         return model.train(old.model.training)
 
     def _prepare_copy(self, role: str, model: nn.Module, target: ModelLayout) -> nn.Module:
@@ -191,12 +191,7 @@ class ModelPool:
                 for spec in target.model.params
             })  # fmt: skip
             return parallelize(skeleton, target, self.meshes, tp_plan=tp_plan)
-        group = self.meshes.group(target.layout, "tp")
-        if group is not None:
-            peers = install_tensor_parallel(skeleton, target.layout, group, rank, tp_plan=tp_plan)
-            if self._options.device.type == "cpu":
-                # Two sums of a few kilobytes per layer and token: over sockets they would cost more than the layers.
-                peers.inference_sum = SharedMemoryAllReduce.create(group)
+        tensor_parallelize(skeleton, target.layout, self.meshes, tp_plan=tp_plan)
         if target.layout.dims.pp > 1:
             cut_stage(skeleton, target, rank)
         return skeleton

@@ -65,7 +65,8 @@ def move_weights(old: Replica, new: Replica, mover: Mover) -> None:
     reshard(new.model)
     ours = dict(old.model.named_buffers())
     for name, buffer in new.model.named_buffers():
-        buffer.copy_(ours[name])
+        if name in ours:  # else it belongs to what was another stage, and is as it was built
+            buffer.copy_(ours[name])
 
 
 class _Entry(NamedTuple):
@@ -89,8 +90,8 @@ def move_optimizer(old: Replica, new: Replica, optimizer: torch.optim.Optimizer,
     state = {before[id(p)]: values for p, values in optimizer.state.items()} if mover.rank in old.layout else {}
     entries = _agree_on_entries(old, state)
     options: dict[str, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
-        names = [before[id(parameter)] for parameter in group["params"]]
+    for group, members in zip(optimizer.param_groups, _agree_on_members(optimizer, before), strict=True):
+        names = [name for name in after if name in members]  # those of this rank's stage
         group["params"] = [after[name] for name in names]
         options |= {name: group for name in names}
     optimizer.state = defaultdict(dict)
@@ -99,16 +100,28 @@ def move_optimizer(old: Replica, new: Replica, optimizer: torch.optim.Optimizer,
         named = {name: kept[key] for name, kept in entries.items() if key in kept}
         if inside:
             for name, entry in named.items():
+                if name not in after:
+                    continue  # another stage's
                 room = state_room(after[name], options[name], dtype=entry.dtype, scalar=entry.scalar)
                 optimizer.state[after[name]][key] = room
         tensors = {name: entry for name, entry in named.items() if entry.scalar is None}
         for dtype in sorted({entry.dtype for entry in tensors.values()}, key=str):
             chosen = [name for name, entry in tensors.items() if entry.dtype == dtype]
             mover.move(
-                {name: local_tensor(state[name][key]) for name in chosen} if mover.rank in old.layout else {},
-                {name: local_tensor(optimizer.state[after[name]][key]) for name in chosen} if inside else {},
+                {name: local_tensor(state[name][key]) for name in chosen if name in state}
+                if mover.rank in old.layout
+                else {},
+                {name: local_tensor(optimizer.state[after[name]][key]) for name in chosen if name in after}
+                if inside
+                else {},
                 dtype,
             )
+
+
+def _agree_on_members(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[set[str]]:
+    """Return the names of every parameter group's members: a stage of a pipeline knows its own alone. Collective."""
+    mine = [{names[id(parameter)] for parameter in group["params"]} for group in optimizer.param_groups]
+    return [set().union(*theirs) for theirs in zip(*gather_objects(mine), strict=True)]
 
 
 def _agree_on_entries(old: Replica, state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, _Entry]]:

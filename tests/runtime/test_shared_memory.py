@@ -162,6 +162,12 @@ def _sum_both_ways(rounds: int) -> list[tuple[bool, torch.Tensor]]:
         reducer.sum_(back_to_back)
         back_to_back /= size
     results.append((bool((back_to_back == 1).all()), back_to_back))
+    in_pieces = torch.arange(3 * 2048 + 5).float() + rank
+    exact = size * torch.arange(3 * 2048 + 5).float() + size * (size - 1) / 2
+    results.append((bool((reducer.sum_(in_pieces) == exact).all()), in_pieces))
+    pieces_of_transposed = (torch.arange(2 * 2048).view(2, 2048).float() + rank).t()
+    exact = size * torch.arange(2 * 2048).view(2, 2048).t().float() + size * (size - 1) / 2
+    results.append((bool((reducer.sum_(pieces_of_transposed) == exact).all()), pieces_of_transposed))
     transposed = torch.full((4, 6), float(rank)).t()
     results.append((bool((reducer.sum_(transposed) == size * (size - 1) / 2).all()), transposed))
     return results
@@ -180,17 +186,17 @@ def test_sums_in_shared_memory_agree_with_gloo_and_are_the_same_bits_everywhere(
 def _sum_what_does_not_fit() -> str:
     reducer = SharedMemoryAllReduce.create(max_bytes=64, deadline_s=30.0)
     assert reducer is not None
-    assert reducer.accepts(torch.zeros(16)) and not reducer.accepts(torch.zeros(17))
+    assert reducer.accepts(torch.zeros(64)) and not reducer.accepts(torch.zeros(65))
     assert not reducer.accepts(torch.zeros(2, dtype=torch.float64))
     try:
-        reducer.sum_(torch.zeros(17))
+        reducer.sum_(torch.zeros(65))
     except ReallocError as error:
         return str(error)
     return ""
 
 
 def test_a_tensor_that_does_not_fit_is_refused_with_the_limit(workers: WorkerPool) -> None:
-    assert "at most 64 bytes" in workers.run(_sum_what_does_not_fit, world_size=2)[0]
+    assert "at most 256 bytes" in workers.run(_sum_what_does_not_fit, world_size=2)[0]
 
 
 def _sum_alone() -> str:

@@ -22,7 +22,8 @@ from tests.workers import WorkerPool
 
 MOVES = {
     1: calls(actor_train="tp2@2-3", actor_infer="dp2@0-1"), 2: calls(actor_train="dp2.fsdp2"),
-    3: calls(actor_train="fsdp2.tp2@0,2,1,3"), 4: calls(actor_train="dp1@1", actor_infer="dp4"),
+    3: calls(actor_train="fsdp2.tp2@0,2,1,3"), 4: calls(actor_train="pp2.fsdp2@0,2,1,3"),
+    5: calls(actor_train="pp2@2,0", actor_infer="dp2@1,3"), 6: calls(actor_train="dp1@1", actor_infer="dp4"),
 }  # fmt: skip
 GRPO_MOVES = {
     1: calls(actor_train="fsdp2@0-1", actor_generate="dp2@2-3", reference_infer="tp2@2-3"),
@@ -76,11 +77,13 @@ def run_grpo(moves: Sequence[Mapping[int, Any]], settings: dict[str, Any], batch
 
 
 def test_weights_and_optimizer_state_move_and_training_goes_on(workers: WorkerPool) -> None:
-    moved, stayed = on_ranks(workers, run_sft, [MOVES, {}], {}, Batches(5, responses=True), 4)
-    assert moved.steps == stayed.steps == [1, 2, 3, 4, 5]
+    moved, stayed = on_ranks(workers, run_sft, [MOVES, {}], {}, Batches(7, responses=True), 4)
+    assert moved.steps == stayed.steps == [1, 2, 3, 4, 5, 6, 7]
     for ours, theirs in zip(moved.logged, stayed.logged, strict=True):
         assert ours["actor/loss"] == pytest.approx(theirs["actor/loss"], abs=1e-6)
-    assert runs.largest_difference(moved.weights, stayed.weights) <= 1e-6
+    assert (
+        runs.largest_difference(moved.weights, stayed.weights) <= 3e-6
+    )  # seven steps of 1e-2, each rounded differently
 
 
 def test_every_role_may_move_between_iterations_of_grpo(workers: WorkerPool) -> None:
