@@ -21,6 +21,8 @@ class RandomEstimator:
     cluster: ClusterSpec
     seed: int
     unit_bytes: int = 1000
+    cores_per_node: int | None = None
+    """Which a node's ranks share; None: each has its own."""
 
     def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
         """Return 1 to 10 s, divided by a share of the ranks; now and then it cannot run."""
@@ -35,6 +37,10 @@ class RandomEstimator:
         nodes = len({self.cluster.node_of(rank) for rank in (*source.ranks, *target.ranks)})
         key = (role, source.dims, target.dims, shared, nodes)
         return 0.0 if source == target else self._draw("move", *key).uniform(0, 2)
+
+    def slowdown(self, busy: int) -> float:
+        """Return how many ranks there are for each core."""
+        return 1.0 if self.cores_per_node is None else max(1.0, busy / self.cores_per_node)
 
     def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
         """Return up to three units, divided among shards."""

@@ -80,6 +80,10 @@ class ToyEstimator:
         nodes = {self.cluster.node_of(rank) for rank in (*source.ranks, *target.ranks)}
         return received / self._rate(len(nodes) * self.cluster.devices_per_node) + 0.002
 
+    def slowdown(self, busy: int) -> float:
+        """Return 1: nobody is in the way."""
+        return 1.0
+
     def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
         """Return 16 bytes of a trained weight at home, 2 of any other."""
         each = 16 if is_home and role in self.dataflow.trained_roles else 2

@@ -67,3 +67,9 @@ class Estimator(Protocol):
 
     def active_bytes(self, call: str, plan: CallPlan) -> int:
         """Return what a call adds on the rank where it adds most."""
+
+    def slowdown(self, busy: int) -> float:
+        """Return how many times longer a rank's work takes when so many ranks of its node work, itself one of them.
+
+        1 where every rank has what it computes with to itself; calls are priced with their own ranks at work alone.
+        """

@@ -74,15 +74,18 @@ class RooflineEstimator:
         chosen = self.dataflow.call(call)
         if chosen.role is None:
             return CallSeconds()
-        role = chosen.role
-        cost = CallCost(
-            weights=self._weights[role], trained=self._trained[role], dims=plan.layout.dims, place=place,
-            kernels=self._kernels_of(role, plan.layout.dims.tp), links=Links(self.cluster, self.efficiency),
-            settings=self.settings, tokens=self.tokens,
-        )  # fmt: skip
-        return cost.seconds(
+        return self.cost(chosen.role, plan, place).seconds(
             chosen.kind, micro_batch_tokens=plan.micro_batch_tokens,
             gradient_checkpointing=plan.gradient_checkpointing, max_slots=plan.max_slots,
+        )  # fmt: skip
+
+    def cost(self, role: str, plan: CallPlan, place: Placement | None = None) -> CallCost:
+        """Return what a role's calls are worked out from under a plan."""
+        dims = plan.layout.dims
+        return CallCost(
+            weights=self._weights[role], trained=self._trained[role], dims=dims,
+            place=place or Placement.of(plan.layout, self.cluster), kernels=self._kernels_of(role, dims.tp),
+            links=Links(self.cluster, self.efficiency), settings=self.settings, tokens=self.tokens,
         )  # fmt: skip
 
     def _kernels_of(self, role: str, tp: int) -> Kernels:
@@ -149,6 +152,10 @@ class RooflineEstimator:
             ).peak(chosen.kind).total
             for sizes in self._role_bytes(role, plan.layout.dims)
         )  # fmt: skip
+
+    def slowdown(self, busy: int) -> float:
+        """Return 1: data sheets say nothing of ranks in each other's way."""
+        return 1.0
 
     def _role_bytes(self, role: str, dims: ParallelDims) -> tuple[RoleBytes, ...]:
         """Return the first and the last stage of a layout's shape; in between no rank holds more than the first."""

@@ -13,7 +13,8 @@ _WEIGHTS = np.linspace(0.0, 1.0, 41)
 def lower_bound(problem: Problem) -> float:
     """Return seconds that no plan of the problem's space is faster than; 0 where not all options were priced.
 
-    An iteration of T seconds on N ranks has N T rank-seconds for its calls, and under every overlap T seconds for each
+    An iteration of T seconds on N ranks has N T rank-seconds for its calls (less where ranks of a node are in each
+    other's way: then N and the ranks of a call are what gets done), and under every overlap T seconds for each
     chain of calls that closes over a training's new weights. So for any w in [0, 1]
 
         T >= sum over calls of the least, over the call's options, of  w * ranks * seconds / N + (1 - w) * on * seconds
@@ -39,7 +40,7 @@ def _bound(timed: list[int], on: dict[int, np.ndarray], off: dict[int, np.ndarra
 def _seconds_and_shares(problem: Problem, i: int) -> tuple[np.ndarray, np.ndarray]:
     options = [option for options in problem.tables[i].values() for option in options]
     seconds = np.array([option.seconds for option in options])
-    return seconds, seconds * np.array([option.dims.size for option in options]) / problem.cluster.num_devices
+    return seconds, np.array([problem.work_of(option) for option in options]) / problem.capacity
 
 
 def _on_chain(seconds: np.ndarray, shares: np.ndarray) -> np.ndarray:

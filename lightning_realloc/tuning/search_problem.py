@@ -18,7 +18,7 @@ from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.tuning.estimate import Estimator
 from lightning_realloc.tuning.execution_plan import CallPlan, ExecutionPlan
-from lightning_realloc.tuning.search_timeline import Waits, seconds_per_iteration
+from lightning_realloc.tuning.search_timeline import Waits, crowded_seconds_per_iteration, seconds_per_iteration
 from lightning_realloc.tuning.simulator import Overlap
 from lightning_realloc.tuning.space import CallOptions, RankSet, legal_dims, node_run, sizes
 
@@ -104,8 +104,13 @@ class Problem:
         self.is_complete = True
         self.tables: list[dict[int, list[Option]]] = [{} for _ in self.calls]
         self._price_all(is_late)
+        per_node = range(1, self.cluster.devices_per_node + 1)
+        self.is_crowded = any(estimator.slowdown(count) != 1.0 for count in per_node)
+        """Whether ranks of a node are in each other's way."""
+        self.capacity = self.cluster.num_nodes * max(count / estimator.slowdown(count) for count in per_node)
+        """Rank-seconds of work that the cluster does in a second."""
         self.least_seconds = [self._least(i, lambda option: option.seconds) for i in self.numbers]
-        self.least_work = [self._least(i, lambda option: option.seconds * option.dims.size) for i in self.numbers]
+        self.least_work = [self._least(i, self.work_of) for i in self.numbers]
 
     # ---- tables
     def _price_all(self, is_late: Callable[[], bool]) -> None:
@@ -147,6 +152,14 @@ class Problem:
             return 0.0
         return min((value(option) for options in self.tables[i].values() for option in options), default=math.inf)
 
+    def work_of(self, option: Option) -> float:
+        """Return the rank-seconds of a call that its ranks would take if none were in another's way."""
+        return option.seconds * self._work_rate(option.dims.size)
+
+    def _work_rate(self, num_ranks: int) -> float:
+        """Return the rank-seconds of work that so many ranks of a task do in a second, as they are priced: alone."""
+        return num_ranks / self.estimator.slowdown(min(num_ranks, self.cluster.devices_per_node))
+
     # ---- choices
     def choose(self, option: Option, ranks: RankSet) -> Choice:
         """Return an option on some ranks."""
@@ -178,8 +191,13 @@ class Problem:
         durations = self._durations(state, moves, offload)
         seconds = seconds_per_iteration(durations, self._waits_of(state, moves), self.overlap)
         if None in state:
-            seconds = max(seconds, self._work(state, durations) / self.cluster.num_devices)
+            seconds = max(seconds, self._work(state, durations) / self.capacity)
             return Score(self._excess(state, offload)[0], 0, seconds)
+        if self.is_crowded:
+            seconds = crowded_seconds_per_iteration(
+                durations, self._masks(state, moves), self._needs, self._carried, self.overlap, self.cluster,
+                self.estimator.slowdown,
+            )  # fmt: skip
         excess, idle = self._excess(state, offload)
         return Score(excess, idle, seconds)
 
@@ -222,9 +240,9 @@ class Problem:
             if chosen is None:
                 total += self.least_work[i]
                 continue
-            total += chosen.ranks.size * durations[2 * i + 1]
+            total += self._work_rate(chosen.ranks.size) * durations[2 * i + 1]
             if durations[2 * i] and home is not None:
-                total += (chosen.ranks.mask | home.ranks.mask).bit_count() * durations[2 * i]
+                total += self._work_rate((chosen.ranks.mask | home.ranks.mask).bit_count()) * durations[2 * i]
         return total
 
     def _waits_of(self, state: State, moves: Sequence[float]) -> Waits:
@@ -232,13 +250,17 @@ class Problem:
         if key not in self._waits:
             if len(self._waits) > _MAX_CACHED // 10:
                 self._waits.clear()
-            masks = []
-            for i, chosen in enumerate(state):
-                home = state[self.home[i]]
-                mask = 0 if chosen is None or not self.timed[i] else chosen.ranks.mask
-                masks += [mask | home.ranks.mask if moves[i] > 0 and home is not None else 0, mask]
-            self._waits[key] = Waits.of(masks, self._needs, self._carried)
+            self._waits[key] = Waits.of(self._masks(state, moves), self._needs, self._carried)
         return self._waits[key]
+
+    def _masks(self, state: State, moves: Sequence[float]) -> list[int]:
+        """Return the ranks of every move and call, in turn, as bits."""
+        masks = []
+        for i, chosen in enumerate(state):
+            home = state[self.home[i]]
+            mask = 0 if chosen is None or not self.timed[i] else chosen.ranks.mask
+            masks += [mask | home.ranks.mask if moves[i] > 0 and home is not None else 0, mask]
+        return masks
 
     def _excess(self, state: State, offload: frozenset[str]) -> tuple[int, int]:
         """Return the most bytes beyond the budget on any rank, and how many ranks have nothing to do."""

@@ -9,12 +9,16 @@ cycle beats it (Howard's policy improvement, in the form of Bellman and Ford's r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.tuning.crowding import Task, run_tasks
 from lightning_realloc.tuning.simulator import Overlap
 
+_UNSETTLED, _SETTLED = 2, 2
+"""Iterations that are walked through where ranks are crowded: before the mean begins, and in it."""
 _TOLERANCE = 1e-9
 """Differences below this share of a task's end are rounding."""
 
@@ -73,6 +77,44 @@ def seconds_per_iteration(durations: Sequence[float], waits: Waits, overlap: Ove
     if overlap == "calls":
         return max(_ends(durations, waits), default=0.0)
     return _largest_cycle_mean(durations, waits)
+
+
+def crowded_seconds_per_iteration(
+    durations: Sequence[float], masks: Sequence[int], needs: Sequence[Sequence[int]],
+    carried: Sequence[Sequence[int]], overlap: Overlap, cluster: ClusterSpec, slowdown: Callable[[int], float],
+) -> float:  # fmt: skip
+    """Return the same where ranks of a node are in each other's way, as a mean over iterations that have settled.
+
+    Args:
+        masks, needs, carried: As those of :meth:`Waits.of`.
+    """
+    if overlap == "none":
+        return sum(durations)
+    tasks: list[Task] = []
+    ends: list[int] = []
+    last: dict[int, int] = {}
+    before: list[int] = []
+    for _ in range(_UNSETTLED + _SETTLED if overlap == "iterations" else 1):
+        numbers: list[int] = []
+        for i, mask in enumerate(masks):
+            ranks = tuple(_ranks(mask))
+            after = {numbers[j] for j in needs[i]} | {last[rank] for rank in ranks if rank in last}
+            after.update(before[j] for j in carried[i] if before)
+            numbers.append(len(tasks))
+            tasks.append(Task(ranks, durations[i] if mask else 0.0, tuple(after)))
+            last.update(dict.fromkeys(ranks, len(tasks) - 1))
+        before = numbers
+        ends.append(len(tasks))
+    times = run_tasks(tasks, cluster, slowdown)
+    done = [max((end for _, end in times[:count]), default=0.0) for count in ends]
+    return done[-1] if len(done) == 1 else (done[-1] - done[_UNSETTLED - 1]) / _SETTLED
+
+
+def _ranks(mask: int) -> Iterator[int]:
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
 
 
 def _ends(durations: Sequence[float], waits: Waits) -> list[float]:

@@ -7,12 +7,12 @@ be free as well. ``compute`` calls take no time and no ranks. What the runtime d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout, format_ranks
+from lightning_realloc.tuning.crowding import Task, run_tasks
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.tuning.estimate import Estimator
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
@@ -119,59 +119,68 @@ def simulate(
     if overlap not in get_args(Overlap):
         raise PlanError(f"overlap={overlap!r} is not one of {', '.join(get_args(Overlap))}")
     walk = _Walk(dataflow, plan, estimator, overlap)
-    entries = tuple(entry for number in range(iterations) for entry in walk.iteration(number))
+    for number in range(iterations):
+        walk.iteration(number)
+    times = run_tasks([step.task for step in walk.steps], estimator.cluster, estimator.slowdown)
+    entries = tuple(
+        TimelineEntry(step.phase, step.iteration, step.task.ranks, begin, end)
+        for step, (begin, end) in zip(walk.steps, times, strict=True)
+    )
     ranks = sorted({rank for entry in entries for rank in entry.ranks})
     return Timeline(entries, iterations, tuple(ranks))
 
 
+class _Step(NamedTuple):
+    phase: str
+    iteration: int
+    task: Task
+
+
 class _Walk:
-    """The state between two calls: when ranks are free, and which copies hold the newest weights."""
+    """Everything that ranks do, and what each step of it waits for."""
 
     def __init__(self, dataflow: Dataflow, plan: ExecutionPlan, estimator: Estimator, overlap: Overlap) -> None:
         self.dataflow, self.plan, self.estimator, self.overlap = dataflow, plan, estimator, overlap
-        self.free: dict[int, float] = {}
-        self.copies: set[tuple[str, Layout]] = set()
-        self.latest = 0.0
-        """When the last thing that was walked through ends."""
+        self.steps: list[_Step] = []
+        self._last: dict[int, int] = {}
+        """Rank -> its latest step."""
+        self._copies: set[tuple[str, Layout]] = set()
+        """Copies that hold the newest weights."""
+        self._begin = 0
+        """The first step of this iteration."""
 
-    def iteration(self, number: int) -> Iterator[TimelineEntry]:
-        made: dict[str, float] = {}
-        begin = self.latest if self.overlap == "calls" else 0.0
+    def iteration(self, number: int) -> None:
+        made: dict[str, tuple[int, ...]] = {}
+        before = tuple(range(self._begin, len(self.steps))) if self.overlap == "calls" else ()
+        self._begin = len(self.steps)
         for call in self.dataflow.iteration_calls:
-            earliest = self.latest if self.overlap == "none" else begin
-            known = max((made.get(name, 0.0) for name in call.needs), default=0.0)
-            end = max(earliest, known)
+            known = tuple(dict.fromkeys(maker for name in call.needs for maker in made.get(name, ())))
             if call.role is not None:
-                for entry in self._entries(call, call.role, number, earliest, known):
-                    end = entry.end
-                    yield entry
-            made.update(dict.fromkeys(call.produces, end))
+                known = (self._run(call, call.role, number, before, known),)
+            made.update(dict.fromkeys(call.produces, known))
 
-    def _entries(
-        self, call: ModelFunctionCall, role: str, number: int, earliest: float, known: float
-    ) -> Iterator[TimelineEntry]:
+    def _run(
+        self, call: ModelFunctionCall, role: str, number: int, before: tuple[int, ...], known: tuple[int, ...]
+    ) -> int:
         chosen = self.plan.call(call.name)
         home = self.plan.layout(self.dataflow.home_call(role).name)
-        if chosen.layout != home and (role, chosen.layout) not in self.copies:
+        if chosen.layout != home and (role, chosen.layout) not in self._copies:
             ranks = tuple(dict.fromkeys((*home.ranks, *chosen.layout.ranks)))
             seconds = self.estimator.move_seconds(role, home, chosen.layout)
-            yield self._occupy(MOVE_PREFIX + call.name, number, ranks, earliest, seconds)
+            self._add(MOVE_PREFIX + call.name, number, ranks, seconds, before)
             if role not in self.plan.offload:  # copies of offloaded roles are freed after each call
-                self.copies.add((role, chosen.layout))
+                self._copies.add((role, chosen.layout))
         seconds = self.estimator.call_seconds(call.name, chosen).total
-        yield self._occupy(call.name, number, chosen.layout.ranks, max(earliest, known), seconds)
+        added = self._add(call.name, number, chosen.layout.ranks, seconds, (*before, *known))
         if call.kind == "train":
-            self.copies = {copy for copy in self.copies if copy[0] != role}
+            self._copies = {copy for copy in self._copies if copy[0] != role}
+        return added
 
-    def _occupy(
-        self, phase: str, number: int, ranks: tuple[int, ...], earliest: float, seconds: float
-    ) -> TimelineEntry:
-        start = max(earliest, max(_free_at(self.free, ranks)))
-        end = start + seconds
-        self.free.update(dict.fromkeys(ranks, end))
-        self.latest = max(self.latest, end)
-        return TimelineEntry(phase, number, ranks, start, end)
-
-
-def _free_at(free: Mapping[int, float], ranks: tuple[int, ...]) -> Iterator[float]:
-    return (free.get(rank, 0.0) for rank in ranks)
+    def _add(self, phase: str, number: int, ranks: tuple[int, ...], seconds: float, after: tuple[int, ...]) -> int:
+        latest = len(self.steps)
+        if self.overlap == "none" and latest:
+            after = (latest - 1,)
+        waits = dict.fromkeys((*after, *(self._last[rank] for rank in ranks if rank in self._last)))
+        self.steps.append(_Step(phase, number, Task(ranks, seconds, tuple(waits))))
+        self._last.update(dict.fromkeys(ranks, latest))
+        return latest

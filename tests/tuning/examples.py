@@ -46,6 +46,9 @@ class FixedEstimator:
     def move_seconds(self, role: str, source: Layout, target: Layout) -> float:
         return 0.0 if source == target else self.moves.get(role, 0.0)
 
+    def slowdown(self, busy: int) -> float:
+        return 1.0
+
     def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
         return 0
 

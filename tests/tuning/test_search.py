@@ -96,6 +96,16 @@ def test_four_ranks_are_searched_exactly(shape: tuple[int, int]) -> None:
     assert found(estimator, 6000).seconds == pytest.approx(best_of_all(estimator, 6000).seconds, rel=1e-6)
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("flow", "shape"), [(GRPO_FLOW, (1, 2)), (TWO_COPIES, (1, 2)), (TWO_TRAINED, (2, 1))])
+def test_ranks_that_share_cores_are_searched_exactly(flow: Dataflow, shape: tuple[int, int], seed: int) -> None:
+    estimator = RandomEstimator(dataflow=flow, cluster=cluster(*shape), seed=seed, cores_per_node=1)
+    best = best_of_all(estimator, 10**6)
+    result = found(estimator, 10**6)
+    assert result.seconds == pytest.approx(best.seconds, rel=1e-6)
+    assert result.lower_bound <= result.seconds * (1 + 1e-9)
+
+
 def peaks(estimator: Estimator, plan: ExecutionPlan) -> list[int]:
     """Return every rank's peak, by hand, without offload."""
     flow, most = estimator.dataflow, []

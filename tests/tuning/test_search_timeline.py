@@ -93,9 +93,10 @@ def test_less_overlap_and_longer_tasks_are_never_faster(
 
 @pytest.mark.parametrize("overlap", ["iterations", "calls", "none"])
 @pytest.mark.parametrize("seed", range(20))
-def test_a_search_and_the_simulator_agree_on_whole_plans(overlap: Overlap, seed: int) -> None:
+@pytest.mark.parametrize("cores", [None, 1], ids=["a core each", "shared cores"])
+def test_a_search_and_the_simulator_agree_on_whole_plans(overlap: Overlap, seed: int, cores: int | None) -> None:
     cluster = replace(ClusterSpec.local(2), num_nodes=3)
-    estimator = RandomEstimator(dataflow=PPO_FLOW, cluster=cluster, seed=seed)
+    estimator = RandomEstimator(dataflow=PPO_FLOW, cluster=cluster, seed=seed, cores_per_node=cores)
     models = {role: decoder(2, 4, 4) for role in PPO_FLOW.roles}
     problem = Problem(
         PPO_FLOW, models, estimator, options=CallOptions(), overlap=overlap, memory_budget=10**6,
@@ -106,5 +107,6 @@ def test_a_search_and_the_simulator_agree_on_whole_plans(overlap: Overlap, seed:
     for table in problem.tables:
         ranks = rng.choice([one for one in sets if one.size in table])
         state.append(problem.choose(rng.choice(table[ranks.size]), ranks))
-    timeline = simulate(PPO_FLOW, problem.execution_plan(state), estimator, iterations=240, overlap=overlap)
+    many = 240 if cores is None else 4  # on shared cores both take the mean over the same iterations
+    timeline = simulate(PPO_FLOW, problem.execution_plan(state), estimator, iterations=many, overlap=overlap)
     assert problem.score(state).seconds == pytest.approx(timeline.seconds_per_iteration, rel=1e-6)
