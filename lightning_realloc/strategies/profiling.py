@@ -1,0 +1,289 @@
+"""Which models, layouts and sizes of a running algorithm are worth measuring, and where the result is kept.
+
+What is measured is in ``runtime.profiler``; here roles become its subjects, and a cache on disk spares the next run.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+import logging
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+
+from lightning_realloc.errors import PlanError
+from lightning_realloc.generation import GenerationEngine, SamplingParams
+from lightning_realloc.layout import ParallelDims
+from lightning_realloc.layout.model import ModelSpec
+from lightning_realloc.runtime.packed_forward import packed_logits, sequence_scores, token_logprobs
+from lightning_realloc.runtime.packing import PackedBatch
+from lightning_realloc.runtime.profiler import DECODE_STEPS, Grid, Machine, Profiler, Size, Subject
+from lightning_realloc.runtime.shared_memory import gather_objects
+from lightning_realloc.strategies.lockstep import Lockstep
+from lightning_realloc.tuning.dataflow import CallKind, Dataflow
+from lightning_realloc.tuning.memory_parts import RoleMemory, Workload
+from lightning_realloc.tuning.profile import ProfileTable
+from lightning_realloc.tuning.space import legal_dims, sizes
+
+logger = logging.getLogger(__name__)
+
+MAX_TOKENS = {"cpu": 384, "cuda": 16384}
+"""Most tokens of one measured micro-batch; beyond, time grows in proportion."""
+
+
+_OUTSIDE_OF_BLOCKS = ("vocab_size", "num_labels", "id2label", "label2id", "architectures", "tie_word_embeddings")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRequest:
+    """What is to be known about."""
+
+    roles: Sequence[Any]
+    """``algorithms.role.Role`` of every model."""
+    described: Mapping[str, RoleMemory]
+    dataflow: Dataflow
+    workload: Workload
+    mean_response: int
+    """Tokens; micro-batches are measured at this length, decoding around it."""
+    new_optimizer: Callable[[str, list[nn.Parameter]], torch.optim.Optimizer]
+    tp_plans: Mapping[str, Mapping[str, str]]
+    seed: int
+
+
+def shape_names(request: ProfileRequest) -> dict[str, str]:
+    """Return role -> a name that roles share whose passes cost the same. Raises PlanError for a role without config."""
+    names = {}
+    for role in request.roles:
+        config = role.config()
+        if config is None:
+            raise PlanError(
+                f"role {role.name!r} is a module without a Hugging Face config, and cannot be measured block by block; "
+                f"give it a model of transformers"
+            )
+        text = json.dumps([role.task, config.to_dict()], sort_keys=True, default=str)
+        names[role.name] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return names
+
+
+def profile(request: ProfileRequest, machine: Machine, cache: Path | None) -> ProfileTable:
+    """Return what is known about the request's models on these ranks, measuring what is not. Collective."""
+    begin = perf_counter()
+    names, facts = shape_names(request), machine_facts(machine)
+    path = None if cache is None else cache / f"{_digest(names, request)}.json"
+    known = gather_objects(None if path is None or machine.rank else _read(path, facts))[0]
+    if known is not None:
+        return known  # type: ignore[no-any-return]
+    table = _measure(request, machine, names, facts)
+    table = replace(table, seconds=gather_objects(perf_counter() - begin)[0])
+    if path is not None and machine.rank == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(table.to_json())
+    return table
+
+
+def default_cache() -> Path:
+    """Return the folder of profiles: in XDG_CACHE_HOME, by default ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-realloc" / "profiles"
+
+
+def machine_facts(machine: Machine) -> dict[str, str]:
+    """Return what a profile must share with the machine that it is read on."""
+    on_cuda = machine.device.type == "cuda"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "device": torch.cuda.get_device_name(machine.device) if on_cuda else platform.processor() or "cpu",
+        "cores": str(cores),
+        "threads": str(torch.get_num_threads()),
+        "ranks": str(machine.world_size),
+        "dtype": str(machine.copy_dtype),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _digest(names: Mapping[str, str], request: ProfileRequest) -> str:
+    lengths = [_octave(request.workload.prompt_tokens), _octave(request.mean_response)]
+    text = json.dumps([sorted(set(names.values())), lengths, request.workload.num_sequences])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _octave(length: int) -> int:
+    """Lengths within a factor of the square root of two share a profile."""
+    return round(2 * torch.tensor(float(max(1, length))).log2().item())
+
+
+def _read(path: Path, facts: Mapping[str, str]) -> ProfileTable | None:
+    """Return a cached profile of this machine, None without one; says so of one of another machine."""
+    if not path.exists():
+        return None
+    try:
+        table = ProfileTable.from_json(path.read_text())
+    except PlanError as error:
+        logger.warning("%s is measured anew: %s", path, error)
+        return None
+    other = [f"{name} {table.machine.get(name)}, now {value}" for name, value in facts.items()
+             if table.machine.get(name) != value]  # fmt: skip
+    if other:
+        logger.warning("the profile %s is of another machine (%s) and is measured anew", path, "; ".join(other))
+        return None
+    return table
+
+
+# ---- what is measured
+def _measure(
+    request: ProfileRequest, machine: Machine, names: Mapping[str, str], facts: Mapping[str, str]
+) -> ProfileTable:
+    profiler = Profiler(machine)
+    table = ProfileTable(machine=facts)
+    subjects = _subjects(request, machine, names)
+    largest = max(subjects, key=lambda one: one.num_blocks)
+    grid = _grid(request, machine)
+    slowdown = profiler.slowdown(largest, grid.micro_batches[-1])
+    for subject in subjects:
+        kinds = _kinds(request, names, subject.key)
+        dims = _degrees(request.described[_role_of(names, subject.key)].model, kinds, machine)
+        found = profiler.passes(subject, dims, grid, slowdown=slowdown)
+        steps = {subject.key: profiler.optimizer(subject)} if subject.is_trained else {}
+        table = table.merged(ProfileTable(machine=facts, passes=found, optimizer=steps))
+    moves = {name: profiler.moves(largest, transport=name) for name in _transports(machine)}
+    return replace(table, moves=moves, slowdown=slowdown)
+
+
+def _transports(machine: Machine) -> tuple[str, ...]:
+    return ("auto", "direct") if machine.device.type == "cpu" else ("direct",)
+
+
+def _role_of(names: Mapping[str, str], key: str) -> str:
+    return next(role for role, name in names.items() if name == key)
+
+
+def _kinds(request: ProfileRequest, names: Mapping[str, str], key: str) -> set[CallKind]:
+    return {call.kind for call in request.dataflow.model_calls if names[str(call.role)] == key}
+
+
+def _degrees(model: ModelSpec, kinds: set[CallKind], machine: Machine) -> list[ParallelDims]:
+    """Return the degrees that calls may have on a node, pipelines aside; replicas only where gradients meet."""
+    cluster = replace(machine.cluster, num_nodes=1)
+    ranks = min(machine.world_size, cluster.devices_per_node)
+    found: dict[ParallelDims, None] = {}
+    for size in (size for size in sizes(cluster) if size <= ranks):
+        for kind in sorted(kinds):
+            for dims in legal_dims(model, kind, size, cluster):
+                if dims.pp == 1 and (dims.dp == 1 or kind == "train"):
+                    found[dims] = None
+    return sorted(found, key=lambda dims: (dims.size, dims.degrees))
+
+
+def _grid(request: ProfileRequest, machine: Machine) -> Grid:
+    load, response = request.workload, max(1, request.mean_response)
+    length = load.prompt_tokens + response
+    most = max(1, min(load.num_sequences, MAX_TOKENS.get(machine.device.type, 4096) // length))
+    batches = sorted({1, -(-load.num_sequences // 4), load.num_sequences})
+    contexts = sorted({load.prompt_tokens + response // 4, load.prompt_tokens + response})
+    return Grid(
+        micro_batches=tuple(Size(count, load.prompt_tokens, response) for count in sorted({1, most})),
+        decoding=tuple(Size(count, context, 0) for context in contexts for count in batches),
+    )
+
+
+# ---- subjects
+def _subjects(request: ProfileRequest, machine: Machine, names: Mapping[str, str]) -> list[Subject]:
+    chosen: dict[str, Any] = {}
+    for role in request.roles:  # a trained role speaks for a frozen one of its shape
+        if role.name in request.dataflow.roles and (names[role.name] not in chosen or role.trained):
+            chosen[names[role.name]] = role
+    subjects: list[Subject] = []
+    first: dict[str, str] = {}
+    does_most = sorted(chosen.items(), key=lambda item: (not item[1].trained, not _generates(request, names, item[0])))
+    for key, role in does_most:
+        blocks = _digest_of_blocks(role)
+        subjects.append(_subject(role, key, request, machine, names, like=first.get(blocks)))
+        first.setdefault(blocks, key)
+    return subjects
+
+
+def _generates(request: ProfileRequest, names: Mapping[str, str], key: str) -> bool:
+    return "generate" in _kinds(request, names, key)
+
+
+def _digest_of_blocks(role: Any) -> str:
+    """Return a name that models share whose blocks are alike, whatever is before and after them."""
+    content = {name: value for name, value in role.config().to_dict().items() if name not in _OUTSIDE_OF_BLOCKS}
+    return json.dumps(content, sort_keys=True, default=str)
+
+
+def _subject(
+    role: Any, key: str, request: ProfileRequest, machine: Machine, names: Mapping[str, str], *, like: str | None
+) -> Subject:
+    return Subject(
+        key=key,
+        num_blocks=request.described[role.name].model.num_blocks,
+        build=lambda depth: _build(role, depth, machine.device, request.seed),
+        forward=_FORWARDS[role.task],
+        is_trained=role.trained,
+        new_optimizer=lambda parameters: request.new_optimizer(role.name, parameters),
+        decode=_decoder(machine) if _generates(request, names, key) else None,
+        tp_plan=request.tp_plans.get(role.name),
+        like=like,
+    )
+
+
+def _build(role: Any, depth: int, device: torch.device, seed: int) -> nn.Module:
+    """Return a model like the role's, of some blocks, with random weights."""
+    config = copy.deepcopy(role.config())
+    assert config is not None, "shape_names has looked"
+    text = config.get_text_config()
+    count = text.num_hidden_layers
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == count:  # one entry per block, as layer_types
+            setattr(text, name, (value * depth)[:depth])
+    text.num_hidden_layers = depth
+    with device:
+        model: nn.Module = replace(role, source=config).build(seed=seed)
+    return model
+
+
+def _scores_of_tokens(model: nn.Module, pack: PackedBatch) -> Tensor:
+    return packed_logits(model, pack)[pack.predecessors, 0]
+
+
+def _logprobs(model: nn.Module, pack: PackedBatch) -> Tensor:
+    return token_logprobs(model, pack, with_entropy=torch.is_grad_enabled(), only_responses=True).logprobs
+
+
+_FORWARDS: Mapping[str, Callable[[nn.Module, PackedBatch], Tensor]] = {
+    "causal_lm": _logprobs, "token_classification": _scores_of_tokens, "sequence_classification": sequence_scores,
+}  # fmt: skip
+
+
+def _decoder(machine: Machine) -> Callable[[nn.Module, dist.ProcessGroup | None, int, int], list[float]]:
+    def decode(model: nn.Module, group: dist.ProcessGroup | None, count: int, context: int) -> list[float]:
+        lockstep = None if group is None else Lockstep(group, machine.device)
+        ticks: list[float] = []
+
+        def tick(has_work: bool) -> bool:
+            goes_on = has_work if lockstep is None else lockstep(has_work)
+            if machine.device.type == "cuda":
+                torch.cuda.synchronize(machine.device)
+            ticks.append(machine.clock())
+            return goes_on
+
+        engine = GenerationEngine(model, max_slots=count, lockstep=tick)
+        params = SamplingParams(max_new_tokens=DECODE_STEPS + 2, ignore_eos=True, n=count)
+        engine.generate([[3] * context], params)
+        steps = [end - begin for begin, end in itertools.pairwise(ticks)]
+        return steps[2:]  # the first one reads the prompt, the second is the first of its kind
+
+    return decode
