@@ -1,0 +1,163 @@
+"""What would other plans of a running algorithm take, and which few of them are worth a try?
+
+The best plan that a search finds is best by estimates, which are wrong in places. So what is proposed differs in kind:
+calls on ranks of their own, every call on all ranks, one layout for everything, and the heuristic's plan. Where an
+estimate misjudges one kind (moves, overlaps, small parts of work), another one wins on real iterations.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_realloc.errors import ReallocError
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.layout.model import ModelSpec
+from lightning_realloc.tuning.dataflow import Dataflow
+from lightning_realloc.tuning.estimate import Estimator
+from lightning_realloc.tuning.execution_plan import CallPlan, ExecutionPlan
+from lightning_realloc.tuning.heuristic import heuristic_plan
+from lightning_realloc.tuning.lengths import TypicalLengths
+from lightning_realloc.tuning.memory import forecast_memory
+from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory, Workload
+from lightning_realloc.tuning.search import search_plan
+from lightning_realloc.tuning.simulator import Overlap, simulate
+from lightning_realloc.tuning.space import CallOptions, legal_dims
+from lightning_realloc.tuning.tuner_steps import Candidate
+
+SHARE_OF_ALL_PLANS = 0.7
+"""Of a search's seconds, for plans of any kind; the rest is for plans whose calls all have all ranks."""
+NUM_STATIC = 2
+"""Layouts for everything that are proposed, the best ones by estimate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prospects:
+    """What plans of one algorithm are judged by."""
+
+    dataflow: Dataflow
+    estimate: Callable[[TypicalLengths], Estimator]
+    """Makes what prices plans for iterations of such lengths."""
+    lengths: TypicalLengths
+    """Of the iterations to come."""
+    roles: dict[str, RoleMemory]
+    settings: MemorySettings
+    workload: Workload
+    """What memory must have room for."""
+    memory_budget: int
+    """Bytes of a device that a plan may fill."""
+    overlap: Overlap
+
+    @property
+    def models(self) -> dict[str, ModelSpec]:
+        """Role -> its parameters."""
+        return {name: role.model for name, role in self.roles.items()}
+
+    # ---- judging
+    def seconds(self, plan: ExecutionPlan, estimator: Estimator | None = None) -> float:
+        """Return how long an iteration should take."""
+        prices = estimator or self.estimate(self.lengths)
+        return simulate(self.dataflow, plan, prices, overlap=self.overlap).seconds_per_iteration
+
+    def call_seconds(self, plan: ExecutionPlan) -> dict[str, float]:
+        """Return how long every call should take, with the move of its weights where one comes before it."""
+        prices = self.estimate(self.lengths)
+        timeline = simulate(self.dataflow, plan, prices, iterations=2, overlap=self.overlap)
+        seconds: dict[str, float] = {}
+        for entry in timeline.entries:
+            if entry.iteration == 1:
+                call = entry.phase.removeprefix("-> ")
+                seconds[call] = seconds.get(call, 0.0) + entry.seconds
+        return seconds
+
+    def work(self, plan: ExecutionPlan, lengths: TypicalLengths) -> float:
+        """Return the seconds of all calls, one after the other, in iterations of other lengths."""
+        prices = self.estimate(lengths)
+        calls = [call.name for call in self.dataflow.iteration_calls if call.role is not None]
+        return sum(prices.call_seconds(name, plan.call(name)).total for name in calls)
+
+    def peak_bytes(self, plan: ExecutionPlan, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return the most bytes that each of these ranks should need in the calls of an iteration.
+
+        Raises:
+            LayoutError: for a layout that does not fit its model.
+        """
+        forecast = forecast_memory(self.dataflow, plan, self.roles, self.settings, self.workload, ranks=ranks)
+        calls = {f"{arrow}{call.name}" for call in self.dataflow.iteration_calls for arrow in ("", "-> ")}
+        return tuple(
+            max(entry.parts.total for entry in forecast.phases if entry.rank == rank and entry.phase in calls)
+            for rank in ranks
+        )
+
+    def fits(self, plan: ExecutionPlan) -> bool:
+        """Whether a plan is legal and has room on every rank."""
+        num_ranks = self.estimate(self.lengths).cluster.num_devices
+        try:
+            plan.check(self.dataflow, num_ranks)
+            plan.check_models(self.dataflow, self.models)
+            return max(self.peak_bytes(plan, range(num_ranks))) <= self.memory_budget
+        except ReallocError:
+            return False
+
+    # ---- proposing
+    def propose(
+        self, start: ExecutionPlan, *, seconds: float, seed: int, clock: Callable[[], float] = time.monotonic
+    ) -> list[Candidate]:
+        """Return distinct plans that fit, the best of each kind first by estimate; ``start`` is none of them."""
+        prices = self.estimate(self.lengths)
+        found: dict[ExecutionPlan, float] = {}
+        for plan in self._plans(prices, start, seconds, seed, clock):
+            if plan != start and plan not in found and self.fits(plan):
+                found[plan] = self.seconds(plan, prices)
+        return sorted((Candidate(plan, took) for plan, took in found.items()), key=lambda one: one.predicted_s)
+
+    def _plans(
+        self, prices: Estimator, start: ExecutionPlan, seconds: float, seed: int, clock: Callable[[], float]
+    ) -> Iterator[ExecutionPlan]:
+        options = self._options(start)
+        wholly = replace(options, num_ranks=prices.cluster.num_devices)
+        shares = ((options, SHARE_OF_ALL_PLANS), (wholly, 1 - SHARE_OF_ALL_PLANS))
+        for chosen, share in shares:
+            try:
+                yield search_plan(
+                    self.dataflow, self.models, prices.cluster, prices, seed=seed, seconds=share * seconds,
+                    memory_budget=self.memory_budget, overlap=self.overlap, options=chosen, clock=clock,
+                ).plan  # fmt: skip
+            except ReallocError:
+                break  # nothing fits; much less what is bound to all ranks
+        yield from self._static_plans(prices, options)
+        try:
+            yield heuristic_plan(
+                self.dataflow, self.models, prices.cluster, world_size=prices.cluster.num_devices,
+                element_bytes=self.settings.copy_bytes,
+            ).completed(self.dataflow)  # fmt: skip
+        except ReallocError:
+            return
+
+    def _options(self, start: ExecutionPlan) -> CallOptions:
+        """Return what calls may choose: what the start has, and what takes less memory."""
+        chosen = {plan.micro_batch_tokens for _, plan in start.calls}
+        tokens = sorted({size for size in chosen if size is not None} | {max(1, self.workload.micro_batch_tokens // 4)})
+        generating = [call.name for call in self.dataflow.model_calls if call.kind == "generate"]
+        slots = sorted({start.call(name).max_slots for name in generating} or {64})
+        return CallOptions(micro_batch_tokens=(None, *tokens), max_slots=tuple(slots))
+
+    def _static_plans(self, prices: Estimator, options: CallOptions) -> list[ExecutionPlan]:
+        """Return the best plans of one layout for everything that fit."""
+        cluster, size = prices.cluster, prices.cluster.num_devices
+        kinds = {(str(call.role), call.kind) for call in self.dataflow.model_calls}
+        legal = [set(legal_dims(self.models[role], kind, size, cluster)) for role, kind in kinds]
+        plans = []
+        for dims in sorted(set.intersection(*legal), key=str):
+            layout = Layout(dims, tuple(range(size)))
+            variants = (self._static_plan(layout, options, recompute) for recompute in (False, True))
+            plans += [plan for plan in variants if self.fits(plan)][:1]
+        return sorted(plans, key=lambda plan: self.seconds(plan, prices))[:NUM_STATIC]
+
+    def _static_plan(self, layout: Layout, options: CallOptions, recompute: bool) -> ExecutionPlan:
+        calls = []
+        for call in self.dataflow.model_calls:
+            chosen = CallPlan(layout, None, recompute, options.max_slots[-1]).suited(call.kind)
+            calls.append((call.name, chosen))
+        return ExecutionPlan(tuple(calls))
