@@ -14,10 +14,9 @@ class Lengths:
 
     prompts: tuple[int, ...]
     responses: tuple[int, ...]
-    """In the same order. An empty response counts as one token: somebody looked at it."""
+    """In the same order."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "responses", tuple(max(1, length) for length in self.responses))
         if not self.prompts or len(self.prompts) != len(self.responses):
             raise PlanError(
                 f"an iteration has a prompt and a response for each of its sequences; got {len(self.prompts)} prompts "
@@ -40,7 +39,7 @@ class TypicalLengths:
     """Of a prompt, as a mean."""
     longest_prompt: int
     responses: tuple[int, ...]
-    """Equally likely lengths."""
+    """Equally likely lengths. An empty one counts as one token: somebody looked at it."""
 
     @classmethod
     def of(cls, iterations: Sequence[Lengths]) -> TypicalLengths:
@@ -48,7 +47,7 @@ class TypicalLengths:
         if not iterations:
             raise PlanError("lengths of at least one iteration are needed to say what is typical")
         prompts = [length for one in iterations for length in one.prompts]
-        responses = tuple(sorted(length for one in iterations for length in one.responses))
+        responses = tuple(sorted(max(1, length) for one in iterations for length in one.responses))
         return cls(
             num_sequences=max(1, round(len(prompts) / len(iterations))),
             prompt_tokens=max(1, round(sum(prompts) / len(prompts))),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.layout.dims import Layout
@@ -18,7 +19,7 @@ from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.estimate import Estimator
 from lightning_realloc.tuning.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.tuning.heuristic import heuristic_plan
-from lightning_realloc.tuning.lengths import TypicalLengths
+from lightning_realloc.tuning.lengths import Lengths, TypicalLengths
 from lightning_realloc.tuning.memory import forecast_memory
 from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory, Workload
 from lightning_realloc.tuning.search import search_plan
@@ -161,3 +162,22 @@ class Prospects:
             chosen = CallPlan(layout, None, recompute, options.max_slots[-1]).suited(call.kind)
             calls.append((call.name, chosen))
         return ExecutionPlan(tuple(calls))
+
+
+class Yardstick:
+    """Measures iterations by what their lengths should take under one plan; 1 for lengths like those given."""
+
+    def __init__(self, prospects: Prospects, plan: ExecutionPlan, iterations: Sequence[Lengths]) -> None:
+        self.plan = plan
+        self.iterations = tuple(iterations)
+        self._prospects = prospects
+        self._unit = prospects.work(plan, TypicalLengths.of(iterations))
+
+    def work(self, lengths: Lengths) -> float:
+        """Return an iteration's work."""
+        return self._prospects.work(self.plan, TypicalLengths.of([lengths])) / self._unit
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plan and the lengths, as plain values."""
+        lengths = [[list(one.prompts), list(one.responses)] for one in self.iterations]
+        return {"plan": self.plan.to_mapping(), "lengths": lengths}

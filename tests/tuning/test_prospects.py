@@ -40,7 +40,7 @@ PROSPECTS = Prospects(
 
 
 def test_lengths_of_iterations_are_put_together() -> None:
-    assert TYPICAL == TypicalLengths(2, 10, 12, (1, 30, 40, 50))
+    assert TypicalLengths(2, 10, 12, (1, 30, 40, 50)) == TYPICAL
     assert Lengths((3,), (4,)).num_tokens == 7
     with pytest.raises(PlanError, match="1 prompts and 2 responses"):
         Lengths((1,), (2, 3))
