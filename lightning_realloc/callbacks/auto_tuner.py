@@ -246,7 +246,7 @@ class AutoTuner(Callback):
         assert self._yardstick is not None, "made at the end of a profile"
         calls = [made for _, made, _ in everyone]
         peaks = tuple(peak for _, _, peak in everyone if peak is not None)
-        slowest = {name: max(of.get(name, 0.0) for of in calls) for name in calls[0].keys() | set().union(*calls)}
+        slowest = {name: max(of.get(name, 0.0) for of in calls) for name in set().union(*calls)}
         self._measured[self.tuner.current] = Measured(slowest, peaks)
         seconds = [sum(row) / len(row) for row in zip(*(times for times, _, _ in everyone), strict=True)]
         works = [self._yardstick.work(made) for made in lengths]
@@ -301,7 +301,7 @@ class AutoTuner(Callback):
     def _commit(self, trainer: Trainer) -> None:
         rank_zero_info(outcome(self.tuner))
         if trainer.is_global_zero and self._prospects is not None:
-            rank_zero_info(self._table(trainer.world_size))
+            rank_zero_info(self._table())
             self._save(trainer)
         self.tuner.committed()
         self._previous = None
@@ -317,7 +317,7 @@ class AutoTuner(Callback):
             self.tuner.watched(Reading(before.num_tokens / float(rate), self._yardstick.work(before)))
 
     # ---- what users see
-    def _table(self, world_size: int) -> str:
+    def _table(self) -> str:
         assert self._prospects is not None
         plan = self.tuner.current
         return comparison(
@@ -326,7 +326,7 @@ class AutoTuner(Callback):
             seconds=self.tuner.best.score,
             predicted_s=self._prospects.seconds(plan),
             predicted_calls=self._prospects.call_seconds(plan),
-            predicted_bytes=self._prospects.peak_bytes(plan, range(world_size)),
+            predicted_bytes=self._prospects.peak_bytes(plan),
         )
 
     def _save(self, trainer: Trainer) -> None:

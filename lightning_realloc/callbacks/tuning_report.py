@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lightning_realloc.layout.dims import format_ranks
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.tuner import Tuner
 
@@ -50,17 +51,19 @@ def comparison(
     seconds: float,
     predicted_s: float,
     predicted_calls: Mapping[str, float],
-    predicted_bytes: Sequence[int],
+    predicted_bytes: Mapping[tuple[int, ...], int],
 ) -> str:
-    """Return a table: seconds of every call and of an iteration, bytes of every rank, predicted beside measured."""
+    """Return a table: seconds of every call and of an iteration, bytes of ranks, predicted beside measured."""
     rows = [("", "layout", "predicted", "measured")]
     for name, predicted in predicted_calls.items():
         found = measured.calls.get(name)
         rows.append((name, _entry(plan, name), f"{predicted:.3f} s", "" if found is None else f"{found:.3f} s"))
     rows.append(("an iteration", "", f"{predicted_s:.3f} s", f"{seconds:.3f} s"))
-    for rank, predicted_size in enumerate(predicted_bytes):
-        size = f"{measured.peak_bytes[rank] / 2**20:.0f} MiB" if measured.peak_bytes else ""
-        rows.append((f"peak of rank {rank}", "", f"{predicted_size / 2**20:.0f} MiB", size))
+    for ranks, size in predicted_bytes.items():
+        found_size = ""
+        if measured.peak_bytes:
+            found_size = f"{max(measured.peak_bytes[rank] for rank in ranks) / 2**20:.0f} MiB"
+        rows.append((f"peak of rank {format_ranks(ranks)}", "", f"{size / 2**20:.0f} MiB", found_size))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = (f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}" for a, b, c, d in rows)
     return "\n".join(line.rstrip() for line in lines)

@@ -7,6 +7,7 @@ estimate misjudges one kind (moves, overlaps, small parts of work), another one 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,11 @@ from lightning_realloc.tuning.tuner_steps import Candidate
 
 SHARE_OF_ALL_PLANS = 0.7
 """Of a search's seconds, for plans of any kind; the rest is for plans whose calls all have all ranks."""
+SHORTEST_SEARCH = 64
+"""The first search takes this fraction of the seconds that there are."""
+LEAST_SEARCH_S = 0.02
+WORTH_SEARCHING = 0.005
+"""What twice the time must save of an iteration for a search to go on."""
 NUM_STATIC = 2
 """Layouts for everything that are proposed, the best ones by estimate."""
 
@@ -78,18 +84,20 @@ class Prospects:
         calls = [call.name for call in self.dataflow.iteration_calls if call.role is not None]
         return sum(prices.call_seconds(name, plan.call(name)).total for name in calls)
 
-    def peak_bytes(self, plan: ExecutionPlan, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return the most bytes that each of these ranks should need in the calls of an iteration.
+    def peak_bytes(self, plan: ExecutionPlan) -> dict[tuple[int, ...], int]:
+        """Return the most bytes that ranks should need in the calls of an iteration, alike ranks together.
 
         Raises:
             LayoutError: for a layout that does not fit its model.
         """
-        forecast = forecast_memory(self.dataflow, plan, self.roles, self.settings, self.workload, ranks=ranks)
+        groups = alike_ranks(plan)
+        firsts = [ranks[0] for ranks in groups]  # shards are padded: no other one of the group holds more
+        forecast = forecast_memory(self.dataflow, plan, self.roles, self.settings, self.workload, ranks=firsts)
         calls = {f"{arrow}{call.name}" for call in self.dataflow.iteration_calls for arrow in ("", "-> ")}
-        return tuple(
-            max(entry.parts.total for entry in forecast.phases if entry.rank == rank and entry.phase in calls)
-            for rank in ranks
-        )
+        return {
+            ranks: max(e.parts.total for e in forecast.phases if e.rank == ranks[0] and e.phase in calls)
+            for ranks in groups
+        }
 
     def fits(self, plan: ExecutionPlan) -> bool:
         """Whether a plan is legal and has room on every rank."""
@@ -97,7 +105,7 @@ class Prospects:
         try:
             plan.check(self.dataflow, num_ranks)
             plan.check_models(self.dataflow, self.models)
-            return max(self.peak_bytes(plan, range(num_ranks))) <= self.memory_budget
+            return max(self.peak_bytes(plan).values()) <= self.memory_budget
         except ReallocError:
             return False
 
@@ -121,10 +129,7 @@ class Prospects:
         shares = ((options, SHARE_OF_ALL_PLANS), (wholly, 1 - SHARE_OF_ALL_PLANS))
         for chosen, share in shares:
             try:
-                yield search_plan(
-                    self.dataflow, self.models, prices.cluster, prices, seed=seed, seconds=share * seconds,
-                    memory_budget=self.memory_budget, overlap=self.overlap, options=chosen, clock=clock,
-                ).plan  # fmt: skip
+                yield self._search(prices, chosen, share * seconds, seed, clock)
             except ReallocError:
                 break  # nothing fits; much less what is bound to all ranks
         yield from self._static_plans(prices, options)
@@ -135,6 +140,26 @@ class Prospects:
             ).completed(self.dataflow)  # fmt: skip
         except ReallocError:
             return
+
+    def _search(
+        self, prices: Estimator, options: CallOptions, seconds: float, seed: int, clock: Callable[[], float]
+    ) -> ExecutionPlan:
+        """Return the best plan found, after as much of ``seconds`` as it is worth.
+
+        A search does not know that nothing better will come. So it is made again with twice the time, until that finds
+        nothing better by `WORTH_SEARCHING`: small clusters are done after a fraction of a second.
+        """
+        begin, allowed, best = clock(), max(LEAST_SEARCH_S, seconds / SHORTEST_SEARCH), None
+        while True:
+            found = search_plan(
+                self.dataflow, self.models, prices.cluster, prices, seed=seed, seconds=allowed,
+                memory_budget=self.memory_budget, overlap=self.overlap, options=options, clock=clock,
+            )  # fmt: skip
+            if best is not None and found.seconds > (1 - WORTH_SEARCHING) * best.seconds:
+                return min(best, found, key=lambda one: one.seconds).plan
+            if found.gap == 0 or clock() - begin + 2 * allowed > seconds:
+                return found.plan
+            best, allowed = found, 2 * allowed
 
     def _options(self, start: ExecutionPlan) -> CallOptions:
         """Return what calls may choose: what the start has, and what takes less memory."""
@@ -149,12 +174,10 @@ class Prospects:
         cluster, size = prices.cluster, prices.cluster.num_devices
         kinds = {(str(call.role), call.kind) for call in self.dataflow.model_calls}
         legal = [set(legal_dims(self.models[role], kind, size, cluster)) for role, kind in kinds]
-        plans = []
-        for dims in sorted(set.intersection(*legal), key=str):
-            layout = Layout(dims, tuple(range(size)))
-            variants = (self._static_plan(layout, options, recompute) for recompute in (False, True))
-            plans += [plan for plan in variants if self.fits(plan)][:1]
-        return sorted(plans, key=lambda plan: self.seconds(plan, prices))[:NUM_STATIC]
+        layouts = [Layout(dims, tuple(range(size))) for dims in sorted(set.intersection(*legal), key=str)]
+        plans = [self._static_plan(one, options, recompute) for one in layouts for recompute in (False, True)]
+        plans.sort(key=lambda plan: self.seconds(plan, prices))
+        return list(itertools.islice(filter(self.fits, plans), NUM_STATIC))
 
     def _static_plan(self, layout: Layout, options: CallOptions, recompute: bool) -> ExecutionPlan:
         calls = []
@@ -181,3 +204,12 @@ class Yardstick:
         """Return the plan and the lengths, as plain values."""
         lengths = [[list(one.prompts), list(one.responses)] for one in self.iterations]
         return {"plan": self.plan.to_mapping(), "lengths": lengths}
+
+
+def alike_ranks(plan: ExecutionPlan) -> list[tuple[int, ...]]:
+    """Return groups of ranks that take part in the same calls, in the same stages."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in sorted({rank for layout in plan.layouts for rank in layout.ranks}):
+        place = tuple(layout.coordinate(rank).pp if rank in layout else -1 for layout in plan.layouts)
+        groups.setdefault(place, []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]

@@ -273,9 +273,10 @@ def test_a_line_says_what_changed_and_what_it_bought() -> None:
 
 def test_predicted_and_measured_stand_side_by_side() -> None:
     table = comparison(
-        APART, Measured({"actor.generate": 0.25, "actor.train": 0.5}, (2**20, 2**21)), seconds=0.75, predicted_s=1.0,
+        APART, Measured({"actor.generate": 0.25, "actor.train": 0.5}, (2**20, 2**21, 2**20, 2**20)),
+        seconds=0.75, predicted_s=1.0,
         predicted_calls={"actor.generate": 0.4, "actor.train": 0.6, "critic.train": 0.2},
-        predicted_bytes=(2**22, 2**23),
+        predicted_bytes={(0, 1): 2**22, (2, 3): 2**23},
     )  # fmt: skip
     assert [line.split() for line in table.splitlines()] == [
         ["layout", "predicted", "measured"],
@@ -283,6 +284,6 @@ def test_predicted_and_measured_stand_side_by_side() -> None:
         ["actor.train", "fsdp4@0-3", "gradient_checkpointing=True", "0.600", "s", "0.500", "s"],
         ["critic.train", "dp2@2-3", "0.200", "s"],
         ["an", "iteration", "1.000", "s", "0.750", "s"],
-        ["peak", "of", "rank", "0", "4", "MiB", "1", "MiB"],
-        ["peak", "of", "rank", "1", "8", "MiB", "2", "MiB"],
+        ["peak", "of", "rank", "0-1", "4", "MiB", "2", "MiB"],
+        ["peak", "of", "rank", "2-3", "8", "MiB", "1", "MiB"],
     ]

@@ -14,7 +14,7 @@ from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.hardware import CPU_EFFICIENCY
 from lightning_realloc.tuning.lengths import Lengths, TypicalLengths
 from lightning_realloc.tuning.memory_parts import MemorySettings, Workload
-from lightning_realloc.tuning.prospects import Prospects
+from lightning_realloc.tuning.prospects import Prospects, alike_ranks
 from lightning_realloc.tuning.roofline import RooflineEstimator
 from lightning_realloc.tuning.search import search_plan
 from lightning_realloc.tuning.space import CallOptions
@@ -66,13 +66,19 @@ def test_a_proposal_is_never_the_plan_that_runs() -> None:
 
 
 def test_nothing_is_proposed_that_has_no_room() -> None:
-    least = max(PROSPECTS.peak_bytes(START, range(4)))
+    least = max(PROSPECTS.peak_bytes(START).values())
     tight = replace(PROSPECTS, memory_budget=least)
     assert tight.fits(START) and not replace(PROSPECTS, memory_budget=least - 1).fits(START)
     replicated = ExecutionPlan.static(PPO_FLOW, Layout.parse("dp4@0-3"))
     assert PROSPECTS.fits(replicated) and not tight.fits(replicated)
     assert all(tight.fits(candidate.plan) for candidate in tight.propose(START, seconds=0.3, seed=0))
     assert replace(PROSPECTS, memory_budget=least // 2).propose(START, seconds=0.1, seed=0) == []
+
+
+def test_ranks_are_alike_in_the_same_calls_and_stages() -> None:
+    plan = ExecutionPlan.from_mapping({"calls": {"actor.train": "pp2.fsdp2@0-3", "critic.train": "tp2@1,3"}})
+    assert alike_ranks(plan) == [(0,), (1,), (2,), (3,)]
+    assert alike_ranks(START) == [(0, 1, 2, 3)]
 
 
 def test_options_of_the_start_are_kept() -> None:
