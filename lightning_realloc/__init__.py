@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_realloc.algorithms.ppo import PPO as PPO
     from lightning_realloc.algorithms.role import Role as Role
     from lightning_realloc.algorithms.sft import SFT as SFT
+    from lightning_realloc.callbacks import AutoTuner as AutoTuner
     from lightning_realloc.callbacks import MemoryMonitor as MemoryMonitor
     from lightning_realloc.callbacks import ParameterReallocation as ParameterReallocation
     from lightning_realloc.callbacks import PhaseCallback as PhaseCallback
@@ -95,6 +96,7 @@ _HOMES = {
     "SFT": "algorithms.sft",
     "TrainOptions": "runtime.training",
     "ReallocStrategy": "strategies",
+    "AutoTuner": "callbacks",
     "MemoryMonitor": "callbacks",
     "ParameterReallocation": "callbacks",
     "PhaseCallback": "callbacks",

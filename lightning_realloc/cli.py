@@ -23,7 +23,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _Instan
 from lightning_realloc.algorithms import GRPO, PPO, SFT
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.role import Role, Task
-from lightning_realloc.callbacks import MemoryMonitor, ParameterReallocation, SaveHuggingFace
+from lightning_realloc.callbacks import AutoTuner, MemoryMonitor, ParameterReallocation, SaveHuggingFace
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.sft import SFTDataModule
 from lightning_realloc.errors import PlanError
@@ -49,6 +49,7 @@ SHORT_NAMES = (
     ParameterReallocation,
     SaveHuggingFace,
     MemoryMonitor,
+    AutoTuner,
 )
 """Classes that a configuration names without their module; any other has its full class path."""
 ALGORITHMS: dict[str, type[MultiModelModule]] = {"grpo": GRPO, "ppo": PPO, "sft": SFT}

@@ -20,12 +20,14 @@ from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.runtime.agreement import TransportName
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
+from lightning_realloc.strategies.headroom import require_room
 from lightning_realloc.strategies.memory import describe_roles, memory_settings, refuse_too_large, with_callbacks
 from lightning_realloc.strategies.model_pool import Following, ModelPool, PoolOptions
 from lightning_realloc.strategies.plan_source import NamedPlan, agree_on, work_out_plan
 from lightning_realloc.strategies.precision import cast_parameters
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
+from lightning_realloc.tuning.transition import transition_bytes
 
 _POOL_ATTRIBUTE = "_realloc_pool"
 """Where a LightningModule remembers its laid-out models for the next Trainer."""
@@ -94,8 +96,13 @@ class PoolBuilder:
         plan.check_models(self.dataflow, specs)
         return plan
 
-    def check_memory(self, source: NamedPlan, callbacks: Iterable[object]) -> None:
+    def check_memory(
+        self, source: NamedPlan, callbacks: Iterable[object], *, running: ExecutionPlan | None = None
+    ) -> None:
         """Refuse a plan that does not fit into memory; asks for nothing but the models' configurations.
+
+        Args:
+            running: The plan whose models will move: then devices are also asked for the room that moving takes.
 
         Raises:
             PlanError: see `plan`, and with the phase, the rank, the bytes and what would fit.
@@ -105,6 +112,9 @@ class PoolBuilder:
         settings = memory_settings(self.options, self.master_dtype, optimizer_bytes=self.module.optimizer_bytes)
         plan, settings = with_callbacks(callbacks, self.dataflow, plan, settings)
         refuse_too_large(self.dataflow, plan, roles, settings, rank=self.rank, budget_bytes=self.memory_budget)
+        if running is not None and self.device.type != "cpu":
+            extra = transition_bytes(self.dataflow, running, plan, roles, settings, rank=self.rank)
+            require_room(extra, self.device, what="moving to the new plan")
 
     def build(self, source: NamedPlan) -> ModelPool:
         """Lay the models out, or return the pool of an earlier Trainer that did.

@@ -7,7 +7,7 @@ is overridden and why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, get_args
@@ -31,6 +31,7 @@ from lightning_realloc.runtime.shards import reshard
 from lightning_realloc.strategies.call_runner import CallRunner
 from lightning_realloc.strategies.checkpointing import CheckpointStrategy
 from lightning_realloc.strategies.data_parallel import broadcast_module
+from lightning_realloc.strategies.estimation import lengths_of, prospects_of
 from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.offload import Offloader
 from lightning_realloc.strategies.plan_source import PlanSource, read_plan_source
@@ -40,8 +41,10 @@ from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.schedules import check_schedules, step_schedules
 from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
+from lightning_realloc.tuning.lengths import Lengths
 from lightning_realloc.tuning.memory_parts import parse_bytes
 from lightning_realloc.tuning.offload import OffloadSchedule
+from lightning_realloc.tuning.prospects import Prospects
 from lightning_realloc.tuning.simulator import Overlap
 
 
@@ -104,6 +107,8 @@ class ReallocStrategy(CheckpointStrategy):
         self._offloader: Offloader | None = None
         self._placed_module: nn.Module | None = None
         self._overlap: Overlap = overlap
+        self.lengths: Lengths | None = None
+        """Of the latest iteration's sequences; None before it, and where it has no prompts with responses."""
         self._reallocation: ParameterReallocation | None = None
 
     # ---- what users and callbacks read
@@ -125,6 +130,11 @@ class ReallocStrategy(CheckpointStrategy):
         if self._runner is None:
             raise ConfigError("the models are not set up yet; read strategy.runner from on_fit_start on")
         return self._runner
+
+    def prospects(self, iterations: Sequence[Lengths]) -> Prospects:
+        """Return what other plans are judged by, for iterations of such lengths. Collective over all ranks."""
+        callbacks = self.lightning_module.trainer.callbacks  # type: ignore[union-attr]
+        return prospects_of(self._builder(), self.plan, iterations, callbacks=callbacks, overlap=self._overlap)
 
     # ---- models
     @contextmanager
@@ -217,8 +227,8 @@ class ReallocStrategy(CheckpointStrategy):
         Collective over all ranks, between iterations: in a callback's ``on_train_batch_end``, for instance.
 
         Raises:
-            PlanError: on every rank, for a plan that does not fit the algorithm, the ranks or their memory; the one
-                before stays.
+            PlanError: on every rank, for a plan that does not fit the algorithm, the ranks or their memory, or that
+                cannot be moved to; the one before stays.
             ConfigError: while calls are under way.
         """
         if self.runner.is_running:
@@ -231,7 +241,8 @@ class ReallocStrategy(CheckpointStrategy):
         wanted = self._builder().plan(source, specs)
         if wanted == self.plan:
             return
-        self._builder().check_memory(wanted, self.lightning_module.trainer.callbacks)  # type: ignore[union-attr]
+        callbacks = self.lightning_module.trainer.callbacks  # type: ignore[union-attr]
+        self._builder().check_memory(wanted, callbacks, running=self.plan)
         self.runner.finish()
         self.pool.meshes.create(wanted.layouts)
         if self._offloader is not None:
@@ -275,6 +286,7 @@ class ReallocStrategy(CheckpointStrategy):
         calls = [call for call in self.pool.dataflow.iteration_calls if module.runs(call.name, self.iteration)]
         is_last = trainer.is_last_batch or self.iteration + 1 == trainer.max_steps
         result = self.runner.run_iteration(batch, calls, iteration=self.iteration, is_last=is_last)
+        self.lengths = lengths_of(result.samples)
         module.log_dict(dict(result.metrics), batch_size=1)
         progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         progress.increment_ready()

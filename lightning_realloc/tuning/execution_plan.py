@@ -162,9 +162,10 @@ class ExecutionPlan:
         calls = {name: plan.to_entry() for name, plan in self.calls}
         return {"calls": calls, "offload": list(self.offload)} if self.offload else {"calls": calls}
 
-    def save(self, path: str | Path) -> None:
-        """Write the YAML file that :meth:`load` reads."""
-        Path(path).write_text(yaml.safe_dump(self.to_mapping(), sort_keys=False))
+    def save(self, path: str | Path, *, comment: str = "") -> None:
+        """Write the YAML file that :meth:`load` reads, below a line of comment where one is given."""
+        head = f"# {' '.join(comment.split())}\n" if comment else ""
+        Path(path).write_text(head + yaml.safe_dump(self.to_mapping(), sort_keys=False))
 
     def call(self, name: str) -> CallPlan:
         """Return one call's plan; PlanError when the plan does not name it."""

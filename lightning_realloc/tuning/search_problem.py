@@ -114,7 +114,9 @@ class Problem:
 
     # ---- tables
     def _price_all(self, is_late: Callable[[], bool]) -> None:
-        for size in sorted(sizes(self.cluster), key=lambda size: (self.cluster.num_devices % size != 0, -size)):
+        only = self.options.num_ranks
+        legal = [size for size in sizes(self.cluster) if only in (None, size)]
+        for size in sorted(legal, key=lambda size: (self.cluster.num_devices % size != 0, -size)):
             if is_late() and all(self.tables):
                 self.is_complete = False
                 return

@@ -31,6 +31,8 @@ class CallOptions:
     """Of training."""
     max_slots: tuple[int, ...] = (64, 256)
     """Of generation."""
+    num_ranks: int | None = None
+    """How many ranks every call has; None: each call any legal number."""
 
     def plans(self, kind: CallKind, layout: Layout) -> tuple[CallPlan, ...]:
         """Return a call's plans under one layout."""

@@ -1,0 +1,377 @@
+"""Measures the first iterations, searches for a better execution plan, tries a few on real iterations, keeps the best.
+
+What to do next is decided in ``tuning.tuner``; here it is done: clocks are read, plans installed, users told. Every
+rank has a tuner of its own and tells it the same, so all do the same without asking each other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_realloc.callbacks.memory_monitor import MemoryMonitor
+from lightning_realloc.callbacks.reallocation import ParameterReallocation
+from lightning_realloc.callbacks.tuning_report import Measured, comparison, outcome
+from lightning_realloc.errors import ConfigError, LayoutError, PlanError, ReallocError
+from lightning_realloc.runtime.shared_memory import gather_objects
+from lightning_realloc.tuning.execution_plan import ExecutionPlan
+from lightning_realloc.tuning.lengths import Lengths
+from lightning_realloc.tuning.prospects import Prospects, Yardstick
+from lightning_realloc.tuning.tuner import Tuner
+from lightning_realloc.tuning.tuner_steps import (
+    Candidate,
+    Commit,
+    Measure,
+    Reading,
+    Search,
+    Switch,
+    TunerSettings,
+    Watch,
+)
+
+
+class AutoTuner(Callback):
+    """Finds a faster execution plan while training goes on; never ends slower than it began.
+
+    No iteration is lost: plans change where tensors lie, not what is learnt.
+
+    Args:
+        max_trials: Plans tried in one tuning.
+        max_overhead: What tuning may cost, as a share of the run: searches, changes of plans, and what iterations took
+            longer than they would have. The run's length is what the Trainer's ``max_steps`` and ``max_epochs`` say.
+        search_seconds: Of one search, at most; it also keeps within ``max_overhead``.
+        save_to: Where rank 0 writes the plan, under the Trainer's ``default_root_dir``; None writes nothing.
+        drift_threshold: Tune again when the same work takes longer by this share, or iterations have that much more or
+            less work; None never does.
+        margin: A plan must save this share of an iteration to replace the one that the run began with.
+        seed: Of the search.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_trials: int = 4,
+        max_overhead: float = 0.05,
+        search_seconds: float = 10.0,
+        save_to: str | Path | None = "execution_plan.yaml",
+        drift_threshold: float | None = 0.3,
+        margin: float = 0.02,
+        seed: int = 0,
+    ) -> None:
+        self.settings = TunerSettings(
+            max_trials=max_trials,
+            max_overhead=max_overhead,
+            search_seconds=search_seconds,
+            drift_threshold=drift_threshold,
+            margin=margin,
+        )
+        if save_to is not None and Path(save_to).suffix not in (".yaml", ".yml"):
+            raise ConfigError(f"save_to={str(save_to)!r} is written as YAML; give it a name that ends with .yaml")
+        self.save_to = save_to
+        self.seed = seed
+        self._tuner: Tuner | None = None
+        self._restored: Mapping[str, Any] | None = None
+        self._began_at = 0
+        self._yardstick: Yardstick | None = None
+        self._prospects: Prospects | None = None
+        self._profile_s = 0.0
+        self._iterations: list[tuple[float, Lengths]] = []
+        self._calls_before: dict[str, float] = {}
+        self._measured: dict[ExecutionPlan, Measured] = {}
+        self._previous: Lengths | None = None
+        self._begin = 0.0
+
+    @property
+    def tuner(self) -> Tuner:
+        """What was measured and decided. Raises ConfigError before training."""
+        if self._tuner is None:
+            raise ConfigError("nothing is tuned yet; read AutoTuner.tuner from on_train_batch_start on")
+        return self._tuner
+
+    # ---- hooks
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a run in which there is nothing to tune."""
+        if stage != "fit":
+            return
+        strategy: Any = trainer.strategy
+        if not hasattr(strategy, "set_plan"):
+            raise ConfigError(
+                f"AutoTuner needs Trainer(strategy='realloc'), which can change plans; this Trainer has "
+                f"{type(strategy).__name__}"
+            )
+        if strategy.dataflow is None:
+            raise ConfigError(
+                f"AutoTuner tunes where an algorithm's calls run, and {type(pl_module).__name__} declares none; leave "
+                f"the callback out, or declare calls as in docs/algorithms.md"
+            )
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, ParameterReallocation) and not callback.enabled for callback in callbacks):
+            raise ConfigError(
+                "ParameterReallocation(enabled=False) leaves every role where it is trained, which AutoTuner would "
+                "change; leave one of the two out"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin, or go on where a checkpoint was written."""
+        strategy: Any = trainer.strategy
+        try:
+            strategy.prospects([Lengths((1,), (1,))])
+        except PlanError as error:
+            raise ConfigError(f"AutoTuner cannot say what a plan takes: {error}; or leave the callback out") from error
+        self._forget()
+        restored, self._restored = self._restored, None
+        problem = None if restored is None else _obstacle(restored, strategy)
+        if problem is not None:
+            rank_zero_info(f"AutoTuner begins anew: {problem}")
+        if restored is None or problem is not None:
+            self._began_at = trainer.global_step
+            self._tuner = Tuner(strategy.plan, self.settings, self._num_iterations(trainer))
+        else:
+            self._resume(trainer, restored)
+        self._act(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Start the clock."""
+        if isinstance(self.tuner.action, Measure) and len(self._iterations) == self.tuner.action.skip:
+            self._calls_before = dict(trainer.strategy.runner.seconds)  # type: ignore[attr-defined]
+        self._begin = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Take an iteration in, and do what follows from it."""
+        seconds = time.perf_counter() - self._begin
+        strategy: Any = trainer.strategy
+        if strategy.lengths is None:
+            raise ConfigError(
+                f"AutoTuner needs iterations whose calls the strategy runs, with prompt_ids and response_ids; "
+                f"{type(pl_module).__name__} has none. Use its training_step as it is, or leave the callback out"
+            )
+        action = self.tuner.action
+        if isinstance(action, Measure):
+            self._iterations.append((seconds, strategy.lengths))
+            if len(self._iterations) == action.skip + action.count:
+                self._report(trainer, action)
+        elif isinstance(action, Watch):
+            self._watch(trainer, seconds, strategy.lengths)
+        self._act(trainer)
+        pl_module.log("tuner/trials", float(self.tuner.num_tried), batch_size=1)
+        if self.tuner.drift is not None:
+            pl_module.log("tuner/drift", self.tuner.drift, batch_size=1)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say so where the run was over before the tuning."""
+        if self.tuner.num_tunings == 0:
+            rank_zero_info(
+                "AutoTuner: the run ended before a plan was chosen; use more iterations, or fewer max_trials"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run goes on from."""
+        if self._tuner is None:
+            return {}
+        return {
+            "world_size": len(_ranks_of(self._tuner.current)),
+            "calls": [name for name, _ in self._tuner.current.calls],
+            "began_at": self._began_at,
+            "tuner": self._tuner.state_dict(),
+            "yardstick": None if self._yardstick is None else self._yardstick.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what `state_dict` returned; it is looked at when training begins."""
+        self._restored = state_dict or None
+
+    # ---- beginning
+    def _forget(self) -> None:
+        self._yardstick = self._prospects = self._previous = None
+        self._iterations.clear()
+        self._measured.clear()
+        self._profile_s = 0.0
+
+    def _resume(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
+        """Install the plan that was committed, or, in the middle of a tuning, the best one measured."""
+        strategy: Any = trainer.strategy
+        self._began_at = state["began_at"]
+        self._tuner = Tuner(strategy.plan, self.settings, self._num_iterations(trainer))
+        self._tuner.load_state_dict(state["tuner"])
+        if state["yardstick"] is not None:
+            lengths = [Lengths(tuple(prompts), tuple(made)) for prompts, made in state["yardstick"]["lengths"]]
+            self._prospects = strategy.prospects(lengths)
+            self._yardstick = Yardstick(
+                self._prospects, ExecutionPlan.from_mapping(state["yardstick"]["plan"]), lengths
+            )  # fmt: skip
+        strategy.set_plan(self._tuner.current)
+
+    def _num_iterations(self, trainer: Trainer) -> int | None:
+        """Return how many iterations there are since this tuner's first; None where the Trainer sets no end."""
+        steps = [trainer.max_steps] if trainer.max_steps >= 0 else []
+        epochs, batches = trainer.max_epochs, trainer.num_training_batches
+        if epochs is not None and epochs >= 0 and batches != float("inf"):
+            steps.append(int(epochs * batches))
+        return max(0, min(steps) - self._began_at) if steps else None
+
+    # ---- what the tuner asks for
+    def _act(self, trainer: Trainer) -> None:
+        """Do everything that needs no iteration."""
+        while isinstance(action := self.tuner.action, Search | Switch | Commit):
+            if isinstance(action, Search):
+                self._search(trainer, action.seconds)
+            elif isinstance(action, Switch):
+                self._switch(trainer, action)
+            else:
+                self._commit(trainer)
+
+    def _report(self, trainer: Trainer, asked: Measure) -> None:
+        """Tell the tuner of the iterations it asked for, as a mean over ranks, which see the same ones end in turn."""
+        strategy: Any = trainer.strategy
+        lengths = [made for _, made in self._iterations]
+        own = (
+            [seconds for seconds, _ in self._iterations],
+            self._seconds_of_calls(trainer, asked.count),
+            _peak(trainer),
+        )
+        everyone = gather_objects(own)
+        self._iterations.clear()
+        if self.tuner.phase == "profile":
+            begin = time.perf_counter()
+            self._prospects = strategy.prospects(lengths)
+            if self._yardstick is None:
+                self._yardstick = Yardstick(self._prospects, strategy.plan, lengths)
+            self._profile_s = max(gather_objects(time.perf_counter() - begin))
+        assert self._yardstick is not None, "made at the end of a profile"
+        calls = [made for _, made, _ in everyone]
+        peaks = tuple(peak for _, _, peak in everyone if peak is not None)
+        slowest = {name: max(of.get(name, 0.0) for of in calls) for name in set().union(*calls)}
+        self._measured[self.tuner.current] = Measured(slowest, peaks)
+        seconds = [sum(row) / len(row) for row in zip(*(times for times, _, _ in everyone), strict=True)]
+        works = [self._yardstick.work(made) for made in lengths]
+        self.tuner.measured([Reading(took, work) for took, work in zip(seconds, works, strict=True)])
+
+    def _seconds_of_calls(self, trainer: Trainer, count: int) -> dict[str, float]:
+        runner: Any = trainer.strategy.runner  # type: ignore[attr-defined]
+        return {name: (took - self._calls_before.get(name, 0.0)) / count for name, took in runner.seconds.items()}
+
+    def _search(self, trainer: Trainer, seconds: float) -> None:
+        """Let rank 0 look for plans, and tell all."""
+        begin = time.perf_counter()
+        answer: tuple[list[Candidate], float | None, str, float] | None = None
+        if trainer.is_global_zero:
+            try:
+                found, problem = self._propose(seconds), ""
+            except ReallocError as error:
+                found, problem = ([], None), f"the search found nothing: {error}"
+            answer = (*found, problem, time.perf_counter() - begin)
+        candidates, predicted, problem, took = trainer.strategy.broadcast(answer, 0)  # type: ignore[misc]
+        took += self._profile_s
+        self._profile_s = 0.0
+        self.tuner.searched(candidates, predicted_start_s=predicted, seconds=took, problem=problem)
+
+    def _propose(self, seconds: float) -> tuple[list[Candidate], float | None]:
+        """Return plans to try, and what the one that runs should take."""
+        assert self._prospects is not None, "made at the end of a profile"
+        current = self.tuner.current
+        found = self._prospects.propose(current, seconds=seconds, seed=self.seed)
+        return found, self._prospects.seconds(current)
+
+    def _switch(self, trainer: Trainer, asked: Switch) -> None:
+        """Install a plan; where a new one cannot be, have the one before it run on."""
+        strategy: Any = trainer.strategy
+        begin, problem = time.perf_counter(), None
+        try:
+            strategy.set_plan(asked.plan)
+        except (PlanError, LayoutError) as error:  # on every rank
+            if not asked.is_trial:
+                raise
+            problem = error
+            strategy.set_plan(self.tuner.current)
+        seconds = max(gather_objects(time.perf_counter() - begin))
+        if problem is None:
+            if strategy.root_device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(strategy.root_device)
+            self.tuner.switched(seconds)
+        else:
+            rank_zero_warn(f"AutoTuner goes on without a plan that cannot be used: {problem}")
+            self.tuner.failed(seconds)
+
+    def _commit(self, trainer: Trainer) -> None:
+        rank_zero_info(outcome(self.tuner))
+        if trainer.is_global_zero and self._prospects is not None:
+            rank_zero_info(self._table())
+            self._save(trainer)
+        self.tuner.committed()
+        self._previous = None
+
+    def _watch(self, trainer: Trainer, seconds: float, lengths: Lengths) -> None:
+        """Tell the tuner of the iteration before, of which all ranks know already what it took: nobody waits."""
+        rate = trainer.callback_metrics.get("tokens_per_s")
+        before, self._previous = self._previous, lengths
+        assert self._yardstick is not None, "made at the end of a profile"
+        if rate is None:  # calls that tell each other nothing: a single training call on all ranks
+            self.tuner.watched(Reading(max(gather_objects(seconds)), self._yardstick.work(lengths)))
+        elif before is not None and float(rate) > 0:
+            self.tuner.watched(Reading(before.num_tokens / float(rate), self._yardstick.work(before)))
+
+    # ---- what users see
+    def _table(self) -> str:
+        assert self._prospects is not None
+        plan = self.tuner.current
+        return comparison(
+            plan,
+            self._measured.get(plan, Measured()),
+            seconds=self.tuner.best.score,
+            predicted_s=self._prospects.seconds(plan),
+            predicted_calls=self._prospects.call_seconds(plan),
+            predicted_bytes=self._prospects.peak_bytes(plan),
+        )
+
+    def _save(self, trainer: Trainer) -> None:
+        if self.save_to is None:
+            return
+        path = Path(trainer.default_root_dir) / self.save_to
+        best, start, strategy = self.tuner.best, self.tuner.start, trainer.strategy
+        device = strategy.root_device
+        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        comment = (
+            f"{type(trainer.lightning_module).__name__} on {trainer.world_size} x {kind}: {best.score:.3g} s an "
+            f"iteration, {start.score:.3g} s with the plan before; at step {trainer.global_step}"
+        )
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.tuner.current.save(path, comment=comment)
+        except OSError as error:
+            rank_zero_warn(
+                f"AutoTuner could not write its plan to {path}: {error}; the run goes on with it all the same"
+            )
+
+
+def _peak(trainer: Trainer) -> int | None:
+    """Return this rank's peak bytes since the plan was installed, where counting them is free."""
+    device = trainer.strategy.root_device
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    if device.type != "cuda" or any(isinstance(callback, MemoryMonitor) for callback in callbacks):
+        return None  # the monitor sets the allocator's peak back at every call
+    return int(torch.cuda.max_memory_allocated(device))
+
+
+def _ranks_of(plan: ExecutionPlan) -> set[int]:
+    """Return every rank that a plan uses: all ranks of its run."""
+    return {rank for layout in plan.layouts for rank in layout.ranks}
+
+
+def _obstacle(state: Mapping[str, Any], strategy: Any) -> str | None:
+    """Return why a run cannot go on from a checkpoint's tuning; None where it can."""
+    calls = [name for name, _ in strategy.plan.calls]
+    if state["world_size"] != strategy.world_size:
+        return f"the checkpoint was tuned on {state['world_size']} ranks, this run has {strategy.world_size}"
+    if state["calls"] != calls:
+        return f"the checkpoint was tuned for {', '.join(state['calls'])}, this algorithm has {', '.join(calls)}"
+    known = [state["tuner"]["current"], *(trial["plan"] for trial in state["tuner"]["trials"])]
+    known += [] if state["yardstick"] is None else [state["yardstick"]["plan"]]
+    if strategy.plan.to_mapping() not in known:
+        return "this run was given another plan than the checkpoint's"
+    return None

@@ -1,0 +1,76 @@
+"""What a tuning tells its user: one line on what changed and what it bought, and a table of predicted and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_realloc.layout.dims import format_ranks
+from lightning_realloc.tuning.execution_plan import ExecutionPlan
+from lightning_realloc.tuning.tuner import Tuner
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was seen of one plan while it ran."""
+
+    calls: Mapping[str, float] = field(default_factory=dict)
+    """Call -> seconds of the slowest rank that takes part, waiting left out."""
+    peak_bytes: tuple[int, ...] = ()
+    """Of every rank; empty where nothing counts them for free."""
+
+
+def outcome(tuner: Tuner) -> str:
+    """Return what a tuning changed and what that bought, in a line."""
+    best, start = tuner.best, tuner.start
+    tried = f"{tuner.num_tried} other plan{'' if tuner.num_tried == 1 else 's'} tried"
+    cost = f"{tried}, {tuner.spent_s:.2f} s spent on tuning so far"
+    stopped = f"; {tuner.stopped}" if tuner.stopped else ""
+    if best is start:
+        seconds = f" of {start.score:.3g} s an iteration" if start.scores else ""
+        return f"AutoTuner keeps the plan{seconds}: {cost}{stopped}"
+    return (
+        f"AutoTuner commits a plan of {best.score:.3g} s an iteration, {start.score / best.score:.2f} times as fast as "
+        f"the one of {start.score:.3g} s it began with ({cost}{stopped}): {changes(start.plan, best.plan)}"
+    )
+
+
+def changes(before: ExecutionPlan, after: ExecutionPlan) -> str:
+    """Return what differs between two plans of the same calls."""
+    texts = [f"{name} {_entry(before, name)} -> {_entry(after, name)}" for name, plan in after.calls
+             if plan != before.call(name)]  # fmt: skip
+    if before.offload != after.offload:
+        texts.append(f"offload {', '.join(before.offload) or 'nothing'} -> {', '.join(after.offload) or 'nothing'}")
+    return ", ".join(texts)
+
+
+def comparison(
+    plan: ExecutionPlan,
+    measured: Measured,
+    *,
+    seconds: float,
+    predicted_s: float,
+    predicted_calls: Mapping[str, float],
+    predicted_bytes: Mapping[tuple[int, ...], int],
+) -> str:
+    """Return a table: seconds of every call and of an iteration, bytes of ranks, predicted beside measured."""
+    rows = [("", "layout", "predicted", "measured")]
+    for name, predicted in predicted_calls.items():
+        found = measured.calls.get(name)
+        rows.append((name, _entry(plan, name), f"{predicted:.3f} s", "" if found is None else f"{found:.3f} s"))
+    rows.append(("an iteration", "", f"{predicted_s:.3f} s", f"{seconds:.3f} s"))
+    for ranks, size in predicted_bytes.items():
+        found_size = ""
+        if measured.peak_bytes:
+            found_size = f"{max(measured.peak_bytes[rank] for rank in ranks) / 2**20:.0f} MiB"
+        rows.append((f"peak of rank {format_ranks(ranks)}", "", f"{size / 2**20:.0f} MiB", found_size))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = (f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}" for a, b, c, d in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _entry(plan: ExecutionPlan, name: str) -> str:
+    entry = plan.call(name).to_entry()
+    if isinstance(entry, str):
+        return entry
+    return " ".join([str(entry["layout"]), *(f"{key}={value}" for key, value in entry.items() if key != "layout")])

@@ -1,0 +1,121 @@
+"""What prices the plans of a running algorithm, and what else they are judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.runtime.samples import Samples
+from lightning_realloc.strategies.memory import describe_roles, memory_settings, with_callbacks
+from lightning_realloc.strategies.pool_builder import PoolBuilder
+from lightning_realloc.tuning.dataflow import Dataflow
+from lightning_realloc.tuning.estimate import Estimator
+from lightning_realloc.tuning.execution_plan import ExecutionPlan
+from lightning_realloc.tuning.hardware import CPU_EFFICIENCY, Efficiency
+from lightning_realloc.tuning.lengths import Lengths, TypicalLengths
+from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory, Workload
+from lightning_realloc.tuning.prospects import Prospects
+from lightning_realloc.tuning.roofline import RooflineEstimator
+from lightning_realloc.tuning.simulator import Overlap
+
+
+def make_estimator(
+    dataflow: Dataflow,
+    cluster: ClusterSpec,
+    roles: Mapping[str, RoleMemory],
+    settings: MemorySettings,
+    workload: Workload,
+    responses: tuple[int, ...],
+    device: torch.device,
+) -> Estimator:
+    """Return what prices calls and moves. The only place that knows where prices come from.
+
+    Raises:
+        PlanError: for a role whose model has no decoder's config.
+    """
+    efficiency = CPU_EFFICIENCY if device.type == "cpu" else Efficiency()
+    return RooflineEstimator(
+        dataflow, cluster, roles, settings, workload, responses=responses, efficiency=efficiency
+    )  # fmt: skip
+
+
+def prospects_of(
+    builder: PoolBuilder,
+    plan: ExecutionPlan,
+    iterations: Sequence[Lengths],
+    *,
+    callbacks: Iterable[object],
+    overlap: Overlap,
+) -> Prospects:
+    """Return what other plans of the algorithm that runs under ``plan`` are judged by.
+
+    Args:
+        iterations: What some iterations were like; memory must have room for the longest that sampling allows.
+
+    Raises:
+        PlanError: see `make_estimator`.
+    """
+    dataflow, module = builder.dataflow, builder.module
+    cluster = cluster_of(builder.cluster, builder.world_size)
+    roles = describe_roles(module.roles(), builder.tp_plans)
+    settings = memory_settings(builder.options, builder.master_dtype, optimizer_bytes=module.optimizer_bytes)
+    _, settings = with_callbacks(callbacks, dataflow, plan, settings)
+    typical = TypicalLengths.of(iterations)
+    longest = max(*typical.responses, _longest_allowed(module, dataflow))
+    load = _workload(module, dataflow, typical, prompt_tokens=typical.longest_prompt, response_tokens=longest)
+
+    def estimate(lengths: TypicalLengths) -> Estimator:
+        priced = _workload(
+            module, dataflow, lengths, prompt_tokens=lengths.prompt_tokens, response_tokens=max(lengths.responses)
+        )
+        return make_estimator(dataflow, cluster, roles, settings, priced, lengths.responses, builder.device)
+
+    estimate(typical)  # raises at once what it would raise later
+    return Prospects(
+        dataflow=dataflow, estimate=estimate, lengths=typical, roles=roles, settings=settings, workload=load,
+        memory_budget=builder.memory_budget, overlap=overlap,
+    )  # fmt: skip
+
+
+def lengths_of(samples: Samples) -> Lengths | None:
+    """Return how long an iteration's sequences were; None where it has no prompts with responses."""
+    if not len(samples) or "prompt_ids" not in samples or "response_ids" not in samples:
+        return None
+    prompts, responses = (samples.ragged(name).lengths.tolist() for name in ("prompt_ids", "response_ids"))
+    return Lengths(tuple(prompts), tuple(responses))
+
+
+def cluster_of(cluster: ClusterSpec, world_size: int) -> ClusterSpec:
+    """Return the part of a cluster that a run of so many ranks has."""
+    per_node = cluster.devices_per_node
+    if cluster.num_devices == world_size:
+        return cluster
+    if world_size % per_node == 0:
+        return replace(cluster, num_nodes=world_size // per_node)
+    return replace(cluster, num_nodes=1, devices_per_node=world_size)
+
+
+def _workload(
+    module: Any, dataflow: Dataflow, lengths: TypicalLengths, *, prompt_tokens: int, response_tokens: int
+) -> Workload:
+    options = module.train_options_of(next(iter(dataflow.trained_roles), ""))
+    sampling = getattr(module, "sampling", None)
+    return Workload(
+        num_sequences=lengths.num_sequences,
+        prompt_tokens=prompt_tokens,
+        response_tokens=response_tokens,
+        micro_batch_tokens=options.micro_batch_tokens,
+        num_minibatches=options.num_minibatches,
+        samples_per_prompt=1 if sampling is None else min(sampling.n, lengths.num_sequences),
+    )
+
+
+def _longest_allowed(module: Any, dataflow: Dataflow) -> int:
+    """Return how long a response may become, as far as the module's sampling says so."""
+    sampling = getattr(module, "sampling", None)
+    generates = any(call.kind == "generate" for call in dataflow.iteration_calls)
+    return int(sampling.max_new_tokens) if generates and sampling is not None else 1

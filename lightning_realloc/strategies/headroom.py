@@ -1,0 +1,45 @@
+"""Is there room on every device for what comes next? Tried, because a device's memory is shared and fragmented.
+
+A rank that runs out of memory in the middle of a move leaves the others waiting in it. So room is taken before the move
+begins, by all ranks alike; the allocator keeps the block, and the move's tensors come out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_realloc.errors import PlanError
+from lightning_realloc.runtime.shared_memory import gather_objects
+
+
+def take_on_device(num_bytes: int, device: torch.device) -> None:
+    """Allocate and let go. Raises torch.cuda.OutOfMemoryError where there is no room."""
+    torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def require_room(
+    num_bytes: int, device: torch.device, *, what: str, take: Callable[[int, torch.device], Any] = take_on_device
+) -> None:
+    """Refuse what some rank has no room for; nothing is asked of CPU memory, which has no limit of its own. Collective.
+
+    Raises:
+        PlanError: on every rank, naming the first rank without room.
+    """
+    if device.type == "cpu":
+        return
+    has_room = True
+    try:
+        take(num_bytes, device)
+    except torch.cuda.OutOfMemoryError:
+        has_room = False
+    answers = gather_objects((has_room, num_bytes))
+    without = [(rank, size) for rank, (has, size) in enumerate(answers) if not has]
+    if without:
+        rank, size = without[0]
+        raise PlanError(
+            f"{what} needs {size / 2**20:.0f} MiB more on rank {rank}, which its device has not; use a plan that moves "
+            f"fewer roles or cuts them more, or offload"
+        )

@@ -1,0 +1,52 @@
+"""How many bytes does a rank need, beyond what it holds, while models move from one plan's layouts to another's?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.tuning.dataflow import Dataflow
+from lightning_realloc.tuning.execution_plan import ExecutionPlan
+from lightning_realloc.tuning.memory_parts import MemorySettings, RoleBytes, RoleMemory
+
+
+def transition_bytes(
+    dataflow: Dataflow,
+    before: ExecutionPlan,
+    after: ExecutionPlan,
+    roles: Mapping[str, RoleMemory],
+    settings: MemorySettings,
+    *,
+    rank: int,
+) -> int:
+    """Return the most that a rank holds at once beyond what it held before the change.
+
+    Roles move one after the other. Each is made whole and divided on the ranks of its new layout, then takes over
+    weights and optimizer state, and only then the old replica goes. Copies are not moved; they are filled again later.
+
+    Raises:
+        LayoutError: for a layout that does not fit its model.
+    """
+    most = held = 0
+    for name in dataflow.roles:
+        call = dataflow.home_call(name).name
+        old, new = before.call(call), after.call(call)
+        if (old.layout, old.gradient_checkpointing) == (new.layout, new.gradient_checkpointing):
+            continue
+        role, trains = roles[name], name in dataflow.trained_roles
+        element = settings.home_bytes(role, is_trained=trains)
+        optimizer = settings.optimizer_bytes if trains else 0
+        gone = _bytes_of(role, old.layout, rank, element, optimizer)
+        weights, state = _bytes_of(role, new.layout, rank, element, optimizer)
+        whole = role.model.num_elements * element if rank in new.layout else 0
+        most = max(most, held + whole + weights, held + weights + state)
+        held += weights + state - sum(gone)
+    return most
+
+
+def _bytes_of(role: RoleMemory, layout: Layout, rank: int, element: int, optimizer: int) -> tuple[int, int]:
+    """Return a home replica's weights and optimizer state on a rank."""
+    if rank not in layout:
+        return 0, 0
+    sizes = RoleBytes(role, layout, rank)
+    return sizes.num_sharded * element, sizes.num_trained_sharded * optimizer

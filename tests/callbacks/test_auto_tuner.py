@@ -1,0 +1,289 @@
+"""A tuned run learns what an untuned one does, ends with the fastest plan measured, and goes on where it stopped."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import nn
+from torch.optim import SGD
+
+from lightning_realloc.algorithms.calls import train as trains
+from lightning_realloc.algorithms.module import MultiModelModule
+from lightning_realloc.algorithms.role import Role
+from lightning_realloc.callbacks import AutoTuner, ParameterReallocation
+from lightning_realloc.callbacks.tuning_report import Measured, comparison, outcome
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.tuning.execution_plan import ExecutionPlan
+from lightning_realloc.tuning.tuner import COUNTED, WARM_UP, Tuner
+from lightning_realloc.tuning.tuner_steps import Candidate, Commit, Reading, Switch, TunerSettings
+from tests.strategies import runs
+from tests.strategies.runs import Batches, calls
+from tests.tuning.examples import PPO_FLOW
+from tests.workers import WorkerPool
+
+START = calls(actor_train="fsdp4", actor_generate="fsdp4", reference_infer="fsdp4")
+IMPOSSIBLE = calls(actor_train="fsdp4", actor_generate="dp4", reference_infer="tp3@0-2")
+FEW: dict[str, Any] = {"search_seconds": 0.3, "max_overhead": 1.0, "max_trials": 2}
+OTHER = calls(actor_train="dp2.fsdp2", actor_generate="dp4", reference_infer="tp2@0-1")
+DESCENT = partial(SGD, lr=0.05, momentum=0.9)
+SAMPLING = replace(runs.SAMPLING, max_new_tokens=4)
+ITERATIONS = 21
+WORLD_SIZE = 4
+EPOCH = WARM_UP + COUNTED + 1
+"""Iterations; the last one of the first epoch is the first one of a trial."""
+
+
+@dataclass
+class Kept:
+    """What one run leaves."""
+
+    outcome: runs.Outcome
+    plans: list[str] = field(default_factory=list)
+    """Digest of the plan of every iteration."""
+    digest: str = ""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Digest of a plan that was measured -> seconds."""
+    best: str = ""
+    tried: int = 0
+    tunings: int = 0
+    phase: str = ""
+
+
+@dataclass
+class Recording(runs.Record):
+    """Also writes a checkpoint after an iteration, and ends the run there."""
+
+    save: str | None = None
+    after: int = 0
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Record, save and stop."""
+        super().on_train_batch_end(trainer, *args)
+        if self.save is not None and trainer.global_step == self.after:
+            trainer.save_checkpoint(self.save)
+            trainer.should_stop = True
+
+
+class Watching(AutoTuner):
+    """Notes the plan of every iteration; asked to, proposes first a plan that cannot be used."""
+
+    def __init__(self, *, first: Any = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.first = first
+        self.plans: list[str] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        """Note the plan that is about to run."""
+        self.plans.append(trainer.strategy.plan.digest)  # type: ignore[attr-defined]
+        super().on_train_batch_start(trainer, *args)
+
+    def _propose(self, seconds: float) -> tuple[list[Candidate], float | None]:
+        found, predicted = super()._propose(seconds)
+        first = [] if self.first is None else [Candidate(ExecutionPlan.from_mapping(self.first), 1e-9)]
+        return [*first, *found], predicted
+
+
+def train(tuner: Watching | None, plan: Any, steps: int, *, load: Any = None, save: Any = None, after: int = 0) -> Kept:
+    """Train GRPO for ``steps``, or, where something is saved, until ``after``; keep what came of it."""
+    record, module = Recording(save=save, after=after), runs.grpo(optimizer=DESCENT, sampling=SAMPLING)
+    # Otherwise losses that some ranks alone know would be logged an iteration late.
+    strategy = ReallocStrategy(plan, overlap="calls")
+    callbacks = [record] if tuner is None else [tuner, record]
+    trainer = runs.trainer(strategy, WORLD_SIZE, max_steps=steps, max_epochs=-1, callbacks=callbacks)
+    trainer.fit(module, Batches(EPOCH, size=3), ckpt_path=load)
+    kept = Kept(runs.Outcome(record.logged, record.steps, strategy.full_weights("actor"), module.tokens))
+    if tuner is not None:
+        found = tuner.tuner
+        kept.plans, kept.digest, kept.best, kept.phase = (
+            tuner.plans,
+            strategy.plan.digest,
+            found.best.plan.digest,
+            found.phase,
+        )
+        kept.scores = {trial.plan.digest: trial.score for trial in found.trials}
+        kept.tried, kept.tunings = found.num_tried, found.num_tunings
+    return kept
+
+
+def tuned_and_untuned(folder: str) -> list[Kept]:
+    """Train with a tuner, from a slow plan, and without."""
+    os.chdir(folder)
+    return [train(Watching(first=IMPOSSIBLE, **FEW), START, ITERATIONS), train(None, "heuristic", ITERATIONS)]
+
+
+def test_a_tuned_run_learns_what_an_untuned_one_learns(workers: WorkerPool, tmp_path: Path) -> None:
+    everyone = workers.run(tuned_and_untuned, str(tmp_path), world_size=4, init_process_group=False, deadline_s=90.0)
+    tuned, untuned = everyone[0]
+    assert tuned.outcome.tokens == untuned.outcome.tokens
+    for ours, theirs in zip(tuned.outcome.logged, untuned.outcome.logged, strict=True):
+        assert ours["actor/loss"] == pytest.approx(theirs["actor/loss"], abs=1e-5)
+        assert ours["reward"] == theirs["reward"]
+    assert runs.largest_difference(tuned.outcome.weights, untuned.outcome.weights) <= 1e-5
+    assert all(other[0].plans == tuned.plans and other[0].scores == tuned.scores for other in everyone)
+    # Measured: the start and some others; the impossible plan was not.
+    assert tuned.tried >= 2 and len(tuned.scores) == tuned.tried and tuned.tunings == 1
+    start = ExecutionPlan.from_mapping(START).digest
+    assert tuned.plans[: WARM_UP + COUNTED] == [start] * (WARM_UP + COUNTED)
+    assert tuned.plans[-1] == tuned.digest == tuned.best
+    assert tuned.digest in (start, min(tuned.scores, key=tuned.scores.__getitem__))
+    written = tmp_path / "execution_plan.yaml"
+    assert ExecutionPlan.load(written).digest == tuned.digest
+    assert written.read_text().startswith("# RecordedGRPO on 4 x cpu: ")
+
+
+# ---- going on from a checkpoint
+@dataclass
+class Resumed:
+    """What runs that were stopped and went on leave."""
+
+    straight: Kept
+    in_a_trial: Kept
+    """Stopped in its first trial."""
+    after_it: Kept
+    committed: Kept
+    """Went on from the straight run's end, for two iterations."""
+    otherwise: Kept
+    """The same, but given a plan that the checkpoint does not know."""
+
+
+def stopped_and_resumed(folder: str) -> Resumed:
+    """Stop in the middle of a trial, and after a commit, and go on."""
+    os.chdir(folder)
+    straight = train(Watching(**FEW), START, ITERATIONS, save="straight.ckpt", after=ITERATIONS)
+    stopped = train(Watching(**FEW), START, ITERATIONS, save="trial.ckpt", after=EPOCH)
+    resumed = train(Watching(**FEW), START, ITERATIONS, load="trial.ckpt")
+    committed = train(Watching(**FEW), START, ITERATIONS + 2, load="straight.ckpt")
+    otherwise = train(Watching(**FEW), OTHER, ITERATIONS + 2, load="straight.ckpt")
+    return Resumed(straight, stopped, resumed, committed, otherwise)
+
+
+def test_a_stopped_run_goes_on_with_its_plan_or_with_its_tuning(workers: WorkerPool, tmp_path: Path) -> None:
+    found = workers.run(stopped_and_resumed, str(tmp_path), world_size=4, init_process_group=False, deadline_s=120.0)[0]
+    start = ExecutionPlan.from_mapping(START).digest
+    assert found.in_a_trial.phase == "trial" and found.in_a_trial.digest != start
+    # Interrupted in a trial: that plan is not run again, the others are, and one is committed.
+    assert found.in_a_trial.digest not in found.after_it.plans
+    assert found.after_it.tunings == 1 and found.after_it.digest == found.after_it.best
+    assert found.in_a_trial.outcome.tokens + found.after_it.outcome.tokens == found.straight.outcome.tokens
+    # Committed: installed before the first iteration, and watched from there on.
+    assert found.committed.plans == [found.straight.digest] * 2 and found.committed.phase == "watch"
+    assert found.otherwise.plans == [ExecutionPlan.from_mapping(OTHER).digest] * 2
+    assert found.otherwise.phase == "profile"
+
+
+# ---- what is refused
+class Classifier(nn.Module):
+    """A model without a decoder's config."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+
+
+class Shapeless(MultiModelModule):
+    """An algorithm whose model says nothing of its layers."""
+
+    def roles(self) -> tuple[Role, ...]:
+        """Return the one model."""
+        return (Role(name="actor", source=Classifier(), trained=True),)
+
+    @trains("actor", needs="batch")
+    def learn(self, actor: nn.Module, batch: Any) -> Any:
+        """Never called."""
+
+
+def refusals() -> list[str]:
+    """Return what runs with an AutoTuner in the wrong place are told."""
+    told = []
+    switched_off = ParameterReallocation(enabled=False)
+    cases: list[tuple[Any, Any, list[Any]]] = [
+        ("auto", runs.grpo(), []),
+        (ReallocStrategy(), BoringModel(), []),
+        (ReallocStrategy(), runs.grpo(), [switched_off]),
+        (ReallocStrategy(), Shapeless(), []),
+    ]
+    for strategy, module, others in cases:
+        with pytest.raises(ConfigError) as caught:
+            runs.trainer(strategy, 1, callbacks=[AutoTuner(), *others]).fit(module, Batches(1))
+        told.append(str(caught.value))
+    return told
+
+
+def test_where_there_is_nothing_to_tune_it_is_refused(workers: WorkerPool) -> None:
+    (told,) = workers.run(refusals, world_size=1, init_process_group=False, deadline_s=60.0)
+    words = (
+        "AutoTuner needs Trainer(strategy='realloc'), which can change plans; this Trainer has SingleDeviceStrategy",
+        "BoringModel declares none; leave the callback out",
+        "ParameterReallocation(enabled=False) leaves every role where it is trained",
+        "role 'actor' has no shape, which times are worked out from",
+    )
+    for message, expected in zip(told, words, strict=True):
+        assert expected in message
+
+
+def test_arguments_without_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"give it a name that ends with \.yaml"):
+        AutoTuner(save_to="plan.json")
+    with pytest.raises(ConfigError, match="max_trials=0 must be a whole number"):
+        AutoTuner(max_trials=0)
+    with pytest.raises(ConfigError, match="nothing is tuned yet"):
+        _ = AutoTuner().tuner
+
+
+# ---- what users read
+FSDP, APART = (
+    ExecutionPlan.static(PPO_FLOW, Layout.parse("fsdp4@0-3")),
+    ExecutionPlan.from_mapping({
+        "calls": {call.name: "dp2@2-3" if call.role == "critic" else "dp2@0-1" for call in PPO_FLOW.model_calls}
+        | {"actor.train": {"layout": "fsdp4@0-3", "gradient_checkpointing": True}},
+        "offload": ["reference"],
+    }),
+)  # fmt: skip
+
+
+def tuned(seconds: float) -> Tuner:
+    """Return a tuner that has measured a start of two seconds and one other plan."""
+    tuner = Tuner(FSDP, TunerSettings(), None)
+    tuner.measured([Reading(2.0, 1.0)] * (WARM_UP + COUNTED))
+    tuner.searched([Candidate(APART, 1.0)], predicted_start_s=2.0, seconds=0.25)
+    tuner.switched(0.05)
+    while not isinstance(tuner.action, Switch | Commit):
+        tuner.measured([Reading(seconds, 1.0)] * (tuner.action.skip + tuner.action.count))  # type: ignore[union-attr]
+    return tuner
+
+
+def test_a_line_says_what_changed_and_what_it_bought() -> None:
+    assert outcome(tuned(0.5)) == (
+        "AutoTuner commits a plan of 0.5 s an iteration, 4.00 times as fast as the one of 2 s it began with (1 other "
+        "plan tried, 0.30 s spent on tuning so far): actor.generate fsdp4@0-3 -> dp2@0-1, actor.train fsdp4@0-3 -> "
+        "fsdp4@0-3 gradient_checkpointing=True, critic.infer fsdp4@0-3 -> dp2@2-3, critic.train fsdp4@0-3 -> dp2@2-3, "
+        "reference.infer fsdp4@0-3 -> dp2@0-1, reward.infer fsdp4@0-3 -> dp2@0-1, offload nothing -> reference"
+    )
+    assert outcome(tuned(2.0)).startswith("AutoTuner keeps the plan of 2 s an iteration: 1 other plan tried")
+
+
+def test_predicted_and_measured_stand_side_by_side() -> None:
+    table = comparison(
+        APART, Measured({"actor.generate": 0.25, "actor.train": 0.5}, (2**20, 2**21, 2**20, 2**20)),
+        seconds=0.75, predicted_s=1.0,
+        predicted_calls={"actor.generate": 0.4, "actor.train": 0.6, "critic.train": 0.2},
+        predicted_bytes={(0, 1): 2**22, (2, 3): 2**23},
+    )  # fmt: skip
+    assert [line.split() for line in table.splitlines()] == [
+        ["layout", "predicted", "measured"],
+        ["actor.generate", "dp2@0-1", "0.400", "s", "0.250", "s"],
+        ["actor.train", "fsdp4@0-3", "gradient_checkpointing=True", "0.600", "s", "0.500", "s"],
+        ["critic.train", "dp2@2-3", "0.200", "s"],
+        ["an", "iteration", "1.000", "s", "0.750", "s"],
+        ["peak", "of", "rank", "0-1", "4", "MiB", "2", "MiB"],
+        ["peak", "of", "rank", "2-3", "8", "MiB", "1", "MiB"],
+    ]
