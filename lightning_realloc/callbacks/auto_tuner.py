@@ -7,7 +7,7 @@ rank has a tuner of its own and tells it the same, so all do the same without as
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class AutoTuner(Callback):
         drift_threshold: Tune again when the same work takes longer by this share, or iterations have that much more or
             less work; None never does.
         margin: A plan must save this share of an iteration to replace the one that the run began with.
+        profile_cache: Folder where measured passes are kept for later runs on the same machine; None keeps nothing.
         seed: Of the search.
     """
 
@@ -62,6 +63,7 @@ class AutoTuner(Callback):
         save_to: str | Path | None = "execution_plan.yaml",
         drift_threshold: float | None = 0.3,
         margin: float = 0.02,
+        profile_cache: str | Path | None = "~/.cache/lightning-realloc/profiles",
         seed: int = 0,
     ) -> None:
         self.settings = TunerSettings(
@@ -74,6 +76,7 @@ class AutoTuner(Callback):
         if save_to is not None and Path(save_to).suffix not in (".yaml", ".yml"):
             raise ConfigError(f"save_to={str(save_to)!r} is written as YAML; give it a name that ends with .yaml")
         self.save_to = save_to
+        self.profile_cache = profile_cache
         self.seed = seed
         self._tuner: Tuner | None = None
         self._restored: Mapping[str, Any] | None = None
@@ -201,11 +204,18 @@ class AutoTuner(Callback):
         self._tuner.load_state_dict(state["tuner"])
         if state["yardstick"] is not None:
             lengths = [Lengths(tuple(prompts), tuple(made)) for prompts, made in state["yardstick"]["lengths"]]
-            self._prospects = strategy.prospects(lengths)
+            self._prospects = self._look_ahead(strategy, lengths)
             self._yardstick = Yardstick(
                 self._prospects, ExecutionPlan.from_mapping(state["yardstick"]["plan"]), lengths
             )  # fmt: skip
         strategy.set_plan(self._tuner.current)
+
+    def _look_ahead(self, strategy: Any, lengths: Sequence[Lengths]) -> Prospects:
+        """Measure what passes take, unless that is known, and return what plans are judged by."""
+        cache = None if self.profile_cache is None else Path(self.profile_cache).expanduser()
+        profile = strategy.profile(lengths, cache=cache)
+        prospects: Prospects = strategy.prospects(lengths, profile)
+        return prospects
 
     def _num_iterations(self, trainer: Trainer) -> int | None:
         """Return how many iterations there are since this tuner's first; None where the Trainer sets no end."""
@@ -239,7 +249,7 @@ class AutoTuner(Callback):
         self._iterations.clear()
         if self.tuner.phase == "profile":
             begin = time.perf_counter()
-            self._prospects = strategy.prospects(lengths)
+            self._prospects = self._look_ahead(strategy, lengths)
             if self._yardstick is None:
                 self._yardstick = Yardstick(self._prospects, strategy.plan, lengths)
             self._profile_s = max(gather_objects(time.perf_counter() - begin))

@@ -144,7 +144,7 @@ class Profiler:
         measured: dict[PassKey, PassTimes] = {}
         for one in dims:
             readings = _put_on_top(bases[one.tp], one, additions, slowdown)
-            for kind, times in _surfaces(readings).items():
+            for kind, times in _surfaces(readings, grid).items():
                 measured[PassKey(subject.key, kind, one)] = times
         return measured
 
@@ -438,10 +438,10 @@ def _addition_of(additions: Readings, kind: str) -> tuple[float, float]:
     return next((times for point, times in additions.items() if point.kind == kind), (0.0, 0.0))
 
 
-def _surfaces(readings: Readings) -> dict[PassKind, PassTimes]:
+def _surfaces(readings: Readings, grid: Grid) -> dict[PassKind, PassTimes]:
     samples: dict[PassKind, list[tuple[float, float, float, float]]] = {}
     for (kind, size), (block, rest) in readings.items():
-        if size != PROBE:
+        if size != PROBE or size in grid.micro_batches:
             sizes = (size.sequences, size.prompt) if kind == "decode" else (size.tokens, size.prompt + size.response)
             samples.setdefault(kind, []).append((*map(float, sizes), block, rest))  # type: ignore[arg-type]
     return {

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.runtime.profiler import Machine
 from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.strategies.memory import describe_roles, memory_settings, with_callbacks
 from lightning_realloc.strategies.pool_builder import PoolBuilder
+from lightning_realloc.strategies.profiling import Profile, ProfileRequest, profile_models
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.estimate import Estimator
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.hardware import CPU_EFFICIENCY, Efficiency
 from lightning_realloc.tuning.lengths import Lengths, TypicalLengths
+from lightning_realloc.tuning.measured import MeasuredEstimator
 from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory, Workload
 from lightning_realloc.tuning.prospects import Prospects
 from lightning_realloc.tuning.roofline import RooflineEstimator
@@ -31,16 +35,41 @@ def make_estimator(
     workload: Workload,
     responses: tuple[int, ...],
     device: torch.device,
+    profile: Profile | None,
 ) -> Estimator:
-    """Return what prices calls and moves. The only place that knows where prices come from.
+    """Return what prices calls and moves: from data sheets, and, where there is a profile, from that.
 
     Raises:
         PlanError: for a role whose model has no decoder's config.
     """
     efficiency = CPU_EFFICIENCY if device.type == "cpu" else Efficiency()
-    return RooflineEstimator(
+    worked_out = RooflineEstimator(
         dataflow, cluster, roles, settings, workload, responses=responses, efficiency=efficiency
     )  # fmt: skip
+    return worked_out if profile is None else MeasuredEstimator(worked_out, profile.table, profile.models)
+
+
+def profile_of(builder: PoolBuilder, machine: Machine, iterations: Sequence[Lengths], *, cache: Path | None) -> Profile:
+    """Return how long passes of the algorithm's models take on these ranks. Collective; takes seconds unless cached.
+
+    Raises:
+        PlanError: for a role whose model has no decoder's config.
+    """
+    typical, module = TypicalLengths.of(iterations), builder.module
+    mean = max(1, round(sum(typical.responses) / len(typical.responses)))
+    request = ProfileRequest(
+        roles=module.roles(),
+        described=describe_roles(module.roles(), builder.tp_plans),
+        dataflow=builder.dataflow,
+        workload=_workload(
+            module, builder.dataflow, typical, prompt_tokens=typical.prompt_tokens, response_tokens=mean
+        ),
+        mean_response=mean,
+        new_optimizer=module.new_optimizer,
+        tp_plans=builder.tp_plans,
+        seed=module.seed,
+    )
+    return profile_models(request, machine, cache)
 
 
 def prospects_of(
@@ -50,11 +79,13 @@ def prospects_of(
     *,
     callbacks: Iterable[object],
     overlap: Overlap,
+    profile: Profile | None = None,
 ) -> Prospects:
     """Return what other plans of the algorithm that runs under ``plan`` are judged by.
 
     Args:
         iterations: What some iterations were like; memory must have room for the longest that sampling allows.
+        profile: What was measured; without it, seconds are worked out from data sheets.
 
     Raises:
         PlanError: see `make_estimator`.
@@ -72,7 +103,7 @@ def prospects_of(
         priced = _workload(
             module, dataflow, lengths, prompt_tokens=lengths.prompt_tokens, response_tokens=max(lengths.responses)
         )
-        return make_estimator(dataflow, cluster, roles, settings, priced, lengths.responses, builder.device)
+        return make_estimator(dataflow, cluster, roles, settings, priced, lengths.responses, builder.device, profile)
 
     estimate(typical)  # raises at once what it would raise later
     return Prospects(

@@ -77,25 +77,34 @@ def shape_names(request: ProfileRequest) -> dict[str, str]:
     return names
 
 
-def profile(request: ProfileRequest, machine: Machine, cache: Path | None) -> ProfileTable:
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What was measured, and of which of its shapes every role is."""
+
+    table: ProfileTable
+    models: Mapping[str, str]
+
+
+def profile_models(request: ProfileRequest, machine: Machine, cache: Path | None) -> Profile:
     """Return what is known about the request's models on these ranks, measuring what is not. Collective."""
     begin = perf_counter()
     names, facts = shape_names(request), machine_facts(machine)
     path = None if cache is None else cache / f"{_digest(names, request)}.json"
-    known = gather_objects(None if path is None or machine.rank else _read(path, facts))[0]
-    if known is not None:
-        return known  # type: ignore[no-any-return]
-    table = _measure(request, machine, names, facts)
-    table = replace(table, seconds=gather_objects(perf_counter() - begin)[0])
-    if path is not None and machine.rank == 0:
+    table = gather_objects(None if path is None or machine.rank else _read(path, facts))[0]
+    if table is None:
+        table = _measure(request, machine, names, facts)
+        table = replace(table, seconds=max(gather_objects(perf_counter() - begin)))
+        if path is not None and machine.rank == 0:
+            _write(path, table)
+    return Profile(table, names)
+
+
+def _write(path: Path, table: ProfileTable) -> None:
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(table.to_json())
-    return table
-
-
-def default_cache() -> Path:
-    """Return the folder of profiles: in XDG_CACHE_HOME, by default ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-realloc" / "profiles"
+    except OSError as error:
+        logger.warning("the profile was not kept, and is measured again next time: %s", error)
 
 
 def machine_facts(machine: Machine) -> dict[str, str]:
@@ -190,7 +199,7 @@ def _grid(request: ProfileRequest, machine: Machine) -> Grid:
     load, response = request.workload, max(1, request.mean_response)
     length = load.prompt_tokens + response
     most = max(1, min(load.num_sequences, MAX_TOKENS.get(machine.device.type, 4096) // length))
-    batches = sorted({1, -(-load.num_sequences // 4), load.num_sequences})
+    batches = sorted({1, load.num_sequences})
     contexts = sorted({load.prompt_tokens + response // 4, load.prompt_tokens + response})
     return Grid(
         micro_batches=tuple(Size(count, load.prompt_tokens, response) for count in sorted({1, most})),

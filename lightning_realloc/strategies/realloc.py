@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -26,17 +27,19 @@ from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.agreement import TransportName
 from lightning_realloc.runtime.host_memory import give_back_freed_memory
 from lightning_realloc.runtime.mailbox import Mailbox
+from lightning_realloc.runtime.profiler import Machine
 from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.runtime.shards import reshard
 from lightning_realloc.strategies.call_runner import CallRunner
 from lightning_realloc.strategies.checkpointing import CheckpointStrategy
 from lightning_realloc.strategies.data_parallel import broadcast_module
-from lightning_realloc.strategies.estimation import lengths_of, prospects_of
+from lightning_realloc.strategies.estimation import lengths_of, profile_of, prospects_of
 from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.offload import Offloader
 from lightning_realloc.strategies.plan_source import PlanSource, read_plan_source
 from lightning_realloc.strategies.pool_builder import PoolBuilder
 from lightning_realloc.strategies.precision import check_precision
+from lightning_realloc.strategies.profiling import Profile
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.schedules import check_schedules, step_schedules
 from lightning_realloc.strategies.trainer_step import Trainee
@@ -131,10 +134,22 @@ class ReallocStrategy(CheckpointStrategy):
             raise ConfigError("the models are not set up yet; read strategy.runner from on_fit_start on")
         return self._runner
 
-    def prospects(self, iterations: Sequence[Lengths]) -> Prospects:
+    def profile(self, iterations: Sequence[Lengths], *, cache: Path | None) -> Profile:
+        """Return how long passes of the models take on these ranks, at such lengths. Collective, between iterations."""
+        options = self._builder().options
+        machine = Machine(
+            meshes=self.pool.meshes, device=self.root_device, rank=self.global_rank, world_size=self.world_size,
+            cluster=self.cluster, copy_dtype=options.copy_dtype, mixed_precision=options.mixed_precision,
+            forward_context=lambda wrapped: self.forward_context(wrapped=wrapped),
+        )  # fmt: skip
+        return profile_of(self._builder(), machine, iterations, cache=cache)
+
+    def prospects(self, iterations: Sequence[Lengths], profile: Profile | None = None) -> Prospects:
         """Return what other plans are judged by, for iterations of such lengths. Collective over all ranks."""
         callbacks = self.lightning_module.trainer.callbacks  # type: ignore[union-attr]
-        return prospects_of(self._builder(), self.plan, iterations, callbacks=callbacks, overlap=self._overlap)
+        return prospects_of(
+            self._builder(), self.plan, iterations, callbacks=callbacks, overlap=self._overlap, profile=profile
+        )  # fmt: skip
 
     # ---- models
     @contextmanager

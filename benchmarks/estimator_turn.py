@@ -1,0 +1,165 @@
+"""One workload of the benchmark of estimates: a run whose plan changes at random, each plan priced and then timed.
+
+What is compared, and what must come out, is said in `benchmarks.estimator`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from benchmarks.plan_turn import WORLD_SIZE, Readings, Workload, make_module
+
+UNCOUNTED, COUNTED = 1, 2
+"""Iterations of a plan: copies are made, then times are taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallPoint:
+    """One call under one layout."""
+
+    call: str
+    layout: str
+    micro_batch_tokens: int | None
+    predicted_s: float
+    measured_s: float
+    """Of the slowest rank that takes part, waiting left out, as a mean over iterations."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPoint:
+    """One plan."""
+
+    predicted_s: float
+    measured_s: float
+    """Of an iteration."""
+    calls: tuple[CallPoint, ...]
+
+
+@dataclass(slots=True)
+class Turn:
+    """What one workload gave."""
+
+    profile_s: float = 0.0
+    """What measuring the passes took."""
+    slowdown: tuple[float, ...] = ()
+    plans: list[PlanPoint] = field(default_factory=list)
+
+
+def random_plans(strategy: Any, seed: int) -> Iterator[Any]:
+    """Yield legal plans without end: every call on ranks, degrees and micro-batches of its own."""
+    from lightning_realloc import ExecutionPlan, Layout
+    from lightning_realloc.errors import ReallocError
+    from lightning_realloc.tuning.execution_plan import CallPlan
+    from lightning_realloc.tuning.space import legal_dims, rank_sets
+
+    rng, flow, cluster = random.Random(seed), strategy.dataflow, strategy.cluster
+    models = {role: strategy.pool.home(role).model_layout.model for role in strategy.pool.roles}
+    sets = list(rank_sets(cluster))
+    while True:
+        smallest = rng.choice((1, 2, 2, 4))
+        calls = []
+        for call in flow.model_calls:
+            ranks = rng.choice([one.ranks for one in sets if one.size >= smallest])
+            dims = rng.choice(legal_dims(models[call.role], call.kind, len(ranks), cluster))
+            tokens = None if call.kind == "generate" else rng.choice((512, 2048))
+            calls.append((call.name, CallPlan(Layout(dims, ranks), tokens)))
+        plan = ExecutionPlan(tuple(calls))
+        try:
+            plan.check(flow, WORLD_SIZE)
+            plan.check_models(flow, models)
+        except ReallocError:
+            continue  # a rank without work, or a layout that does not fit its model
+        yield plan
+
+
+def measure(work: Workload, *, num_plans: int, seed: int, overlap: Literal["iterations", "none"], profile: Any) -> Any:
+    """Run ``num_plans`` random plans on this rank, with the three others; return a `Turn`, and the profile used.
+
+    The profile is measured when ``profile`` is None, before the first plan.
+    """
+    import lightning as L
+
+    from lightning_realloc import ParameterReallocation, PromptDataModule, ReallocStrategy
+
+    meter = _make_meter(work, num_plans, seed, overlap, profile)
+    steps = num_plans * (UNCOUNTED + COUNTED)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=WORLD_SIZE, strategy=ReallocStrategy(overlap=overlap),
+        callbacks=[ParameterReallocation(), meter], max_steps=steps, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    from benchmarks.workload import random_texts
+
+    rows = [{"prompt": text} for text in random_texts(work.num_prompts * steps, length=work.prompt_tokens, seed=1)]
+    trainer.fit(make_module(work, Readings(rollouts=[{}])), PromptDataModule(rows, batch_size=work.num_prompts))
+    return meter.turn, meter.profile
+
+
+def _make_meter(work: Workload, num_plans: int, seed: int, overlap: Any, profile: Any) -> Any:
+    from lightning_realloc import PhaseCallback
+    from lightning_realloc.tuning.lengths import Lengths
+    from lightning_realloc.tuning.simulator import simulate
+
+    class Meter(PhaseCallback):
+        """Changes the plan, prices it, and times its iterations."""
+
+        def __init__(self) -> None:
+            self.turn, self.profile = Turn(), profile
+            self._number = 0
+            self._plans: list[Any] = []
+            self._prices: Any = None
+            self._begin = 0.0
+            self._before: Mapping[str, float] = {}
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            strategy = trainer.strategy
+            if not self._plans:
+                self._prepare(strategy)
+            plan, phase = divmod(self._number, UNCOUNTED + COUNTED)
+            if phase == 0:
+                strategy.set_plan(self._plans[plan])
+            if phase == UNCOUNTED:
+                dist.barrier()
+                self._begin, self._before = time.perf_counter(), dict(strategy.runner.seconds)
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            plan, phase = divmod(self._number, UNCOUNTED + COUNTED)
+            self._number += 1
+            if phase == UNCOUNTED + COUNTED - 1:
+                seconds = time.perf_counter() - self._begin
+                own = {
+                    name: took - self._before.get(name, 0.0) for name, took in trainer.strategy.runner.seconds.items()
+                }
+                parts: list[Any] = [None] * WORLD_SIZE
+                dist.all_gather_object(parts, (seconds, own))
+                self.turn.plans.append(self._point(self._plans[plan], trainer.strategy.dataflow, parts))
+
+        def _prepare(self, strategy: Any) -> None:
+            lengths = [Lengths((work.prompt_tokens,) * work.num_prompts, (work.new_tokens,) * work.num_prompts)]
+            if self.profile is None:
+                self.profile = strategy.profile(lengths, cache=None)
+            self.turn.profile_s, self.turn.slowdown = self.profile.table.seconds, self.profile.table.slowdown
+            prospects = strategy.prospects(lengths, self.profile)
+            self._prices = prospects.estimate(prospects.lengths)
+            found = random_plans(strategy, seed)
+            self._plans = [next(found) for _ in range(num_plans)]
+
+        def _point(self, plan: Any, flow: Any, parts: Sequence[tuple[float, Mapping[str, float]]]) -> PlanPoint:
+            calls = tuple(
+                CallPoint(
+                    name, str(chosen.layout), chosen.micro_batch_tokens,
+                    self._prices.call_seconds(name, chosen).total,
+                    max(of.get(name, 0.0) for _, of in parts) / COUNTED,
+                )
+                for name, chosen in plan.calls
+            )  # fmt: skip
+            predicted = simulate(flow, plan, self._prices, overlap=overlap).seconds_per_iteration
+            return PlanPoint(predicted, max(seconds for seconds, _ in parts) / COUNTED, calls)
+
+    return Meter()
