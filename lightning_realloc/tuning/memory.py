@@ -16,8 +16,9 @@ from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.tuning.call_memory import CallMemory
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.tuning.execution_plan import OPTIMIZER_SUFFIX, ExecutionPlan
-from lightning_realloc.tuning.memory_parts import MemoryParts, MemorySettings, RoleBytes, RoleMemory, Workload
+from lightning_realloc.tuning.memory_parts import MemoryParts, MemorySettings, RoleMemory, Workload
 from lightning_realloc.tuning.offload import OffloadSchedule
+from lightning_realloc.tuning.role_elements import RoleElements
 
 SET_UP = "set-up"
 """The phase in which models are built and laid out."""
@@ -97,7 +98,8 @@ def forecast_memory(
     missing = [role for role in dataflow.roles if role not in roles]
     if missing:
         raise PlanError(f"role {missing[0]!r} has no model to forecast; there are {', '.join(roles) or 'none'}")
-    forecaster = _Forecaster(dataflow, plan, roles, settings, workload)
+    elements = {name: RoleElements(role) for name, role in roles.items()}
+    forecaster = _Forecaster(dataflow, plan, roles, settings, workload, elements)
     return MemoryForecast(tuple(entry for rank in ranks for entry in forecaster.of_rank(rank)))
 
 
@@ -108,6 +110,7 @@ class _Forecaster:
     roles: Mapping[str, RoleMemory]
     settings: MemorySettings
     workload: Workload | None
+    elements: Mapping[str, RoleElements]
 
     def of_rank(self, rank: int) -> Iterator[PhaseMemory]:
         copies = {(role, layout): self._copy(role, layout, rank) for role, layout in self._copied_layouts()}
@@ -135,11 +138,11 @@ class _Forecaster:
     def _homes(self, rank: int, *, away: Set[str]) -> MemoryParts:
         """Return weights and optimizer states, but for what is offloaded and away."""
         parts = MemoryParts()
-        for name, role in self.roles.items():
+        for name in self.roles:
             layout = self._home(name)
             if name not in self.dataflow.roles or rank not in layout:
                 continue
-            sizes = RoleBytes(role, layout, rank)
+            sizes = self.elements[name].on(layout, rank)
             if name not in away:
                 parts += MemoryParts(weights=sizes.num_sharded * self._home_bytes(name))
             if name in self.dataflow.trained_roles and name + OPTIMIZER_SUFFIX not in away:
@@ -166,7 +169,7 @@ class _Forecaster:
             return MemoryParts()
         element = self.settings.copy_bytes
         if layout.dims.fsdp > 1:
-            sharded = RoleBytes(role, layout, rank).num_sharded * element if rank in layout else 0
+            sharded = self.elements[name].on(layout, rank).num_sharded * element if rank in layout else 0
             return MemoryParts(copies=sharded, staging=self._staging(name, layout, rank))
         target, source = ModelLayout(role.model, layout), ModelLayout(role.model, home)
         may_alias = self._home_bytes(name) == element
@@ -200,7 +203,7 @@ class _Forecaster:
             element = self._home_bytes(name)
             most = max(most, laid_out + size // 4 * element)  # on ranks outside, too, which then let go of it
             if rank in self._home(name):
-                laid_out += RoleBytes(self.roles[name], self._home(name), rank).num_sharded * element
+                laid_out += self.elements[name].on(self._home(name), rank).num_sharded * element
         return MemoryParts(weights=max(most, laid_out))
 
     def _during(self, call: ModelFunctionCall, rank: int) -> MemoryParts:
@@ -209,7 +212,7 @@ class _Forecaster:
             return MemoryParts()
         name = str(call.role)
         return CallMemory.of_replica(
-            self.roles[name], chosen, self.settings, self.workload, RoleBytes(self.roles[name], chosen.layout, rank),
+            self.roles[name], chosen, self.settings, self.workload, self.elements[name].on(chosen.layout, rank),
             is_home=chosen.layout == self._home(name), is_trained=name in self.dataflow.trained_roles,
         ).peak(call.kind)  # fmt: skip
 
