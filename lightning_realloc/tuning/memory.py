@@ -171,26 +171,31 @@ class _Forecaster:
         if layout.dims.fsdp > 1:
             sharded = self.elements[name].on(layout, rank).num_sharded * element if rank in layout else 0
             return MemoryParts(copies=sharded, staging=self._staging(name, layout, rank))
-        target, source = ModelLayout(role.model, layout), ModelLayout(role.model, home)
-        may_alias = self._home_bytes(name) == element
+        may_alias = self._home_bytes(name) == element  # a tensor that the home replica has, too, is the copy's as well
+        if self.settings.shares_memory:
+            return MemoryParts(copies=self._shared_copy(role, layout, home if may_alias else None, rank))
+        own = self.elements[name].tensors(layout, rank, unlike=home if may_alias else None) if rank in layout else 0
+        return MemoryParts(copies=own * element, staging=self._staging(name, layout, rank))
+
+    def _shared_copy(self, role: RoleMemory, layout: Layout, home: Layout | None, rank: int) -> int:
+        """Return a rank's part of a copy of which equal shards are stored once; those of ``home`` are not stored."""
+        target = ModelLayout(role.model, layout)
+        source = None if home is None else ModelLayout(role.model, home)
         size = 0.0
-        for param in target.names(rank) if rank in layout else ():
+        for param in target.names(rank):
             readers = [r for r in layout.ranks if target.shard(param, r) == target.shard(param, rank)]
-            if may_alias:
-                readers = [r for r in readers if r not in home or source.shard(param, r) != target.shard(param, r)]
-                if rank not in readers:
-                    continue  # the home replica's own tensor
-            shard = math.prod(target.local_shape(param, rank)) * element
-            size += shard / len(readers) if self.settings.shares_memory else shard
-        staging = 0 if self.settings.shares_memory else self._staging(name, layout, rank)
-        return MemoryParts(copies=int(size), staging=staging)
+            if source is not None:
+                readers = [r for r in readers if source.shard(param, r) != target.shard(param, r)]
+            if rank in readers:
+                size += math.prod(target.local_shape(param, rank)) * self.settings.copy_bytes / len(readers)
+        return int(size)
 
     def _staging(self, name: str, layout: Layout, rank: int) -> int:
         """Return the most that sending and receiving may stage; less where pieces travel from storage to storage."""
         element, half, staged = self.settings.copy_bytes, MAX_STAGING_BYTES // 2, 0
         for one in (self._home(name), layout):
             if rank in one:
-                staged += min(half, ModelLayout(self.roles[name].model, one).num_local_elements(rank) * element)
+                staged += min(half, self.elements[name].tensors(one, rank) * element)
         return staged
 
     def _set_up(self, rank: int) -> MemoryParts:

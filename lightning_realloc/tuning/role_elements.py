@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout, ParamSpec, stage_blocks
-from lightning_realloc.layout.sharding import TensorParallelCut, local_shard
+from lightning_realloc.layout.sharding import LocalShard, TensorParallelCut, local_shard
 from lightning_realloc.tuning.memory_parts import RoleMemory
 
 
@@ -55,6 +55,7 @@ class RoleElements:
         self._fitting: set[tuple[int, int, bool]] = set()
         self._counts: dict[tuple[int, int, int, int], _Count] = {}
         self._ranks: dict[tuple[int, int, int, int, int], dict[str, int]] = {}
+        self._tensors: dict[tuple[int, _Position, _Position | None], int] = {}
 
     def on(self, layout: Layout, rank: int) -> RankElements:
         """Return what lies on a rank.
@@ -72,11 +73,42 @@ class RoleElements:
             self._ranks[key] = self._count_stage(*key)
         return RankElements(layout=layout, rank=rank, **self._ranks[key])
 
-    def _count_stage(self, tp: int, tp_index: int, fsdp: int, pp: int, stage: int) -> dict[str, int]:
+    def tensors(self, layout: Layout, rank: int, *, unlike: Layout | None = None) -> int:
+        """Return the elements of a rank's tensors as they are, without padding.
+
+        With ``unlike`` only of those that are not the same under that layout.
+        """
+        at, there = _Position.of(layout, rank), None
+        same: dict[int | str, int] = {}
+        if unlike is not None and rank in unlike:
+            there = _Position.of(unlike, rank)
+            same = self._places(unlike.dims.pp, unlike.coordinate(rank).pp)
+        places = self._places(layout.dims.pp, layout.coordinate(rank).pp)
+        return sum(self._count_tensors(kind, at, there if place in same else None) for place, kind in places.items())
+
+    def _count_tensors(self, kind: int, at: _Position, unlike: _Position | None) -> int:
+        key = (kind, at, unlike)
+        if key not in self._tensors:
+            shards = [
+                (param.shard(*at), None if unlike is None else param.shard(*unlike)) for param in self._kinds[kind]
+            ]
+            self._tensors[key] = sum(math.prod(shard.shape) for shard, other in shards if shard != other)
+        return self._tensors[key]
+
+    def _places(self, pp: int, stage: int) -> dict[int | str, int]:
+        """Return what a stage has, blocks by their number and what comes before and after them, and its kind."""
         run = stage_blocks(self.role.model.num_blocks, pp)[stage]
-        blocks = [self._count(block, tp, tp_index, fsdp) for block in self._blocks[run.start : run.stop]]
-        ends = ((self._input,) if stage == 0 else ()) + ((self._output,) if stage == pp - 1 else ())
-        outside = [self._count(kind, tp, tp_index, fsdp) for kind in ends]
+        places: dict[int | str, int] = {block: self._blocks[block] for block in run}
+        if stage == 0:
+            places["input"] = self._input
+        if stage == pp - 1:
+            places["output"] = self._output
+        return places
+
+    def _count_stage(self, tp: int, tp_index: int, fsdp: int, pp: int, stage: int) -> dict[str, int]:
+        places = self._places(pp, stage)
+        blocks = [self._count(kind, tp, tp_index, fsdp) for place, kind in places.items() if isinstance(place, int)]
+        outside = [self._count(kind, tp, tp_index, fsdp) for place, kind in places.items() if isinstance(place, str)]
         everything = blocks + outside
         return {
             "num_sharded": sum(count.sharded for count in everything),
@@ -96,6 +128,20 @@ class RoleElements:
         return self._counts[key]
 
 
+class _Position(NamedTuple):
+    """Where a rank stands along the axes that cut tensors."""
+
+    tp: int
+    tp_index: int
+    fsdp: int
+    fsdp_index: int
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int) -> _Position:
+        at = layout.coordinate(rank)
+        return cls(layout.dims.tp, at.tp, layout.dims.fsdp, at.fsdp)
+
+
 class _Param(NamedTuple):
     """What a parameter's size on a rank depends on."""
 
@@ -106,6 +152,10 @@ class _Param(NamedTuple):
     @classmethod
     def of(cls, param: ParamSpec, *, is_trained: bool) -> _Param:
         return cls(param.shape, param.tp, is_trained)
+
+    def shard(self, tp: int, tp_index: int, fsdp: int, fsdp_index: int) -> LocalShard:
+        """Return what lies at a position."""
+        return local_shard(self.shape, self.cut, tp, tp_index, fsdp, fsdp_index)
 
 
 class _Count(NamedTuple):
@@ -120,7 +170,7 @@ class _Count(NamedTuple):
     def of(cls, params: Iterable[_Param], tp: int, tp_index: int, fsdp: int) -> _Count:
         sums = [0, 0, 0, 0]
         for param in params:
-            shape = local_shard(param.shape, param.cut, tp, tp_index, 1, 0).shape
+            shape = param.shard(tp, tp_index, 1, 0).shape
             whole = math.prod(shape)
             padded = -(-shape[0] // fsdp) * math.prod(shape[1:]) if shape else 1
             for at, size in enumerate((whole, whole * param.is_trained, padded, padded * param.is_trained)):

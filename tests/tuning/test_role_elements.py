@@ -59,3 +59,16 @@ def test_a_layout_that_does_not_fit_is_refused_every_time() -> None:
                 elements.on(Layout.parse(text), 0)
     with pytest.raises(LayoutError, match="not part of"):
         elements.on(Layout.parse("tp2"), 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "other"), [("tp2", "pp2.tp2"), ("pp3", "dp5@1-5"), ("dp4", "fsdp2.tp2"), ("tp4", "tp2")]
+)
+def test_tensors_that_two_layouts_have_alike_are_told_apart(text: str, other: str) -> None:
+    elements, layout, unlike = RoleElements(WITHOUT_SCALAR), Layout.parse(text), Layout.parse(other)
+    laid, there = (ModelLayout(WITHOUT_SCALAR.model, one) for one in (layout, unlike))
+    for rank in layout.ranks:
+        sizes = {name: math.prod(laid.local_shape(name, rank)) for name in laid.names(rank)}
+        assert elements.tensors(layout, rank) == sum(sizes.values())
+        left = [size for name, size in sizes.items() if laid.shard(name, rank) != there.shard(name, rank)]
+        assert elements.tensors(layout, rank, unlike=unlike) == sum(left)
