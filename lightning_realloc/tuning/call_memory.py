@@ -93,12 +93,12 @@ class CallMemory:
 
     def _buffer(self, gathered: int) -> int:
         """Bytes of the message that weights arrive in, kept until the next ones have come."""
-        return gathered if self.sizes.layout.dims.fsdp > 1 else 0
+        return gathered if self.sizes.dims.fsdp > 1 else 0
 
     # ---- activations
     @property
     def _tp(self) -> int:
-        return self.sizes.layout.dims.tp
+        return self.sizes.dims.tp
 
     def _hidden(self, tokens: int) -> int:
         return 0 if self.role.shape is None else tokens * self.role.shape.hidden * self.activation_bytes
@@ -139,11 +139,15 @@ class CallMemory:
     @property
     def _has_head(self) -> bool:
         """Whether the rank computes logits: on a pipeline's last stage."""
-        layout = self.sizes.layout
-        return layout.coordinate(self.sizes.rank).pp == layout.dims.pp - 1
+        return self.sizes.stage == self.sizes.dims.pp - 1
+
+    @property
+    def _shares(self) -> int:
+        """Into how many the sequences are divided."""
+        return self.sizes.dims.dp * self.sizes.dims.fsdp
 
     def _micro_batches(self, num_minibatches: int = 1) -> MicroBatches:
-        shares = self.sizes.layout.data_parallel_size * num_minibatches
+        shares = self._shares * num_minibatches
         share = 0 if self.workload is None else math.ceil(self.workload.num_sequences / shares)
         return MicroBatches.of(self.workload, share, self.plan.micro_batch_tokens)
 
@@ -179,7 +183,7 @@ class CallMemory:
         shape, load = self.role.shape, self.workload
         if shape is None or load is None:
             return [*self._gathering(0), body]
-        share = math.ceil(load.num_sequences / self.sizes.layout.data_parallel_size)
+        share = math.ceil(load.num_sequences / self._shares)
         slots = min(self.plan.max_slots, share)
         position = slots * shape.kv_cache_elements(self._tp) * self.activation_bytes
         longest = load.prompt_tokens + load.response_tokens
@@ -204,8 +208,8 @@ class CallMemory:
         """Return the moments of a training call's last micro-batch, when gradients of the others are there."""
         minibatches = 1 if self.workload is None else self.workload.num_minibatches
         micro = self._micro_batches(minibatches)
-        pipelined = self.sizes.layout.dims.pp - self.sizes.layout.coordinate(self.sizes.rank).pp
-        in_flight = min(micro.count, pipelined) if self.sizes.layout.dims.pp > 1 else 1
+        pipelined = self.sizes.dims.pp - self.sizes.stage
+        in_flight = min(micro.count, pipelined) if self.sizes.dims.pp > 1 else 1
         kept = in_flight * self._kept_activations(micro.tokens)
         master, sizes = self.settings.master_bytes, self.sizes
         block, root = sizes.trained_block * self.weight_bytes, sizes.trained_root * self.weight_bytes
@@ -229,7 +233,7 @@ class CallMemory:
         ]  # fmt: skip
         one = self._saved(micro.tokens) + backward
         if self.is_wrapped:
-            reduction = block + block // sizes.layout.dims.fsdp  # the message and the reduced shard
+            reduction = block + block // sizes.dims.fsdp  # the message and the reduced shard
             moments += [
                 MemoryParts(  # the last block's gradients are sent while those of the one before are computed
                     gradients=(earlier or root) + block + reduction, activations=max(0, kept - one) + recomputed,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_realloc.layout.dims import Layout
+from lightning_realloc.layout.dims import Coordinate, Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout, ParamSpec, stage_blocks
 from lightning_realloc.layout.sharding import LocalShard, TensorParallelCut, local_shard
 from lightning_realloc.tuning.memory_parts import RoleMemory
@@ -21,8 +21,9 @@ class RankElements:
     are of before they are reduced. Sharded ones are padded to equal length, as FSDP keeps them.
     """
 
-    layout: Layout
-    rank: int
+    dims: ParallelDims
+    stage: int
+    """Of the pipeline."""
     num_sharded: int
     num_trained_sharded: int
     num_trained: int
@@ -63,15 +64,18 @@ class RoleElements:
         Raises:
             LayoutError: for a layout that does not fit the model, and for a rank outside of it.
         """
-        dims, at = layout.dims, layout.coordinate(rank)
+        return self.at(layout.dims, layout.coordinate(rank))
+
+    def at(self, dims: ParallelDims, at: Coordinate) -> RankElements:
+        """Return what lies at a coordinate, on whatever rank that is. Raises LayoutError as :meth:`on`."""
         degrees = (dims.tp, dims.pp, dims.fsdp > 1)
         if degrees not in self._fitting:
-            ModelLayout(self.role.model, layout)  # refuses what does not fit
+            ModelLayout(self.role.model, Layout(dims, tuple(range(dims.size))))  # refuses what does not fit
             self._fitting.add(degrees)
         key = (dims.tp, at.tp, dims.fsdp, dims.pp, at.pp)
         if key not in self._ranks:
             self._ranks[key] = self._count_stage(*key)
-        return RankElements(layout=layout, rank=rank, **self._ranks[key])
+        return RankElements(dims=dims, stage=at.pp, **self._ranks[key])
 
     def tensors(self, layout: Layout, rank: int, *, unlike: Layout | None = None) -> int:
         """Return the elements of a rank's tensors as they are, without padding.

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.layout.dims import Layout, ParallelDims
+from lightning_realloc.layout.dims import Coordinate, Layout, ParallelDims
 from lightning_realloc.tuning.call_memory import CallMemory
 from lightning_realloc.tuning.cost import CallCost, Placement, Tokens
 from lightning_realloc.tuning.dataflow import Dataflow
@@ -148,10 +148,11 @@ class RooflineEstimator:
         if chosen.role is None:
             return 0
         role = chosen.role
+        is_home, is_trained = chosen == self.dataflow.home_call(role), role in self.dataflow.trained_roles
         return max(
             CallMemory.of_replica(
                 self.roles[role], plan, self.settings, self.tokens.workload, sizes,
-                is_home=chosen == self.dataflow.home_call(role), is_trained=role in self.dataflow.trained_roles,
+                is_home=is_home, is_trained=is_trained,
             ).peak(chosen.kind).total
             for sizes in self._ends(role, plan.layout.dims)
         )  # fmt: skip
@@ -159,9 +160,8 @@ class RooflineEstimator:
     def _ends(self, role: str, dims: ParallelDims) -> tuple[RankElements, ...]:
         """Return the first and the last stage of a layout's shape; in between no rank holds more than the first."""
         if (role, dims) not in self._sizes:
-            layout = Layout(dims, tuple(range(dims.size)))
-            ranks = sorted({0, dims.size - dims.size // dims.pp})
-            self._sizes[role, dims] = tuple(self._elements[role].on(layout, rank) for rank in ranks)
+            stages = sorted({0, dims.pp - 1})
+            self._sizes[role, dims] = tuple(self._elements[role].at(dims, Coordinate(at, 0, 0, 0)) for at in stages)
         return self._sizes[role, dims]
 
 
