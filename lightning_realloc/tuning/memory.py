@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout, format_ranks
@@ -100,7 +100,18 @@ def forecast_memory(
         raise PlanError(f"role {missing[0]!r} has no model to forecast; there are {', '.join(roles) or 'none'}")
     elements = {name: RoleElements(role) for name, role in roles.items()}
     forecaster = _Forecaster(dataflow, plan, roles, settings, workload, elements)
-    return MemoryForecast(tuple(entry for rank in ranks for entry in forecaster.of_rank(rank)))
+    alike: dict[object, list[PhaseMemory]] = {}
+    for rank in ranks:
+        place = _place(plan, rank)
+        if place not in alike:
+            alike[place] = list(forecaster.of_rank(rank))
+    return MemoryForecast(tuple(replace(entry, rank=rank) for rank in ranks for entry in alike[_place(plan, rank)]))
+
+
+def _place(plan: ExecutionPlan, rank: int) -> tuple[tuple[int, int, int] | None, ...]:
+    """Return where a rank stands in every layout, as far as it matters here: replicas need the same."""
+    found = (layout.coordinate(rank) if rank in layout else None for layout in plan.layouts)
+    return tuple(None if at is None else (at.pp, at.fsdp, at.tp) for at in found)
 
 
 @dataclass(frozen=True, slots=True)
