@@ -101,17 +101,11 @@ def forecast_memory(
     elements = {name: RoleElements(role) for name, role in roles.items()}
     forecaster = _Forecaster(dataflow, plan, roles, settings, workload, elements)
     alike: dict[object, list[PhaseMemory]] = {}
-    for rank in ranks:
-        place = _place(plan, rank)
+    places = {rank: forecaster.place(rank) for rank in ranks}
+    for rank, place in places.items():
         if place not in alike:
             alike[place] = list(forecaster.of_rank(rank))
-    return MemoryForecast(tuple(replace(entry, rank=rank) for rank in ranks for entry in alike[_place(plan, rank)]))
-
-
-def _place(plan: ExecutionPlan, rank: int) -> tuple[tuple[int, int, int] | None, ...]:
-    """Return where a rank stands in every layout, as far as it matters here: replicas need the same."""
-    found = (layout.coordinate(rank) if rank in layout else None for layout in plan.layouts)
-    return tuple(None if at is None else (at.pp, at.fsdp, at.tp) for at in found)
+    return MemoryForecast(tuple(replace(entry, rank=rank) for rank in ranks for entry in alike[places[rank]]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +116,18 @@ class _Forecaster:
     settings: MemorySettings
     workload: Workload | None
     elements: Mapping[str, RoleElements]
+
+    def place(self, rank: int) -> tuple[tuple[int, int, int] | None, ...]:
+        """Return where a rank stands in every layout, as far as its bytes depend on that.
+
+        Replicas need the same, and so do FSDP's shards, which are padded, where nothing is copied from them or to them.
+        """
+        exact = {layout for role, copy in self._copied_layouts() for layout in (copy, self._home(role))}
+        found = []
+        for layout in self.plan.layouts:
+            at = layout.coordinate(rank) if rank in layout else None
+            found.append(None if at is None else (at.pp, at.fsdp if layout in exact else 0, at.tp))
+        return tuple(found)
 
     def of_rank(self, rank: int) -> Iterator[PhaseMemory]:
         copies = {(role, layout): self._copy(role, layout, rank) for role, layout in self._copied_layouts()}
