@@ -6,6 +6,7 @@ measured ones.
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass, replace
 
@@ -61,8 +62,10 @@ class ClusterSpec:
         """Read ``"h100:16x8"`` (preset, nodes x devices per node) or ``"h100"`` (one node). Raises LayoutError."""
         match = re.fullmatch(r"\s*([a-z0-9-]+)\s*(?::\s*([1-9][0-9]*)x([1-9][0-9]*)\s*)?", text)
         if match is None or match[1] not in PRESETS:
+            near = difflib.get_close_matches(text.partition(":")[0].strip().lower(), PRESETS, n=2)
+            offer = f" (nearest: {', '.join(near)})" if near else ""
             raise LayoutError(
-                f'unknown cluster {text!r}; write "PRESET" or "PRESET:NODESxDEVICES", '
+                f'unknown cluster {text!r}{offer}; write "PRESET" or "PRESET:NODESxDEVICES", '
                 f"with a preset of {', '.join(PRESETS)}"
             )
         preset = PRESETS[match[1]]

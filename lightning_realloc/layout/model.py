@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from lightning_realloc.errors import LayoutError
@@ -204,6 +205,7 @@ def stage_of_block(block: int, num_blocks: int, pp: int) -> int:
     return block // (share + 1) if block < edge else longer + (block - edge) // share
 
 
+@lru_cache(maxsize=4096)
 def stage_blocks(num_blocks: int, pp: int) -> tuple[range, ...]:
     """The blocks of every stage, consistent with ``stage_of_block``."""
     share, longer = divmod(num_blocks, pp)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from lightning_realloc.tuning.dataflow import CallKind
 from lightning_realloc.tuning.execution_plan import CallPlan
-from lightning_realloc.tuning.memory_parts import MemoryParts, MemorySettings, RoleBytes, RoleMemory, Workload
+from lightning_realloc.tuning.memory_parts import MemoryParts, MemorySettings, RoleMemory, Workload
+from lightning_realloc.tuning.role_elements import RankElements
 
 CHUNK_ELEMENTS = 1 << 23
 """Logits that are worked on in fp32 at a time; ``runtime.token_logprobs`` has the same number."""
@@ -50,24 +51,29 @@ class CallMemory:
     plan: CallPlan
     settings: MemorySettings
     workload: Workload | None
-    sizes: RoleBytes
+    sizes: RankElements
     """Of the role in the call's layout."""
     is_wrapped: bool
     """Whether FSDP2 wraps the model."""
-    element_bytes: int
-    """Of one weight of the replica."""
+    weight_bytes: int
+    """Of one weight that is computed with: of the replica, or of what FSDP2 gathers."""
+    activation_bytes: int
+    """Of one activation."""
 
     @classmethod
     def of_replica(
-        cls, role: RoleMemory, plan: CallPlan, settings: MemorySettings, workload: Workload | None, sizes: RoleBytes,
-        *, is_home: bool, is_trained: bool,
+        cls, role: RoleMemory, plan: CallPlan, settings: MemorySettings, workload: Workload | None,
+        sizes: RankElements, *, is_home: bool, is_trained: bool,
     ) -> CallMemory:  # fmt: skip
         """Describe a call on a role's home replica, or on a copy of it in another layout."""
         dims = plan.layout.dims
+        is_wrapped = dims.fsdp > 1 or (dims.dp > 1 and is_home and is_trained)
+        weight = settings.home_bytes(role, is_trained=is_trained) if is_home else settings.copy_bytes
+        if is_wrapped:
+            weight = min(weight, settings.gathered_bytes)
         return cls(
-            role=role, plan=plan, settings=settings, workload=workload, sizes=sizes,
-            is_wrapped=dims.fsdp > 1 or (dims.dp > 1 and is_home and is_trained),
-            element_bytes=settings.home_bytes(role, is_trained=is_trained) if is_home else settings.copy_bytes,
+            role=role, plan=plan, settings=settings, workload=workload, sizes=sizes, is_wrapped=is_wrapped,
+            weight_bytes=weight, activation_bytes=min(weight, settings.copy_bytes),
         )  # fmt: skip
 
     def peak(self, kind: CallKind) -> MemoryParts:
@@ -77,37 +83,29 @@ class CallMemory:
 
     # ---- weights that FSDP gathers
     @property
-    def _weight_bytes(self) -> int:
-        return min(self.element_bytes, self.settings.gathered_bytes) if self.is_wrapped else self.element_bytes
-
-    @property
     def _root(self) -> int:
         """Bytes of gathered weights outside of blocks, which stay gathered through a call."""
-        return self.sizes.root * self._weight_bytes if self.is_wrapped else 0
+        return self.sizes.root * self.weight_bytes if self.is_wrapped else 0
 
     @property
     def _block(self) -> int:
-        return self.sizes.largest_block * self._weight_bytes if self.is_wrapped else 0
+        return self.sizes.largest_block * self.weight_bytes if self.is_wrapped else 0
 
     def _buffer(self, gathered: int) -> int:
         """Bytes of the message that weights arrive in, kept until the next ones have come."""
-        return gathered if self.sizes.layout.dims.fsdp > 1 else 0
+        return gathered if self.sizes.dims.fsdp > 1 else 0
 
     # ---- activations
     @property
     def _tp(self) -> int:
-        return self.sizes.layout.dims.tp
-
-    @property
-    def _activation_bytes(self) -> int:
-        return min(self._weight_bytes, self.settings.copy_bytes)
+        return self.sizes.dims.tp
 
     def _hidden(self, tokens: int) -> int:
-        return 0 if self.role.shape is None else tokens * self.role.shape.hidden * self._activation_bytes
+        return 0 if self.role.shape is None else tokens * self.role.shape.hidden * self.activation_bytes
 
     def _working(self, tokens: int) -> int:
         shape = self.role.shape
-        return 0 if shape is None else tokens * shape.working_elements(self._tp) * self._activation_bytes
+        return 0 if shape is None else tokens * shape.working_elements(self._tp) * self.activation_bytes
 
     def _exchanged(self, tokens: int) -> int:
         """Bytes of what tensor-parallel CPU ranks add up by gathering, twice: the last message is still held."""
@@ -117,15 +115,15 @@ class CallMemory:
 
     def _backward(self, tokens: int) -> int:
         shape = self.role.shape
-        return 0 if shape is None else tokens * shape.backward_elements(self._tp) * self._activation_bytes
+        return 0 if shape is None else tokens * shape.backward_elements(self._tp) * self.activation_bytes
 
     def _saved(self, tokens: int) -> int:
         """Bytes that one block keeps for its backward pass."""
         shape = self.role.shape
-        return 0 if shape is None else tokens * shape.saved_bytes(self._tp, self._activation_bytes)
+        return 0 if shape is None else tokens * shape.saved_bytes(self._tp, self.activation_bytes)
 
     def _logits(self, rows: int) -> int:
-        return 0 if self.role.shape is None else rows * self.role.shape.num_outputs * self._activation_bytes
+        return 0 if self.role.shape is None else rows * self.role.shape.num_outputs * self.activation_bytes
 
     def _joined_logits(self, rows: int) -> int:
         """Bytes of logits without a backward pass: under tp also the message they came in, and the rank's own share."""
@@ -141,11 +139,15 @@ class CallMemory:
     @property
     def _has_head(self) -> bool:
         """Whether the rank computes logits: on a pipeline's last stage."""
-        layout = self.sizes.layout
-        return layout.coordinate(self.sizes.rank).pp == layout.dims.pp - 1
+        return self.sizes.stage == self.sizes.dims.pp - 1
+
+    @property
+    def _shares(self) -> int:
+        """Into how many the sequences are divided."""
+        return self.sizes.dims.dp * self.sizes.dims.fsdp
 
     def _micro_batches(self, num_minibatches: int = 1) -> MicroBatches:
-        shares = self.sizes.layout.data_parallel_size * num_minibatches
+        shares = self._shares * num_minibatches
         share = 0 if self.workload is None else math.ceil(self.workload.num_sequences / shares)
         return MicroBatches.of(self.workload, share, self.plan.micro_batch_tokens)
 
@@ -166,12 +168,14 @@ class CallMemory:
             ),
         ]
 
-    def _gathering(self, tokens: int) -> list[MemoryParts]:
+    def _gathering(self, tokens: int, *, gradients: int = 0, kv_cache: int = 0) -> list[MemoryParts]:
         """Return the moments when a block's weights arrive: a message is kept until the next one was taken apart."""
-        block = self._buffer(self._block)
+        if not self.is_wrapped:
+            return []  # weights are there, and every other moment holds more beside them
+        block, beside = self._buffer(self._block), {"gradients": gradients, "kv_cache": kv_cache}
         return [
-            MemoryParts(gathered=self._root + self._buffer(self._root) + block),
-            MemoryParts(gathered=self._root + self._block + 2 * block, activations=2 * self._hidden(tokens)),
+            MemoryParts(gathered=self._root + self._buffer(self._root) + block, **beside),
+            MemoryParts(gathered=self._root + self._block + 2 * block, activations=2 * self._hidden(tokens), **beside),
         ]
 
     def _generate(self) -> list[MemoryParts]:
@@ -179,9 +183,9 @@ class CallMemory:
         shape, load = self.role.shape, self.workload
         if shape is None or load is None:
             return [*self._gathering(0), body]
-        share = math.ceil(load.num_sequences / self.sizes.layout.data_parallel_size)
+        share = math.ceil(load.num_sequences / self._shares)
         slots = min(self.plan.max_slots, share)
-        position = slots * shape.kv_cache_elements(self._tp) * self._activation_bytes
+        position = slots * shape.kv_cache_elements(self._tp) * self.activation_bytes
         longest = load.prompt_tokens + load.response_tokens
         first = min(longest, -(-load.prompt_tokens // CACHE_MULTIPLE) * CACHE_MULTIPLE)
         # The cache grows layer by layer, at the end by at most half: one layer's old keys and values are still there.
@@ -194,7 +198,7 @@ class CallMemory:
             logits=self._joined_logits(slots) + slots * shape.num_outputs * 4,
         )
         return [
-            *(moment + MemoryParts(kv_cache=position * longest) for moment in self._gathering(slots)),
+            *self._gathering(slots, kv_cache=position * longest),
             body + MemoryParts(kv_cache=position * first, activations=self._working(prefill)),
             body + MemoryParts(kv_cache=position * longest + growth, activations=self._working(slots)),
             drawing,
@@ -204,11 +208,11 @@ class CallMemory:
         """Return the moments of a training call's last micro-batch, when gradients of the others are there."""
         minibatches = 1 if self.workload is None else self.workload.num_minibatches
         micro = self._micro_batches(minibatches)
-        pipelined = self.sizes.layout.dims.pp - self.sizes.layout.coordinate(self.sizes.rank).pp
-        in_flight = min(micro.count, pipelined) if self.sizes.layout.dims.pp > 1 else 1
+        pipelined = self.sizes.dims.pp - self.sizes.stage
+        in_flight = min(micro.count, pipelined) if self.sizes.dims.pp > 1 else 1
         kept = in_flight * self._kept_activations(micro.tokens)
         master, sizes = self.settings.master_bytes, self.sizes
-        block, root = sizes.trained_block * self._weight_bytes, sizes.trained_root * self._weight_bytes
+        block, root = sizes.trained_block * self.weight_bytes, sizes.trained_root * self.weight_bytes
         shards = sizes.num_trained_sharded * master
         # Until the last micro-batch FSDP adds up whole gradients: reducing them once costs less than every time.
         earlier = sizes.num_trained * master if micro.count > 1 else 0
@@ -217,7 +221,7 @@ class CallMemory:
         recomputed = self._saved(micro.tokens) if self.plan.gradient_checkpointing else 0
         backward = self._backward(micro.tokens)
         moments = [
-            *(moment + MemoryParts(gradients=earlier) for moment in self._gathering(micro.tokens)),
+            *self._gathering(micro.tokens, gradients=earlier),
             MemoryParts(  # the loss's backward pass: the logits, their gradient, and two chunks in fp32
                 gradients=earlier, activations=kept + head, logits=2 * self._logits(rows) + 2 * self._chunk(rows),
                 gathered=self._root + self._buffer(self._block),
@@ -229,7 +233,7 @@ class CallMemory:
         ]  # fmt: skip
         one = self._saved(micro.tokens) + backward
         if self.is_wrapped:
-            reduction = block + block // sizes.layout.dims.fsdp  # the message and the reduced shard
+            reduction = block + block // sizes.dims.fsdp  # the message and the reduced shard
             moments += [
                 MemoryParts(  # the last block's gradients are sent while those of the one before are computed
                     gradients=(earlier or root) + block + reduction, activations=max(0, kept - one) + recomputed,

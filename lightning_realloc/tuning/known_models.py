@@ -145,3 +145,49 @@ def find_known_model(name: str) -> KnownModel:
     near = dict.fromkeys(names[match] for match in difflib.get_close_matches(wanted, names, n=4, cutoff=0.5))
     offer = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(KNOWN_MODELS)}"
     raise PlanError(f"model {name!r} is not built in ({offer}); or give a folder with its config.json")
+
+
+_SHAPE_KEYS = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary")
+_SHAPE_FLAGS = ("tied", "qkv_bias", "qk_norm")
+_SHAPE_EXAMPLE = "layers=32,hidden=4096,intermediate=14336,heads=32,kv_heads=8,vocabulary=128256,tied"
+
+
+def is_shape(text: str) -> bool:
+    """Whether a text is a shape that is written out, rather than the name of a model."""
+    return "=" in text
+
+
+def parse_shape(text: str) -> KnownModel:
+    """Read ``"layers=32,hidden=4096,intermediate=14336,heads=32,kv_heads=8,vocabulary=128256,tied"``.
+
+    ``kv_heads`` is by default ``heads``, ``head_dim`` ``hidden / heads``; ``tied``, ``qkv_bias`` and ``qk_norm`` are
+    said by their names alone.
+
+    Raises:
+        PlanError: for anything else.
+    """
+    sizes, flags = {}, set()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, separator, value = (piece.strip() for piece in part.partition("="))
+        if not separator and key in _SHAPE_FLAGS and key not in flags:
+            flags.add(key)
+        elif key in _SHAPE_KEYS and key not in sizes and value.isdecimal() and int(value):
+            sizes[key] = int(value)
+        else:
+            known = ", ".join((*(f"{key}=NUMBER" for key in _SHAPE_KEYS), *_SHAPE_FLAGS))
+            raise PlanError(f"{part!r} of the shape {text!r} is none of {known}, each once; as in {_SHAPE_EXAMPLE}")
+    missing = [key for key in _SHAPE_KEYS if key not in (*sizes, "kv_heads", "head_dim")]
+    if missing:
+        raise PlanError(f"the shape {text!r} lacks {', '.join(missing)}; as in {_SHAPE_EXAMPLE}")
+    sizes.setdefault("kv_heads", sizes["heads"])
+    sizes.setdefault("head_dim", sizes["hidden"] // sizes["heads"])
+    if sizes["heads"] % sizes["kv_heads"] or not sizes["head_dim"]:
+        raise PlanError(
+            f"heads={sizes['heads']} of the shape {text!r} must be a multiple of kv_heads={sizes['kv_heads']} and at "
+            f"most hidden={sizes['hidden']}; see the model's config.json"
+        )
+    return KnownModel(
+        num_layers=sizes["layers"], hidden=sizes["hidden"], intermediate=sizes["intermediate"],
+        num_heads=sizes["heads"], num_kv_heads=sizes["kv_heads"], head_dim=sizes["head_dim"],
+        vocabulary=sizes["vocabulary"], **dict.fromkeys(flags, True),
+    )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout, format_ranks
@@ -16,8 +16,9 @@ from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.tuning.call_memory import CallMemory
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.tuning.execution_plan import OPTIMIZER_SUFFIX, ExecutionPlan
-from lightning_realloc.tuning.memory_parts import MemoryParts, MemorySettings, RoleBytes, RoleMemory, Workload
+from lightning_realloc.tuning.memory_parts import MemoryParts, MemorySettings, RoleMemory, Workload
 from lightning_realloc.tuning.offload import OffloadSchedule
+from lightning_realloc.tuning.role_elements import RoleElements
 
 SET_UP = "set-up"
 """The phase in which models are built and laid out."""
@@ -97,8 +98,14 @@ def forecast_memory(
     missing = [role for role in dataflow.roles if role not in roles]
     if missing:
         raise PlanError(f"role {missing[0]!r} has no model to forecast; there are {', '.join(roles) or 'none'}")
-    forecaster = _Forecaster(dataflow, plan, roles, settings, workload)
-    return MemoryForecast(tuple(entry for rank in ranks for entry in forecaster.of_rank(rank)))
+    elements = {name: RoleElements(role) for name, role in roles.items()}
+    forecaster = _Forecaster(dataflow, plan, roles, settings, workload, elements)
+    alike: dict[object, list[PhaseMemory]] = {}
+    places = {rank: forecaster.place(rank) for rank in ranks}
+    for rank, place in places.items():
+        if place not in alike:
+            alike[place] = list(forecaster.of_rank(rank))
+    return MemoryForecast(tuple(replace(entry, rank=rank) for rank in ranks for entry in alike[places[rank]]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +115,19 @@ class _Forecaster:
     roles: Mapping[str, RoleMemory]
     settings: MemorySettings
     workload: Workload | None
+    elements: Mapping[str, RoleElements]
+
+    def place(self, rank: int) -> tuple[tuple[int, int, int] | None, ...]:
+        """Return where a rank stands in every layout, as far as its bytes depend on that.
+
+        Replicas need the same, and so do FSDP's shards, which are padded, where nothing is copied from them or to them.
+        """
+        exact = {layout for role, copy in self._copied_layouts() for layout in (copy, self._home(role))}
+        found = []
+        for layout in self.plan.layouts:
+            at = layout.coordinate(rank) if rank in layout else None
+            found.append(None if at is None else (at.pp, at.fsdp if layout in exact else 0, at.tp))
+        return tuple(found)
 
     def of_rank(self, rank: int) -> Iterator[PhaseMemory]:
         copies = {(role, layout): self._copy(role, layout, rank) for role, layout in self._copied_layouts()}
@@ -135,11 +155,11 @@ class _Forecaster:
     def _homes(self, rank: int, *, away: Set[str]) -> MemoryParts:
         """Return weights and optimizer states, but for what is offloaded and away."""
         parts = MemoryParts()
-        for name, role in self.roles.items():
+        for name in self.roles:
             layout = self._home(name)
             if name not in self.dataflow.roles or rank not in layout:
                 continue
-            sizes = RoleBytes(role, layout, rank)
+            sizes = self.elements[name].on(layout, rank)
             if name not in away:
                 parts += MemoryParts(weights=sizes.num_sharded * self._home_bytes(name))
             if name in self.dataflow.trained_roles and name + OPTIMIZER_SUFFIX not in away:
@@ -166,28 +186,33 @@ class _Forecaster:
             return MemoryParts()
         element = self.settings.copy_bytes
         if layout.dims.fsdp > 1:
-            sharded = RoleBytes(role, layout, rank).num_sharded * element if rank in layout else 0
+            sharded = self.elements[name].on(layout, rank).num_sharded * element if rank in layout else 0
             return MemoryParts(copies=sharded, staging=self._staging(name, layout, rank))
-        target, source = ModelLayout(role.model, layout), ModelLayout(role.model, home)
-        may_alias = self._home_bytes(name) == element
+        may_alias = self._home_bytes(name) == element  # a tensor that the home replica has, too, is the copy's as well
+        if self.settings.shares_memory:
+            return MemoryParts(copies=self._shared_copy(role, layout, home if may_alias else None, rank))
+        own = self.elements[name].tensors(layout, rank, unlike=home if may_alias else None) if rank in layout else 0
+        return MemoryParts(copies=own * element, staging=self._staging(name, layout, rank))
+
+    def _shared_copy(self, role: RoleMemory, layout: Layout, home: Layout | None, rank: int) -> int:
+        """Return a rank's part of a copy of which equal shards are stored once; those of ``home`` are not stored."""
+        target = ModelLayout(role.model, layout)
+        source = None if home is None else ModelLayout(role.model, home)
         size = 0.0
-        for param in target.names(rank) if rank in layout else ():
+        for param in target.names(rank):
             readers = [r for r in layout.ranks if target.shard(param, r) == target.shard(param, rank)]
-            if may_alias:
-                readers = [r for r in readers if r not in home or source.shard(param, r) != target.shard(param, r)]
-                if rank not in readers:
-                    continue  # the home replica's own tensor
-            shard = math.prod(target.local_shape(param, rank)) * element
-            size += shard / len(readers) if self.settings.shares_memory else shard
-        staging = 0 if self.settings.shares_memory else self._staging(name, layout, rank)
-        return MemoryParts(copies=int(size), staging=staging)
+            if source is not None:
+                readers = [r for r in readers if source.shard(param, r) != target.shard(param, r)]
+            if rank in readers:
+                size += math.prod(target.local_shape(param, rank)) * self.settings.copy_bytes / len(readers)
+        return int(size)
 
     def _staging(self, name: str, layout: Layout, rank: int) -> int:
         """Return the most that sending and receiving may stage; less where pieces travel from storage to storage."""
         element, half, staged = self.settings.copy_bytes, MAX_STAGING_BYTES // 2, 0
         for one in (self._home(name), layout):
             if rank in one:
-                staged += min(half, ModelLayout(self.roles[name].model, one).num_local_elements(rank) * element)
+                staged += min(half, self.elements[name].tensors(one, rank) * element)
         return staged
 
     def _set_up(self, rank: int) -> MemoryParts:
@@ -200,7 +225,7 @@ class _Forecaster:
             element = self._home_bytes(name)
             most = max(most, laid_out + size // 4 * element)  # on ranks outside, too, which then let go of it
             if rank in self._home(name):
-                laid_out += RoleBytes(self.roles[name], self._home(name), rank).num_sharded * element
+                laid_out += self.elements[name].on(self._home(name), rank).num_sharded * element
         return MemoryParts(weights=max(most, laid_out))
 
     def _during(self, call: ModelFunctionCall, rank: int) -> MemoryParts:
@@ -209,7 +234,7 @@ class _Forecaster:
             return MemoryParts()
         name = str(call.role)
         return CallMemory.of_replica(
-            self.roles[name], chosen, self.settings, self.workload, RoleBytes(self.roles[name], chosen.layout, rank),
+            self.roles[name], chosen, self.settings, self.workload, self.elements[name].on(chosen.layout, rank),
             is_home=chosen.layout == self._home(name), is_trained=name in self.dataflow.trained_roles,
         ).peak(call.kind)  # fmt: skip
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import operator
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from lightning_realloc.errors import PlanError
-from lightning_realloc.layout.dims import Layout
-from lightning_realloc.layout.model import ModelLayout, ModelSpec
-from lightning_realloc.layout.sharding import local_shard
+from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.model_shape import ModelShape
 
 
@@ -101,16 +100,21 @@ class MemoryParts:
     @property
     def total(self) -> int:
         """All of them."""
-        return sum(getattr(self, item.name) for item in fields(self))
+        return sum(_sizes(self))
 
     def __add__(self, other: MemoryParts) -> MemoryParts:
-        return MemoryParts(**{i.name: getattr(self, i.name) + getattr(other, i.name) for i in fields(self)})
+        sums = map(operator.add, _sizes(self), _sizes(other))
+        return MemoryParts(**dict(zip(_PARTS, sums, strict=True)))
 
     @property
     def largest(self) -> str:
         """The name of the part that takes most."""
-        return max((item.name for item in fields(self)), key=lambda name: getattr(self, name))
+        return max(_PARTS, key=lambda name: getattr(self, name))
 
+
+# Looked up once: a search adds up hundreds of thousands of these.
+_PARTS = tuple(item.name for item in fields(MemoryParts))
+_sizes: Callable[[MemoryParts], tuple[int, ...]] = operator.attrgetter(*_PARTS)
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -123,39 +127,3 @@ def parse_bytes(size: int | str) -> int:
             f'{size!r} is no amount of memory; write bytes, or a number and a unit, as in "24GiB" or "24GB"'
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-class RoleBytes:
-    """Elements of one role's tensors on one rank under one layout.
-
-    ``whole`` sizes are those after tensor parallelism and pipeline stages alone: what FSDP gathers, and what gradients
-    are of before they are reduced. Sharded ones are padded to equal length, as FSDP keeps them.
-
-    Raises:
-        LayoutError: for a layout that does not fit the model, and for a rank outside of it.
-    """
-
-    def __init__(self, role: RoleMemory, layout: Layout, rank: int) -> None:
-        self.layout, self.rank = layout, rank
-        self.num_sharded = self.num_trained_sharded = self.num_trained = 0
-        self.root = self.trained_root = 0
-        blocks: dict[int, int] = {}
-        trained_blocks: dict[int, int] = {}
-        at, dims = layout.coordinate(rank), layout.dims
-        for name in ModelLayout(role.model, layout).names(rank):
-            param = role.model.param(name)
-            shape = local_shard(param.shape, param.tp, dims.tp, at.tp, 1, 0).shape
-            whole, padded = math.prod(shape), -(-shape[0] // dims.fsdp) * math.prod(shape[1:]) if shape else 1
-            trained = name not in role.frozen_params
-            self.num_sharded += padded
-            self.num_trained_sharded += padded * trained
-            self.num_trained += whole * trained
-            if param.block is None:
-                self.root += whole
-                self.trained_root += whole * trained
-            else:
-                blocks[param.block] = blocks.get(param.block, 0) + whole
-                trained_blocks[param.block] = trained_blocks.get(param.block, 0) + whole * trained
-        self.num_blocks = len(blocks)
-        self.largest_block = max(blocks.values(), default=0)
-        self.trained_block = max(trained_blocks.values(), default=0)

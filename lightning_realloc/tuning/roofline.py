@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from typing import TypeVar
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.layout.dims import Layout, ParallelDims
+from lightning_realloc.layout.dims import Coordinate, Layout, ParallelDims
 from lightning_realloc.tuning.call_memory import CallMemory
 from lightning_realloc.tuning.cost import CallCost, Placement, Tokens
 from lightning_realloc.tuning.dataflow import Dataflow
@@ -15,8 +15,14 @@ from lightning_realloc.tuning.estimate import CallSeconds
 from lightning_realloc.tuning.execution_plan import CallPlan
 from lightning_realloc.tuning.hardware import Device, Efficiency, Links
 from lightning_realloc.tuning.kernels import Kernels
-from lightning_realloc.tuning.memory_parts import MemorySettings, RoleBytes, RoleMemory, Workload
+from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory, Workload
+from lightning_realloc.tuning.role_elements import RankElements, RoleElements
 from lightning_realloc.tuning.weights import Weights, traffic
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+MOST_LAYOUTS = 4096
+"""Entries of a cache whose keys are layouts, which hold all their ranks; it is emptied when it is full."""
 
 
 class RooflineEstimator:
@@ -56,7 +62,8 @@ class RooflineEstimator:
         self._placements: dict[Layout, Placement] = {}
         self._calls: dict[tuple[object, ...], CallSeconds] = {}
         self._moves: dict[tuple[str, Layout, Layout], float] = {}
-        self._sizes: dict[tuple[str, ParallelDims], tuple[RoleBytes, ...]] = {}
+        self._elements = _counted(roles)
+        self._sizes: dict[tuple[str, ParallelDims], tuple[RankElements, ...]] = {}
         self._active: dict[tuple[object, ...], int] = {}
 
     def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
@@ -64,7 +71,7 @@ class RooflineEstimator:
         layout = plan.layout
         place = self._placements.get(layout)
         if place is None:
-            place = self._placements[layout] = Placement.of(layout, self.cluster)
+            place = _kept(self._placements, layout, Placement.of(layout, self.cluster))
         key = (call, layout.dims, place, plan.micro_batch_tokens, plan.gradient_checkpointing, plan.max_slots)
         if key not in self._calls:
             self._calls[key] = self._work_out(call, plan, place)
@@ -105,9 +112,8 @@ class RooflineEstimator:
         if source == target:
             return 0.0
         key = (role, source, target)
-        if key not in self._moves:
-            self._moves[key] = self._move(role, source, target)
-        return self._moves[key]
+        known = self._moves.get(key)
+        return _kept(self._moves, key, self._move(role, source, target)) if known is None else known
 
     def _move(self, role: str, source: Layout, target: Layout) -> float:
         moved, size = traffic(self._weights[role], source, target, self.cluster), self.settings.copy_bytes
@@ -129,7 +135,7 @@ class RooflineEstimator:
         optimizer = self.settings.optimizer_bytes if is_home and trains else 0
         return max(
             sizes.num_sharded * element + sizes.num_trained_sharded * optimizer
-            for sizes in self._role_bytes(role, layout.dims)
+            for sizes in self._ends(role, layout.dims)
         )
 
     def active_bytes(self, call: str, plan: CallPlan) -> int:
@@ -145,25 +151,39 @@ class RooflineEstimator:
         if chosen.role is None:
             return 0
         role = chosen.role
+        is_home, is_trained = chosen == self.dataflow.home_call(role), role in self.dataflow.trained_roles
         return max(
             CallMemory.of_replica(
-                self.roles[role], replace(plan, layout=sizes.layout), self.settings, self.tokens.workload, sizes,
-                is_home=chosen == self.dataflow.home_call(role), is_trained=role in self.dataflow.trained_roles,
+                self.roles[role], plan, self.settings, self.tokens.workload, sizes,
+                is_home=is_home, is_trained=is_trained,
             ).peak(chosen.kind).total
-            for sizes in self._role_bytes(role, plan.layout.dims)
+            for sizes in self._ends(role, plan.layout.dims)
         )  # fmt: skip
 
     def slowdown(self, busy: int) -> float:
         """Return 1: data sheets say nothing of ranks in each other's way."""
         return 1.0
 
-    def _role_bytes(self, role: str, dims: ParallelDims) -> tuple[RoleBytes, ...]:
+    def _ends(self, role: str, dims: ParallelDims) -> tuple[RankElements, ...]:
         """Return the first and the last stage of a layout's shape; in between no rank holds more than the first."""
         if (role, dims) not in self._sizes:
-            layout = Layout(dims, tuple(range(dims.size)))
-            ranks = sorted({0, dims.size - dims.size // dims.pp})
-            self._sizes[role, dims] = tuple(RoleBytes(self.roles[role], layout, rank) for rank in ranks)
+            stages = sorted({0, dims.pp - 1})
+            self._sizes[role, dims] = tuple(self._elements[role].at(dims, Coordinate(at, 0, 0, 0)) for at in stages)
         return self._sizes[role, dims]
+
+
+def _kept(cache: dict[Key, Value], key: Key, value: Value) -> Value:
+    """Store a value, after making room, and return it."""
+    if len(cache) >= MOST_LAYOUTS:
+        cache.clear()
+    cache[key] = value
+    return value
+
+
+def _counted(roles: Mapping[str, RoleMemory]) -> dict[str, RoleElements]:
+    """Return what counts every role's elements, one for roles that are alike."""
+    first: dict[RoleMemory, RoleElements] = {}
+    return {name: first.setdefault(role, RoleElements(role)) for name, role in roles.items()}
 
 
 def _check(

@@ -20,7 +20,7 @@ from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.search_bound import lower_bound
 from lightning_realloc.tuning.search_exact import BranchAndBound
 from lightning_realloc.tuning.search_local import LocalSearch
-from lightning_realloc.tuning.search_need import describe_need
+from lightning_realloc.tuning.search_need import NothingFitsError, describe_need
 from lightning_realloc.tuning.search_problem import Problem
 from lightning_realloc.tuning.search_progress import Improvement, Progress
 from lightning_realloc.tuning.simulator import Overlap
@@ -78,8 +78,8 @@ def search_plan(
         max_evaluations: End after so many plans, for results that do not depend on the machine's speed.
 
     Raises:
-        PlanError: where no plan fits the budget, with what is missing and how many nodes would do; for a role without
-            a model, and for an estimator of another cluster or dataflow.
+        NothingFitsError: where no plan fits the budget, with what is missing and how many nodes would do.
+        PlanError: for a role without a model, and for an estimator of another cluster or dataflow.
     """
     if seconds <= 0:
         raise PlanError(f"seconds={seconds} of a search must be positive; ten are enough for 16 nodes")
@@ -92,11 +92,11 @@ def search_plan(
         is_late=lambda: progress.elapsed_s >= SHARE_OF_PRICING * seconds,
     )  # fmt: skip
     if not all(problem.tables):
-        raise PlanError(describe_need(problem, None))
+        raise NothingFitsError(describe_need(problem, None))
     bound = lower_bound(problem)
     bound = max(bound, _search(problem, random.Random(seed), progress))
     if progress.best is None or not progress.best.is_legal:
-        raise PlanError(describe_need(problem, progress.best))
+        raise NothingFitsError(describe_need(problem, progress.best))
     plan = problem.execution_plan(progress.state, progress.offload)
     plan.check(dataflow, cluster.num_devices)
     found = progress.best.seconds

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from lightning_realloc.errors import ReallocError
+from lightning_realloc.errors import PlanError, ReallocError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.search_problem import Problem, Score
 from lightning_realloc.tuning.space import legal_dims
 
 MOST_NODES = 4096
 """Beyond this no larger cluster is looked for."""
+
+
+class NothingFitsError(PlanError):
+    """No plan of the space fits into memory."""
 
 
 def describe_need(problem: Problem, best: Score | None) -> str:

@@ -142,12 +142,13 @@ class Problem:
             return []
         found = []
         for plan in self.options.plans(call.kind, layout):
+            active = self.estimator.active_bytes(call.name, plan)
+            if kept + active > self.budget:
+                continue
             seconds = self.estimator.call_seconds(call.name, plan).total if self.timed[i] else 0.0
             if math.isfinite(seconds):
-                active = self.estimator.active_bytes(call.name, plan)
                 found.append(Option(layout.dims, plan, seconds, active, resident))
-        fitting = [option for option in found if kept + option.active_bytes <= self.budget]
-        return undominated(fitting, lambda option: (option.seconds, option.active_bytes))
+        return undominated(found, lambda option: (option.seconds, option.active_bytes))
 
     def _least(self, i: int, value: Callable[[Option], float]) -> float:
         if not self.timed[i]:

@@ -7,6 +7,7 @@ parameter by parameter takes microseconds here. A test holds the two to each oth
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -78,10 +79,15 @@ class Weights:
 
     def of_stage(self, dims: ParallelDims) -> float:
         """Return the elements of the fullest stage on one rank, FSDP's shards put together."""
-        blocks = [len(run) for run in stage_blocks(self.num_blocks, dims.pp)]
-        first = blocks[0] * self.of_block(dims.tp) + _local(self.input, dims.tp)
-        last = blocks[-1] * self.of_block(dims.tp) + _local(self.output, dims.tp)
-        return first + _local(self.output, dims.tp) if dims.pp == 1 else max(first, last)
+        return _fullest_stage(self, dims.pp, dims.tp)
+
+
+@lru_cache(maxsize=4096)
+def _fullest_stage(weights: Weights, pp: int, tp: int) -> float:
+    blocks = [len(run) for run in stage_blocks(weights.num_blocks, pp)]
+    first = blocks[0] * weights.of_block(tp) + _local(weights.input, tp)
+    last = blocks[-1] * weights.of_block(tp) + _local(weights.output, tp)
+    return first + _local(weights.output, tp) if pp == 1 else max(first, last)
 
 
 def _local(sizes: tuple[tuple[Cut, float], ...], tp: int) -> float:

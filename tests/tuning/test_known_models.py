@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_realloc.errors import PlanError
-from lightning_realloc.tuning.known_models import KNOWN_MODELS, KnownModel, find_known_model
+from lightning_realloc.tuning.known_models import KNOWN_MODELS, KnownModel, find_known_model, parse_shape
 
 # Parameters of the published checkpoints.
 PUBLISHED = {
@@ -67,3 +67,28 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
         find_known_model("Llama-2-7b")
     with pytest.raises(PlanError, match="known: meta-llama/Llama-2-7b-hf"):
         find_known_model("zzzz")
+
+
+def test_a_shape_is_written_out_in_any_order() -> None:
+    llama = parse_shape("heads=32, layers=32,hidden=4096,intermediate=11008,vocabulary=32000")
+    assert llama == KNOWN_MODELS["meta-llama/Llama-2-7b-hf"]
+    text = "layers=28,hidden=1024,intermediate=3072,heads=16,kv_heads=8,head_dim=128,vocabulary=151936,tied,qk_norm"
+    assert parse_shape(text) == KNOWN_MODELS["Qwen/Qwen3-0.6B"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": ""}, "lacks hidden; as in layers=32,"),
+        ({"layers": "layers=0"}, "'layers=0' of the shape"),
+        ({"layers": "layer=4"}, "'layer=4' of the shape"),
+        ({"layers": "layers=4,layers=5"}, "each once"),
+        ({"layers": "layers=4,tide"}, "'tide' of the shape"),
+        ({"heads": "heads=8,kv_heads=3"}, "heads=8 of the shape .* must be a multiple of kv_heads=3"),
+    ],
+)
+def test_a_shape_with_a_mistake_is_refused(change: dict[str, str], message: str) -> None:
+    parts = {"layers": "layers=4", "hidden": "hidden=64", "intermediate": "intermediate=128", "heads": "heads=8",
+             "vocabulary": "vocabulary=100"}  # fmt: skip
+    with pytest.raises(PlanError, match=message):
+        parse_shape(",".join((parts | change).values()))

@@ -1,0 +1,93 @@
+"""Which model does a user mean: a built-in shape, one that is written out, or a configuration on this machine?
+
+No weights are read, and nothing is downloaded unless that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from lightning_realloc.algorithms.role import Role, Task
+from lightning_realloc.errors import ConfigError, PlanError
+from lightning_realloc.strategies.memory import describe_roles
+from lightning_realloc.tuning.dataflow import Dataflow
+from lightning_realloc.tuning.known_models import KnownModel, find_known_model, is_shape, parse_shape
+from lightning_realloc.tuning.memory_parts import RoleMemory
+
+TASKS: dict[str, Task] = {"critic": "token_classification", "reward": "sequence_classification"}
+"""Roles whose models score; all others predict tokens."""
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""What configurations call the number of experts."""
+
+
+def read_roles(sources: Mapping[str, str], dataflow: Dataflow, *, is_priced: bool) -> dict[str, RoleMemory]:
+    """Return every role's parameters and shape.
+
+    Args:
+        sources: Role -> a Hugging Face name, a folder, a ``config.json``, or a shape that is written out.
+        is_priced: Whether times will be worked out: mixtures of experts are refused then, and the hub is not asked for
+            configurations that are neither built in nor on this machine.
+
+    Raises:
+        PlanError: for a name that is not known, with the nearest ones.
+        ConfigError: for a configuration that cannot be used.
+    """
+    read: dict[tuple[str, bool], RoleMemory] = {}  # roles of one model share what is counted of it
+    for role, source in sources.items():
+        key = (source, role in TASKS)
+        if key not in read:
+            read[key] = _read_role(role, source, dataflow, is_priced)
+    return {role: read[source, role in TASKS] for role, source in sources.items()}
+
+
+def _read_role(role: str, source: str, dataflow: Dataflow, is_priced: bool) -> RoleMemory:
+    path = Path(source).expanduser()
+    if is_shape(source) and not path.exists():
+        return _of_shape(role, parse_shape(source))
+    if path.exists():
+        return _of_config(role, str(path), dataflow, is_priced)
+    try:
+        return _of_shape(role, find_known_model(source))
+    except PlanError as error:
+        if _looks_like_path(source):
+            raise PlanError(
+                f"--model {role}={source}: there is no such folder or file in {Path.cwd()}; give one with a "
+                f"config.json, a name as in Qwen/Qwen3-0.6B, or a shape as in layers=32,hidden=4096,..."
+            ) from None
+        try:
+            return _of_config(role, source, dataflow, is_priced)
+        except ConfigError:
+            raise PlanError(f"{role}: {error}, or its shape, as in layers=32,hidden=4096,...") from None
+
+
+def _looks_like_path(source: str) -> bool:
+    return source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith(".json")
+
+
+def _of_shape(role: str, model: KnownModel) -> RoleMemory:
+    return model.role(scores=role in TASKS)
+
+
+def _of_config(role: str, source: str, dataflow: Dataflow, is_priced: bool) -> RoleMemory:
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=is_priced)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{role}={source!r} has no configuration that transformers can read ({str(error).splitlines()[0]}); give a "
+            f"folder with a config.json, a name as in Qwen/Qwen3-0.6B, or a shape as in layers=32,hidden=4096,..."
+        ) from None
+    text = config.get_text_config()
+    experts = next((count for name in EXPERTS if (count := getattr(text, name, None))), 1)
+    if is_priced and experts > 1:
+        raise PlanError(
+            f"{role}={source!r} is a mixture of {experts} experts, whose times depend on how tokens spread over them "
+            f"and cannot be worked out; plan with a dense model, or show memory alone with --check"
+        )
+    described = Role(
+        name=role, source=config, trained=role in dataflow.trained_roles, task=TASKS.get(role, "causal_lm")
+    )
+    return describe_roles([described], {})[role]

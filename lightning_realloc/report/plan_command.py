@@ -1,0 +1,175 @@
+"""``lightning-realloc plan``: from configurations alone to the best plan, to prices of plans, or to a plan's memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.report.model_source import read_roles
+from lightning_realloc.report.plan_comparison import (
+    ITERATIONS_TOLD,
+    Size,
+    compare_plans,
+    gpu_hours,
+    money,
+    sweep_table,
+)
+from lightning_realloc.report.plan_report import (
+    ROOFLINE,
+    comparison_table,
+    gap_sentence,
+    memory_table,
+    plan_table,
+    seconds_with_error,
+    timeline_table,
+)
+from lightning_realloc.report.plan_request import PlanRequest, parse_request
+from lightning_realloc.report.tables import gib
+from lightning_realloc.strategies.memory import settings_of_precision
+from lightning_realloc.tuning.execution_plan import ExecutionPlan
+from lightning_realloc.tuning.hardware import CPU_EFFICIENCY
+from lightning_realloc.tuning.memory import MemoryForecast, forecast_memory
+from lightning_realloc.tuning.memory_advice import find_excess
+from lightning_realloc.tuning.pricing import PlanningTask, PlanPricer, PricedPlan
+from lightning_realloc.tuning.roofline import RooflineEstimator
+from lightning_realloc.tuning.search import SearchResult
+from lightning_realloc.tuning.search_need import NothingFitsError
+
+Write = Callable[[str], object]
+
+
+def run_plan(arguments: Sequence[str], write: Write) -> None:
+    """Do what a command line asks for; ``write`` takes what is to be read.
+
+    Raises:
+        ReallocError: for what cannot be done, and by a check for a plan that does not fit.
+    """
+    request = parse_request(arguments)
+    if request.flags.check is not None:
+        check_plan(request, write)
+    elif request.flags.compare is not None:
+        _compare(request, write)
+    elif request.sweep:
+        _sweep(request, write)
+    else:
+        _search(request, write)
+
+
+# ---- the best plan
+def _search(request: PlanRequest, write: Write) -> None:
+    pricer = _pricer(_task(request), request)
+    best, found = _best(pricer, request)
+    if request.flags.save is not None:
+        _save(best, request)
+    title = f"Best plan found: {request.flags.algorithm} on {request.flags.cluster}"
+    write(f"{title}\n{_setting(request)}\n{plan_table(best.plan)}\n")
+    write(f"\n{seconds_with_error(best, is_cpu=request.is_cpu)}\n{gap_sentence(found)}\n{_cost(best, request)}")
+    write(f"\nTimeline of an iteration, in seconds\n{timeline_table(best)}\n")
+    write(f"\nMemory of the fullest ranks\n{memory_table(best)}\n")
+    write(f"\nBeside other plans\n{comparison_table(best, pricer.heuristic(), pricer.static())}\n")
+    if request.flags.save is not None:
+        write(f"\nThe plan is in {request.flags.save}\n")
+
+
+def _best(pricer: PlanPricer, request: PlanRequest) -> tuple[PricedPlan, SearchResult]:
+    return pricer.search(seed=request.flags.seed or 0, seconds=request.seconds, clock=time.process_time)
+
+
+def _cost(priced: PricedPlan, request: PlanRequest) -> str:
+    price = request.flags.price_per_gpu_hour
+    if price is None:
+        return ""
+    hours = f"{gpu_hours(priced):,.1f} GPU-hours"
+    return f"{ITERATIONS_TOLD} iterations: {hours}, {money(priced, price):,.2f} at {price:g} an hour\n"
+
+
+def _save(priced: PricedPlan, request: PlanRequest) -> None:
+    path = request.flags.save
+    try:
+        priced.plan.save(path)
+    except OSError as error:
+        raise PlanError(f"--save={path} cannot be written ({error.strerror}); name another file") from None
+
+
+# ---- other questions
+def _compare(request: PlanRequest, write: Write) -> None:
+    pricer = _pricer(_task(request), request)
+    files = tuple(request.flags.compare)
+    first, second = (pricer.price(ExecutionPlan.load(file)) for file in files)
+    write(f"{request.flags.algorithm} on {request.flags.cluster}\n{_setting(request)}\n")
+    write(f"{compare_plans(first, second, (files[0], files[1]), request.flags.price_per_gpu_hour)}\n")
+
+
+def _sweep(request: PlanRequest, write: Write) -> None:
+    task = _task(request)
+    sizes = []
+    for num_nodes in request.sweep:
+        here = task.on_nodes(num_nodes)
+        try:
+            best, found = _best(_pricer(here, request), request)
+            size = Size(num_nodes=num_nodes, num_devices=here.cluster.num_devices, best=best, found=found)
+        except NothingFitsError as error:
+            size = Size(
+                num_nodes=num_nodes, num_devices=here.cluster.num_devices, best=None, found=None, refusal=str(error)
+            )  # fmt: skip
+        sizes.append(size)
+    write(f"Best plans found: {request.flags.algorithm} on {request.flags.cluster} with other numbers of nodes\n")
+    write(f"{_setting(request)}\n{sweep_table(sizes, request.flags.price_per_gpu_hour)}\n")
+
+
+def check_plan(request: PlanRequest, write: Write) -> None:
+    """Write the table of a plan's memory; PlanError, after the table, for one that does not fit."""
+    flow, workload = request.dataflow, request.workload
+    plan = ExecutionPlan.load(request.flags.check).completed(flow)
+    world_size = 1 + max(rank for layout in plan.layouts for rank in layout.ranks)
+    plan.check(flow, world_size if request.cluster is None else request.cluster.num_devices)
+    roles = read_roles(request.sources, flow, is_priced=False)
+    plan.check_models(flow, {name: role.model for name, role in roles.items()})
+    settings = settings_of_precision(request.flags.precision)
+
+    def forecast(candidate: ExecutionPlan) -> MemoryForecast:
+        return forecast_memory(flow, candidate, roles, settings, workload, ranks=range(world_size))
+
+    write(f"{forecast(plan).summary()}\n")
+    budget = request.memory_budget
+    excess = None if budget is None else find_excess(flow, plan, forecast, budget_bytes=budget)
+    if excess is not None:
+        raise PlanError(excess)
+
+
+# ---- what all of them price
+def _task(request: PlanRequest) -> PlanningTask:
+    cluster, budget = request.cluster, request.memory_budget
+    assert cluster is not None and budget is not None, "only a check does without a cluster"
+    settings = settings_of_precision(request.flags.precision)
+    if request.is_cpu:
+        settings = replace(settings, builds_on_device=True, shares_memory=cluster.num_nodes == 1)
+    roles = read_roles(request.sources, request.dataflow, is_priced=True)
+    return PlanningTask(
+        dataflow=request.dataflow, roles=roles, cluster=cluster, settings=settings, workload=request.workload,
+        memory_budget=budget,
+    )  # fmt: skip
+
+
+def _pricer(task: PlanningTask, request: PlanRequest) -> PlanPricer:
+    estimator = RooflineEstimator(
+        task.dataflow, task.cluster, task.roles, task.settings, task.workload,
+        efficiency=CPU_EFFICIENCY if request.is_cpu else None,
+    )  # fmt: skip
+    return PlanPricer(task, estimator)
+
+
+def _setting(request: PlanRequest) -> str:
+    load, cluster = request.workload, request.cluster
+    assert isinstance(cluster, ClusterSpec), "only a check does without a cluster"
+    by_model: dict[str, list[str]] = {}
+    for role, source in request.sources.items():
+        by_model.setdefault(source, []).append(role)
+    models = "; ".join(f"{', '.join(roles)}: {source}" for source, roles in by_model.items())
+    return (
+        f"  {models}\n  {load.num_sequences} sequences of {load.prompt_tokens} + {load.response_tokens} tokens, "
+        f"{request.flags.precision}, {gib(request.memory_budget or 0)} a device\n  {ROOFLINE}\n"
+    )

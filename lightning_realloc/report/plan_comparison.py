@@ -1,0 +1,114 @@
+"""What is said about several priced plans: two beside each other, and the best ones of clusters that grow. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_realloc.report.tables import aligned, gib, short_layout
+from lightning_realloc.tuning.pricing import PricedPlan
+from lightning_realloc.tuning.search import SearchResult
+
+SECONDS_PER_HOUR = 3600.0
+ITERATIONS_TOLD = 1000
+"""Of which hours and money are told: those of one iteration are too small to read."""
+
+
+def compare_plans(first: PricedPlan, second: PricedPlan, names: tuple[str, str], price: float | None) -> str:
+    """Return two plans' seconds, per phase and in all, their bytes, and where their layouts differ."""
+    pair = (first, second)
+    rows: list[tuple[str, ...]] = [("", "A", "B", "B - A")]
+    rows += [_difference(phase, *(_seconds_of(plan, phase) for plan in pair)) for phase in _phases(pair)]
+    rows.append(_difference("an iteration", first.seconds, second.seconds))
+    if price is not None:
+        rows.append(_difference(f"price of {ITERATIONS_TOLD}", *(money(plan, price) for plan in pair)))
+    peaks = [plan.peak.parts.total / 2**30 for plan in pair]
+    rows.append(_difference("fullest rank, GiB", *peaks))
+    rows.append(("ranks are idle", *(f"{plan.timeline.mean_idle_share:.0%}" for plan in pair), ""))
+    ratio = first.seconds / second.seconds
+    winner = f"B is {ratio:.2f} times as fast as A" if ratio >= 1 else f"A is {1 / ratio:.2f} times as fast as B"
+    lines = [f"A: {names[0]}", f"B: {names[1]}", "", "Seconds", aligned(rows), f"  {winner}, as estimated"]
+    for letter, plan in zip("AB", pair, strict=True):
+        if plan.missing_bytes:
+            lines.append(
+                f"  {letter} does not fit: rank {plan.peak.rank} lacks {gib(plan.missing_bytes)} in {plan.peak.phase}"
+            )
+    return "\n".join([*lines, "", "Layouts", _layouts(pair)])
+
+
+def _phases(pair: Sequence[PricedPlan]) -> list[str]:
+    """Return the phases of both, a call's weights on their way before the call itself."""
+    calls = [name for name, _ in pair[0].plan.calls]
+    present = {entry.phase for plan in pair for entry in plan.timeline.entries}
+    order = {entry.phase: at for plan in pair for at, entry in enumerate(plan.timeline.entries) if entry.phase in calls}
+    return sorted(present, key=lambda phase: (order.get(phase.removeprefix("-> "), 0), phase in calls))
+
+
+def _seconds_of(priced: PricedPlan, phase: str) -> float:
+    """Return a phase's seconds in an iteration, as a mean: not every iteration moves all weights."""
+    timeline = priced.timeline
+    return sum(entry.seconds for entry in timeline.entries if entry.phase == phase) / timeline.num_iterations
+
+
+def _difference(name: str, first: float, second: float) -> tuple[str, str, str, str]:
+    return name, f"{first:.2f}", f"{second:.2f}", f"{second - first:+.2f}"
+
+
+def _layouts(pair: Sequence[PricedPlan]) -> str:
+    rows = [("", "A", "B")]
+    for name, call in pair[0].plan.calls:
+        other = pair[1].plan.layout(name)
+        rows.append((name, short_layout(call.layout), "the same" if other == call.layout else short_layout(other)))
+    return aligned(rows, left=(0, 1, 2))
+
+
+# ---- clusters that grow
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """One size of a cluster, with its best plan."""
+
+    num_nodes: int
+    num_devices: int
+    best: PricedPlan | None
+    """None where nothing fits."""
+    found: SearchResult | None
+    refusal: str = ""
+    """Why nothing fits."""
+
+
+def gpu_hours(priced: PricedPlan) -> float:
+    """Return the device-hours of so many iterations as are told."""
+    devices = len({entry.rank for entry in priced.forecast.phases})
+    return ITERATIONS_TOLD * devices * priced.seconds / SECONDS_PER_HOUR
+
+
+def money(priced: PricedPlan, price: float) -> float:
+    """Return what as many iterations cost, in the currency of the price of a device-hour."""
+    return price * gpu_hours(priced)
+
+
+def sweep_table(sizes: Sequence[Size], price: float | None) -> str:
+    """Return how time and cost of iterations grow with the cluster; a size where nothing fits says so."""
+    head = ["nodes", "devices", "seconds", "speed-up", "GPU-hours", *(["price"] if price is not None else []),
+            "fullest rank", "gap"]  # fmt: skip
+    first = next((size.best for size in sizes if size.best is not None), None)
+    rows, refusals = [head], []
+    for size in sizes:
+        row = [str(size.num_nodes), str(size.num_devices)]
+        if size.best is None or size.found is None or first is None:
+            row += ["nothing fits", *[""] * (len(head) - 3)]
+            refusals.append(f"  {size.num_nodes} nodes: {size.refusal}")
+        else:
+            row += [
+                f"{size.best.seconds:.2f}",
+                f"{first.seconds / size.best.seconds:.2f}x",
+                f"{gpu_hours(size.best):,.1f}",
+            ]
+            row += [f"{money(size.best, price):,.2f}"] if price is not None else []
+            row += [gib(size.best.peak.parts.total), f"{size.found.gap:.1%}" if size.found.lower_bound else "unknown"]
+        rows.append(row)
+    priced = "" if price is None else f", and their price at {price:g} a GPU-hour"
+    notes = [
+        f"  seconds of an iteration; GPU-hours of {ITERATIONS_TOLD} iterations{priced}; gap: what another plan can save"
+    ]
+    return "\n".join([aligned(rows, left=()), *notes, *refusals])

@@ -1,0 +1,210 @@
+"""What does a command line of ``lightning-realloc plan`` ask for? Its flags, and which contradict each other."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from lightning_realloc.algorithms import GRPO, PPO, SFT
+from lightning_realloc.algorithms.module import MultiModelModule
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.tuning.dataflow import Dataflow
+from lightning_realloc.tuning.memory_parts import Workload, parse_bytes
+
+ALGORITHMS: dict[str, type[MultiModelModule]] = {"grpo": GRPO, "ppo": PPO, "sft": SFT}
+"""What ``--algorithm`` may name."""
+ROLES = ("actor", "critic", "reference", "reward")
+"""Roles with flags of their own."""
+PLAN_HELP = (
+    "Find the best plan for models and a cluster that need not be there (default), compare plans (--compare), see how "
+    "time and cost grow (--sweep), or what a plan needs of every rank's memory (--check). From configurations alone: "
+    "no device, no weights."
+)
+NOTHING = "none"
+"""The model of a role that is left out."""
+DEFAULT_SECONDS = 10.0
+MICRO_BATCH_TOKENS = 8192
+
+
+def plan_parser() -> ArgumentParser:
+    """Return the parser of ``lightning-realloc plan``."""
+    parser = ArgumentParser(prog="lightning-realloc plan", description=PLAN_HELP, exit_on_error=False)
+    model = "a Hugging Face name, a folder or config.json, or a shape: layers=32,hidden=4096,intermediate=14336,..."
+    add = parser.add_argument
+    add("--algorithm", type=str, default="grpo", help=f"One of {', '.join(ALGORITHMS)}.")
+    add("--actor", type=str, default=None, help=f"The policy: {model}")
+    add("--critic", type=str, default=None, help="Default: as --reward, else as --actor.")
+    add("--reference", type=str, default=None, help='Default: as --actor; "none" leaves it out.')
+    add("--reward", type=str, default=None, help='Default: as --critic; "none" for reward functions.')
+    add(
+        "--model", action="append", type=str, default=[], metavar="ROLE=MODEL",
+        help="The model of any role. With these alone there are no default models.",
+    )  # fmt: skip
+    add("--cluster", type=str, default=None, help='As in "h100:2x8"; --check without one has no budget.')
+    add("--memory-per-device", type=str, default=None, help='As in "24GiB"; overrides --cluster.')
+    add("--precision", type=str, default="bf16-mixed", help="bf16-mixed, bf16-true or 32-true.")
+    add("--prompt-length", type=int, default=512, help="Tokens of the longest prompt.")
+    add("--response-length", type=int, default=1024, help="Tokens of the longest response.")
+    add("--batch", type=int, default=64, help="Sequences of an iteration: prompts times responses.")
+    add("--responses-per-prompt", type=int, default=1, help="Which share a prompt's prefill.")
+    add("--num-minibatches", type=int, default=1, help="Optimizer steps of an iteration.")
+    add("--micro-batch-tokens", type=int, default=None, help="Where a plan of --check or --compare sets none: 8192.")
+    add("--seconds", type=float, default=None, help=f"CPU seconds of search at each size; {DEFAULT_SECONDS:g}.")
+    add("--seed", type=int, default=None, help="Of the search (default: 0).")
+    add("--save", type=str, default=None, metavar="PLAN.YAML", help="Where the best plan is written.")
+    add("--price-per-gpu-hour", type=float, default=None, help="What a device costs in an hour.")
+    add("--sweep", type=str, default=None, metavar="nodes=1,2,4", help="Search at several sizes.")
+    add("--compare", type=str, nargs=2, default=None, metavar=("A.YAML", "B.YAML"), help="Price two plans.")
+    add("--check", type=str, default=None, metavar="PLAN.YAML", help="Show a plan's memory; refuse an excess.")
+    return parser
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What was asked for, checked as far as flags go."""
+
+    flags: Any
+    """As parsed."""
+    sources: Mapping[str, str]
+    """Role -> its model, as the user names it."""
+    dataflow: Dataflow
+    cluster: ClusterSpec | None
+    """None only for a check without a budget."""
+    memory_budget: int | None
+    """Bytes of a device; None where there is no cluster, and no amount."""
+    workload: Workload
+    sweep: tuple[int, ...]
+    """Numbers of nodes; () for none."""
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the cluster is one of CPUs, whose rates are nominal."""
+        return str(self.flags.cluster).strip().startswith("cpu")
+
+    @property
+    def seconds(self) -> float:
+        """Of search."""
+        return DEFAULT_SECONDS if self.flags.seconds is None else float(self.flags.seconds)
+
+
+def parse_request(arguments: Sequence[str]) -> PlanRequest:
+    """Read a command line.
+
+    Raises:
+        PlanError: for flags that are unknown, contradict each other, or lack others.
+        LayoutError: for an unknown cluster.
+    """
+    try:
+        flags = plan_parser().parse_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise PlanError(f"{error}; lightning-realloc plan --help lists all flags") from None
+    _refuse_contradictions(flags)
+    if flags.algorithm not in ALGORITHMS:
+        raise PlanError(f"--algorithm={flags.algorithm} is not one of {', '.join(ALGORITHMS)}")
+    sources = _sources(flags)
+    cluster = None if flags.cluster is None else ClusterSpec.parse(flags.cluster)
+    budget = None if cluster is None else cluster.device_memory_bytes
+    workload = Workload(
+        num_sequences=flags.batch, prompt_tokens=flags.prompt_length, response_tokens=flags.response_length,
+        micro_batch_tokens=flags.micro_batch_tokens or MICRO_BATCH_TOKENS, num_minibatches=flags.num_minibatches,
+        samples_per_prompt=flags.responses_per_prompt,
+    )  # fmt: skip
+    return PlanRequest(
+        flags=flags, sources=sources, dataflow=ALGORITHMS[flags.algorithm].dataflow_of(sources), cluster=cluster,
+        memory_budget=budget if flags.memory_per_device is None else parse_bytes(flags.memory_per_device),
+        workload=workload, sweep=() if flags.sweep is None else _sweep(flags.sweep),
+    )  # fmt: skip
+
+
+# ---- contradictions
+_MODES = ("check", "compare", "sweep")
+_FOREIGN: dict[str, tuple[str, ...]] = {
+    "search": ("micro_batch_tokens",),
+    "check": ("save", "seconds", "seed", "price_per_gpu_hour"),
+    "compare": ("save", "seconds", "seed"),
+    "sweep": ("micro_batch_tokens", "save"),
+}
+"""Mode -> flags that mean nothing to it."""
+_WAY_OUT = {
+    "search": "it chooses what is best, and --check and --compare take what a plan leaves out",
+    "check": "it neither searches nor prices: leave one out",
+    "compare": "it does not search: leave one out",
+    "sweep": "it finds the best plan of each size; leave one out",
+}
+
+
+def _refuse_contradictions(flags: Any) -> None:
+    modes = [mode for mode in _MODES if flags[mode] is not None]
+    if len(modes) > 1:
+        raise PlanError(f"--{modes[0]} and --{modes[1]} are two questions; ask them one after the other")
+    mode = modes[0] if modes else "search"
+    for name in _FOREIGN[mode]:
+        if flags[name] is not None:
+            what = f"--{mode}" if modes else "a search"
+            raise PlanError(f"--{name.replace('_', '-')} means nothing to {what}: {_WAY_OUT[mode]}")
+    if flags.cluster is None and modes != ["check"]:
+        raise PlanError("--cluster is missing, which times depend on; as in --cluster h100:2x8 (nodes x devices)")
+    for name in ("seconds", "price_per_gpu_hour"):
+        value = flags[name]
+        if value is not None and not 0 < value < float("inf"):
+            raise PlanError(f"--{name.replace('_', '-')}={value:g} must be a positive number")
+    each = max(1, flags.responses_per_prompt)
+    if flags.batch % each:
+        raise PlanError(
+            f"--batch={flags.batch} counts responses, and must be a multiple of --responses-per-prompt={each}; "
+            f"use {-(-flags.batch // each) * each}"
+        )
+    if flags.save is not None and (not Path(flags.save).parent.is_dir() or Path(flags.save).is_dir()):
+        raise PlanError(f"--save={flags.save}: no file can be written there; name one in a folder that exists")
+
+
+def _sweep(text: str) -> tuple[int, ...]:
+    key, _, values = text.partition("=")
+    counts = [value.strip() for value in values.split(",")]
+    if key.strip() != "nodes" or not all(value.isdecimal() and int(value) for value in counts):
+        raise PlanError(f"--sweep={text} must be numbers of nodes, as in --sweep nodes=1,2,4,8")
+    return tuple(dict.fromkeys(int(value) for value in counts))
+
+
+# ---- models
+def _sources(flags: Any) -> dict[str, str]:
+    """Return every role's model; flags of single roles let the other roles have their defaults."""
+    everything = ALGORITHMS[flags.algorithm].dataflow_of(ROLES)
+    named = {role: flags[role] for role in ROLES if flags[role] is not None}
+    sources = {**_listed(flags.model, named), **named}
+    for role in sources:
+        if role not in everything.roles:
+            raise PlanError(f"{flags.algorithm} has no role {role!r}; it has {', '.join(everything.roles)}")
+    if named:
+        sources = _defaults(sources)
+    for role in everything.trained_roles:
+        if sources.get(role, NOTHING) == NOTHING:
+            raise PlanError(f"{flags.algorithm} trains its {role}, which has no model; add --{role} Qwen/Qwen3-0.6B")
+    return {role: sources[role] for role in everything.roles if sources.get(role, NOTHING) != NOTHING}
+
+
+def _listed(texts: Sequence[str], named: Mapping[str, str]) -> dict[str, str]:
+    """Read ROLE=MODEL of every ``--model``."""
+    listed: dict[str, str] = {}
+    for text in texts:
+        role, separator, model = text.partition("=")
+        if not separator or not role or not model:
+            raise PlanError(f"--model={text} must name a role and its model, as in --model actor=Qwen/Qwen3-0.6B")
+        if role in listed or role in named:
+            other = f"--{role} {named[role]}" if role in named else f"--model {role}={listed[role]}"
+            raise PlanError(f"{other} and --model {text} name two models for {role}; keep one")
+        listed[role] = model
+    return listed
+
+
+def _defaults(sources: Mapping[str, str]) -> dict[str, str]:
+    """Return a model for every role: the reference is the actor, critic and reward are each other, else the actor."""
+    actor, reward = sources.get("actor", NOTHING), sources.get("reward", NOTHING)
+    critic = sources.get("critic", actor if reward == NOTHING else reward)
+    return {"actor": actor, "critic": critic, "reference": actor, "reward": critic, **sources}

@@ -1,0 +1,195 @@
+"""Does ``lightning-realloc plan`` answer from configurations alone, and refuse what cannot be answered?"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from lightning_realloc import cli
+from lightning_realloc.errors import ReallocError
+from lightning_realloc.tuning.execution_plan import ExecutionPlan
+
+TINY = "layers=4,hidden=512,intermediate=1024,heads=8,vocabulary=1000"
+SMALLER = "layers=2,hidden=256,intermediate=512,heads=4,kv_heads=2,vocabulary=1000,tied"
+SMALL = ("--cluster", "a100-80g:1x2", "--batch", "16", "--seconds", "1")
+
+
+def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return what a command line writes."""
+    cli.run(["plan", *arguments])
+    return capsys.readouterr().out
+
+
+def refused(*arguments: str) -> str:
+    """Return what a command line is refused with, as main() would write it."""
+    with pytest.raises(ReallocError) as caught:
+        cli.run(["plan", *arguments])
+    return " ".join(str(caught.value).split())
+
+
+def test_the_best_plan_comes_with_its_timeline_memory_and_other_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    models = ("--algorithm", "ppo", "--actor", TINY, "--critic", SMALLER)
+    text = ask(capsys, *models, *SMALL, "--price-per-gpu-hour", "3")
+
+    assert f"actor, reference: {TINY}; reward, critic: {SMALLER}" in text
+    assert "nothing was measured" in text
+    seconds = float(re.search(r"^([0-9.]+) s an iteration; ", text, re.M)[1])
+    least, most = (float(value) for value in re.search(r"; ([0-9.]+) to ([0-9.]+) s if it errs", text).groups())
+    assert least == pytest.approx(0.95 * seconds, abs=0.06) and most == pytest.approx(1.31 * seconds, abs=0.06)
+    hours, price = (
+        float(x) for x in re.search(r"1000 iterations: ([0-9.]+) GPU-hours, ([0-9.]+) at 3 an", text).groups()
+    )
+    assert hours == pytest.approx(1000 * 2 * seconds / 3600, rel=0.05) and price == pytest.approx(3 * hours, rel=0.05)
+    blocks = text.split("\n\n")
+    calls = ["actor.generate", "reference.infer", "reward.infer", "critic.infer", "actor.train", "critic.train"]
+    for title in ("Timeline of an iteration", "Memory of the fullest ranks"):
+        block = next(block for block in blocks if block.startswith(title))
+        assert all(re.search(rf"^  {call} ", block, re.M) for call in calls), block
+    beside = next(block for block in blocks if block.startswith("Beside other plans"))
+    assert re.search(rf"this plan +{seconds} +1.00x", beside)
+    ratios = [float(ratio) for ratio in re.findall(r"(?:heuristic|static, \S+) +[0-9.]+ +([0-9.]+)x", beside)]
+    assert len(ratios) >= 3 and min(ratios) >= 1.0
+
+
+def test_a_small_space_is_searched_to_its_end_and_its_plan_is_saved(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.yaml"
+    text = ask(capsys, "--actor", TINY, *SMALL, "--save", str(file))
+
+    assert "no plan takes less, as estimated" in text
+    assert text.endswith(f"The plan is in {file}\n")
+    plan = ExecutionPlan.load(file)
+    assert all(f"{name} " in text and str(call.layout) in text for name, call in plan.calls)
+    checked = ask(capsys, "--check", str(file), "--actor", TINY, "--cluster", "a100-80g:1x2", "--batch", "16")
+    assert "peak of rank 0-1: " in checked
+
+
+def test_a_plan_that_one_layout_serves_has_the_narrower_error(capsys: pytest.CaptureFixture[str]) -> None:
+    text = ask(capsys, "--actor", TINY, "--cluster", "a100-80g:1x1", "--batch", "16")
+    assert "(-5% to +13%: " in text
+    assert "no error is known" in ask(capsys, "--actor", SMALLER, "--cluster", "cpu:1x1", "--batch", "4")
+
+
+def test_two_plans_are_compared_call_by_call(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    fast, slow = tmp_path / "fast.yaml", tmp_path / "slow.yaml"
+    fast.write_text("calls: {actor.generate: dp2, reference.infer: dp2, actor.train: fsdp2}")
+    slow.write_text("calls: {actor.generate: tp2, reference.infer: dp2, actor.train: fsdp2}")
+    text = ask(
+        capsys, "--actor", TINY, "--cluster", "a100-80g:1x2", "--batch", "16", "--compare", str(fast), str(slow),
+        "--memory-per-device", "512MiB",
+    )  # fmt: skip
+
+    def row(name: str) -> list[float]:
+        return [float(x) for x in re.search(rf"^  {name} +([0-9.]+) +([0-9.]+) +([-+0-9.]+)$", text, re.M).groups()]
+
+    first, second, difference = row("actor.generate")
+    assert difference == pytest.approx(second - first, abs=0.011) and difference > 0.1
+    assert row("actor.train")[2] == 0.0
+    total = row("an iteration")
+    assert f"A is {total[1] / total[0]:.1f}" in text
+    assert re.search(r"actor.generate +dp2@0-1 +tp2@0-1", text) and re.search(r"actor.train +fsdp2@0-1 +the same", text)
+    assert "A does not fit: rank 0 lacks" in text
+
+
+def test_a_sweep_tells_cost_and_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    large = "layers=32,hidden=4096,intermediate=11008,heads=32,vocabulary=32000"
+    text = ask(
+        capsys, "--actor", large, "--cluster", "a100-80g:1x2", "--sweep", "nodes=1,2,4", "--seconds", "1",
+        "--memory-per-device", "48GiB", "--price-per-gpu-hour", "2",
+    )  # fmt: skip
+    rows = [line.split() for line in text.splitlines() if re.match(r" +[124] +[248] ", line)]
+
+    assert rows[0][2:] == ["nothing", "fits"]
+    assert re.search(
+        r"1 nodes: no plan fits on 1 x 2 devices .* lacks [0-9]+ bytes; [234] x 2 such devices would", text
+    )
+    for nodes, devices, seconds, speed_up, hours, price, *_ in rows[1:]:
+        assert int(devices) == 2 * int(nodes)
+        assert float(hours) == pytest.approx(1000 * int(devices) * float(seconds) / 3600, rel=0.01)
+        assert float(price) == pytest.approx(2 * float(hours), rel=0.01)
+        assert float(speed_up[:-1]) == pytest.approx(float(rows[1][2]) / float(seconds), abs=0.011)
+    assert len(rows) == 3
+
+
+def test_models_come_from_folders_files_and_built_in_shapes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "intermediate_size": 1024, "vocab_size": 1000,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    answers = []
+    for model in (str(tmp_path), str(tmp_path / "config.json"), TINY):
+        text = ask(capsys, "--model", f"actor={model}", "--reference", TINY, *SMALL)
+        answers.append(re.search(r"^([0-9.]+) s an iteration", text, re.M)[1])
+    assert len(set(answers)) == 1
+
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mixtral", "num_local_experts": 8}))
+    assert "is a mixture of 8 experts" in refused("--actor", str(tmp_path), *SMALL)
+
+
+def test_roles_have_the_defaults_of_the_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
+    ppo = ("--algorithm", "ppo", *SMALL)
+    assert f"actor, reference, reward, critic: {TINY}" in ask(capsys, "--actor", TINY, *ppo)
+    text = ask(capsys, "--actor", TINY, "--reward", SMALLER, *ppo)
+    assert f"actor, reference: {TINY}; reward, critic: {SMALLER}" in text
+    text = ask(capsys, "--actor", TINY, "--reward", "none", "--reference", "none", *ppo)
+    assert f"actor, critic: {TINY}\n" in text and "reward.infer" not in text and "reference.infer" not in text
+    assert "reference.infer" not in ask(capsys, "--model", f"actor={TINY}", *SMALL)
+
+
+ACTOR = ("--actor", TINY)
+MISTAKES = [
+    ((*ACTOR,), "--cluster is missing"),
+    ((*SMALL,), "grpo trains its actor, which has no model; add --actor"),
+    ((*ACTOR, "--cluster", "a100:1x8"), "unknown cluster 'a100:1x8' (nearest: h100, a100-80g)"),
+    (("--actor", "Llama-2-8b-hf", *SMALL), "'Llama-2-8b-hf' is not built in (nearest: meta-llama/Llama-2-7b-hf"),
+    (("--actor", "./nowhere", *SMALL), "there is no such folder or file"),
+    (("--actor", "layers=4,hidden=8", *SMALL), "lacks intermediate, heads, vocabulary"),
+    ((*ACTOR, "--algorithm", "dpo", *SMALL), "--algorithm=dpo is not one of grpo, ppo, sft"),
+    ((*ACTOR, "--critic", TINY, *SMALL), "grpo has no role 'critic'; it has actor, reference"),
+    ((*ACTOR, "--model", f"actor={SMALLER}", *SMALL), f"--actor {TINY} and --model actor={SMALLER} name two models"),
+    (("--actor", "none", *SMALL), "grpo trains its actor, which has no model"),
+    ((*ACTOR, *SMALL, "--check", "a", "--sweep", "nodes=1"), "--check and --sweep are two questions"),
+    ((*ACTOR, *SMALL, "--sweep", "nodes=1", "--compare", "a", "b"), "--compare and --sweep are two questions"),
+    ((*ACTOR, "--check", "a", "--save", "b"), "--save means nothing to --check"),
+    ((*ACTOR, "--check", "a", "--price-per-gpu-hour", "2"), "--price-per-gpu-hour means nothing to --check"),
+    ((*ACTOR, *SMALL, "--compare", "a", "b"), "--seconds means nothing to --compare"),
+    ((*ACTOR, *SMALL, "--sweep", "nodes=1", "--save", "a"), "--save means nothing to --sweep"),
+    ((*ACTOR, *SMALL, "--micro-batch-tokens", "9"), "--micro-batch-tokens means nothing to a search"),
+    ((*ACTOR, *SMALL, "--sweep", "gpus=1,2"), "--sweep=gpus=1,2 must be numbers of nodes, as in --sweep nodes=1,2"),
+    ((*ACTOR, *SMALL, "--sweep", "nodes=0"), "must be numbers of nodes"),
+    ((*ACTOR, "--cluster", "h100", "--seconds", "0"), "--seconds=0 must be a positive number"),
+    ((*ACTOR, *SMALL, "--price-per-gpu-hour", "-1"), "--price-per-gpu-hour=-1 must be a positive number"),
+    ((*ACTOR, *SMALL, "--responses-per-prompt", "3"), "--batch=16 counts responses, and must be a multiple of"),
+    ((*ACTOR, *SMALL, "--save", "no/such/folder/plan.yaml"), "no file can be written there"),
+    ((*ACTOR, *SMALL, "--memory-per-device", "much"), "'much' is no amount of memory"),
+    ((*ACTOR, *SMALL, "--precision", "16-true"), "precision='16-true' cannot be used here"),
+    ((*ACTOR, *SMALL, "--secnds", "3"), "--secnds"),
+    ((*ACTOR, "--cluster", "h100", "--seconds", "soon"), "soon"),
+    ((*ACTOR, *SMALL, "--memory-per-device", "40MiB"), "lacks"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
+def test_a_mistake_is_told_with_the_way_out(arguments: tuple[str, ...], message: str) -> None:
+    assert message in refused(*arguments)
+
+
+def test_a_mistake_ends_with_one_line_and_code_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["lightning-realloc", "plan", *ACTOR, "--cluster", "h100", "--seconds", "soon"])
+    assert cli.main() == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ") and errors.count("\n") == 1
+
+
+def test_a_budget_that_is_too_small_tells_what_would_do() -> None:
+    text = refused("--actor", "Qwen/Qwen2.5-7B", "--cluster", "a100-80g:1x2", "--memory-per-device", "40GiB")
+    assert re.search(
+        r"lacks [0-9]+ bytes; [0-9]+ x 2 such devices would do, or devices with that much more memory", text
+    )
