@@ -24,7 +24,8 @@ def outcome(tuner: Tuner) -> str:
     """Return what a tuning changed and what that bought, in a line."""
     best, start = tuner.best, tuner.start
     tried = f"{tuner.num_tried} other plan{'' if tuner.num_tried == 1 else 's'} tried"
-    cost = f"{tried}, {tuner.spent_s:.2f} s spent on tuning so far"
+    parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in tuner.costs.items())
+    cost = f"{tried}; tuning has cost {tuner.spent_s:.2f} s: {parts}"
     stopped = f"; {tuner.stopped}" if tuner.stopped else ""
     if best is start:
         seconds = f" of {start.score:.3g} s an iteration" if start.scores else ""

@@ -175,11 +175,17 @@ class Prospects:
         kinds = {(str(call.role), call.kind) for call in self.dataflow.model_calls}
         legal = [set(legal_dims(self.models[role], kind, size, cluster)) for role, kind in kinds]
         layouts = [Layout(dims, tuple(range(size))) for dims in sorted(set.intersection(*legal), key=str)]
-        plans = [self._static_plan(one, options, recompute) for one in layouts for recompute in (False, True)]
-        plans.sort(key=lambda plan: self.seconds(plan, prices))
-        return list(itertools.islice(filter(self.fits, plans), NUM_STATIC))
+        plain = [self._static_plan(layout, options, recompute=False) for layout in layouts]
+        plain.sort(key=lambda plan: self.seconds(plan, prices))
+        fitting = (self._fitting(plan, options) for plan in plain)
+        return list(itertools.islice((plan for plan in fitting if plan is not None), NUM_STATIC))
 
-    def _static_plan(self, layout: Layout, options: CallOptions, recompute: bool) -> ExecutionPlan:
+    def _fitting(self, plan: ExecutionPlan, options: CallOptions) -> ExecutionPlan | None:
+        """Return a static plan that fits: as it is, or with activations computed again."""
+        variants = (plan, self._static_plan(plan.layouts[0], options, recompute=True))
+        return next(filter(self.fits, variants), None)
+
+    def _static_plan(self, layout: Layout, options: CallOptions, *, recompute: bool) -> ExecutionPlan:
         calls = []
         for call in self.dataflow.model_calls:
             chosen = CallPlan(layout, None, recompute, options.max_slots[-1]).suited(call.kind)

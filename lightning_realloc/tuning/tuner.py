@@ -75,8 +75,9 @@ class Tuner:
         """Plans tried in the latest tuning, those that failed among them."""
         self.done = 0
         """Iterations that it was told of."""
-        self.spent_s = 0.0
-        """What tuning has cost: searches, switches, and iterations beyond what the start would have taken."""
+        self.costs = {"search": 0.0, "switch": 0.0, "slower": 0.0}
+        """Seconds that tuning has cost: searches with their profiles, changes of plans, and what iterations took beyond
+        what the start would have taken."""
         self.reason = "the run begins"
         """Why the latest tuning was begun."""
         self.stopped = ""
@@ -103,6 +104,11 @@ class Tuner:
         """The fastest plan measured; the start where it is not beaten by the margin."""
         fastest = min(self.trials, key=lambda trial: trial.score)
         return fastest if fastest.score < (1 - self.settings.margin) * self.start.score else self.start
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds that tuning has cost."""
+        return sum(self.costs.values())
 
     @property
     def budget_s(self) -> float:
@@ -134,7 +140,7 @@ class Tuner:
             trial.scores += scores
         if trial is not self.start:
             usual = self.start.score
-            self.spent_s += sum(max(0.0, reading.seconds - usual * reading.work) for reading in readings)
+            self.costs["slower"] += sum(max(0.0, reading.seconds - usual * reading.work) for reading in readings)
         if self.phase == "profile":
             self._work = median(reading.work for reading in readings)
             self._begin_search()
@@ -151,7 +157,7 @@ class Tuner:
     ) -> None:
         """Take in what a search found, and how long it, with the profile before it, took; or why it found nothing."""
         assert self.phase == "search", "told what was not asked"
-        self.spent_s += seconds
+        self.costs["search"] += seconds
         self.start.predicted_s = predicted_start_s
         self.stopped = problem
         fresh = {one.plan: one for one in reversed(list(candidates))
@@ -193,7 +199,7 @@ class Tuner:
         """Take in one iteration under the committed plan; begin again where it has drifted."""
         self.done += 1
         if self.done - self._committed_at <= AFTER_SWITCH:
-            self.spent_s += max(0.0, reading.seconds - self.best.score * reading.work)  # new copies are made
+            self.costs["slower"] += max(0.0, reading.seconds - self.best.score * reading.work)  # new copies are made
             return
         self._window = [*self._window, reading][-WINDOW:]
         if len(self._window) < WINDOW or self.settings.drift_threshold is None:
@@ -286,7 +292,7 @@ class Tuner:
         return self.num_iterations is not None and self.num_iterations - self.done < FEWEST_ITERATIONS
 
     def _count_switch(self, seconds: float) -> None:
-        self.spent_s += seconds
+        self.costs["switch"] += seconds
         self._switch_s = max(self._switch_s, seconds)
 
     def _typical(self) -> Reading:
@@ -304,7 +310,8 @@ class Tuner:
             "queue": [Trial(one.plan, one.predicted_s).to_mapping() for one in self._queue],
             "failed": sorted(self._failed),
             "counts": [self.num_tunings, self.num_tried, self.done, self._committed_at],
-            "seconds": [self.spent_s, self._switch_s, self._work],
+            "costs": dict(self.costs),
+            "seconds": [self._switch_s, self._work],
             "recounted": self._recounted,
             "reason": self.reason,
             "usual": None if self._usual is None else [self._usual.seconds, self._usual.work],
@@ -321,7 +328,8 @@ class Tuner:
         self._queue = [Candidate(one.plan, one.predicted_s or 0.0) for one in waiting]
         self._failed = set(state["failed"])
         self.num_tunings, self.num_tried, self.done, self._committed_at = state["counts"]
-        self.spent_s, self._switch_s, self._work = state["seconds"]
+        self.costs = dict(state["costs"])
+        self._switch_s, self._work = state["seconds"]
         self._recounted, self.reason = state["recounted"], state["reason"]
         self._usual = None if state["usual"] is None else Reading(*state["usual"])
         phase, running = state["phase"], ExecutionPlan.from_mapping(state["current"])

@@ -1,0 +1,193 @@
+"""Does a run that tunes itself end with the fastest plan, what does that cost, and does it learn the same?
+
+Live PPO of four models on four ranks, from three plans (everything sharded, everything replicated, the heuristic's),
+with models of two sizes and responses of two kinds: all equally short, and longer ones of different lengths. For every
+setting, each start is tuned until it commits a plan, by a tuner that reckons with 200 iterations; an untuned run says
+what losses should be; then every static plan, the starts and what was committed take turns in one run, in blocks of a
+few iterations, so that a busy machine slows them alike.
+
+Overhead is what the tuner counts as its cost: searches, changes of plans, and what iterations took beyond the start's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+
+from benchmarks.autotune_runs import Setting, Tuned, take_turns, tiny, train_untuned, tune
+from benchmarks.harness import BenchmarkReport, make_parser
+from benchmarks.plan_turn import CALLS, WORLD_SIZE, Workload
+from benchmarks.ranks import answers_of_ranks
+
+ITERATIONS = 200
+"""Of the run that tuning is reckoned against."""
+SPEED_OF_BEST_STATIC, OVERHEAD, TOLERANCE = 0.98, 0.05, 1e-5
+STATIC_LAYOUTS = ("fsdp4", "dp4", "tp4", "dp2.tp2", "fsdp2.tp2", "dp2.fsdp2")
+STATIC: dict[str, Any] = {name: {"calls": dict.fromkeys(CALLS, f"{name}@0-3")} for name in STATIC_LAYOUTS}
+STARTS: dict[str, Any] = {"fsdp4": STATIC["fsdp4"], "dp4": STATIC["dp4"], "heuristic": "heuristic"}
+SMALL = Workload(hidden_size=128, intermediate_size=352, num_layers=4, vocabulary=4096, new_tokens=8)
+LARGE = Workload(hidden_size=256, intermediate_size=704, num_layers=6, vocabulary=4096, new_tokens=8)
+SETTINGS = tuple(
+    Setting(name=f"{size}, {kind}", work=Workload(**(asdict(work) | {"new_tokens": tokens})), share_of_stops=stops)
+    for kind, tokens, stops in (("short", 8, 0.0), ("ragged", 32, 1 / 16))
+    for size, work in (("small", SMALL), ("large", LARGE))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What all runs of one setting measured."""
+
+    setting: Setting
+    tuned: Mapping[str, Tuned]
+    """By the name of the start."""
+    seconds: Mapping[str, Sequence[float]]
+    """Plan, as text -> iterations in turn with the others'."""
+    losses: Mapping[tuple[str, int], float]
+    """Of the untuned run."""
+    scores: Sequence[Sequence[float]]
+
+    def median_s(self, plan: Mapping[str, Any]) -> float:
+        """Return a plan's seconds."""
+        return median(self.seconds[key(plan)])
+
+    @property
+    def best_static(self) -> str:
+        """The fastest layout for everything."""
+        return min(STATIC, key=lambda name: self.median_s(STATIC[name]))
+
+    def difference(self, start: str) -> float:
+        """Return how far losses and scores of a tuned run are from the untuned one's, at most."""
+        run = self.tuned[start]
+        both = run.losses.keys() & self.losses.keys()
+        of_losses = [abs(run.losses[one] - self.losses[one]) for one in both]
+        pairs = zip(run.scores, self.scores, strict=False)
+        return max([*of_losses, *(abs(a - b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))])
+
+
+def key(plan: Mapping[str, Any]) -> str:
+    """Return a plan as text."""
+    return json.dumps(plan, sort_keys=True)
+
+
+# --- four ranks -------------------------------------------------------------------------------------------------------
+
+
+def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None:
+    """Run the settings on this rank; rank 0 sends them on."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    left = options.cells
+    for setting in SETTINGS:
+        starts = list(STARTS)[:left]
+        left -= len(starts)
+        if starts:
+            found = measure(tiny(setting) if options.tiny else setting, starts, options)
+            if rank == 0:
+                answers.send(found)
+
+
+def measure(setting: Setting, starts: Sequence[str], options: argparse.Namespace) -> Found:
+    """Tune from every start, train without tuning, and let all plans take turns. Collective."""
+    settings = {"max_overhead": 1.0, "search_seconds": 0.3} if options.tiny else {}
+    tuned = {name: tune(setting, STARTS[name], iterations=ITERATIONS, settings=settings) for name in starts}
+    longest = max(run.iterations for run in tuned.values())
+    losses, scores = train_untuned(setting, STATIC["dp4"], longest)
+    plans = {key(plan): plan for plan in STATIC.values()}
+    plans |= {key(plan): plan for run in tuned.values() for plan in (run.start, run.committed)}
+    seconds = take_turns(setting, list(plans.values()), rounds=options.rounds)
+    return Found(setting, tuned, dict(zip(plans, seconds, strict=True)), losses, scores)
+
+
+# --- judging ----------------------------------------------------------------------------------------------------------
+
+
+def fill(report: BenchmarkReport, found: Found) -> None:
+    """Add a row for every start of a setting."""
+    best = found.best_static
+    for start, run in found.tuned.items():
+        seconds = found.median_s(run.committed)
+        report.add_row(
+            setting=found.setting.name,
+            start=start,
+            start_s=round(found.median_s(run.start), 3),
+            committed_s=round(seconds, 3),
+            best_static=best,
+            best_static_s=round(found.median_s(STATIC[best]), 3),
+            gain=round(found.median_s(run.start) / seconds, 2),
+            tried=run.num_tried,
+            search_s=round(run.costs["search"], 2),
+            switch_s=round(run.costs["switch"], 2),
+            slower_s=round(run.costs["slower"], 2),
+            overhead=round(overhead(found, start), 4),
+            difference=found.difference(start),
+            plan=describe(run.committed),
+        )
+
+
+def overhead(found: Found, start: str) -> float:
+    """Return a tuning's cost as a share of 200 iterations under the plan that it committed."""
+    run = found.tuned[start]
+    return sum(run.costs.values()) / (ITERATIONS * found.median_s(run.committed))
+
+
+def describe(plan: Mapping[str, Any]) -> str:
+    """Return a plan's layouts in short, calls of one layout together."""
+    calls: dict[str, list[str]] = {}
+    for name, entry in plan["calls"].items():
+        layout = entry if isinstance(entry, str) else " ".join(map(str, entry.values()))
+        calls.setdefault(layout, []).append(CALLS[name])
+    if len(calls) == 1:
+        return next(iter(calls))
+    return "; ".join(f"{layout}: {', '.join(names)}" for layout, names in calls.items())
+
+
+def judge(report: BenchmarkReport, everything: Sequence[Found]) -> None:
+    """Add the targets: the worst cell of each."""
+    cells = [(found, start) for found in everything for start in found.tuned]
+    committed = {(f.setting.name, s): f.median_s(f.tuned[s].committed) for f, s in cells}
+    of_static = [f.median_s(STATIC[f.best_static]) / committed[f.setting.name, s] for f, s in cells]
+    of_start = [f.median_s(f.tuned[s].start) / committed[f.setting.name, s] for f, s in cells]
+    report.require_at_least("speed beside the best static plan, worst cell", min(of_static), SPEED_OF_BEST_STATIC)
+    report.require_at_least("speed beside the start, worst cell", min(of_start), 1.0)
+    worst = max(overhead(found, start) for found, start in cells)
+    report.require_at_most("overhead in 200 iterations, worst cell", worst, OVERHEAD)
+    apart = max(found.difference(start) for found, start in cells)
+    report.require_at_most("largest difference of losses and scores", apart, TOLERANCE)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the settings and report."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument(
+        "--cells", type=int, default=len(SETTINGS) * len(STARTS), help="starts tuned, over all settings"
+    )
+    parser.add_argument("--rounds", type=int, default=2, help="turns of every plan that is not clearly slower")
+    parser.add_argument("--tiny", action="store_true", help="models of 100,000 weights, for a quick look")
+    options = parser.parse_args(arguments)
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+    settings = {"world_size": WORLD_SIZE, "iterations": ITERATIONS} | {s.name: asdict(s) for s in SETTINGS}
+    report = BenchmarkReport("autotune", settings=settings)
+    everything: list[Found] = []
+    begin = time.monotonic()
+    for found in answers_of_ranks(work_on, options, world_size=WORLD_SIZE):
+        everything.append(found)
+        fill(report, found)
+        sys.stderr.write(f"{found.setting.name}: done after {time.monotonic() - begin:.0f} s\n")
+    judge(report, everything)
+    report.settings["seconds"] = {f.setting.name: {plan: list(s) for plan, s in f.seconds.items()} for f in everything}
+    return report.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""What the benchmark of tuning runs on each rank: a tuned run, an untuned one, and one in which plans take turns.
+
+Which settings there are, and what their figures must be, is said in `benchmarks.autotune`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from benchmarks.plan_turn import WORLD_SIZE, Readings, Workload, make_module
+
+COUNTED = 3
+"""Iterations of a block that count, behind one that does not."""
+EPOCH = 240
+"""Iterations; more than any run has, and the same for all, which see the same prompts in the same order."""
+AFTER_COMMIT = 4
+"""Iterations with which a tuned run ends: the first one under the committed plan is part of what tuning costs."""
+WORTH_ANOTHER_LOOK = 1.5
+"""Times the fastest plan's seconds: what is slower after the first round is not measured again."""
+ROLES = ("actor", "critic")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Models and lengths."""
+
+    name: str
+    work: Workload
+    share_of_stops: float = 0.0
+    """Of the vocabulary: tokens that end a response. 0: all responses are as long as the longest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """What a tuned run left."""
+
+    start: Mapping[str, Any]
+    committed: Mapping[str, Any]
+    start_s: float
+    """Of an iteration, as the tuner measured it."""
+    committed_s: float
+    costs: Mapping[str, float]
+    num_tried: int
+    iterations: int
+    losses: Mapping[tuple[str, int], float]
+    scores: Sequence[Sequence[float]]
+    """The reward model's, of every iteration."""
+
+
+@dataclass(slots=True)
+class Log:
+    """What every iteration logged, and under which plan."""
+
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    num_ranks: list[dict[str, int]] = field(default_factory=list)
+    """Of each role's training."""
+
+    def losses(self) -> dict[tuple[str, int], float]:
+        """Return role and iteration -> loss, where it is sure which iteration a loss is of.
+
+        A loss that not all ranks know at once is logged one iteration later, and not at all across a change of plans.
+        """
+        found = {}
+        for at, metrics in enumerate(self.metrics):
+            for role in ROLES:
+                late = self.num_ranks[at][role] < WORLD_SIZE
+                if late and (at == 0 or self.num_ranks[at - 1] != self.num_ranks[at]):
+                    continue
+                found[role, at - late] = metrics[f"{role}/loss"]
+        return found
+
+
+def make_run(setting: Setting, plan: Any, callbacks: Sequence[Any], max_steps: int) -> tuple[Any, Any, Any, Readings]:
+    """Return a Trainer, a module, its data, and where scores are noted."""
+    import lightning as L
+
+    from benchmarks.workload import random_texts
+    from lightning_realloc import PromptDataModule, ReallocStrategy, SamplingParams
+
+    noted = Readings(rollouts=[{}])
+    work = setting.work
+    module = make_module(work, noted)
+    if setting.share_of_stops:
+        stops = tuple(range(3, 3 + int(work.vocabulary * setting.share_of_stops)))
+        module.sampling = SamplingParams(max_new_tokens=work.new_tokens, stop_token_ids=stops)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=WORLD_SIZE, strategy=ReallocStrategy(plan=plan), callbacks=list(callbacks),
+        max_steps=max_steps, max_epochs=-1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    # One epoch: with the last iteration of each, losses that are known late would be logged twice or not at all.
+    rows = [{"prompt": text} for text in random_texts(work.num_prompts * EPOCH, length=work.prompt_tokens, seed=1)]
+    return trainer, module, PromptDataModule(rows, batch_size=work.num_prompts), noted
+
+
+def make_recorder(log: Log) -> Any:
+    """Return a callback that fills a log."""
+    from lightning.pytorch.callbacks import Callback
+
+    class Recorder(Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            plan = trainer.strategy.plan
+            log.num_ranks.append({role: plan.layout(f"{role}.train").dims.size for role in ROLES})
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            known = trainer.callback_metrics
+            names = [f"{role}/loss" for role in ROLES]
+            log.metrics.append({name: float(known[name]) for name in names if name in known})
+
+    return Recorder()
+
+
+def tune(setting: Setting, start: Any, *, iterations: int, settings: Mapping[str, Any]) -> Tuned:
+    """Train with a tuner that reckons with ``iterations``, until it commits a plan. Collective."""
+    from lightning.pytorch.callbacks import Callback
+
+    from lightning_realloc import AutoTuner
+
+    class StopAfterCommit(Callback):
+        since = 0
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            self.since += tuner.tuner.num_tunings > 0
+            trainer.should_stop = self.since == AFTER_COMMIT
+
+    log, tuner = Log(), AutoTuner(save_to=None, **settings)
+    callbacks = [tuner, make_recorder(log), StopAfterCommit()]
+    trainer, module, data, noted = make_run(setting, start, callbacks, iterations)
+    trainer.fit(module, data)
+    found = tuner.tuner
+    return Tuned(
+        start=found.start.plan.to_mapping(), committed=found.best.plan.to_mapping(), start_s=found.start.score,
+        committed_s=found.best.score, costs=dict(found.costs), num_tried=found.num_tried,
+        iterations=trainer.global_step, losses=log.losses(), scores=tuple(map(tuple, noted.scores)),
+    )  # fmt: skip
+
+
+def train_untuned(setting: Setting, plan: Any, iterations: int) -> tuple[dict[tuple[str, int], float], Any]:
+    """Train under one plan; return losses and scores. Collective."""
+    log = Log()
+    trainer, module, data, noted = make_run(setting, plan, [make_recorder(log)], iterations)
+    trainer.fit(module, data)
+    return log.losses(), tuple(map(tuple, noted.scores))
+
+
+def take_turns(setting: Setting, plans: Sequence[Mapping[str, Any]], *, rounds: int) -> list[list[float]]:
+    """Return seconds of iterations under each plan, which take turns in one run. Collective.
+
+    A plan that is clearly slower in the first round is left out of the others.
+    """
+    import torch.distributed as dist
+    from lightning.pytorch.callbacks import Callback
+
+    class Turns(Callback):
+        def __init__(self) -> None:
+            self.seconds: list[list[float]] = [[] for _ in plans]
+            self.queue = [(number, index) for number in range(rounds) for index in range(len(plans))]
+            self.block: list[float] = []
+            self.begin = 0.0
+
+        def on_train_start(self, trainer: Any, *args: Any) -> None:
+            trainer.strategy.set_plan(plans[0])
+
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            self.begin = time.perf_counter()
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            self.block.append(time.perf_counter() - self.begin)
+            if len(self.block) <= COUNTED:
+                return
+            everyone: list[Any] = [None] * WORLD_SIZE
+            dist.all_gather_object(everyone, self.block[1:])
+            self.block = []
+            _, index = self.queue.pop(0)
+            self.seconds[index] += [sum(row) / len(row) for row in zip(*everyone, strict=True)]
+            while self.queue and self._is_slow(*self.queue[0]):
+                self.queue.pop(0)
+            if self.queue:
+                trainer.strategy.set_plan(plans[self.queue[0][1]])
+            else:
+                trainer.should_stop = True
+
+        def _is_slow(self, number: int, index: int) -> bool:
+            if number == 0:
+                return False
+            fastest = min(median(times) for times in self.seconds if times)
+            return median(self.seconds[index]) > WORTH_ANOTHER_LOOK * fastest
+
+    turns = Turns()
+    trainer, module, data, _ = make_run(setting, plans[0], [turns], rounds * len(plans) * (COUNTED + 1) + 1)
+    trainer.fit(module, data)
+    return turns.seconds
+
+
+def tiny(setting: Setting) -> Setting:
+    """Return a setting of models that take no time, for a quick look."""
+    work = replace(
+        setting.work, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=4, vocabulary=512,
+        new_tokens=min(8, setting.work.new_tokens),
+    )  # fmt: skip
+    return replace(setting, work=work)

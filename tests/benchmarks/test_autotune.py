@@ -1,0 +1,76 @@
+"""Does the benchmark of tuning judge what it measures as it says?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.autotune import SETTINGS, STARTS, STATIC, Found, describe, fill, judge, key, overhead
+from benchmarks.autotune_runs import Log, Tuned
+from benchmarks.harness import BenchmarkReport
+
+MIXED: dict[str, Any] = {"calls": STATIC["dp4"]["calls"] | {"actor.train": {"layout": "fsdp2@0-1", "max_slots": 8}}}
+LOSSES = {("actor", 0): 0.5, ("critic", 0): 1.0}
+RUN = Tuned(
+    start=STATIC["fsdp4"], committed=MIXED, start_s=4.0, committed_s=1.0,
+    costs={"search": 3.0, "switch": 1.0, "slower": 2.0}, num_tried=4, iterations=20, losses=LOSSES, scores=((0.5,),),
+)  # fmt: skip
+SECONDS = {key(plan): [2.0, 4.0, 3.0] for plan in STATIC.values()} | {
+    key(STATIC["dp4"]): [1.5] * 3, key(MIXED): [1.0, 9.0, 1.0],
+}  # fmt: skip
+FOUND = Found(SETTINGS[0], {"fsdp4": RUN}, SECONDS, LOSSES, ((0.5,), (0.25,)))
+
+
+def targets(found: Found) -> dict[str, tuple[float, bool]]:
+    """Return the judgement on one setting."""
+    report = BenchmarkReport("autotune")
+    judge(report, [found])
+    return {target.name: (target.value, target.met) for target in report.targets}
+
+
+def test_a_good_cell_meets_every_target() -> None:
+    assert targets(FOUND) == {
+        "speed beside the best static plan, worst cell": (1.5, True),
+        "speed beside the start, worst cell": (3.0, True),
+        "overhead in 200 iterations, worst cell": (0.03, True),  # 6 s of 200 x 1 s
+        "largest difference of losses and scores": (0.0, True),
+    }
+    assert overhead(FOUND, "fsdp4") == pytest.approx(0.03) and FOUND.best_static == "dp4"
+
+
+def test_a_slow_costly_or_wrong_cell_is_found() -> None:
+    slow = replace(FOUND, seconds=SECONDS | {key(MIXED): [1.6] * 3})
+    assert not targets(slow)["speed beside the best static plan, worst cell"][1]
+    costly = replace(FOUND, tuned={"fsdp4": replace(RUN, costs={"search": 11.0})})
+    assert not targets(costly)["overhead in 200 iterations, worst cell"][1]
+    for other in ({"losses": LOSSES | {("actor", 0): 0.6}}, {"scores": ((0.6,),)}):
+        wrong = replace(FOUND, tuned={"fsdp4": replace(RUN, **other)})
+        assert targets(wrong)["largest difference of losses and scores"] == (pytest.approx(0.1), False)
+
+
+def test_a_loss_counts_for_the_iteration_it_is_of() -> None:
+    log = Log()
+    for number, ranks in enumerate((4, 4, 2, 2, 2, 4)):
+        log.num_ranks.append({"actor": ranks, "critic": 4})
+        log.metrics.append({"actor/loss": float(number), "critic/loss": float(number)})
+    losses = log.losses()
+    # Under 2 ranks a loss is logged one iteration late, and across a change of plans it is not known which it is of.
+    assert {at: loss for (role, at), loss in losses.items() if role == "actor"} == {
+        0: 0.0,
+        1: 1.0,
+        2: 3.0,
+        3: 4.0,
+        5: 5.0,
+    }
+    assert {at: loss for (role, at), loss in losses.items() if role == "critic"} == {n: float(n) for n in range(6)}
+
+
+def test_rows_tell_plans_in_short() -> None:
+    assert describe(STATIC["dp4"]) == "dp4@0-3"
+    assert describe(MIXED) == "dp4@0-3: generate, reference, reward, values, critic; fsdp2@0-1 8: actor"
+    report = BenchmarkReport("autotune")
+    fill(report, FOUND)
+    assert [(row["start"], row["gain"], row["best_static"]) for row in report.rows] == [("fsdp4", 3.0, "dp4")]
+    assert len(SETTINGS) * len(STARTS) == 12
