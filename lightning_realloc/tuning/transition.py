@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
-from lightning_realloc.tuning.memory_parts import MemorySettings, RoleBytes, RoleMemory
+from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory
+from lightning_realloc.tuning.role_elements import RoleElements
 
 
 def transition_bytes(
@@ -36,17 +37,18 @@ def transition_bytes(
         role, trains = roles[name], name in dataflow.trained_roles
         element = settings.home_bytes(role, is_trained=trains)
         optimizer = settings.optimizer_bytes if trains else 0
-        gone = _bytes_of(role, old.layout, rank, element, optimizer)
-        weights, state = _bytes_of(role, new.layout, rank, element, optimizer)
+        elements = RoleElements(role)
+        gone = _bytes_of(elements, old.layout, rank, element, optimizer)
+        weights, state = _bytes_of(elements, new.layout, rank, element, optimizer)
         whole = role.model.num_elements * element if rank in new.layout else 0
         most = max(most, held + whole + weights, held + weights + state)
         held += weights + state - sum(gone)
     return most
 
 
-def _bytes_of(role: RoleMemory, layout: Layout, rank: int, element: int, optimizer: int) -> tuple[int, int]:
+def _bytes_of(elements: RoleElements, layout: Layout, rank: int, element: int, optimizer: int) -> tuple[int, int]:
     """Return a home replica's weights and optimizer state on a rank."""
     if rank not in layout:
         return 0, 0
-    sizes = RoleBytes(role, layout, rank)
+    sizes = elements.on(layout, rank)
     return sizes.num_sharded * element, sizes.num_trained_sharded * optimizer
