@@ -15,6 +15,7 @@ import gc
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -34,7 +35,7 @@ from benchmarks.ranks import answers_of_ranks
 WORKLOADS = {
     "small, long": Workload(
         hidden_size=256, intermediate_size=704, num_layers=6, vocabulary=2048, num_prompts=16, prompt_tokens=24,
-        new_tokens=48,
+        new_tokens=40,
     ),
     "large, short": Workload(
         hidden_size=512, intermediate_size=1408, num_layers=8, vocabulary=8192, num_prompts=8, prompt_tokens=16,
@@ -192,7 +193,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a few seconds, to see that it works")
     options = parser.parse_args(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"
-    answers = list(answers_of_ranks(work_on, options, world_size=WORLD_SIZE))
+    answers, begin = [], time.monotonic()
+    for answer in answers_of_ranks(work_on, options, world_size=WORLD_SIZE):
+        answers.append(answer)
+        sys.stderr.write(f"{answer[0]}, {answer[1]}: done after {time.monotonic() - begin:.0f} s\n")
     return report_on(answers, options).finish(options)
 
 

@@ -17,6 +17,8 @@ from benchmarks.plan_turn import WORLD_SIZE, Readings, Workload, make_module
 
 UNCOUNTED, COUNTED = 1, 2
 """Iterations of a plan: copies are made, then times are taken."""
+SHARE_OF_SHARDED_GENERATION = 0.15
+"""Of the plans: it takes ten times as long as the rest of the iteration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,14 @@ def random_plans(strategy: Any, seed: int) -> Iterator[Any]:
     sets = list(rank_sets(cluster))
     while True:
         smallest = rng.choice((1, 2, 2, 4))
+        may_shard = rng.random() < SHARE_OF_SHARDED_GENERATION
         calls = []
         for call in flow.model_calls:
             ranks = rng.choice([one.ranks for one in sets if one.size >= smallest])
-            dims = rng.choice(legal_dims(models[call.role], call.kind, len(ranks), cluster))
+            legal = legal_dims(models[call.role], call.kind, len(ranks), cluster)
+            if call.kind == "generate" and not may_shard:
+                legal = tuple(dims for dims in legal if dims.fsdp == 1)
+            dims = rng.choice(legal)
             tokens = None if call.kind == "generate" else rng.choice((512, 2048))
             calls.append((call.name, CallPlan(Layout(dims, ranks), tokens)))
         plan = ExecutionPlan(tuple(calls))

@@ -7,10 +7,12 @@ is left is everything else. Ranks outside a layout wait meanwhile, asleep: nobod
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -35,6 +37,8 @@ from lightning_realloc.tuning.profile import Curve, PassKey, PassKind, PassTimes
 
 REPEATS = 2
 """Timed runs of each pass, after one that is not counted; the fastest counts: others were in its way the least."""
+LONG_S = 0.1
+"""A run that takes longer says enough alone."""
 DECODE_STEPS = 6
 MOST_BLOCKS = 3
 """Of a measured model: more divide the clock's noise by more, and take longer."""
@@ -53,8 +57,8 @@ class Size(NamedTuple):
         return self.sequences * (self.prompt + self.response)
 
 
-PROBE = Size(1, 8, 8)
-"""A pass that computes next to nothing."""
+PROBE, DECODE_PROBE = Size(1, 8, 8), Size(1, 8, 0)
+"""A pass, and a decoding step, that compute next to nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +67,10 @@ class Grid:
 
     micro_batches: tuple[Size, ...]
     decoding: tuple[Size, ...] = ()
-    """Decoding steps of sequences with prompts as long as their context; the smallest first."""
+    """Decoding steps of sequences with prompts as long as their context."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Subject:
     """A model whose passes are measured."""
 
@@ -80,8 +84,9 @@ class Subject:
     """What a call makes of a pack: one number per token or per sequence."""
     is_trained: bool
     new_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    decode: Callable[[nn.Module, dist.ProcessGroup | None, int, int], Sequence[float]] | None = None
-    """(model, group that steps together, sequences, context) -> seconds of decoding steps; None: it does not."""
+    decode: Callable[[nn.Module, dist.ProcessGroup | None, Size, int], Sequence[float]] | None = None
+    """(model, group that steps together, sequences and context, number) -> seconds of decoding steps; None: it does
+    not decode."""
     tp_plan: Mapping[str, str] | None = None
     like: str | None = None
     """The key of a subject with the same blocks, whose passes were measured before."""
@@ -116,61 +121,87 @@ Readings = Mapping[Point, tuple[float, float]]
 
 
 class Profiler:
-    """Measures passes, the slowdown of crowded nodes, and reallocations. All methods are collective over all ranks."""
+    """Measures passes, the slowdown of crowded nodes, and reallocations. All methods are collective over all ranks.
 
-    def __init__(self, machine: Machine) -> None:
+    Args:
+        seconds: After which no more degrees are measured; what is needed of every model is measured all the same.
+    """
+
+    def __init__(self, machine: Machine, *, seconds: float = math.inf) -> None:
         self._machine = machine
         self._wholes: dict[tuple[str, int], nn.Module] = {}
         self._bases: dict[tuple[str, int], Readings] = {}
-        self._additions: dict[str, dict[ParallelDims, Readings]] = {}
+        self._additions: dict[tuple[str, ParallelDims], Readings] = {}
+        self._seconds, self._begin, self._elapsed_s = seconds, machine.clock(), 0.0
 
     def passes(
-        self, subject: Subject, dims: Sequence[ParallelDims], grid: Grid, *, slowdown: Sequence[float]
+        self, wanted: Mapping[Subject, Sequence[ParallelDims]], grid: Grid, *, slowdown: Sequence[float]
     ) -> dict[PassKey, PassTimes]:
-        """Return how long a model's passes take under ``dims``, on the first ranks, all others waiting.
+        """Return how long models' passes take under some degrees, on the first ranks, all others waiting.
 
         Tensor parallelism divides what is computed, and is measured at every size. What sharding and replicas add are
         weights and gradients on their way, the same for every size: each degree of each of the two is measured at the
-        smallest size, without the other axes, and put on top of what tensor parallelism takes.
+        smallest size, without the other axes, and put on top of what tensor parallelism takes. Degrees that fill the
+        node come first; what the time does not suffice for is left out.
         """
-        degrees = sorted({one.tp for one in dims})
-        alone = sorted({only for one in dims for only in _single_axes(one)}, key=lambda one: one.degrees)
-        self._machine.meshes.create(Layout(one, tuple(range(one.size))) for one in (*map(_tp, degrees), *alone))
-        bases = {tp: self._base(subject, tp, grid) for tp in degrees}
-        if subject.like is None:
-            start = bases.get(1) or self._base(subject, 1, grid)
-            self._additions[subject.key] = {one: self._addition(subject, one, start, grid, slowdown) for one in alone}
-        additions = self._additions[subject.like or subject.key]
-        measured: dict[PassKey, PassTimes] = {}
-        for one in dims:
-            readings = _put_on_top(bases[one.tp], one, additions, slowdown)
-            for kind, times in _surfaces(readings, grid).items():
-                measured[PassKey(subject.key, kind, one)] = times
-        return measured
+        tasks: list[tuple[int, int, Callable[[], None]]] = []  # later, larger degrees first
+        for number, (subject, dims) in enumerate(wanted.items()):
+            self._measure_base(subject, 1, grid)
+            for tp in {one.tp for one in dims if one.tp > 1}:
+                tasks.append((-tp, number, partial(self._measure_base, subject, tp, grid)))
+            if subject.like is None:
+                for one in {alone for each in dims for alone in _single_axes(each)}:
+                    tasks.append((-one.size, number, partial(self._measure_addition, subject, one, slowdown)))
+        for _, _, task in sorted(tasks, key=lambda task: task[:2]):
+            if not self._is_late:
+                task()
+        return {
+            PassKey(subject.key, kind, one): times
+            for subject, dims in wanted.items() for one in dims
+            for kind, times in self._assembled(subject, one, grid, slowdown).items()
+        }  # fmt: skip
 
-    def _base(self, subject: Subject, tp: int, grid: Grid) -> Readings:
-        """Return what tensor parallelism takes; of blocks like another subject's, only the rest is timed."""
+    @property
+    def _is_late(self) -> bool:
+        """Whether the time is over, on every rank alike."""
+        return self._elapsed_s >= self._seconds
+
+    def _assembled(
+        self, subject: Subject, dims: ParallelDims, grid: Grid, slowdown: Sequence[float]
+    ) -> dict[PassKind, PassTimes]:
+        """Return what is known under some degrees; nothing where a part of them was not measured."""
+        base = self._bases.get((subject.key, dims.tp))
+        parts = [self._additions.get((subject.like or subject.key, alone)) for alone in _single_axes(dims)]
+        if base is None or None in parts:
+            return {}
+        added = dict(zip(_single_axes(dims), parts, strict=True))
+        return _surfaces(_put_on_top(base, dims, added, slowdown), grid)  # type: ignore[arg-type]
+
+    def _measure_base(self, subject: Subject, tp: int, grid: Grid) -> None:
+        """Time what tensor parallelism takes; of blocks like another subject's, only the rest."""
         layout, points = Layout(_tp(tp), tuple(range(tp))), _all_points(subject, grid)
-        if subject.like is None:
+        self._machine.meshes.create([layout])
+        known = self._bases.get((subject.like or "", tp))
+        if known is None:
             self._bases[subject.key, tp] = self._read(subject, layout, points)
-            return self._bases[subject.key, tp]
-        known = self._bases[subject.like, tp]
+            return
         whole = self._slowest(layout, lambda: self._works(subject, 1, layout, points), count=len(points))
-        return {point: (known[point][0], max(0.0, seconds - known[point][0]))
-                for point, seconds in zip(points, whole, strict=True)}  # fmt: skip
+        self._bases[subject.key, tp] = {
+            point: (known[point][0], max(0.0, seconds - known[point][0]))
+            for point, seconds in zip(points, whole, strict=True)
+        }
 
-    def _addition(
-        self, subject: Subject, dims: ParallelDims, base: Readings, grid: Grid, slowdown: Sequence[float]
-    ) -> Readings:
-        """Return what one axis adds to the base, a block's part and the rest's; negative ones are noise."""
-        probes = [point for point in _probes(subject, grid) if dims.dp == 1 or point.kind.startswith("train")]
-        found = self._read(subject, Layout(dims, tuple(range(dims.size))), probes)
-        crowding = slowdown[dims.size - 1]
+    def _measure_addition(self, subject: Subject, dims: ParallelDims, slowdown: Sequence[float]) -> None:
+        """Time what one axis adds to the base, to a block and to the rest; less than nothing is noise."""
+        layout = Layout(dims, tuple(range(dims.size)))
+        self._machine.meshes.create([layout])
+        probes = [point for point in _probes(subject) if dims.dp == 1 or point.kind.startswith("train")]
+        base, crowding = self._bases[subject.key, 1], slowdown[dims.size - 1]
         added = {}
-        for point, (block, rest) in found.items():
+        for point, (block, rest) in self._read(subject, layout, probes).items():
             without = base[Point(_without_reduction(point.kind), point.size)]
             added[point] = max(0.0, block - crowding * without[0]), max(0.0, rest - crowding * without[1])
-        return added
+        self._additions[subject.key, dims] = added
 
     def slowdown(self, subject: Subject, size: Size) -> tuple[float, ...]:
         """Return how many times longer a pass takes when 1, 2, ... ranks of a node do it side by side."""
@@ -251,7 +282,8 @@ class Profiler:
         assert subject.decode is not None, "points of decoding are for models that do"
         meshes = self._machine.meshes
         self._meet(meshes.group(layout, *AXES))
-        seconds = subject.decode(model, meshes.group(layout, "fsdp"), size.sequences, size.prompt)
+        num_steps = DECODE_STEPS if layout.dims.fsdp == 1 else 2  # sharded ones are long
+        seconds = subject.decode(model, meshes.group(layout, "fsdp"), size, num_steps)
         return [median(seconds)] * REPEATS
 
     # ---- models
@@ -344,14 +376,19 @@ class Profiler:
 
     def _agreed(self, times: Sequence[Sequence[float]]) -> list[float]:
         """Return the minimum over repeats of the maximum over ranks; sleeps until all ranks are here."""
-        table = torch.tensor(times, dtype=torch.float64, device=self._machine.device)
+        elapsed = self._machine.clock() - self._begin
+        table = torch.tensor([*times, [elapsed] * len(times[0])], dtype=torch.float64, device=self._machine.device)
         if self._machine.world_size > 1:
             dist.all_reduce(table, op=dist.ReduceOp.MAX)
-        return [min(row) for row in table.tolist()]
+        *seconds, self._elapsed_s = (min(row) for row in table.tolist())
+        return seconds
 
     def _repeated(self, group: dist.ProcessGroup | None, work: Callable[[], object]) -> list[float]:
-        work()
-        return [self._timed(group, work) for _ in range(REPEATS)]
+        """Return the seconds of some runs after one that warms up; of one alone where that was long enough."""
+        first = self._timed(group, work)
+        repeats = REPEATS if self._meet(group, first) < LONG_S else 1
+        times = [self._timed(group, work) for _ in range(repeats)]
+        return times + [times[-1]] * (REPEATS - repeats)
 
     def _timed(self, group: dist.ProcessGroup | None, work: Callable[[], object]) -> float:
         self._meet(group)
@@ -361,9 +398,12 @@ class Profiler:
         self._synchronize()
         return self._machine.clock() - begin
 
-    def _meet(self, group: dist.ProcessGroup | None) -> None:
+    def _meet(self, group: dist.ProcessGroup | None, value: float = 0.0) -> float:
+        """Wait for the group's ranks; return the largest of their values."""
+        largest = torch.tensor([value], device=self._machine.device)
         if group is not None:
-            dist.all_reduce(torch.zeros(1, device=self._machine.device), group=group)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        return float(largest)
 
     def _synchronize(self) -> None:
         if self._machine.device.type == "cuda":
@@ -400,15 +440,16 @@ def _without_reduction(kind: PassKind) -> PassKind:
 
 
 def _all_points(subject: Subject, grid: Grid) -> list[Point]:
+    decoded = (DECODE_PROBE, *grid.decoding) if subject.decode is not None else ()
     kinds: list[PassKind] = ["infer", "train"] if subject.is_trained else ["infer"]
     points = [Point(kind, size) for kind in kinds for size in (PROBE, *grid.micro_batches)]
-    return points + [Point("decode", size) for size in (grid.decoding if subject.decode is not None else ())]
+    return points + [Point("decode", size) for size in decoded]
 
 
-def _probes(subject: Subject, grid: Grid) -> list[Point]:
+def _probes(subject: Subject) -> list[Point]:
     kinds: list[PassKind] = ["infer", "train", "train_last"] if subject.is_trained else ["infer"]
     points = [Point(kind, PROBE) for kind in kinds]
-    return points + [Point("decode", size) for size in (grid.decoding[:1] if subject.decode is not None else ())]
+    return [*points, Point("decode", DECODE_PROBE)] if subject.decode is not None else points
 
 
 def _put_on_top(
@@ -441,7 +482,7 @@ def _addition_of(additions: Readings, kind: str) -> tuple[float, float]:
 def _surfaces(readings: Readings, grid: Grid) -> dict[PassKind, PassTimes]:
     samples: dict[PassKind, list[tuple[float, float, float, float]]] = {}
     for (kind, size), (block, rest) in readings.items():
-        if size != PROBE or size in grid.micro_batches:
+        if size in (grid.decoding if kind == "decode" else grid.micro_batches):
             sizes = (size.sequences, size.prompt) if kind == "decode" else (size.tokens, size.prompt + size.response)
             samples.setdefault(kind, []).append((*map(float, sizes), block, rest))  # type: ignore[arg-type]
     return {

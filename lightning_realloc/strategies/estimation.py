@@ -49,8 +49,13 @@ def make_estimator(
     return worked_out if profile is None else MeasuredEstimator(worked_out, profile.table, profile.models)
 
 
-def profile_of(builder: PoolBuilder, machine: Machine, iterations: Sequence[Lengths], *, cache: Path | None) -> Profile:
+def profile_of(
+    builder: PoolBuilder, machine: Machine, iterations: Sequence[Lengths], *, cache: Path | None, seconds: float
+) -> Profile | None:
     """Return how long passes of the algorithm's models take on these ranks. Collective; takes seconds unless cached.
+
+    Args:
+        seconds: About how long measuring may take; see `profile_models`.
 
     Raises:
         PlanError: for a role whose model has no decoder's config.
@@ -69,7 +74,7 @@ def profile_of(builder: PoolBuilder, machine: Machine, iterations: Sequence[Leng
         tp_plans=builder.tp_plans,
         seed=module.seed,
     )
-    return profile_models(request, machine, cache)
+    return profile_models(request, machine, cache, seconds=seconds)
 
 
 def prospects_of(

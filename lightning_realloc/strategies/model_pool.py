@@ -133,12 +133,26 @@ class ModelPool:
     def _add_copies(self, role: str, home: ModelLayout) -> None:
         """Prepare a replica for every layout of the role's calls but its home's, and drop the others."""
         wanted = {self.plan.layout(call.name) for call in self.dataflow.calls_of(role)} - {home.layout}
+        if self._is_read_at_home(role, home.layout):
+            wanted.add(home.layout)
         for _, layout in [key for key in self._copies if key[0] == role and key[1] not in wanted]:
             del self._copies[role, layout]
         for layout in sorted(wanted, key=str):
             if (role, layout) not in self._copies:
                 copy = ModelLayout(home.model, layout)
                 self._copies[role, layout] = Replica(role, copy, self._prepare_copy(role, self._blanks[role], copy))
+
+    def _is_read_at_home(self, role: str, home: Layout) -> bool:
+        """Return whether calls other than training run where replicas are trained, and need not go through FSDP.
+
+        It wraps those for their gradients' sake, and copies all weights in every forward pass: decoding would take
+        twice as long. A second module on the same storage does without.
+        """
+        calls = [call for call in self.dataflow.calls_of(role) if self.plan.layout(call.name) == home]
+        reads = any(call.kind != "train" for call in calls)
+        is_wrapped = role in self.dataflow.trained_roles and home.dims.dp > 1 and home.dims.fsdp == 1
+        master = next(self._blanks[role].parameters()).dtype
+        return reads and is_wrapped and master == self._options.copy_dtype
 
     def _lay_out(self, role: str, model: nn.Module, home: ModelLayout) -> Replica:
         """Make ``model``, which holds full weights, the replica that owns them."""
@@ -229,10 +243,11 @@ class ModelPool:
 
     def target(self, call: str) -> Replica:
         """Return the replica in the layout that the plan gives ``call``."""
-        role = self.dataflow.call(call).role
-        if role is None:
+        chosen = self.dataflow.call(call)
+        if chosen.role is None:
             raise PlanError(f"{call!r} is a computation on the host and has no model")
-        return self._copies.get((role, self.plan.layout(call)), self.home(role))
+        home = self.home(chosen.role)
+        return home if chosen.kind == "train" else self._copies.get((chosen.role, self.plan.layout(call)), home)
 
     def active(self, call: str) -> Replica:
         """Return the replica that ``call`` works on: its own layout's if that was made real, else the home one."""
@@ -267,6 +282,11 @@ class ModelPool:
         if target is home or target.version == home.version:
             return None
         reshard(home.model)
+        if target.layout == home.layout:
+            if target.version == 0 and self._options.rank in home.layout:
+                bind_tensors(target.model, local_tensors(home.model))
+            target.version = home.version
+            return None
         if target.reallocation is None:
             target.reallocation = self._connect(home, target)
         report = target.reallocation.run()

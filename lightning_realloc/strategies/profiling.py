@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ from lightning_realloc.layout import ParallelDims
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.runtime.packed_forward import packed_logits, sequence_scores, token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.profiler import DECODE_STEPS, Grid, Machine, Profiler, Size, Subject
+from lightning_realloc.runtime.profiler import Grid, Machine, Profiler, Size, Subject
 from lightning_realloc.runtime.shared_memory import gather_objects
 from lightning_realloc.strategies.lockstep import Lockstep
 from lightning_realloc.tuning.dataflow import CallKind, Dataflow
@@ -39,6 +40,8 @@ from lightning_realloc.tuning.space import legal_dims, sizes
 
 logger = logging.getLogger(__name__)
 
+LEAST_S = 0.5
+"""Below it measuring would not get far enough to be worth anything."""
 MAX_TOKENS = {"cpu": 384, "cuda": 16384}
 """Most tokens of one measured micro-batch; beyond, time grows in proportion."""
 
@@ -85,16 +88,24 @@ class Profile:
     models: Mapping[str, str]
 
 
-def profile_models(request: ProfileRequest, machine: Machine, cache: Path | None) -> Profile:
-    """Return what is known about the request's models on these ranks, measuring what is not. Collective."""
+def profile_models(
+    request: ProfileRequest, machine: Machine, cache: Path | None, *, seconds: float = math.inf
+) -> Profile | None:
+    """Return what is known about the request's models on these ranks, measuring what is not. Collective.
+
+    After ``seconds`` no more layouts are measured, and what was is not kept for later runs. None where nothing is known
+    and the time suffices for nothing.
+    """
     begin = perf_counter()
     names, facts = shape_names(request), machine_facts(machine)
     path = None if cache is None else cache / f"{_digest(names, request)}.json"
     table = gather_objects(None if path is None or machine.rank else _read(path, facts))[0]
+    if table is None and seconds < LEAST_S:
+        return None
     if table is None:
-        table = _measure(request, machine, names, facts)
+        table = _measure(request, machine, names, facts, seconds)
         table = replace(table, seconds=max(gather_objects(perf_counter() - begin)))
-        if path is not None and machine.rank == 0:
+        if path is not None and machine.rank == 0 and table.seconds < seconds:
             _write(path, table)
     return Profile(table, names)
 
@@ -152,22 +163,25 @@ def _read(path: Path, facts: Mapping[str, str]) -> ProfileTable | None:
 
 # ---- what is measured
 def _measure(
-    request: ProfileRequest, machine: Machine, names: Mapping[str, str], facts: Mapping[str, str]
+    request: ProfileRequest, machine: Machine, names: Mapping[str, str], facts: Mapping[str, str], seconds: float
 ) -> ProfileTable:
-    profiler = Profiler(machine)
-    table = ProfileTable(machine=facts)
-    subjects = _subjects(request, machine, names)
+    profiler = Profiler(machine, seconds=seconds)
+    subjects, grid = _subjects(request, machine, names), _grid(request, machine)
     largest = max(subjects, key=lambda one: one.num_blocks)
-    grid = _grid(request, machine)
     slowdown = profiler.slowdown(largest, grid.micro_batches[-1])
-    for subject in subjects:
-        kinds = _kinds(request, names, subject.key)
-        dims = _degrees(request.described[_role_of(names, subject.key)].model, kinds, machine)
-        found = profiler.passes(subject, dims, grid, slowdown=slowdown)
-        steps = {subject.key: profiler.optimizer(subject)} if subject.is_trained else {}
-        table = table.merged(ProfileTable(machine=facts, passes=found, optimizer=steps))
-    moves = {name: profiler.moves(largest, transport=name) for name in _transports(machine)}
-    return replace(table, moves=moves, slowdown=slowdown)
+    wanted = {
+        subject: _degrees(
+            request.described[_role_of(names, subject.key)].model, _kinds(request, names, subject.key), machine
+        )
+        for subject in subjects
+    }
+    return ProfileTable(
+        machine=facts,
+        passes=profiler.passes(wanted, grid, slowdown=slowdown),
+        optimizer={one.key: profiler.optimizer(one) for one in subjects if one.is_trained},
+        moves={name: profiler.moves(largest, transport=name) for name in _transports(machine)},
+        slowdown=slowdown,
+    )
 
 
 def _transports(machine: Machine) -> tuple[str, ...]:
@@ -277,8 +291,8 @@ _FORWARDS: Mapping[str, Callable[[nn.Module, PackedBatch], Tensor]] = {
 }  # fmt: skip
 
 
-def _decoder(machine: Machine) -> Callable[[nn.Module, dist.ProcessGroup | None, int, int], list[float]]:
-    def decode(model: nn.Module, group: dist.ProcessGroup | None, count: int, context: int) -> list[float]:
+def _decoder(machine: Machine) -> Callable[[nn.Module, dist.ProcessGroup | None, Size, int], list[float]]:
+    def decode(model: nn.Module, group: dist.ProcessGroup | None, size: Size, num_steps: int) -> list[float]:
         lockstep = None if group is None else Lockstep(group, machine.device)
         ticks: list[float] = []
 
@@ -289,9 +303,9 @@ def _decoder(machine: Machine) -> Callable[[nn.Module, dist.ProcessGroup | None,
             ticks.append(machine.clock())
             return goes_on
 
-        engine = GenerationEngine(model, max_slots=count, lockstep=tick)
-        params = SamplingParams(max_new_tokens=DECODE_STEPS + 2, ignore_eos=True, n=count)
-        engine.generate([[3] * context], params)
+        engine = GenerationEngine(model, max_slots=size.sequences, lockstep=tick)
+        params = SamplingParams(max_new_tokens=num_steps + 2, ignore_eos=True, n=size.sequences)
+        engine.generate([[3] * size.prompt], params)
         steps = [end - begin for begin, end in itertools.pairwise(ticks)]
         return steps[2:]  # the first one reads the prompt, the second is the first of its kind
 

@@ -7,6 +7,7 @@ is overridden and why.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -134,15 +135,20 @@ class ReallocStrategy(CheckpointStrategy):
             raise ConfigError("the models are not set up yet; read strategy.runner from on_fit_start on")
         return self._runner
 
-    def profile(self, iterations: Sequence[Lengths], *, cache: Path | None) -> Profile:
-        """Return how long passes of the models take on these ranks, at such lengths. Collective, between iterations."""
+    def profile(
+        self, iterations: Sequence[Lengths], *, cache: Path | None, seconds: float = math.inf
+    ) -> Profile | None:
+        """Return how long passes of the models take on these ranks, at such lengths. Collective, between iterations.
+
+        Measuring takes about ``seconds`` at most; None where that is too little. A cached profile takes none.
+        """
         options = self._builder().options
         machine = Machine(
             meshes=self.pool.meshes, device=self.root_device, rank=self.global_rank, world_size=self.world_size,
             cluster=self.cluster, copy_dtype=options.copy_dtype, mixed_precision=options.mixed_precision,
             forward_context=lambda wrapped: self.forward_context(wrapped=wrapped),
         )  # fmt: skip
-        return profile_of(self._builder(), machine, iterations, cache=cache)
+        return profile_of(self._builder(), machine, iterations, cache=cache, seconds=seconds)
 
     def prospects(self, iterations: Sequence[Lengths], profile: Profile | None = None) -> Prospects:
         """Return what other plans are judged by, for iterations of such lengths. Collective over all ranks."""

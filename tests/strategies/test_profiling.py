@@ -1,0 +1,108 @@
+"""Is everything measured that plans of a run can ask for, once, and only on the machine that it is read on?"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+
+from lightning_realloc.layout.dims import ParallelDims
+from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.strategies.profiling import Profile
+from lightning_realloc.tuning.lengths import Lengths
+from lightning_realloc.tuning.profile import ProfileTable
+from tests.strategies import runs
+from tests.strategies.runs import Batches
+from tests.workers import WorkerPool
+
+LENGTHS = [Lengths((6, 6, 6), (5, 6, 7))]
+
+
+class Profiles(Callback):
+    """Profiles the models after the first iteration."""
+
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
+        self.found: dict[str, Profile | None] = {}
+        self.warnings: list[str] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        strategy: Any = trainer.strategy
+        before = {name: parameter.clone() for name, parameter in trainer.lightning_module.named_parameters()}
+        self.found["first"] = strategy.profile(LENGTHS, cache=self.cache)
+        self.found["again"] = strategy.profile(LENGTHS, cache=self.cache)
+        self.found["in a hurry"] = strategy.profile(LENGTHS, cache=None, seconds=0.5)
+        self.found["no time"] = strategy.profile(LENGTHS, cache=None, seconds=0.0)
+        self._pretend_another_machine(trainer)
+        with _Heard(self.warnings):
+            self.found["elsewhere"] = strategy.profile(LENGTHS, cache=self.cache)
+        after = dict(trainer.lightning_module.named_parameters())
+        assert all(bool((after[name] == value).all()) for name, value in before.items())
+
+    def _pretend_another_machine(self, trainer: L.Trainer) -> None:
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            (path,) = self.cache.glob("*.json")
+            content = json.loads(path.read_text())
+            content["machine"]["torch"] = "1.0"
+            path.write_text(json.dumps(content))
+        trainer.strategy.barrier()
+
+
+class _Heard(logging.Handler):
+    """Collects what the profile's logger says."""
+
+    def __init__(self, messages: list[str]) -> None:
+        super().__init__()
+        self.messages = messages
+
+    def __enter__(self) -> None:
+        logging.getLogger("lightning_realloc.strategies.profiling").addHandler(self)
+
+    def __exit__(self, *error: object) -> None:
+        logging.getLogger("lightning_realloc.strategies.profiling").removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def _profiles(cache: str) -> tuple[dict[str, str | None], dict[str, str], list[str]]:
+    """Return the tables, the shapes of the roles, and what was said."""
+    profiles = Profiles(Path(cache))
+    runs.trainer(ReallocStrategy(), 2, callbacks=[profiles], max_steps=1).fit(runs.grpo(), Batches(1))
+    first = profiles.found["first"]
+    assert first is not None
+    tables = {name: None if one is None else one.table.to_json() for name, one in profiles.found.items()}
+    return tables, dict(first.models), profiles.warnings
+
+
+def test_a_run_measures_what_plans_can_ask_for_and_keeps_it(workers: WorkerPool, tmp_path: Path) -> None:
+    everyone = workers.run(_profiles, str(tmp_path), world_size=2, init_process_group=False, deadline_s=120.0)
+    tables, models, warnings = everyone[0]
+    assert everyone[1][0] == tables, "ranks must agree on every second"
+    first = ProfileTable.from_json(str(tables["first"]))
+    assert set(models) == {"actor", "reference"}
+    assert models["actor"] == models["reference"], "models of one shape are measured once"
+    assert {(key.kind, key.dims) for key in first.passes} == {
+        *((kind, dims) for kind in ("infer", "decode") for dims in _degrees(dp=False)),
+        *((kind, dims) for kind in ("train", "train_last") for dims in _degrees(dp=True)),
+    }
+    for times in first.passes.values():
+        assert all(curve(20) > 0 for _, curve in times.block.curves)
+    assert first.slowdown[0] == 1.0 and len(first.slowdown) >= 2
+    assert tables["again"] == tables["first"], "the second time it is read from disk"
+    hurried = ProfileTable.from_json(str(tables["in a hurry"]))
+    assert {key.dims for key in hurried.passes} < {key.dims for key in first.passes}
+    assert tables["no time"] is None
+    assert tables["elsewhere"] != tables["first"]
+    (warning,) = warnings
+    assert "another machine (torch 1.0, now" in warning
+
+
+def _degrees(*, dp: bool) -> list[ParallelDims]:
+    replicas = [ParallelDims(dp=2)] if dp else []
+    return [ParallelDims(), ParallelDims(fsdp=2), ParallelDims(tp=2), *replicas]
