@@ -250,7 +250,8 @@ class Tuner:
         """Look at the start once more where it is beaten by little; else install the best."""
         best, start = self.best, self.start
         is_close = best is not start and best.score > CLEARLY_FASTER * start.score
-        if is_close and not self._recounted and not self._is_almost_over():
+        there_and_back = self.spent_s + 2 * self._switch_s <= self.budget_s
+        if is_close and there_and_back and not self._recounted and not self._is_almost_over():
             self._recounted, self.phase = True, "confirm"
             if self.current == start.plan:
                 self.action = Measure(AFTER_SWITCH, RECOUNTED)
