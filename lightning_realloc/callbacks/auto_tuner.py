@@ -372,6 +372,6 @@ def _obstacle(state: Mapping[str, Any], strategy: Any) -> str | None:
         return f"the checkpoint was tuned for {', '.join(state['calls'])}, this algorithm has {', '.join(calls)}"
     known = [state["tuner"]["current"], *(trial["plan"] for trial in state["tuner"]["trials"])]
     known += [] if state["yardstick"] is None else [state["yardstick"]["plan"]]
-    if strategy.plan.to_mapping() not in known:
+    if strategy.plan not in map(ExecutionPlan.from_mapping, known):
         return "this run was given another plan than the checkpoint's"
     return None
