@@ -199,6 +199,7 @@ class AutoTuner(Callback):
         self._began_at = state["began_at"]
         self._tuner = Tuner(strategy.plan, self.settings, self._num_iterations(trainer))
         self._tuner.load_state_dict(state["tuner"])
+        self._tuner.done = trainer.global_step - self._began_at  # iterations of a window that was cut off, too
         if state["yardstick"] is not None:
             lengths = [Lengths(tuple(prompts), tuple(made)) for prompts, made in state["yardstick"]["lengths"]]
             self._prospects = strategy.prospects(lengths)
