@@ -39,7 +39,7 @@ SMALL = Workload(hidden_size=128, intermediate_size=352, num_layers=4, vocabular
 LARGE = Workload(hidden_size=256, intermediate_size=704, num_layers=6, vocabulary=4096, new_tokens=8)
 SETTINGS = tuple(
     Setting(name=f"{size}, {kind}", work=Workload(**(asdict(work) | {"new_tokens": tokens})), share_of_stops=stops)
-    for kind, tokens, stops in (("short", 8, 0.0), ("ragged", 32, 1 / 16))
+    for kind, tokens, stops in (("short", 8, 0.0), ("ragged", 24, 1 / 16))
     for size, work in (("small", SMALL), ("large", LARGE))
 )
 

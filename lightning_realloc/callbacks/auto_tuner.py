@@ -202,6 +202,7 @@ class AutoTuner(Callback):
         self._began_at = state["began_at"]
         self._tuner = Tuner(strategy.plan, self.settings, self._num_iterations(trainer))
         self._tuner.load_state_dict(state["tuner"])
+        self._tuner.done = trainer.global_step - self._began_at  # iterations of a window that was cut off, too
         if state["yardstick"] is not None:
             lengths = [Lengths(tuple(prompts), tuple(made)) for prompts, made in state["yardstick"]["lengths"]]
             self._prospects = self._look_ahead(strategy, lengths)
@@ -382,6 +383,6 @@ def _obstacle(state: Mapping[str, Any], strategy: Any) -> str | None:
         return f"the checkpoint was tuned for {', '.join(state['calls'])}, this algorithm has {', '.join(calls)}"
     known = [state["tuner"]["current"], *(trial["plan"] for trial in state["tuner"]["trials"])]
     known += [] if state["yardstick"] is None else [state["yardstick"]["plan"]]
-    if strategy.plan.to_mapping() not in known:
+    if strategy.plan not in map(ExecutionPlan.from_mapping, known):
         return "this run was given another plan than the checkpoint's"
     return None

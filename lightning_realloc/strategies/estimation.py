@@ -12,7 +12,7 @@ import torch
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.runtime.profiler import Machine
 from lightning_realloc.runtime.samples import Samples
-from lightning_realloc.strategies.memory import describe_roles, memory_settings, with_callbacks
+from lightning_realloc.strategies.memory import memory_settings, with_callbacks
 from lightning_realloc.strategies.pool_builder import PoolBuilder
 from lightning_realloc.strategies.profiling import Profile, ProfileRequest, profile_models
 from lightning_realloc.tuning.dataflow import Dataflow
@@ -97,7 +97,7 @@ def prospects_of(
     """
     dataflow, module = builder.dataflow, builder.module
     cluster = cluster_of(builder.cluster, builder.world_size)
-    roles = describe_roles(module.roles(), builder.tp_plans)
+    roles = builder.describe_roles()
     settings = memory_settings(builder.options, builder.master_dtype, optimizer_bytes=module.optimizer_bytes)
     _, settings = with_callbacks(callbacks, dataflow, plan, settings)
     typical = TypicalLengths.of(iterations)

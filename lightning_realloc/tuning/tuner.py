@@ -47,6 +47,8 @@ COOL_DOWN = 24
 """Iterations after a commit in which nothing is tuned again."""
 SEARCH_SHARE = 0.1
 """Of what tuning may still cost: a search takes no more. A faster plan shortens the run, and so what may be spent."""
+SHARE_FOR_TRIALS = 0.8
+"""Of what tuning may cost, for trials to plan with; the rest is for what turns out to cost more than expected."""
 LEAST_SEARCH_S = 0.02
 FEWEST_ITERATIONS = 2 * (2 * AFTER_SWITCH + COUNTED)
 """Iterations that must remain for another trial: else there is nobody to gain from it."""
@@ -86,7 +88,7 @@ class Tuner:
         self.action: Action = Measure(WARM_UP, COUNTED)
         self._queue: list[Candidate] = []
         self._failed: set[str] = set()
-        self._switch_s = 0.0
+        self._switch_s = self._trial_s = self._spent_before = 0.0
         self._work = 1.0
         self._recounted = False
         self._committed_at = 0
@@ -224,8 +226,11 @@ class Tuner:
 
     def _explore(self) -> None:
         """Try the next plan, or settle."""
+        if self.phase == "trial":
+            self._trial_s = max(self._trial_s, self.spent_s - self._spent_before)
         if self._queue and self._is_affordable(self._queue[0]):
             self.num_tried += 1
+            self._spent_before = self.spent_s
             self.phase, self.action = "trial", Switch(self._queue[0].plan, is_trial=True)
         else:
             self._queue.clear()
@@ -237,11 +242,13 @@ class Tuner:
             return False
         predicted, iterations = self.start.predicted_s, 2 * AFTER_SWITCH + COUNTED
         slower = 0.0 if not predicted else max(0.0, candidate.predicted_s / predicted - 1) * self.start.score
-        expected = 2 * self._switch_s + iterations * slower * self._work  # there, and perhaps back
-        if self.spent_s + expected > self.budget_s:
+        there_and_back = 2 * self._switch_s + iterations * slower * self._work
+        expected = max(there_and_back, self._trial_s + self._switch_s)
+        left = SHARE_FOR_TRIALS * self.budget_s - self.spent_s
+        if expected > left:
             self.stopped = (
-                f"another trial could cost {expected:.2f} s, and {max(0.0, self.budget_s - self.spent_s):.2f} s are "
-                f"left of max_overhead={self.settings.max_overhead}"
+                f"another trial could cost {expected:.2f} s, and {max(0.0, left):.2f} s are left for it of "
+                f"max_overhead={self.settings.max_overhead}"
             )
             return False
         return True
@@ -250,7 +257,8 @@ class Tuner:
         """Look at the start once more where it is beaten by little; else install the best."""
         best, start = self.best, self.start
         is_close = best is not start and best.score > CLEARLY_FASTER * start.score
-        if is_close and not self._recounted and not self._is_almost_over():
+        there_and_back = self.spent_s + 2 * self._switch_s <= SHARE_FOR_TRIALS * self.budget_s
+        if is_close and there_and_back and not self._recounted and not self._is_almost_over():
             self._recounted, self.phase = True, "confirm"
             if self.current == start.plan:
                 self.action = Measure(AFTER_SWITCH, RECOUNTED)
@@ -311,7 +319,7 @@ class Tuner:
             "failed": sorted(self._failed),
             "counts": [self.num_tunings, self.num_tried, self.done, self._committed_at],
             "costs": dict(self.costs),
-            "seconds": [self._switch_s, self._work],
+            "seconds": [self._switch_s, self._trial_s, self._work],
             "recounted": self._recounted,
             "reason": self.reason,
             "usual": None if self._usual is None else [self._usual.seconds, self._usual.work],
@@ -329,7 +337,8 @@ class Tuner:
         self._failed = set(state["failed"])
         self.num_tunings, self.num_tried, self.done, self._committed_at = state["counts"]
         self.costs = dict(state["costs"])
-        self._switch_s, self._work = state["seconds"]
+        self._switch_s, self._trial_s, self._work = state["seconds"]
+        self._spent_before = self.spent_s
         self._recounted, self.reason = state["recounted"], state["reason"]
         self._usual = None if state["usual"] is None else Reading(*state["usual"])
         phase, running = state["phase"], ExecutionPlan.from_mapping(state["current"])

@@ -18,11 +18,14 @@ from lightning_realloc.algorithms.calls import train as trains
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.role import Role
 from lightning_realloc.callbacks import AutoTuner, ParameterReallocation
+from lightning_realloc.callbacks.auto_tuner import _obstacle
 from lightning_realloc.callbacks.tuning_report import Measured, comparison, outcome
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
+from lightning_realloc.tuning.lengths import Lengths
+from lightning_realloc.tuning.prospects import Yardstick
 from lightning_realloc.tuning.tuner import COUNTED, WARM_UP, Tuner
 from lightning_realloc.tuning.tuner_steps import Candidate, Commit, Reading, Switch, TunerSettings
 from tests.strategies import runs
@@ -135,6 +138,7 @@ def test_a_tuned_run_learns_what_an_untuned_one_learns(workers: WorkerPool, tmp_
     assert tuned.plans[: WARM_UP + COUNTED] == [start] * (WARM_UP + COUNTED)
     assert tuned.plans[-1] == tuned.digest == tuned.best
     assert tuned.digest in (start, min(tuned.scores, key=tuned.scores.__getitem__))
+    assert tuned.outcome.logged[-1]["tuner/trials"] == tuned.tried
     written = tmp_path / "execution_plan.yaml"
     assert ExecutionPlan.load(written).digest == tuned.digest
     assert written.read_text().startswith("# RecordedGRPO on 4 x cpu: ")
@@ -151,8 +155,6 @@ class Resumed:
     after_it: Kept
     committed: Kept
     """Went on from the straight run's end, for two iterations."""
-    otherwise: Kept
-    """The same, but given a plan that the checkpoint does not know."""
 
 
 def stopped_and_resumed(folder: str) -> Resumed:
@@ -162,8 +164,7 @@ def stopped_and_resumed(folder: str) -> Resumed:
     stopped = train(Watching(**FEW), START, ITERATIONS, save="trial.ckpt", after=EPOCH)
     resumed = train(Watching(**FEW), START, ITERATIONS, load="trial.ckpt")
     committed = train(Watching(**FEW), START, ITERATIONS + 2, load="straight.ckpt")
-    otherwise = train(Watching(**FEW), OTHER, ITERATIONS + 2, load="straight.ckpt")
-    return Resumed(straight, stopped, resumed, committed, otherwise)
+    return Resumed(straight, stopped, resumed, committed)
 
 
 def test_a_stopped_run_goes_on_with_its_plan_or_with_its_tuning(workers: WorkerPool, tmp_path: Path) -> None:
@@ -176,8 +177,63 @@ def test_a_stopped_run_goes_on_with_its_plan_or_with_its_tuning(workers: WorkerP
     assert found.in_a_trial.outcome.tokens + found.after_it.outcome.tokens == found.straight.outcome.tokens
     # Committed: installed before the first iteration, and watched from there on.
     assert found.committed.plans == [found.straight.digest] * 2 and found.committed.phase == "watch"
-    assert found.otherwise.plans == [ExecutionPlan.from_mapping(OTHER).digest] * 2
-    assert found.otherwise.phase == "profile"
+
+
+@dataclass
+class Runs:
+    """What of a strategy decides whether a checkpoint's tuning is gone on with."""
+
+    plan: ExecutionPlan
+    world_size: int
+
+
+def test_a_tuning_of_another_run_is_not_gone_on_with() -> None:
+    def plan(mapping: Any) -> ExecutionPlan:
+        return ExecutionPlan.from_mapping(mapping)
+
+    tuner = Tuner(plan(START), TunerSettings(), None)
+    state = {
+        "world_size": 4, "calls": [name for name, _ in plan(START).calls], "tuner": tuner.state_dict(),
+        "yardstick": {"plan": OTHER, "lengths": []},
+    }  # fmt: skip
+    assert _obstacle(state, Runs(plan(START), 4)) is None
+    assert _obstacle(state, Runs(plan(OTHER), 4)) is None  # what an earlier tuning began with
+    assert "tuned on 4 ranks, this run has 2" in str(_obstacle(state, Runs(plan(START), 2)))
+    assert "another plan than the checkpoint's" in str(_obstacle(state, Runs(plan(IMPOSSIBLE), 4)))
+    assert "this algorithm has actor.train" in str(_obstacle(state, Runs(plan(calls(actor_train="dp4")), 4)))
+
+
+# ---- watching
+@dataclass
+class Logged:
+    """A trainer of which only what it logs is asked."""
+
+    callback_metrics: dict[str, Any]
+
+
+class Tokens(Yardstick):
+    """Takes ten tokens for work 1."""
+
+    def __init__(self) -> None:
+        pass
+
+    def work(self, lengths: Lengths) -> float:
+        """Return tokens over ten."""
+        return lengths.num_tokens / 10
+
+
+def test_an_iteration_is_judged_by_what_is_logged_after_the_next_one() -> None:
+    callback = AutoTuner()
+    callback._tuner, callback._yardstick = tuned(0.5), Tokens()
+    callback._tuner.committed()
+    told: list[Reading] = []
+    callback._tuner.watched = told.append  # type: ignore[method-assign]
+    for tokens, rate in ((10, 99.0), (20, 5.0), (40, 8.0)):  # the first rate is of an iteration under another plan
+        lengths = Lengths((tokens // 2,), (tokens // 2,))
+        callback._watch(Logged({"tokens_per_s": rate}), 7.0, lengths)  # type: ignore[arg-type]
+    assert told == [Reading(10 / 5.0, 1.0), Reading(20 / 8.0, 2.0)]
+    callback._watch(Logged({}), 7.0, Lengths((5,), (5,)))  # type: ignore[arg-type]
+    assert told[-1] == Reading(7.0, 1.0)
 
 
 # ---- what is refused
