@@ -35,8 +35,10 @@ SPEED_OF_BEST_STATIC, OVERHEAD, TOLERANCE = 0.98, 0.05, 1e-5
 STATIC_LAYOUTS = ("fsdp4", "dp4", "tp4", "dp2.tp2", "fsdp2.tp2", "dp2.fsdp2")
 STATIC: dict[str, Any] = {name: {"calls": dict.fromkeys(CALLS, f"{name}@0-3")} for name in STATIC_LAYOUTS}
 STARTS: dict[str, Any] = {"fsdp4": STATIC["fsdp4"], "dp4": STATIC["dp4"], "heuristic": "heuristic"}
-SMALL = Workload(hidden_size=128, intermediate_size=352, num_layers=4, vocabulary=4096, new_tokens=8)
-LARGE = Workload(hidden_size=256, intermediate_size=704, num_layers=6, vocabulary=4096, new_tokens=8)
+SMALL = Workload(hidden_size=128, intermediate_size=352, num_layers=4, vocabulary=4096, num_prompts=8, new_tokens=8)
+LARGE = Workload(
+    hidden_size=256, intermediate_size=704, num_layers=6, vocabulary=4096, num_prompts=8, new_tokens=8
+)  # fmt: skip
 SETTINGS = tuple(
     Setting(name=f"{size}, {kind}", work=Workload(**(asdict(work) | {"new_tokens": tokens})), share_of_stops=stops)
     for kind, tokens, stops in (("short", 8, 0.0), ("ragged", 24, 1 / 16))

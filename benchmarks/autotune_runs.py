@@ -127,7 +127,7 @@ def tune(setting: Setting, start: Any, *, iterations: int, settings: Mapping[str
             self.since += tuner.tuner.num_tunings > 0
             trainer.should_stop = self.since == AFTER_COMMIT
 
-    log, tuner = Log(), AutoTuner(save_to=None, **settings)
+    log, tuner = Log(), AutoTuner(save_to=None, profile_cache=None, **settings)
     callbacks = [tuner, make_recorder(log), StopAfterCommit()]
     trainer, module, data, noted = make_run(setting, start, callbacks, iterations)
     trainer.fit(module, data)

@@ -84,7 +84,9 @@ def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None
 
 def workloads(options: argparse.Namespace) -> dict[str, Workload]:
     """Return what is run."""
-    return {"tiny": TINY} if options.tiny else WORKLOADS
+    if options.tiny:
+        return {"tiny": TINY}
+    return {name: work for name, work in WORKLOADS.items() if options.only in (None, name)}
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
@@ -164,7 +166,7 @@ def add_plans(report: BenchmarkReport, name: str, turn: Turn) -> float:
     """Add a row for a workload's whole iterations; return their rank correlation."""
     errors = [abs(plan.predicted_s / plan.measured_s - 1) for plan in turn.plans]
     correlation = rank_correlation(turn.plans)
-    report.settings.setdefault("profile", {})[name] = {"seconds": turn.profile_s, "slowdown": turn.slowdown}
+    report.settings.setdefault("profile", {})[name] = {"seconds": turn.profile_s, "crowding": turn.crowding}
     report.add_row(
         workload=name, what="iteration", points=len(errors), **{"median error": median(errors)},
         **{"90th percentile": percentile(errors, 0.9)},
@@ -189,6 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and return its exit code."""
     parser = make_parser(__doc__.split("\n")[0])
     parser.add_argument("--plans", type=int, default=12, help="random plans of each workload")
+    parser.add_argument("--only", choices=tuple(WORKLOADS), help="one workload")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="a few seconds, to see that it works")
     options = parser.parse_args(arguments)

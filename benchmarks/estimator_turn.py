@@ -49,7 +49,8 @@ class Turn:
 
     profile_s: float = 0.0
     """What measuring the passes took."""
-    slowdown: tuple[float, ...] = ()
+    crowding: Mapping[int, Any] = field(default_factory=dict)
+    """Tensor-parallel degree -> (busy ranks, how many times longer)."""
     plans: list[PlanPoint] = field(default_factory=list)
 
 
@@ -150,7 +151,9 @@ def _make_meter(work: Workload, num_plans: int, seed: int, overlap: Any, profile
             lengths = [Lengths((work.prompt_tokens,) * work.num_prompts, (work.new_tokens,) * work.num_prompts)]
             if self.profile is None:
                 self.profile = strategy.profile(lengths, cache=None)
-            self.turn.profile_s, self.turn.slowdown = self.profile.table.seconds, self.profile.table.slowdown
+            table = self.profile.table
+            self.turn.profile_s = table.seconds
+            self.turn.crowding = {tp: curve.points for tp, curve in table.crowding.items()}
             prospects = strategy.prospects(lengths, self.profile)
             self._prices = prospects.estimate(prospects.lengths)
             found = random_plans(strategy, seed)

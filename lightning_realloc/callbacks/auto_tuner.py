@@ -46,6 +46,8 @@ class AutoTuner(Callback):
         max_overhead: What tuning may cost, as a share of the run: searches, changes of plans, and what iterations took
             longer than they would have. The run's length is what the Trainer's ``max_steps`` and ``max_epochs`` say.
         search_seconds: Of one search, at most; it also keeps within ``max_overhead``.
+        profile_seconds: Of measuring passes on these ranks before the search, about at most; likewise. A run too short
+            for it searches with figures from data sheets.
         save_to: Where rank 0 writes the plan, under the Trainer's ``default_root_dir``; None writes nothing.
         drift_threshold: Tune again when the same work takes longer by this share, or iterations have that much more or
             less work; None never does.
@@ -60,6 +62,7 @@ class AutoTuner(Callback):
         max_trials: int = 4,
         max_overhead: float = 0.05,
         search_seconds: float = 10.0,
+        profile_seconds: float = 30.0,
         save_to: str | Path | None = "execution_plan.yaml",
         drift_threshold: float | None = 0.3,
         margin: float = 0.02,
@@ -70,6 +73,7 @@ class AutoTuner(Callback):
             max_trials=max_trials,
             max_overhead=max_overhead,
             search_seconds=search_seconds,
+            profile_seconds=profile_seconds,
             drift_threshold=drift_threshold,
             margin=margin,
         )
@@ -84,6 +88,9 @@ class AutoTuner(Callback):
         self._yardstick: Yardstick | None = None
         self._prospects: Prospects | None = None
         self._profile_s = 0.0
+        self._typical: Sequence[Lengths] = ()
+        self.has_profile = False
+        """Whether predictions rest on measured passes, and not on data sheets alone."""
         self._iterations: list[tuple[float, Lengths]] = []
         self._calls_before: dict[str, float] = {}
         self._measured: dict[ExecutionPlan, Measured] = {}
@@ -205,18 +212,16 @@ class AutoTuner(Callback):
         self._tuner.done = trainer.global_step - self._began_at  # iterations of a window that was cut off, too
         if state["yardstick"] is not None:
             lengths = [Lengths(tuple(prompts), tuple(made)) for prompts, made in state["yardstick"]["lengths"]]
-            self._prospects = self._look_ahead(strategy, lengths)
+            profile = strategy.profile(lengths, cache=self._cache, seconds=0.0)  # as far as it is known already
+            self._prospects = strategy.prospects(lengths, profile)
             self._yardstick = Yardstick(
                 self._prospects, ExecutionPlan.from_mapping(state["yardstick"]["plan"]), lengths
             )  # fmt: skip
         strategy.set_plan(self._tuner.current)
 
-    def _look_ahead(self, strategy: Any, lengths: Sequence[Lengths]) -> Prospects:
-        """Measure what passes take, unless that is known, and return what plans are judged by."""
-        cache = None if self.profile_cache is None else Path(self.profile_cache).expanduser()
-        profile = strategy.profile(lengths, cache=cache)
-        prospects: Prospects = strategy.prospects(lengths, profile)
-        return prospects
+    @property
+    def _cache(self) -> Path | None:
+        return None if self.profile_cache is None else Path(self.profile_cache).expanduser()
 
     def _num_iterations(self, trainer: Trainer) -> int | None:
         """Return how many iterations there are since this tuner's first; None where the Trainer sets no end."""
@@ -231,7 +236,7 @@ class AutoTuner(Callback):
         """Do everything that needs no iteration."""
         while isinstance(action := self.tuner.action, Search | Switch | Commit):
             if isinstance(action, Search):
-                self._search(trainer, action.seconds)
+                self._search(trainer, action)
             elif isinstance(action, Switch):
                 self._switch(trainer, action)
             else:
@@ -250,7 +255,7 @@ class AutoTuner(Callback):
         self._iterations.clear()
         if self.tuner.phase == "profile":
             begin = time.perf_counter()
-            self._prospects = self._look_ahead(strategy, lengths)
+            self._prospects, self._typical = strategy.prospects(lengths), lengths
             if self._yardstick is None:
                 self._yardstick = Yardstick(self._prospects, strategy.plan, lengths)
             self._profile_s = max(gather_objects(time.perf_counter() - begin))
@@ -267,18 +272,22 @@ class AutoTuner(Callback):
         runner: Any = trainer.strategy.runner  # type: ignore[attr-defined]
         return {name: (took - self._calls_before.get(name, 0.0)) / count for name, took in runner.seconds.items()}
 
-    def _search(self, trainer: Trainer, seconds: float) -> None:
-        """Let rank 0 look for plans, and tell all."""
+    def _search(self, trainer: Trainer, asked: Search) -> None:
+        """Measure what passes take, where the time suffices; let rank 0 look for plans, and tell all."""
+        strategy: Any = trainer.strategy
         begin = time.perf_counter()
-        answer: tuple[list[Candidate], float | None, str, float] | None = None
+        profile = strategy.profile(self._typical, cache=self._cache, seconds=asked.profile_seconds)
+        if profile is not None:
+            self._prospects = strategy.prospects(self._typical, profile)
+        self.has_profile = profile is not None
+        answer: tuple[list[Candidate], float | None, str] | None = None
         if trainer.is_global_zero:
             try:
-                found, problem = self._propose(seconds), ""
+                answer = (*self._propose(asked.seconds), "")
             except ReallocError as error:
-                found, problem = ([], None), f"the search found nothing: {error}"
-            answer = (*found, problem, time.perf_counter() - begin)
-        candidates, predicted, problem, took = trainer.strategy.broadcast(answer, 0)  # type: ignore[misc]
-        took += self._profile_s
+                answer = [], None, f"the search found nothing: {error}"
+        candidates, predicted, problem = strategy.broadcast(answer, 0)
+        took = max(gather_objects(time.perf_counter() - begin + self._profile_s))
         self._profile_s = 0.0
         self.tuner.searched(candidates, predicted_start_s=predicted, seconds=took, problem=problem)
 

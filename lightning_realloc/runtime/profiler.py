@@ -9,12 +9,11 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from lightning_realloc.layout import AXES, Layout, ModelLayout, ParallelDims
 from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.runtime.agreement import TransportName
 from lightning_realloc.runtime.executor import Reallocation
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
@@ -30,44 +30,29 @@ from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.parallelize import needs_fsdp, parallelize, tensor_parallelize
 from lightning_realloc.runtime.samples import Ragged, Samples
 from lightning_realloc.runtime.shards import local_tensors
+from lightning_realloc.runtime.stopwatch import REPEATS, Stopwatch
 from lightning_realloc.runtime.tensor_parallel import slice_parameters
 from lightning_realloc.runtime.training import pack_columns
 from lightning_realloc.runtime.training_mode import set_training_mode
-from lightning_realloc.tuning.profile import Curve, PassKey, PassKind, PassTimes, Surface
+from lightning_realloc.tuning.profile import Curve, PassKey, PassKind, PassTimes
+from lightning_realloc.tuning.readings import (
+    Grid,
+    Point,
+    Readings,
+    Size,
+    put_on_top,
+    single_axes,
+    split,
+    surfaces,
+    without_reduction,
+)
 
-REPEATS = 2
-"""Timed runs of each pass, after one that is not counted; the fastest counts: others were in its way the least."""
-LONG_S = 0.1
-"""A run that takes longer says enough alone."""
 DECODE_STEPS = 6
-MOST_BLOCKS = 3
-"""Of a measured model: more divide the clock's noise by more, and take longer."""
-
-
-class Size(NamedTuple):
-    """A micro-batch of equal sequences."""
-
-    sequences: int
-    prompt: int
-    response: int
-
-    @property
-    def tokens(self) -> int:
-        """Of all sequences."""
-        return self.sequences * (self.prompt + self.response)
-
-
-PROBE, DECODE_PROBE = Size(1, 8, 8), Size(1, 8, 0)
-"""A pass, and a decoding step, that compute next to nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
-    """Where passes are measured."""
-
-    micro_batches: tuple[Size, ...]
-    decoding: tuple[Size, ...] = ()
-    """Decoding steps of sequences with prompts as long as their context."""
+CROWDED_ROUNDS = 3
+"""In which groups alone and side by side are timed in turn."""
+MOST_BLOCKS, MOST_DECODING_BLOCKS = 3, 6
+"""Of a measured model: more divide the clock's noise by more, and take longer. Decoding reads weights again and again,
+and would find those of few blocks in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,6 +63,8 @@ class Subject:
     """Name of its shape in the table."""
     num_blocks: int
     """Of the real model."""
+    num_outside: int
+    """Elements of the real model outside of blocks."""
     build: Callable[[int], nn.Module]
     """Number of blocks -> a model with full weights on the device, the same on every rank."""
     forward: Callable[[nn.Module, PackedBatch], Tensor]
@@ -88,8 +75,8 @@ class Subject:
     """(model, group that steps together, sequences and context, number) -> seconds of decoding steps; None: it does
     not decode."""
     tp_plan: Mapping[str, str] | None = None
-    like: str | None = None
-    """The key of a subject with the same blocks, whose passes were measured before."""
+    bare: Subject | None = None
+    """The same blocks with next to nothing behind them, to measure blocks with; None for such a one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,17 +96,6 @@ class Machine:
     clock: Callable[[], float] = time.perf_counter
 
 
-class Point(NamedTuple):
-    """One pass to be timed."""
-
-    kind: PassKind
-    size: Size
-
-
-Readings = Mapping[Point, tuple[float, float]]
-"""Seconds of a block, and of the rest."""
-
-
 class Profiler:
     """Measures passes, the slowdown of crowded nodes, and reallocations. All methods are collective over all ranks.
 
@@ -132,110 +108,123 @@ class Profiler:
         self._wholes: dict[tuple[str, int], nn.Module] = {}
         self._bases: dict[tuple[str, int], Readings] = {}
         self._additions: dict[tuple[str, ParallelDims], Readings] = {}
-        self._seconds, self._begin, self._elapsed_s = seconds, machine.clock(), 0.0
+        self._crowding: dict[int, Curve] = {}
+        self._seconds = seconds
+        self._watch = Stopwatch(
+            meshes=machine.meshes, device=machine.device, rank=machine.rank, world_size=machine.world_size,
+            clock=machine.clock,
+        )  # fmt: skip
 
-    def passes(
-        self, wanted: Mapping[Subject, Sequence[ParallelDims]], grid: Grid, *, slowdown: Sequence[float]
-    ) -> dict[PassKey, PassTimes]:
+    def passes(self, wanted: Mapping[Subject, Sequence[ParallelDims]], grid: Grid) -> dict[PassKey, PassTimes]:
         """Return how long models' passes take under some degrees, on the first ranks, all others waiting.
 
         Tensor parallelism divides what is computed, and is measured at every size. What sharding and replicas add are
-        weights and gradients on their way, the same for every size: each degree of each of the two is measured at the
-        smallest size, without the other axes, and put on top of what tensor parallelism takes. Degrees that fill the
+        weights and gradients on their way, the same for every size: each degree of each of the two is measured at one
+        size, without the other axes, and put on top of what tensor parallelism takes. Degrees that fill the
         node come first; what the time does not suffice for is left out.
         """
-        tasks: list[tuple[int, int, Callable[[], None]]] = []  # later, larger degrees first
+        tasks: list[tuple[int, int, Callable[[], None]]] = []  # in the order of minus the degree, then of a number
+        speaks: dict[Subject | None, Subject] = {}
         for number, (subject, dims) in enumerate(wanted.items()):
             self._measure_base(subject, 1, grid)
             for tp in {one.tp for one in dims if one.tp > 1}:
-                tasks.append((-tp, number, partial(self._measure_base, subject, tp, grid)))
-            if subject.like is None:
-                for one in {alone for each in dims for alone in _single_axes(each)}:
-                    tasks.append((-one.size, number, partial(self._measure_addition, subject, one, slowdown)))
+                tasks.append((-tp, 1 + number, partial(self._measure_base, subject, tp, grid)))
+            if speaks.setdefault(subject.bare, subject) is subject:
+                for one in {alone for each in dims for alone in single_axes(each)}:
+                    tasks.append((-one.size, 0, partial(self._measure_addition, subject, one, grid)))
         for _, _, task in sorted(tasks, key=lambda task: task[:2]):
             if not self._is_late:
                 task()
         return {
             PassKey(subject.key, kind, one): times
             for subject, dims in wanted.items() for one in dims
-            for kind, times in self._assembled(subject, one, grid, slowdown).items()
+            for kind, times in self._assembled(subject, speaks[subject.bare], one, grid).items()
         }  # fmt: skip
+
+    @property
+    def crowding(self) -> dict[int, Curve]:
+        """How many times longer passes take where groups of so many tensor-parallel ranks fill a node: degree ->
+        busy ranks -> factor."""
+        return dict(self._crowding)
 
     @property
     def _is_late(self) -> bool:
         """Whether the time is over, on every rank alike."""
-        return self._elapsed_s >= self._seconds
+        return self._watch.elapsed_s >= self._seconds
 
     def _assembled(
-        self, subject: Subject, dims: ParallelDims, grid: Grid, slowdown: Sequence[float]
+        self, subject: Subject, speaker: Subject, dims: ParallelDims, grid: Grid
     ) -> dict[PassKind, PassTimes]:
-        """Return what is known under some degrees; nothing where a part of them was not measured."""
+        """Return what is known under some degrees; nothing where a part of them was not measured.
+
+        ``speaker`` has the same blocks; what shards and replicas add was measured with it.
+        """
         base = self._bases.get((subject.key, dims.tp))
-        parts = [self._additions.get((subject.like or subject.key, alone)) for alone in _single_axes(dims)]
+        parts = [self._additions.get((speaker.key, alone)) for alone in single_axes(dims)]
         if base is None or None in parts:
             return {}
-        added = dict(zip(_single_axes(dims), parts, strict=True))
-        return _surfaces(_put_on_top(base, dims, added, slowdown), grid)  # type: ignore[arg-type]
+        added = dict(zip(single_axes(dims), parts, strict=True))
+        outside = subject.num_outside / max(1, speaker.num_outside)
+        return surfaces(put_on_top(base, dims, added, self._crowding, outside), grid)  # type: ignore[arg-type]
 
     def _measure_base(self, subject: Subject, tp: int, grid: Grid) -> None:
-        """Time what tensor parallelism takes; of blocks like another subject's, only the rest."""
-        layout, points = Layout(_tp(tp), tuple(range(tp))), _all_points(subject, grid)
+        """Time what tensor parallelism takes: blocks with the bare model, whose head does not hide them."""
+        layout, bare = Layout(ParallelDims(tp=tp), tuple(range(tp))), subject.bare or subject
         self._machine.meshes.create([layout])
-        known = self._bases.get((subject.like or "", tp))
-        if known is None:
-            self._bases[subject.key, tp] = self._read(subject, layout, points)
-            return
-        whole = self._slowest(layout, lambda: self._works(subject, 1, layout, points), count=len(points))
-        self._bases[subject.key, tp] = {
-            point: (known[point][0], max(0.0, seconds - known[point][0]))
-            for point, seconds in zip(points, whole, strict=True)
-        }
+        if tp not in self._crowding:
+            self._crowding[tp] = self._crowd(bare, tp, grid.micro_batches[-1])
+        if (bare.key, tp) not in self._bases:
+            self._bases[bare.key, tp] = self._read(bare, layout, _passes(bare, grid))
+        blocks, points = self._bases[bare.key, tp], _passes(subject, grid)
+        whole = self._passed(subject, 1, layout, points)
+        base = {point: (blocks[point][0], max(0.0, seconds - blocks[point][0]))
+                for point, seconds in zip(points, whole, strict=True)}  # fmt: skip
+        self._bases[subject.key, tp] = base | self._read(subject, layout, _steps(subject, grid))
 
-    def _measure_addition(self, subject: Subject, dims: ParallelDims, slowdown: Sequence[float]) -> None:
+    def _measure_addition(self, subject: Subject, dims: ParallelDims, grid: Grid) -> None:
         """Time what one axis adds to the base, to a block and to the rest; less than nothing is noise."""
         layout = Layout(dims, tuple(range(dims.size)))
         self._machine.meshes.create([layout])
-        probes = [point for point in _probes(subject) if dims.dp == 1 or point.kind.startswith("train")]
-        base, crowding = self._bases[subject.key, 1], slowdown[dims.size - 1]
+        probes = [point for point in _probes(subject, grid) if dims.dp == 1 or point.kind.startswith("train")]
+        base, crowding = self._bases[subject.key, 1], self._crowding[1](dims.size)
         added = {}
         for point, (block, rest) in self._read(subject, layout, probes).items():
-            without = base[Point(_without_reduction(point.kind), point.size)]
+            without = base[Point(without_reduction(point.kind), point.size)]
             added[point] = max(0.0, block - crowding * without[0]), max(0.0, rest - crowding * without[1])
         self._additions[subject.key, dims] = added
 
-    def slowdown(self, subject: Subject, size: Size) -> tuple[float, ...]:
-        """Return how many times longer a pass takes when 1, 2, ... ranks of a node do it side by side."""
-        model = self._whole(subject, self._depths(subject)[1])
+    def _crowd(self, subject: Subject, tp: int, size: Size) -> Curve:
+        """Return how many times longer a pass takes where groups of ``tp`` ranks do it side by side: by busy ranks."""
         busiest = min(self._machine.world_size, self._machine.cluster.devices_per_node)
-        counts = sorted({1, 2, busiest // 2, busiest} - {0})
-        pack = _pack(size, self._machine.device)
-        seconds = {}
-        for count in counts:
-            layout = Layout(ParallelDims(dp=count), tuple(range(count)))
-            self._machine.meshes.create([layout])
-            seconds[count] = self._slowest(layout, lambda: [self._infer_pass(subject, model, pack)])[0]
-        curve = Curve.through((count, took / seconds[1]) for count, took in seconds.items())
-        return tuple(max(1.0, curve(count)) for count in range(1, busiest + 1)) if busiest > 1 else (1.0,)
+        counts = sorted({tp, min(2 * tp, busiest), max(tp, busiest // 2 // tp * tp), busiest // tp * tp})
+        layouts = [Layout(ParallelDims(dp=count // tp, tp=tp), tuple(range(count))) for count in counts]
+        self._machine.meshes.create(layouts)
+        point = [Point("infer", size)]
+        rounds = [[self._passed(subject, 1, layout, point)[0] for layout in layouts] for _ in range(CROWDED_ROUNDS)]
+        fastest = [min(times) for times in zip(*rounds, strict=True)]
+        return Curve.through((count, max(1.0, took / fastest[0])) for count, took in zip(counts, fastest, strict=True))
 
-    def moves(self, subject: Subject, *, transport: str) -> Curve:
-        """Return seconds of a reallocation over the bytes that the busiest rank writes or receives."""
+    def moves(self, subject: Subject, *, transport: TransportName) -> tuple[str, Curve]:
+        """Return how weights travel, and seconds over the bytes that the busiest rank writes, or receives."""
         world = self._machine.world_size
         source = Layout(ParallelDims(fsdp=world), tuple(range(world)))
         target = Layout(ParallelDims(dp=world), tuple(range(world)))
         self._machine.meshes.create([source, target])
-        return Curve.through(self._move(subject, depth, source, target, transport) for depth in self._depths(subject))
+        found = [self._move(subject, depth, source, target, transport) for depth in self._depths(subject)]
+        return found[0][0], Curve.through((size, seconds) for _, size, seconds in found)
 
     # ---- one layout
     def _read(self, subject: Subject, layout: Layout, points: Sequence[Point]) -> Readings:
         """Time passes with few and with more blocks."""
-        shallow, deep = self._depths(subject)
-        few, many = (
-            self._slowest(layout, lambda depth=depth: self._works(subject, depth, layout, points), count=len(points))  # type: ignore[misc]
-            for depth in (shallow, deep)
-        )
-        blocks = [max(0.0, b - a) / (deep - shallow) for a, b in zip(few, many, strict=True)]
-        rests = [max(0.0, a - shallow * block) for a, block in zip(few, blocks, strict=True)]
-        return dict(zip(points, zip(blocks, rests, strict=True), strict=True))
+        if not points:
+            return {}
+        shallow, deep = self._depths(subject, decodes=all(point.kind == "decode" for point in points))
+        few, many = (self._passed(subject, depth, layout, points) for depth in (shallow, deep))
+        return {point: split(shallow, a, deep, b) for point, a, b in zip(points, few, many, strict=True)}
+
+    def _passed(self, subject: Subject, depth: int, layout: Layout, points: Sequence[Point]) -> list[float]:
+        """Return the seconds of passes through so many blocks."""
+        return self._watch.slowest(layout, lambda: self._works(subject, depth, layout, points), count=len(points))
 
     def _works(
         self, subject: Subject, depth: int, layout: Layout, points: Sequence[Point]
@@ -281,15 +270,15 @@ class Profiler:
     def _decoded(self, subject: Subject, model: nn.Module, layout: Layout, size: Size) -> list[float]:
         assert subject.decode is not None, "points of decoding are for models that do"
         meshes = self._machine.meshes
-        self._meet(meshes.group(layout, *AXES))
+        self._watch.meet(meshes.group(layout, *AXES))
         num_steps = DECODE_STEPS if layout.dims.fsdp == 1 else 2  # sharded ones are long
         seconds = subject.decode(model, meshes.group(layout, "fsdp"), size, num_steps)
         return [median(seconds)] * REPEATS
 
     # ---- models
-    def _depths(self, subject: Subject) -> tuple[int, int]:
+    def _depths(self, subject: Subject, *, decodes: bool = False) -> tuple[int, int]:
         """Return two numbers of blocks to be compared, one and a few."""
-        return 1, max(2, min(subject.num_blocks, MOST_BLOCKS))
+        return 1, max(2, min(subject.num_blocks, MOST_DECODING_BLOCKS if decodes else MOST_BLOCKS))
 
     def _whole(self, subject: Subject, depth: int) -> nn.Module:
         if (subject.key, depth) not in self._wholes:
@@ -317,8 +306,8 @@ class Profiler:
 
     # ---- reallocations and steps
     def _move(
-        self, subject: Subject, depth: int, source: Layout, target: Layout, transport: str
-    ) -> tuple[float, float]:
+        self, subject: Subject, depth: int, source: Layout, target: Layout, transport: TransportName
+    ) -> tuple[str, float, float]:
         machine = self._machine
         model = copy.deepcopy(self._whole(subject, depth)).requires_grad_(False)
         spec = describe_model(model, tp_plan=subject.tp_plan)
@@ -327,15 +316,14 @@ class Profiler:
             parallelize(model, home, machine.meshes, tp_plan=subject.tp_plan)
         reallocation = Reallocation(
             home, local_tensors(model), copied, rank=machine.rank, world_size=machine.world_size,
-            dtype=machine.copy_dtype, device=machine.device, cluster=machine.cluster,
-            transport=transport,  # type: ignore[arg-type]
+            dtype=machine.copy_dtype, device=machine.device, cluster=machine.cluster, transport=transport,
         )  # fmt: skip
         reallocation.run()
         took = min(reallocation.run().seconds for _ in range(REPEATS))
         size = spec.num_elements * machine.copy_dtype.itemsize
-        busiest = size / machine.world_size if reallocation.transport == "push" else size
         reallocation.release()
-        return busiest, self._agreed([[took]])[0]
+        by_push = reallocation.transport == "push"  # every rank writes its shard once, and receives all others
+        return reallocation.transport, size / machine.world_size if by_push else size, self._watch.agreed([[took]])[0]
 
     def optimizer(self, subject: Subject) -> Curve:
         """Return seconds to clip and step over a rank's elements, one rank at a time."""
@@ -344,7 +332,7 @@ class Profiler:
         for depth in self._depths(subject):
             model = copy.deepcopy(self._whole(subject, depth)).requires_grad_(True)
             elements = sum(parameter.numel() for parameter in model.parameters())
-            took = self._slowest(layout, lambda model=model: [self._optimizer_step(subject, model)])[0]  # type: ignore[misc]
+            took = self._watch.slowest(layout, lambda model=model: [self._optimizer_step(subject, model)])[0]  # type: ignore[misc]
             points.append((float(elements), took))
         return Curve.through(points)
 
@@ -362,53 +350,6 @@ class Profiler:
 
         return run
 
-    # ---- timing
-    def _slowest(
-        self, layout: Layout, works: Callable[[], Iterable[list[float] | Callable[[], object]]], *, count: int = 1
-    ) -> list[float]:
-        """Return each work's seconds on the slowest rank of the layout, the fastest of its repeats, on all ranks."""
-        machine = self._machine
-        times = [[0.0] * REPEATS for _ in range(count)]
-        if machine.rank in layout:
-            group = machine.meshes.group(layout, *AXES)
-            times = [work if isinstance(work, list) else self._repeated(group, work) for work in works()]
-        return self._agreed(times)
-
-    def _agreed(self, times: Sequence[Sequence[float]]) -> list[float]:
-        """Return the minimum over repeats of the maximum over ranks; sleeps until all ranks are here."""
-        elapsed = self._machine.clock() - self._begin
-        table = torch.tensor([*times, [elapsed] * len(times[0])], dtype=torch.float64, device=self._machine.device)
-        if self._machine.world_size > 1:
-            dist.all_reduce(table, op=dist.ReduceOp.MAX)
-        *seconds, self._elapsed_s = (min(row) for row in table.tolist())
-        return seconds
-
-    def _repeated(self, group: dist.ProcessGroup | None, work: Callable[[], object]) -> list[float]:
-        """Return the seconds of some runs after one that warms up; of one alone where that was long enough."""
-        first = self._timed(group, work)
-        repeats = REPEATS if self._meet(group, first) < LONG_S else 1
-        times = [self._timed(group, work) for _ in range(repeats)]
-        return times + [times[-1]] * (REPEATS - repeats)
-
-    def _timed(self, group: dist.ProcessGroup | None, work: Callable[[], object]) -> float:
-        self._meet(group)
-        self._synchronize()
-        begin = self._machine.clock()
-        work()
-        self._synchronize()
-        return self._machine.clock() - begin
-
-    def _meet(self, group: dist.ProcessGroup | None, value: float = 0.0) -> float:
-        """Wait for the group's ranks; return the largest of their values."""
-        largest = torch.tensor([value], device=self._machine.device)
-        if group is not None:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        return float(largest)
-
-    def _synchronize(self) -> None:
-        if self._machine.device.type == "cuda":
-            torch.cuda.synchronize(self._machine.device)
-
 
 def _pack(size: Size, device: torch.device) -> Callable[[], PackedBatch]:
     """Return what packs equal sequences, as a call does before every forward pass."""
@@ -425,70 +366,18 @@ def _pack(size: Size, device: torch.device) -> Callable[[], PackedBatch]:
     return lambda: pack_columns(samples, device)
 
 
-def _tp(degree: int) -> ParallelDims:
-    return ParallelDims(tp=degree)
-
-
-def _single_axes(dims: ParallelDims) -> list[ParallelDims]:
-    """Return the degrees of replicas and of shards, each without other axes."""
-    alone = [ParallelDims(dp=dims.dp), ParallelDims(fsdp=dims.fsdp)]
-    return [one for one in alone if one.size > 1]
-
-
-def _without_reduction(kind: PassKind) -> PassKind:
-    return "train" if kind == "train_last" else kind
-
-
-def _all_points(subject: Subject, grid: Grid) -> list[Point]:
-    decoded = (DECODE_PROBE, *grid.decoding) if subject.decode is not None else ()
+def _passes(subject: Subject, grid: Grid) -> list[Point]:
     kinds: list[PassKind] = ["infer", "train"] if subject.is_trained else ["infer"]
-    points = [Point(kind, size) for kind in kinds for size in (PROBE, *grid.micro_batches)]
-    return points + [Point("decode", size) for size in decoded]
+    return [Point(kind, size) for kind in kinds for size in dict.fromkeys((grid.probe, *grid.micro_batches))]
 
 
-def _probes(subject: Subject) -> list[Point]:
+def _steps(subject: Subject, grid: Grid) -> list[Point]:
+    if subject.decode is None:
+        return []
+    return [Point("decode", size) for size in dict.fromkeys((grid.probe_step, *grid.decoding))]
+
+
+def _probes(subject: Subject, grid: Grid) -> list[Point]:
     kinds: list[PassKind] = ["infer", "train", "train_last"] if subject.is_trained else ["infer"]
-    points = [Point(kind, PROBE) for kind in kinds]
-    return [*points, Point("decode", DECODE_PROBE)] if subject.decode is not None else points
-
-
-def _put_on_top(
-    base: Readings, dims: ParallelDims, additions: Mapping[ParallelDims, Readings], slowdown: Sequence[float]
-) -> Readings:
-    """Return the base's passes on more crowded ranks, with what replicas and shards add.
-
-    Under ``tp`` each rank sends a part of the weights, and replicas send what FSDP has left of the gradients.
-    """
-    crowding = slowdown[dims.size - 1] / slowdown[dims.tp - 1]
-    parts = []
-    for alone in _single_axes(dims):
-        divided = dims.tp * (dims.fsdp if alone.dp > 1 else 1)
-        parts.append((additions[alone], slowdown[dims.size - 1] / slowdown[alone.size - 1] / divided))
-    readings: dict[Point, tuple[float, float]] = {}
-    for (kind, size), known in base.items():
-        if kind != "train" and dims.dp > 1:
-            continue  # replicas do not meet: what is read for one of them holds
-        for one in (kind, "train_last") if kind == "train" else (kind,):
-            found = [(_addition_of(readings_of, one), share) for readings_of, share in parts]
-            block, rest = (crowding * known[i] + sum(share * added[i] for added, share in found) for i in range(2))
-            readings[Point(one, size)] = block, rest
-    return readings
-
-
-def _addition_of(additions: Readings, kind: str) -> tuple[float, float]:
-    return next((times for point, times in additions.items() if point.kind == kind), (0.0, 0.0))
-
-
-def _surfaces(readings: Readings, grid: Grid) -> dict[PassKind, PassTimes]:
-    samples: dict[PassKind, list[tuple[float, float, float, float]]] = {}
-    for (kind, size), (block, rest) in readings.items():
-        if size in (grid.decoding if kind == "decode" else grid.micro_batches):
-            sizes = (size.sequences, size.prompt) if kind == "decode" else (size.tokens, size.prompt + size.response)
-            samples.setdefault(kind, []).append((*map(float, sizes), block, rest))  # type: ignore[arg-type]
-    return {
-        kind: PassTimes(
-            Surface.through((first, second, block) for first, second, block, _ in points),
-            Surface.through((first, second, rest) for first, second, _, rest in points),
-        )
-        for kind, points in samples.items()
-    }
+    points = [Point(kind, grid.probe) for kind in kinds]
+    return [*points, Point("decode", grid.probe_step)] if subject.decode is not None else points

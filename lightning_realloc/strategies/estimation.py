@@ -14,7 +14,7 @@ from lightning_realloc.runtime.profiler import Machine
 from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.strategies.memory import memory_settings, with_callbacks
 from lightning_realloc.strategies.pool_builder import PoolBuilder
-from lightning_realloc.strategies.profiling import Profile, ProfileRequest, profile_models
+from lightning_realloc.strategies.profiling import Profile, ProfileRequest, num_cores, profile_models
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.estimate import Estimator
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
@@ -42,9 +42,11 @@ def make_estimator(
     Raises:
         PlanError: for a role whose model has no decoder's config.
     """
-    efficiency = CPU_EFFICIENCY if device.type == "cpu" else Efficiency()
+    on_cpu = device.type == "cpu"
     worked_out = RooflineEstimator(
-        dataflow, cluster, roles, settings, workload, responses=responses, efficiency=efficiency
+        dataflow, cluster, roles, settings, workload, responses=responses,
+        efficiency=CPU_EFFICIENCY if on_cpu else Efficiency(),
+        cores_per_node=max(1, num_cores() // torch.get_num_threads()) if on_cpu else None,
     )  # fmt: skip
     return worked_out if profile is None else MeasuredEstimator(worked_out, profile.table, profile.models)
 
@@ -64,7 +66,7 @@ def profile_of(
     mean = max(1, round(sum(typical.responses) / len(typical.responses)))
     request = ProfileRequest(
         roles=module.roles(),
-        described=describe_roles(module.roles(), builder.tp_plans),
+        described=builder.describe_roles(),
         dataflow=builder.dataflow,
         workload=_workload(
             module, builder.dataflow, typical, prompt_tokens=typical.prompt_tokens, response_tokens=mean
@@ -146,6 +148,7 @@ def _workload(
         response_tokens=response_tokens,
         micro_batch_tokens=options.micro_batch_tokens,
         num_minibatches=options.num_minibatches,
+        num_epochs=options.num_epochs,
         samples_per_prompt=1 if sampling is None else min(sampling.n, lengths.num_sequences),
     )
 

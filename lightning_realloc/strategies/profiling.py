@@ -24,24 +24,26 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
-from lightning_realloc.errors import PlanError
+from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.layout import ParallelDims
 from lightning_realloc.layout.model import ModelSpec
+from lightning_realloc.runtime.agreement import TransportName
 from lightning_realloc.runtime.packed_forward import packed_logits, sequence_scores, token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.profiler import Grid, Machine, Profiler, Size, Subject
+from lightning_realloc.runtime.profiler import Machine, Profiler, Subject
 from lightning_realloc.runtime.shared_memory import gather_objects
 from lightning_realloc.strategies.lockstep import Lockstep
 from lightning_realloc.tuning.dataflow import CallKind, Dataflow
 from lightning_realloc.tuning.memory_parts import RoleMemory, Workload
 from lightning_realloc.tuning.profile import ProfileTable
+from lightning_realloc.tuning.readings import TINY, TINY_STEP, Grid, Size
 from lightning_realloc.tuning.space import legal_dims, sizes
 
 logger = logging.getLogger(__name__)
 
-LEAST_S = 0.5
-"""Below it measuring would not get far enough to be worth anything."""
+LEAST_S = 2.0
+"""With less, measuring would not get far enough to be worth anything."""
 MAX_TOKENS = {"cpu": 384, "cuda": 16384}
 """Most tokens of one measured micro-batch; beyond, time grows in proportion."""
 
@@ -121,16 +123,21 @@ def _write(path: Path, table: ProfileTable) -> None:
 def machine_facts(machine: Machine) -> dict[str, str]:
     """Return what a profile must share with the machine that it is read on."""
     on_cuda = machine.device.type == "cuda"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "device": torch.cuda.get_device_name(machine.device) if on_cuda else platform.processor() or "cpu",
-        "cores": str(cores),
+        "cores": str(num_cores()),
         "threads": str(torch.get_num_threads()),
         "ranks": str(machine.world_size),
         "dtype": str(machine.copy_dtype),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def _digest(names: Mapping[str, str], request: ProfileRequest) -> str:
@@ -168,24 +175,24 @@ def _measure(
     profiler = Profiler(machine, seconds=seconds)
     subjects, grid = _subjects(request, machine, names), _grid(request, machine)
     largest = max(subjects, key=lambda one: one.num_blocks)
-    slowdown = profiler.slowdown(largest, grid.micro_batches[-1])
     wanted = {
         subject: _degrees(
             request.described[_role_of(names, subject.key)].model, _kinds(request, names, subject.key), machine
         )
         for subject in subjects
     }
+    passes = profiler.passes(wanted, grid)
     return ProfileTable(
         machine=facts,
-        passes=profiler.passes(wanted, grid, slowdown=slowdown),
+        passes=passes,
         optimizer={one.key: profiler.optimizer(one) for one in subjects if one.is_trained},
-        moves={name: profiler.moves(largest, transport=name) for name in _transports(machine)},
-        slowdown=slowdown,
+        moves=dict(profiler.moves(largest, transport=name) for name in _transports(machine)),
+        crowding=profiler.crowding,
     )
 
 
-def _transports(machine: Machine) -> tuple[str, ...]:
-    return ("auto", "direct") if machine.device.type == "cpu" else ("direct",)
+def _transports(machine: Machine) -> tuple[TransportName, ...]:
+    return ("direct", "auto") if machine.device.type == "cpu" else ("direct",)
 
 
 def _role_of(names: Mapping[str, str], key: str) -> str:
@@ -215,10 +222,13 @@ def _grid(request: ProfileRequest, machine: Machine) -> Grid:
     most = max(1, min(load.num_sequences, MAX_TOKENS.get(machine.device.type, 4096) // length))
     batches = sorted({1, load.num_sequences})
     contexts = sorted({load.prompt_tokens + response // 4, load.prompt_tokens + response})
+    micro_batches = tuple(Size(count, load.prompt_tokens, response) for count in sorted({1, most}))
+    decoding = tuple(Size(count, context, 0) for context in contexts for count in batches)
+    hides = machine.device.type != "cpu"
     return Grid(
-        micro_batches=tuple(Size(count, load.prompt_tokens, response) for count in sorted({1, most})),
-        decoding=tuple(Size(count, context, 0) for context in contexts for count in batches),
-    )
+        micro_batches=micro_batches, decoding=decoding, probe=micro_batches[-1] if hides else TINY,
+        probe_step=decoding[-1] if hides else TINY_STEP,
+    )  # fmt: skip
 
 
 # ---- subjects
@@ -227,13 +237,16 @@ def _subjects(request: ProfileRequest, machine: Machine, names: Mapping[str, str
     for role in request.roles:  # a trained role speaks for a frozen one of its shape
         if role.name in request.dataflow.roles and (names[role.name] not in chosen or role.trained):
             chosen[names[role.name]] = role
+    bare: dict[str, Subject | None] = {}
     subjects: list[Subject] = []
-    first: dict[str, str] = {}
+    # What shards add is measured with the first one of its blocks: the one that does most.
     does_most = sorted(chosen.items(), key=lambda item: (not item[1].trained, not _generates(request, names, item[0])))
     for key, role in does_most:
         blocks = _digest_of_blocks(role)
-        subjects.append(_subject(role, key, request, machine, names, like=first.get(blocks)))
-        first.setdefault(blocks, key)
+        if blocks not in bare:
+            bare[blocks] = _bare_subject(role, blocks, request, machine)
+        decode = _decoder(machine) if _generates(request, names, key) else None
+        subjects.append(_subject(role, key, request, machine, decode=decode, bare=bare[blocks], like=role.name))
     return subjects
 
 
@@ -247,19 +260,32 @@ def _digest_of_blocks(role: Any) -> str:
     return json.dumps(content, sort_keys=True, default=str)
 
 
+def _bare_subject(role: Any, key: str, request: ProfileRequest, machine: Machine) -> Subject | None:
+    """Return a role's blocks with one score behind them; None where transformers has no such model of its family."""
+    scorer = replace(role, task="token_classification")
+    try:
+        scorer.describe()
+    except ConfigError:
+        return None
+    return _subject(scorer, key, request, machine, decode=None, bare=None, like=role.name)
+
+
 def _subject(
-    role: Any, key: str, request: ProfileRequest, machine: Machine, names: Mapping[str, str], *, like: str | None
+    role: Any, key: str, request: ProfileRequest, machine: Machine, *, decode: Any, bare: Subject | None, like: str
 ) -> Subject:
+    """Return a role as a subject, with the settings of the role that it is ``like``."""
+    model = request.described[like].model
     return Subject(
         key=key,
-        num_blocks=request.described[role.name].model.num_blocks,
+        num_blocks=model.num_blocks,
+        num_outside=sum(param.numel for param in model.params if param.section != "block"),
         build=lambda depth: _build(role, depth, machine.device, request.seed),
         forward=_FORWARDS[role.task],
         is_trained=role.trained,
-        new_optimizer=lambda parameters: request.new_optimizer(role.name, parameters),
-        decode=_decoder(machine) if _generates(request, names, key) else None,
-        tp_plan=request.tp_plans.get(role.name),
-        like=like,
+        new_optimizer=lambda parameters: request.new_optimizer(like, parameters),
+        decode=decode,
+        tp_plan=request.tp_plans.get(like),
+        bare=bare,
     )
 
 

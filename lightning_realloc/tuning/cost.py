@@ -144,7 +144,8 @@ class CallCost:
         backward = self._backward_stage(micro, checkpointing)
         sharding = self._exposed_gather(forward) + self._exposed_gather(backward)
         one = self._pipelined(forward.plus(backward), sharding, micro.count, 2 * self._send(micro.tokens))
-        return (one + self._reduce(backward) + self._optimize()).times(minibatches)
+        epochs = self.tokens.workload.num_epochs
+        return (one + self._reduce(backward) + self._optimize()).times(minibatches * epochs)
 
     def _generate(self, max_slots: int) -> CallSeconds:
         load, pp = self.tokens.workload, self.dims.pp

@@ -78,9 +78,11 @@ class Efficiency:
 
 CPU_EFFICIENCY = Efficiency(
     matmul_share=0.7, tile=16, thin_tile=1, tiles_at_once=1, depth_overhead=16, attention_share=0.3, memory_share=0.7,
-    layer_launch_s=1e-4, decode_launch_s=1e-4, collective_launch_s=0.0, step_s=1e-3, hides_communication=False,
+    layer_launch_s=1e-4, decode_launch_s=1e-4, collective_launch_s=0.0, step_s=1e-3, call_s=20e-3,
+    hides_communication=False,
 )  # fmt: skip
-"""One core, before it is measured. Nominal but for the launches: 0.11 to 0.13 ms per block of eager modules."""
+"""One core, before it is measured. Nominal but for the launches (0.11 to 0.13 ms per block of eager modules) and the
+fixed cost of a call, which was seen to be 10 to 25 ms with 4 to 16 sequences."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ nearest measured layout takes over what is worked out for that one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from lightning_realloc.layout.cluster import ClusterSpec
@@ -18,12 +18,15 @@ from lightning_realloc.tuning.decoding import plan_decoding
 from lightning_realloc.tuning.estimate import CallSeconds
 from lightning_realloc.tuning.execution_plan import CallPlan
 from lightning_realloc.tuning.profile import Curve, PassKey, PassKind, PassTimes, ProfileTable
-from lightning_realloc.tuning.roofline import RooflineEstimator
+from lightning_realloc.tuning.roofline import RooflineEstimator, busiest_node
+from lightning_realloc.tuning.weights import traffic
 
 _KINDS: Mapping[CallKind, tuple[PassKind, ...]] = {
     "generate": ("infer", "decode"), "infer": ("infer",), "train": ("train", "train_last", "infer"),
 }  # fmt: skip
 """Passes that a call is made of; inference of a training call is what checkpointing computes again."""
+_MAX_MOVES = 100_000
+"""Of which seconds are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +35,12 @@ class MeasuredCost(CallCost):
 
     passes: Mapping[PassKind, PassTimes]
     optimizer: Curve
-    crowding: float
-    """How many times longer passes take than where they were measured, on ranks that worked alone."""
+    crowding: Callable[[float], float]
+    """Share of the layout's ranks that are busy -> how many times longer passes take than where they were measured."""
 
     def _infer(self, limit: int | None) -> CallSeconds:
         micro = self._micro_batches(limit, 1)
-        stage = self._measured("infer", micro.tokens, self.tokens.sequence)
+        stage = self._measured("infer", micro.tokens, self.tokens.sequence).repeated(self._crowded(micro.count))
         return self._pipelined(stage, 0.0, micro.count, self._send(micro.tokens))
 
     def _train(self, limit: int | None, checkpointing: bool) -> CallSeconds:
@@ -47,29 +50,38 @@ class MeasuredCost(CallCost):
         if checkpointing:
             again = self._measured("infer", micro.tokens, self.tokens.sequence, rest=False)
             usual, last = usual.plus(again), last.plus(again)
+        usual, last = (stage.repeated(self._crowded(micro.count)) for stage in (usual, last))
         parts = self._pipelined(usual, 0.0, micro.count, 2 * self._send(micro.tokens))
         reduction = max(0.0, last.total - usual.total)
         elements = self.trained.of_stage(self.dims) / self.dims.fsdp
-        step = self.optimizer(elements) * self.crowding
-        return (parts + CallSeconds(sharding=reduction, optimizer=step)).times(minibatches)
+        step = self.optimizer(elements) * self.crowding(1.0)
+        return (parts + CallSeconds(sharding=reduction, optimizer=step)).times(
+            minibatches * self.tokens.workload.num_epochs
+        )
 
     def _generate(self, max_slots: int) -> CallSeconds:
         load, pp = self.tokens.workload, self.dims.pp
         share = -(-load.num_sequences // self._shares)
         prompts = -(-share // load.samples_per_prompt) * (load.prompt_tokens - 1)
-        parts = CallSeconds(compute=self._measured("infer", prompts, load.prompt_tokens, rest=False).total)
+        # The first step reads the prompts, but for their last tokens, whose logits it takes.
+        first = self._measured("infer", prompts, load.prompt_tokens, rest=False).plus(
+            self._measured("decode", min(share, max_slots), load.prompt_tokens)
+        )
+        parts = CallSeconds(compute=first.total)
         for stretch in plan_decoding(self.tokens.responses, load.prompt_tokens, share, max_slots):
             batch = stretch.sequences / pp
             stage = self._measured("decode", batch, stretch.context)
             parts += CallSeconds(compute=stage.compute, pipeline=self._send(batch)).times(stretch.steps * pp)
-        first = self._measured("decode", min(share, max_slots), load.prompt_tokens)  # the step of the prompts' ends
-        return parts + CallSeconds(compute=first.total)
+        return parts.times(self.crowding(1.0))
 
     def _measured(self, kind: PassKind, first: float, second: float, *, rest: bool = True) -> Pass:
         times = self.passes[kind]
         head = Pass(times.rest(first, second) if rest else 0.0)
-        stage = self._slowest_stage(Pass(times.block(first, second)), head)
-        return Pass(stage.compute * self.crowding)
+        return self._slowest_stage(Pass(times.block(first, second)), head)
+
+    def _crowded(self, micro_batches: int) -> float:
+        """Return how crowded ranks are on average: of a pipeline's stages some wait, at its begin and its end."""
+        return self.crowding(micro_batches / (micro_batches + self.dims.pp - 1))
 
 
 class MeasuredEstimator:
@@ -84,6 +96,7 @@ class MeasuredEstimator:
     def __init__(self, roofline: RooflineEstimator, table: ProfileTable, models: Mapping[str, str]) -> None:
         self.roofline, self.table, self.models = roofline, table, dict(models)
         self._calls: dict[tuple[object, ...], CallSeconds] = {}
+        self._moves: dict[tuple[str, Layout, Layout], float] = {}
 
     @property
     def dataflow(self) -> Dataflow:
@@ -102,7 +115,7 @@ class MeasuredEstimator:
     def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
         """Return how long a call takes once its inputs and weights are there, while no other call runs."""
         place = Placement.of(plan.layout, self.cluster)
-        key = (call, plan.layout.dims, place, _busy(plan.layout, self.cluster), plan.micro_batch_tokens,
+        key = (call, plan.layout.dims, place, busiest_node(plan.layout, self.cluster), plan.micro_batch_tokens,
                plan.gradient_checkpointing, plan.max_slots)  # fmt: skip
         if key not in self._calls:
             self._calls[key] = self._work_out(call, plan)
@@ -132,8 +145,12 @@ class MeasuredEstimator:
     def _from_passes(self, role: str, kind: CallKind, plan: CallPlan) -> CallSeconds:
         dims = plan.layout.dims
         keys = self._keys(role, kind, dims)
-        alone = next(iter(keys.values())).dims.size
-        crowding = self.slowdown(_busy(plan.layout, self.cluster)) / self.slowdown(alone)
+        alone, busy = next(iter(keys.values())).dims.size, busiest_node(plan.layout, self.cluster)
+
+        def crowding(share: float) -> float:
+            there = self.table.slowdown_of(alone, dims.tp)
+            return self.table.slowdown_of(max(alone, share * busy), dims.tp) / there
+
         base = self.roofline.cost(role, plan)
         shared = {name: getattr(base, name) for name in CallCost.__dataclass_fields__}
         cost = MeasuredCost(
@@ -159,8 +176,30 @@ class MeasuredEstimator:
         return max(fitting, key=lambda one: (one.tp == dims.tp, one.fsdp == dims.fsdp, one.size), default=None)
 
     def move_seconds(self, role: str, source: Layout, target: Layout) -> float:
-        """Return how long a role's weights travel from their home to another layout, 0 between equal ones."""
-        return self.roofline.move_seconds(role, source, target)
+        """Return how long a role's weights travel from their home to another layout, 0 between equal ones.
+
+        Measured were ranks of one node. Through shared memory each source rank writes its part of one copy; shards that
+        FSDP allocates are sent to.
+        """
+        if source == target:
+            return 0.0
+        curve = self.table.moves.get("direct" if target.dims.fsdp > 1 or "push" not in self.table.moves else "push")
+        nodes = {self.cluster.node_of(rank) for rank in (*source.ranks, *target.ranks)}
+        if curve is None or len(nodes) > 1:
+            return self.roofline.move_seconds(role, source, target)
+        key = (role, source, target)
+        if key not in self._moves:
+            if len(self._moves) >= _MAX_MOVES:
+                self._moves.clear()
+            self._moves[key] = curve(self._busiest_bytes(role, source, target))
+        return self._moves[key]
+
+    def _busiest_bytes(self, role: str, source: Layout, target: Layout) -> float:
+        size, weights = self.roofline.settings.copy_bytes, self.roofline.weights_of(role)
+        if target.dims.fsdp == 1 and "push" in self.table.moves:
+            return size * weights.total / len(source.ranks)
+        moved = traffic(weights, source, target, self.cluster)
+        return size * max(moved.received, moved.sent_inside)
 
     def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
         """Return what a replica keeps between calls on the fullest rank of its layout."""
@@ -169,11 +208,3 @@ class MeasuredEstimator:
     def active_bytes(self, call: str, plan: CallPlan) -> int:
         """Return what a call adds on the rank where it adds most."""
         return self.roofline.active_bytes(call, plan)
-
-
-def _busy(layout: Layout, cluster: ClusterSpec) -> int:
-    """Return how many ranks of a layout lie on the node that has most of them."""
-    counts: dict[int, int] = {}
-    for rank in layout.ranks:
-        counts[cluster.node_of(rank)] = counts.get(cluster.node_of(rank), 0) + 1
-    return max(counts.values())

@@ -69,7 +69,9 @@ class Workload:
     micro_batch_tokens: int = 8192
     """Most tokens of one forward pass where the plan sets none."""
     num_minibatches: int = 1
-    """Optimizer steps over the sequences."""
+    """Optimizer steps in a pass over the sequences."""
+    num_epochs: int = 1
+    """Passes of a training call over the sequences."""
     samples_per_prompt: int = 1
     """Responses per prompt, which share its prefill."""
 

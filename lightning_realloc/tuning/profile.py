@@ -134,8 +134,8 @@ class ProfileTable:
     """Model -> elements of a rank -> seconds to clip their gradients and to step."""
     moves: Mapping[str, Curve] = field(default_factory=dict)
     """Transport -> bytes of the busiest rank -> seconds of a reallocation."""
-    slowdown: tuple[float, ...] = (1.0,)
-    """How many times longer a rank's work takes when 1, 2, ... ranks of its node work."""
+    crowding: Mapping[int, Curve] = field(default_factory=dict)
+    """Tensor-parallel degree -> busy ranks of a node -> how many times longer passes take than those of one group."""
     seconds: float = 0.0
     """What measuring took."""
 
@@ -149,13 +149,16 @@ class ProfileTable:
             seconds=self.seconds + other.seconds,
         )
 
-    def slowdown_of(self, busy: int) -> float:
-        """Return how many times longer work takes beside so many busy ranks of a node, itself one of them.
+    def slowdown_of(self, busy: float, tp: int = 1) -> float:
+        """Return how many times longer passes of groups of ``tp`` ranks take where so many ranks of a node are busy.
 
-        Beyond what was measured it grows in proportion: no more gets done.
+        Beyond what was measured it grows in proportion: no more gets done. Without a measurement it is 1.
         """
-        known = len(self.slowdown)
-        return self.slowdown[busy - 1] if busy <= known else self.slowdown[-1] * busy / known
+        curve = self.crowding.get(tp) or self.crowding.get(1)
+        if curve is None:
+            return 1.0
+        known, factor = curve.points[-1]
+        return max(1.0, curve(busy)) if busy <= known else factor * busy / known
 
     def to_json(self) -> str:
         """Return the table as text."""
@@ -163,7 +166,7 @@ class ProfileTable:
             "format": FORMAT,
             "machine": dict(self.machine),
             "seconds": self.seconds,
-            "slowdown": self.slowdown,
+            "crowding": {str(tp): curve.points for tp, curve in self.crowding.items()},
             "moves": {name: curve.points for name, curve in self.moves.items()},
             "optimizer": {name: curve.points for name, curve in self.optimizer.items()},
             "passes": [
@@ -184,7 +187,7 @@ class ProfileTable:
             return cls(
                 machine=dict(content["machine"]),
                 seconds=float(content["seconds"]),
-                slowdown=tuple(map(float, content["slowdown"])),
+                crowding={int(tp): _curve(points) for tp, points in content["crowding"].items()},
                 moves={name: _curve(points) for name, points in content["moves"].items()},
                 optimizer={name: _curve(points) for name, points in content["optimizer"].items()},
                 passes=dict(map(_read_pass, content["passes"])),

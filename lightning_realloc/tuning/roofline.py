@@ -33,6 +33,8 @@ class RooflineEstimator:
     Args:
         workload: Its ``response_tokens`` are the longest response, which memory must have room for.
         responses: Equally likely response lengths; by default all are as long as the longest.
+        cores_per_node: Which the ranks of a node share, where they compute on cores and there are fewer of them; None:
+            nobody is in anybody's way.
 
     Raises:
         PlanError: for a role without a model or without a shape, and for lengths beyond the workload's.
@@ -48,6 +50,7 @@ class RooflineEstimator:
         *,
         responses: tuple[int, ...] | None = None,
         efficiency: Efficiency | None = None,
+        cores_per_node: int | None = None,
     ) -> None:
         _check(dataflow, roles, workload, responses)
         self.dataflow = dataflow
@@ -56,6 +59,7 @@ class RooflineEstimator:
         self.settings = settings
         self.tokens = Tokens(workload, responses or (workload.response_tokens,))
         self.efficiency = efficiency or Efficiency()
+        self._cores = cores_per_node
         self._weights = {name: Weights.of(role.model) for name, role in roles.items()}
         self._trained = {name: Weights.of(role.model, role.frozen_params) for name, role in roles.items()}
         self._kernels: dict[tuple[str, int], Kernels] = {}
@@ -72,9 +76,10 @@ class RooflineEstimator:
         place = self._placements.get(layout)
         if place is None:
             place = _kept(self._placements, layout, Placement.of(layout, self.cluster))
-        key = (call, layout.dims, place, plan.micro_batch_tokens, plan.gradient_checkpointing, plan.max_slots)
+        busy = 1 if self._cores is None else busiest_node(layout, self.cluster)
+        key = (call, layout.dims, place, busy, plan.micro_batch_tokens, plan.gradient_checkpointing, plan.max_slots)
         if key not in self._calls:
-            self._calls[key] = self._work_out(call, plan, place)
+            self._calls[key] = self._work_out(call, plan, place).times(self.slowdown(busy))
         return self._calls[key]
 
     def _work_out(self, call: str, plan: CallPlan, place: Placement) -> CallSeconds:
@@ -94,6 +99,10 @@ class RooflineEstimator:
             place=place or Placement.of(plan.layout, self.cluster), kernels=self._kernels_of(role, dims.tp),
             links=Links(self.cluster, self.efficiency), settings=self.settings, tokens=self.tokens,
         )  # fmt: skip
+
+    def weights_of(self, role: str) -> Weights:
+        """Return a role's elements by how they are cut."""
+        return self._weights[role]
 
     def _kernels_of(self, role: str, tp: int) -> Kernels:
         if (role, tp) not in self._kernels:
@@ -161,8 +170,8 @@ class RooflineEstimator:
         )  # fmt: skip
 
     def slowdown(self, busy: int) -> float:
-        """Return 1: data sheets say nothing of ranks in each other's way."""
-        return 1.0
+        """Return how many ranks there are for each core; 1 where none was said to be shared."""
+        return 1.0 if self._cores is None else max(1.0, busy / self._cores)
 
     def _ends(self, role: str, dims: ParallelDims) -> tuple[RankElements, ...]:
         """Return the first and the last stage of a layout's shape; in between no rank holds more than the first."""
@@ -184,6 +193,14 @@ def _counted(roles: Mapping[str, RoleMemory]) -> dict[str, RoleElements]:
     """Return what counts every role's elements, one for roles that are alike."""
     first: dict[RoleMemory, RoleElements] = {}
     return {name: first.setdefault(role, RoleElements(role)) for name, role in roles.items()}
+
+
+def busiest_node(layout: Layout, cluster: ClusterSpec) -> int:
+    """Return how many ranks of a layout lie on the node that has most of them."""
+    counts: dict[int, int] = {}
+    for rank in layout.ranks:
+        counts[cluster.node_of(rank)] = counts.get(cluster.node_of(rank), 0) + 1
+    return max(counts.values())
 
 
 def _check(

@@ -47,6 +47,8 @@ COOL_DOWN = 24
 """Iterations after a commit in which nothing is tuned again."""
 SEARCH_SHARE = 0.1
 """Of what tuning may still cost: a search takes no more. A faster plan shortens the run, and so what may be spent."""
+PROFILE_SHARE = 0.3
+"""Of it, for measuring passes before the search: where they are not known from an earlier run."""
 SHARE_FOR_TRIALS = 0.8
 """Of what tuning may cost, for trials to plan with; the rest is for what turns out to cost more than expected."""
 LEAST_SEARCH_S = 0.02
@@ -222,7 +224,8 @@ class Tuner:
             self.stopped = "the run is almost over"
             self._end()
         else:
-            self.phase, self.action = "search", Search(seconds)
+            profile_seconds = min(self.settings.profile_seconds, PROFILE_SHARE * left)
+            self.phase, self.action = "search", Search(seconds, profile_seconds)
 
     def _explore(self) -> None:
         """Try the next plan, or settle."""

@@ -22,6 +22,8 @@ class TunerSettings:
     """What all tuning may cost, as a share of the run's seconds."""
     search_seconds: float = 10.0
     """Of one search, at most."""
+    profile_seconds: float = 30.0
+    """Of measuring passes on the ranks, about at most."""
     drift_threshold: float | None = 0.3
     """Tune again when seconds, or work, have changed by this share; None: never."""
     margin: float = 0.02
@@ -30,7 +32,7 @@ class TunerSettings:
     def __post_init__(self) -> None:
         if not isinstance(self.max_trials, int) or self.max_trials < 1:
             raise ConfigError(f"max_trials={self.max_trials!r} must be a whole number, at least 1; or use no AutoTuner")
-        for name in ("max_overhead", "search_seconds"):
+        for name in ("max_overhead", "search_seconds", "profile_seconds"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise ConfigError(f"{name}={value!r} must be positive and finite; or use no AutoTuner")
@@ -97,9 +99,10 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Look for plans, then tell `Tuner.searched`."""
+    """Measure passes as far as that gets, look for plans, then tell `Tuner.searched`."""
 
     seconds: float
+    profile_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ class Kept:
     tried: int = 0
     tunings: int = 0
     phase: str = ""
+    has_profile: bool = False
 
 
 @dataclass
@@ -71,8 +72,9 @@ class Recording(runs.Record):
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Record, save and stop."""
         super().on_train_batch_end(trainer, *args)
-        if self.save is not None and trainer.global_step == self.after:
-            trainer.save_checkpoint(self.save)
+        if trainer.global_step == self.after:
+            if self.save is not None:
+                trainer.save_checkpoint(self.save)
             trainer.should_stop = True
 
 
@@ -80,7 +82,7 @@ class Watching(AutoTuner):
     """Notes the plan of every iteration; asked to, proposes first a plan that cannot be used."""
 
     def __init__(self, *, first: Any = None, **settings: Any) -> None:
-        super().__init__(**settings)
+        super().__init__(profile_cache="profiles", **settings)
         self.first = first
         self.plans: list[str] = []
 
@@ -113,14 +115,16 @@ def train(tuner: Watching | None, plan: Any, steps: int, *, load: Any = None, sa
             found.phase,
         )
         kept.scores = {trial.plan.digest: trial.score for trial in found.trials}
+        kept.has_profile = tuner.has_profile
         kept.tried, kept.tunings = found.num_tried, found.num_tunings
     return kept
 
 
 def tuned_and_untuned(folder: str) -> list[Kept]:
-    """Train with a tuner, from a slow plan, and without."""
+    """Train with a tuner, from a slow plan, and without; there is time to measure passes in a run of a thousand."""
     os.chdir(folder)
-    return [train(Watching(first=IMPOSSIBLE, **FEW), START, ITERATIONS), train(None, "heuristic", ITERATIONS)]
+    tuner = Watching(first=IMPOSSIBLE, profile_seconds=2.5, **FEW)
+    return [train(tuner, START, 1000, after=ITERATIONS), train(None, "heuristic", ITERATIONS)]
 
 
 def test_a_tuned_run_learns_what_an_untuned_one_learns(workers: WorkerPool, tmp_path: Path) -> None:
@@ -133,6 +137,7 @@ def test_a_tuned_run_learns_what_an_untuned_one_learns(workers: WorkerPool, tmp_
     assert runs.largest_difference(tuned.outcome.weights, untuned.outcome.weights) <= 1e-5
     assert all(other[0].plans == tuned.plans and other[0].scores == tuned.scores for other in everyone)
     # Measured: the start and some others; the impossible plan was not.
+    assert tuned.has_profile
     assert tuned.tried >= 2 and len(tuned.scores) == tuned.tried and tuned.tunings == 1
     start = ExecutionPlan.from_mapping(START).digest
     assert tuned.plans[: WARM_UP + COUNTED] == [start] * (WARM_UP + COUNTED)

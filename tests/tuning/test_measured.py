@@ -27,7 +27,9 @@ def passes(block: float, rest: float) -> PassTimes:
     return PassTimes(Surface(((16.0, Curve(((1.0, block),))),)), Surface(((16.0, Curve(((1.0, rest),))),)))
 
 
-def estimator(known: dict[tuple[PassKind, ParallelDims], PassTimes]) -> MeasuredEstimator:
+def estimator(
+    known: dict[tuple[PassKind, ParallelDims], PassTimes], moves: dict[str, Curve] | None = None
+) -> MeasuredEstimator:
     """Four blocks, 2 of 4 ranks at full speed, clipping and stepping for 1 ms a weight."""
     roles = {name: SMALL.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
     roofline = RooflineEstimator(
@@ -35,7 +37,8 @@ def estimator(known: dict[tuple[PassKind, ParallelDims], PassTimes]) -> Measured
     )
     table = ProfileTable(
         machine={}, passes={PassKey("small", kind, dims): times for (kind, dims), times in known.items()},
-        optimizer={"small": Curve(((1.0, 1e-3),))}, slowdown=(1.0, 1.0, 1.5, 2.0),
+        optimizer={"small": Curve(((1.0, 1e-3),))}, moves=moves or {},
+        crowding={1: Curve(((1.0, 1.0), (2.0, 1.0), (4.0, 2.0)))},
     )  # fmt: skip
     return MeasuredEstimator(roofline, table, dict.fromkeys(PPO_FLOW.roles, "small"))
 
@@ -94,3 +97,14 @@ def test_what_was_not_measured_is_worked_out_and_scaled_by_what_was() -> None:
     )
     nothing = estimator({})
     assert nothing.call_seconds("actor.train", cut) == worked_out.call_seconds("actor.train", cut)
+
+
+def test_weights_are_written_by_each_source_rank_or_sent_to_shards() -> None:
+    answers = estimator({}, {"push": Curve(((4.0, 1.0),)), "direct": Curve(((4.0, 100.0),))})
+    weights = SMALL.role(scores=False).model.num_elements
+    source, copies, shards = map(Layout.parse, ("fsdp2@0-1", "dp4", "fsdp4"))
+    # One copy of fp32 weights, half by each of two ranks.
+    assert answers.move_seconds("actor", source, copies) == pytest.approx(weights / 2)
+    # Three ranks receive a quarter each, which two ranks send.
+    assert answers.move_seconds("actor", source, shards) == pytest.approx(100 * weights * 3 / 8, rel=0.01)
+    assert answers.move_seconds("actor", source, source) == 0.0

@@ -23,7 +23,7 @@ def table() -> ProfileTable:
         passes={PassKey("llama", "train_last", ParallelDims(dp=2, tp=2)): PassTimes(surface, surface)},
         optimizer={"llama": Curve(((10.0, 0.5),))},
         moves={"push": Curve(((1.0, 0.25), (3.0, 0.5)))},
-        slowdown=(1.0, 1.0, 1.5, 2.0),
+        crowding={1: Curve(((1.0, 1.0), (2.0, 1.0), (4.0, 2.0))), 2: Curve(((2.0, 1.0), (4.0, 3.0)))},
         seconds=1.25,
     )
 
@@ -106,3 +106,6 @@ def test_a_curve_that_falls_is_refused() -> None:
 
 def test_beyond_what_was_measured_no_more_gets_done() -> None:
     assert [table().slowdown_of(busy) for busy in (1, 3, 4, 8)] == [1.0, 1.5, 2.0, 4.0]
+    assert [table().slowdown_of(busy, tp=2) for busy in (2, 3, 4)] == [1.0, 2.0, 3.0]
+    assert table().slowdown_of(4, tp=4) == 2.0, "groups that were not measured are crowded as single ranks are"
+    assert ProfileTable(machine={}).slowdown_of(4) == 1.0

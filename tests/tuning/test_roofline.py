@@ -257,3 +257,17 @@ def test_what_cannot_be_estimated_is_refused() -> None:
         RooflineEstimator(PPO_FLOW, CLUSTER, shapeless, HALF, LOAD)
     with pytest.raises(PlanError, match="must lie between 1 and response_tokens=384"):
         estimator(responses=(1, 500))
+
+
+def test_ranks_that_share_cores_take_longer_in_proportion() -> None:
+    four = ClusterSpec.parse("cpu:1x4")
+    roles = {name: SMALL.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
+    load = Workload(num_sequences=8, prompt_tokens=8, response_tokens=8)
+    alone, shared = (
+        RooflineEstimator(PPO_FLOW, four, roles, MemorySettings(), load, cores_per_node=cores) for cores in (None, 2)
+    )
+    for layout, factor in (("dp1@3", 1), ("dp2@0-1", 1), ("tp4", 2)):
+        plan = CallPlan(Layout.parse(layout))
+        ratio = shared.call_seconds("actor.train", plan).total / alone.call_seconds("actor.train", plan).total
+        assert ratio == pytest.approx(factor)
+    assert [shared.slowdown(busy) for busy in (1, 2, 3, 4)] == [1.0, 1.0, 1.5, 2.0]
