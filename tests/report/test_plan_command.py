@@ -144,6 +144,8 @@ def test_mixtures_of_experts_are_planned_where_their_config_says_how_they_work(
         answers.append(float(re.search(r"^([0-9.]+) s an iteration", text, re.M)[1]))
         plan = re.search(r"\n  actor.generate .*\n  actor.train .*\n", text)
         assert plan is not None and "tp" not in plan[0]
+        assert "No tensor parallelism in actor: their" in text
+        assert "no error is known: estimates for mixtures of experts were compared with nothing" in text
     assert answers[0] == answers[2] < answers[1]
 
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 9}))
