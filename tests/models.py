@@ -64,6 +64,11 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "layerdrop": 0.0,
     },
 }
+EXPERT_FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "mixtral": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {**SIZES, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+}
+"""Mixtures of experts, which run without tensor parallelism alone."""
 TENSOR_PARALLEL_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi3", "gpt_neox")
 """Those whose transformers class brings a ``tp_plan``."""
 TIED_FAMILIES = ("qwen2", "gemma", "gpt2", "opt")
@@ -71,7 +76,7 @@ TIED_FAMILIES = ("qwen2", "gemma", "gpt2", "opt")
 
 def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Build the family's causal language model: fp32, eval mode, eager attention; ``overrides`` go to its config."""
-    settings = {"attn_implementation": "eager", **FAMILIES[family], **overrides}
+    settings = {"attn_implementation": "eager", **{**FAMILIES, **EXPERT_FAMILIES}[family], **overrides}
     config = AutoConfig.for_model(family, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig
 
@@ -14,14 +15,12 @@ from lightning_realloc.algorithms.role import Role, Task
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.strategies.memory import describe_roles
 from lightning_realloc.tuning.dataflow import Dataflow
+from lightning_realloc.tuning.experts import declared_experts
 from lightning_realloc.tuning.known_models import KnownModel, find_known_model, is_shape, parse_shape
 from lightning_realloc.tuning.memory_parts import RoleMemory
 
 TASKS: dict[str, Task] = {"critic": "token_classification", "reward": "sequence_classification"}
 """Roles whose models score; all others predict tokens."""
-
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""What configurations call the number of experts."""
 
 
 def read_roles(sources: Mapping[str, str], dataflow: Dataflow, *, is_priced: bool) -> dict[str, RoleMemory]:
@@ -29,8 +28,8 @@ def read_roles(sources: Mapping[str, str], dataflow: Dataflow, *, is_priced: boo
 
     Args:
         sources: Role -> a Hugging Face name, a folder, a ``config.json``, or a shape that is written out.
-        is_priced: Whether times will be worked out: mixtures of experts are refused then, and the hub is not asked for
-            configurations that are neither built in nor on this machine.
+        is_priced: Whether times will be worked out: models of which that cannot be done are refused then, and the hub
+            is not asked for configurations that are neither built in nor on this machine.
 
     Raises:
         PlanError: for a name that is not known, with the nearest ones.
@@ -80,14 +79,30 @@ def _of_config(role: str, source: str, dataflow: Dataflow, is_priced: bool) -> R
             f"{role}={source!r} has no configuration that transformers can read ({str(error).splitlines()[0]}); give a "
             f"folder with a config.json, a name as in Qwen/Qwen3-0.6B, or a shape as in layers=32,hidden=4096,..."
         ) from None
-    text = config.get_text_config()
-    experts = next((count for name in EXPERTS if (count := getattr(text, name, None))), 1)
-    if is_priced and experts > 1:
-        raise PlanError(
-            f"{role}={source!r} is a mixture of {experts} experts, whose times depend on how tokens spread over them "
-            f"and cannot be worked out; plan with a dense model, or show memory alone with --check"
-        )
     described = Role(
         name=role, source=config, trained=role in dataflow.trained_roles, task=TASKS.get(role, "causal_lm")
     )
-    return describe_roles([described], {})[role]
+    memory = describe_roles([described], {})[role]
+    obstacle = _obstacle(config.get_text_config(), memory) if is_priced else None
+    if obstacle is not None:
+        raise PlanError(
+            f"{role}={source!r} {obstacle}, so times cannot be worked out; plan with another model, or show memory "
+            f"alone with --check"
+        )
+    return memory
+
+
+def _obstacle(text: Any, role: RoleMemory) -> str | None:
+    """Return what keeps times of a mixture of experts from being worked out; None where nothing does."""
+    experts = declared_experts(text)
+    if experts < 2:
+        return None
+    if role.shape is None or role.shape.experts is None:
+        return f"is a mixture of {experts} experts and does not say how it uses them"
+    attention: dict[int, set[str]] = {block: set() for block in range(role.model.num_blocks)}
+    for param in role.model.params:
+        if param.block is not None and "attn" in param.name:
+            attention[param.block].add(param.name.split(".", 3)[-1])
+    if getattr(text, "kv_lora_rank", None) is not None or len(set(map(frozenset, attention.values()))) > 1:
+        return f"is a mixture of {experts} experts whose attention is not that of the Llama family in every block"
+    return None

@@ -60,13 +60,15 @@ def run_plan(arguments: Sequence[str], write: Write) -> None:
 
 # ---- the best plan
 def _search(request: PlanRequest, write: Write) -> None:
-    pricer = _pricer(_task(request), request)
+    task = _task(request)
+    pricer = _pricer(task, request)
     best, found = _best(pricer, request)
     if request.flags.save is not None:
         _save(best, request)
     title = f"Best plan found: {request.flags.algorithm} on {request.flags.cluster}"
-    write(f"{title}\n{_setting(request)}\n{plan_table(best.plan)}\n")
-    write(f"\n{seconds_with_error(best, is_cpu=request.is_cpu)}\n{gap_sentence(found)}\n{_cost(best, request)}")
+    write(f"{title}\n{_setting(request)}\n{_undivided(task)}{plan_table(best.plan)}\n")
+    seconds = seconds_with_error(best, unmeasured=_unmeasured(task, request))
+    write(f"\n{seconds}\n{gap_sentence(found)}\n{_cost(best, request)}")
     write(f"\nTimeline of an iteration, in seconds\n{timeline_table(best)}\n")
     write(f"\nMemory of the fullest ranks\n{memory_table(best)}\n")
     write(f"\nBeside other plans\n{comparison_table(best, pricer.heuristic(), pricer.static())}\n")
@@ -76,6 +78,19 @@ def _search(request: PlanRequest, write: Write) -> None:
 
 def _best(pricer: PlanPricer, request: PlanRequest) -> tuple[PricedPlan, SearchResult]:
     return pricer.search(seed=request.flags.seed or 0, seconds=request.seconds, clock=time.process_time)
+
+
+def _undivided(task: PlanningTask) -> str:
+    """Return which roles no plan divides by tensor parallelism: a reader would look for it."""
+    roles = [name for name, role in task.roles.items() if role.model.tp_refusal is not None]
+    return f"  No tensor parallelism in {', '.join(roles)}: their model cannot run so.\n\n" if roles else ""
+
+
+def _unmeasured(task: PlanningTask, request: PlanRequest) -> str | None:
+    mixtures = any(role.shape is not None and role.shape.experts is not None for role in task.roles.values())
+    if request.is_cpu:
+        return "CPUs"
+    return "mixtures of experts" if mixtures else None
 
 
 def _cost(priced: PricedPlan, request: PlanRequest) -> str:

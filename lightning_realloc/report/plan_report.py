@@ -38,11 +38,14 @@ def plan_table(plan: ExecutionPlan) -> str:
     return aligned(rows, left=(0, 1, 2))
 
 
-def seconds_with_error(priced: PricedPlan, *, is_cpu: bool) -> str:
-    """Return an iteration's seconds, the range they may lie in, and where that comes from."""
+def seconds_with_error(priced: PricedPlan, *, unmeasured: str | None) -> str:
+    """Return an iteration's seconds, the range they may lie in, and where that comes from.
+
+    ``unmeasured`` is what is in the plan and was never compared with measured times, None for nothing.
+    """
     text = f"{priced.seconds:.2f} s an iteration"
-    if is_cpu:
-        return f"{text}; no error is known: estimates for CPUs were compared with nothing"
+    if unmeasured is not None:
+        return f"{text}; no error is known: estimates for {unmeasured} were compared with nothing"
     least, most = ONE_LAYOUT if len(priced.plan.layouts) == 1 else SEVERAL_LAYOUTS
     return (
         f"{text}; {least * priced.seconds:.1f} to {most * priced.seconds:.1f} s if it errs as it did for published "

@@ -204,7 +204,10 @@ class CallCost:
 
     def _launched(self, compute: float, exchange: float, launch: float) -> Pass:
         """A block takes as long as its kernels, or as its host takes to launch them, and the two sums under tp."""
-        launch += 2 * self.links.efficiency.collective_launch_s if self.dims.tp > 1 else 0.0
+        efficiency, shape = self.links.efficiency, self.kernels.shape
+        launch += 2 * efficiency.collective_launch_s if self.dims.tp > 1 else 0.0
+        if shape.experts is not None:
+            launch += shape.experts.per_block(shape.num_layers, efficiency.experts_launch_s, 0.0)
         return Pass(max(compute, launch - exchange), exchange)
 
     # ---- micro-batches

@@ -54,6 +54,9 @@ class Efficiency:
     kernels, 10 to 15 us each."""
     decode_launch_s: float = 0.5e-3
     """The same of one block in a decoding step; a captured graph takes a fraction of it."""
+    experts_launch_s: float = 0.2e-3
+    """Host time that experts in an MLP's place add to either: about fifteen more kernels (counted: Mixtral's block runs
+    49, Llama's 34), which choose experts, sort tokens by them and bring results back into order."""
     collective_launch_s: float = 0.05e-3
     """Host time of one collective inside a block: launching it, and waiting for the last rank to do so. Nominal; an
     engine whose ranks drift apart in decoding pays 0.4 ms (fitted, as above)."""
@@ -71,15 +74,16 @@ class Efficiency:
         for name in ("tile", "thin_tile", "tiles_at_once"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("depth_overhead", "layer_launch_s", "decode_launch_s", "collective_launch_s", "step_s", "call_s"):
+        launches = ("layer_launch_s", "decode_launch_s", "experts_launch_s", "collective_launch_s", "step_s", "call_s")
+        for name in ("depth_overhead", *launches):
             if getattr(self, name) < 0:
                 raise PlanError(f"{name}={getattr(self, name)} may not be negative")
 
 
 CPU_EFFICIENCY = Efficiency(
     matmul_share=0.7, tile=16, thin_tile=1, tiles_at_once=1, depth_overhead=16, attention_share=0.3, memory_share=0.7,
-    layer_launch_s=1e-4, decode_launch_s=1e-4, collective_launch_s=0.0, step_s=1e-3, call_s=20e-3,
-    hides_communication=False,
+    layer_launch_s=1e-4, decode_launch_s=1e-4, experts_launch_s=1e-4, collective_launch_s=0.0, step_s=1e-3,
+    call_s=20e-3, hides_communication=False,
 )  # fmt: skip
 """One core, before it is measured. Nominal but for the launches (0.11 to 0.13 ms per block of eager modules) and the
 fixed cost of a call, which was seen to be 10 to 25 ms with 4 to 16 sequences."""
@@ -92,20 +96,25 @@ class Device:
     cluster: ClusterSpec
     efficiency: Efficiency
 
-    def matmul(self, rows: float, inner: float, columns: float, element_bytes: int) -> float:
-        """Return the time of (rows x inner) @ (inner x columns): by arithmetic or by memory traffic, what is longer."""
-        if min(rows, inner, columns) <= 0:
+    def matmul(
+        self, rows: float, inner: float, columns: float, element_bytes: int, *, num_products: float = 1.0
+    ) -> float:
+        """Return the time of (rows x inner) @ (inner x columns): by arithmetic or by memory traffic, what is longer.
+
+        With ``num_products`` of as many, which one kernel computes: their tiles fill the device together.
+        """
+        if min(rows, inner, columns, num_products) <= 0:
             return 0.0
         eff = self.efficiency
         is_thin = rows <= eff.tile
         across = math.ceil(columns / eff.tile)
         height = math.ceil(rows / eff.thin_tile) * eff.thin_tile if is_thin else math.ceil(rows / eff.tile) * eff.tile
-        tiles = across * height / eff.tile
-        padded = height * across * eff.tile * inner
+        tiles = num_products * across * height / eff.tile
+        padded = num_products * height * across * eff.tile * inner
         waves = 1.0 if is_thin else (tiles + (eff.tiles_at_once - 1) / 2) / tiles
         fill = 1 + eff.depth_overhead / inner
         arithmetic = 2 * padded * waves * fill / (eff.matmul_share * self.cluster.device_flops)
-        traffic = element_bytes * (rows * inner + inner * columns + rows * columns)
+        traffic = num_products * element_bytes * (rows * inner + inner * columns + rows * columns)
         return max(arithmetic, self.stream(traffic))
 
     def attention(self, flops: float) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lightning_realloc.tuning.experts import Experts
 from lightning_realloc.tuning.hardware import Device
 from lightning_realloc.tuning.model_shape import ModelShape
 
@@ -65,15 +66,34 @@ class Kernels:
         return self._products[whole]
 
     def _matmuls(self, rows: int) -> float:
-        shape, queries, features = self.shape, self.shape.queries / self.tp, self.shape.intermediate / self.tp
-        sizes = [
-            (shape.hidden, queries, 1),
-            (shape.hidden, self._keys, 2),
-            (queries, shape.hidden, 1),
-            (shape.hidden, features, 2 if shape.gated else 1),
-            (features, shape.hidden, 1),
-        ]
-        return sum(n * self.device.matmul(rows, inner, columns, self.element_bytes) for inner, columns, n in sizes)
+        shape, queries = self.shape, self.shape.queries / self.tp
+        sizes = [(shape.hidden, queries, 1), (shape.hidden, self._keys, 2), (queries, shape.hidden, 1)]
+        attention = sum(n * self.device.matmul(rows, inner, columns, self.element_bytes) for inner, columns, n in sizes)
+        dense = self._mlp(rows, shape.intermediate / self.tp)
+        if shape.experts is None:
+            return attention + dense
+        return attention + shape.experts.per_block(shape.num_layers, self._mixture(rows, shape.experts), dense)
+
+    def _mlp(self, rows: float, features: float, *, num_products: float = 1.0) -> float:
+        """Return the time of the matrix products of an MLP, or of several that are alike."""
+        if features == 0:
+            return 0.0
+        up, down = (
+            self.device.matmul(rows, inner, columns, self.element_bytes, num_products=num_products)
+            for inner, columns in ((self.shape.hidden, features), (features, self.shape.hidden))
+        )
+        return (2 if self.shape.gated else 1) * up + down
+
+    def _mixture(self, rows: int, experts: Experts) -> float:
+        """Return the time of the products of experts, router included.
+
+        The tokens that an expert gets are its product's rows; an expert that no token reaches is not read.
+        """
+        router = self.device.matmul(rows, self.shape.hidden, experts.count, self.element_bytes)
+        reached = experts.reached(rows)
+        each = rows * experts.per_token / reached
+        routed = self._mlp(each, experts.of_one(self.tp), num_products=reached)
+        return router + routed + self._mlp(rows, experts.of_shared(self.tp))
 
     @property
     def _keys(self) -> float:
@@ -89,9 +109,14 @@ class Kernels:
 
         Elements read and written per token: two norms (RMSNorm written out in fp32: 7 passes, LayerNorm: 2), two sums
         (3 passes each), rotation (6 passes over queries and keys), a gated MLP's activation and product (5, else 2).
+        For each expert of a token a hidden state is sorted (2), and the result weighted, put back (2 each), summed (1).
         """
-        shape = self.shape
+        shape, experts = self.shape, self.shape.experts
         hidden = (2 * (7 if shape.rms_norm else 2) + 6) * shape.hidden
         heads = 6 * (shape.queries / self.tp + self._keys)
-        mlp = (5 if shape.gated else 2) * shape.intermediate / self.tp
+        passes = 5 if shape.gated else 2
+        mlp = passes * shape.intermediate / self.tp
+        if experts is not None:
+            routed = experts.per_token * (passes * experts.of_one(self.tp) + 7 * shape.hidden)
+            mlp = experts.per_block(shape.num_layers, routed + passes * experts.of_shared(self.tp), mlp)
         return self.device.stream(tokens * (hidden + heads + mlp) * self.element_bytes)

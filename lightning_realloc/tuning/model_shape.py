@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.model import ModelSpec
+from lightning_realloc.tuning.experts import Experts
 
 # ReLU keeps its result alone, which the next projection keeps too; this GELU is written out in seven operations.
 _ACTIVATION_COPIES = {"relu": -1, "gelu_new": 3}
@@ -38,6 +39,8 @@ class ModelShape:
     """Whether queries and keys are normalised by head."""
     activation_copies: int = 0
     """MLP features that the activation function keeps more often, or less, than a kernel that keeps its input."""
+    experts: Experts | None = None
+    """What most blocks, or all, have in the MLP's place."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads", "head_dim", "num_outputs"):
@@ -71,6 +74,7 @@ class ModelShape:
             activation_copies=_ACTIVATION_COPIES.get(
                 str(getattr(text, "hidden_act", None) or getattr(text, "activation_function", "")), 0
             ),
+            experts=Experts.read(text, model),
         )
 
     @property
@@ -97,19 +101,41 @@ class ModelShape:
         """
         norm = 4 + 2 * element_bytes if self.rms_norm else 2 * element_bytes
         heads = (3 + 2 * self.qk_norm) * self.queries / tp + (2 + 2 * self.qk_norm) * self._local_keys(tp)
-        mlp = ((4 if self.gated else 2) + self.activation_copies) * self.intermediate / tp
-        return int(2 * norm * self.hidden + element_bytes * (heads + mlp))
+        return int(2 * norm * self.hidden + element_bytes * (heads + self._mlp_saved(tp)))
 
     def working_elements(self, tp: int) -> int:
         """Elements per token that a block's forward pass holds at most at a time, when nothing is kept."""
         attention = 3 * self.queries / tp + 3 * self._local_keys(tp)
-        mlp = ((3 if self.gated else 2) + max(0, self.activation_copies)) * self.intermediate / tp
+        copies = (3 if self.gated else 2) + max(0, self.activation_copies)
+        mlp = copies * self.intermediate / tp
+        if self.experts is not None:
+            # Its tokens sorted by expert stay to the end; both projections are one tensor until their product is there.
+            each, moved = self.experts.of_one(tp), self.experts.per_token
+            routed = moved * max(self.hidden + (copies + self.gated) * each, 4 * self.hidden)
+            mlp = max(routed, copies * self.experts.of_shared(tp))
         return int(4 * self.hidden + max(attention, mlp))
 
     def backward_elements(self, tp: int) -> int:
         """Elements per token of the gradients that a block's backward pass holds beyond what it has freed by then."""
         mlp = (2 if self.gated else 1) * self.intermediate / tp
+        if self.experts is not None:
+            each, moved = self.experts.of_one(tp), self.experts.per_token
+            mlp = moved * max((2 if self.gated else 1) * each, 3 * self.hidden)
         return int(2 * self.hidden + max(mlp, self.queries / tp + 2 * self._local_keys(tp)))
+
+    def _mlp_saved(self, tp: int) -> float:
+        """Elements per token that a block keeps of its MLP, or its experts, as a mean over blocks.
+
+        Experts keep what goes into them, a hidden state for each, and what comes out, which is multiplied by the
+        router's weight.
+        """
+        copies = (4 if self.gated else 2) + self.activation_copies
+        dense = copies * self.intermediate / tp
+        if self.experts is None:
+            return dense
+        routed = self.experts.per_token * (2 * self.hidden + copies * self.experts.of_one(tp))
+        mixture = routed + copies * self.experts.of_shared(tp) + self.experts.count
+        return self.experts.per_block(self.num_layers, mixture, dense)
 
     def _local_keys(self, tp: int) -> float:
         return max(1, self.num_kv_heads // tp) * self.head_dim

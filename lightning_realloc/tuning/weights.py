@@ -28,19 +28,27 @@ class Cut(NamedTuple):
     """0: the dim that FSDP chunks, too. 1: another one. None: not cut."""
     units: int | None
     """Heads that may be replicated where tp exceeds them; None: tp divides all."""
+    rows: int | None = None
+    """Length of the dim that FSDP chunks, where that is a number of experts: too few for equal chunks. None: many."""
 
     @classmethod
     def of(cls, param: ParamSpec) -> Cut:
         """Return the cut of one parameter."""
+        rows = param.shape[0] if len(param.shape) == 3 else None
         if param.tp is None:
-            return cls(None, None)
-        return cls(min(param.tp.dim, 1), param.tp.num_units if param.tp.replicate_units else None)
+            return cls(None, None, rows)
+        units = param.tp.num_units if param.tp.replicate_units else None
+        return cls(min(param.tp.dim, 1), units, rows if param.tp.dim else None)
 
     def parts(self, tp: int) -> int:
         """Return how many different parts ``tp`` ranks hold."""
         if self.along is None:
             return 1
         return tp if self.units is None else min(tp, self.units)
+
+    def padding(self, fsdp: int) -> float:
+        """Return by how much the fullest of ``fsdp`` chunks exceeds an equal share."""
+        return 1.0 if self.rows is None else -(-self.rows // fsdp) * fsdp / self.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +81,22 @@ class Weights:
         outside = sum(size for _, size in (*self.input, *self.output))
         return outside + self.num_blocks * sum(size for _, size in self.block)
 
-    def of_block(self, tp: int) -> float:
-        """Return the elements of one block on one of ``tp`` ranks, FSDP's shards put together."""
-        return _local(self.block, tp)
-
     def of_stage(self, dims: ParallelDims) -> float:
-        """Return the elements of the fullest stage on one rank, FSDP's shards put together."""
-        return _fullest_stage(self, dims.pp, dims.tp)
+        """Return the elements of the fullest stage on one rank, FSDP's shards put together as it gathers them: all as
+        long as the longest."""
+        return _fullest_stage(self, dims.pp, dims.fsdp, dims.tp)
 
 
 @lru_cache(maxsize=4096)
-def _fullest_stage(weights: Weights, pp: int, tp: int) -> float:
+def _fullest_stage(weights: Weights, pp: int, fsdp: int, tp: int) -> float:
     blocks = [len(run) for run in stage_blocks(weights.num_blocks, pp)]
-    first = blocks[0] * weights.of_block(tp) + _local(weights.input, tp)
-    last = blocks[-1] * weights.of_block(tp) + _local(weights.output, tp)
-    return first + _local(weights.output, tp) if pp == 1 else max(first, last)
+    block, head, tail = (_local(sizes, fsdp, tp) for sizes in (weights.block, weights.input, weights.output))
+    first, last = blocks[0] * block + head, blocks[-1] * block + tail
+    return first + tail if pp == 1 else max(first, last)
 
 
-def _local(sizes: tuple[tuple[Cut, float], ...], tp: int) -> float:
-    return sum(size / cut.parts(tp) for cut, size in sizes)
+def _local(sizes: tuple[tuple[Cut, float], ...], fsdp: int, tp: int) -> float:
+    return sum(size * cut.padding(fsdp) / cut.parts(tp) for cut, size in sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +190,8 @@ class _Mesh:
         """Return how many elements every rank holds."""
         whole = sizes.block * (self.end - self.begin)
         whole = whole + sizes.input * (self.pp == 0) + sizes.output * (self.pp == self.dims.pp - 1)
-        held: FloatArray = whole / (cut.parts(self.dims.tp) * self.dims.fsdp)
+        begin, end, length = _chunk(self.fsdp, self.dims.fsdp, cut.rows)
+        held: FloatArray = whole * (end - begin) / (cut.parts(self.dims.tp) * length)
         return held
 
     def is_first(self, cut: Cut) -> NDArray[np.bool_]:
@@ -220,14 +226,27 @@ def _overlap(cut: Cut, sizes: _Sizes, one: tuple[_Mesh, IntArray], other: tuple[
         chunk_a, chunk_b = part_a * a.dims.fsdp + a.fsdp[i], part_b * b.dims.fsdp + b.fsdp[j]
         share = _common(chunk_a, parts_a * a.dims.fsdp, chunk_b, parts_b * b.dims.fsdp)
     else:
-        share = _common(a.fsdp[i], a.dims.fsdp, b.fsdp[j], b.dims.fsdp) * _common(part_a, parts_a, part_b, parts_b)
+        chunks = _common(a.fsdp[i], a.dims.fsdp, b.fsdp[j], b.dims.fsdp, cut.rows)
+        share = chunks * _common(part_a, parts_a, part_b, parts_b)
     common: FloatArray = whole * share
     return common
 
 
-def _common(index: IntArray, count: int, other: IntArray, other_count: int) -> FloatArray:
-    """Return the share of a dim that run ``index`` of ``count`` equal ones and run ``other`` have in common."""
-    begin = np.maximum(index * other_count, other * count)
-    end = np.minimum((index + 1) * other_count, (other + 1) * count)
-    share: FloatArray = np.maximum(0, end - begin) / (count * other_count)
+def _common(index: IntArray, count: int, other: IntArray, other_count: int, rows: int | None = None) -> FloatArray:
+    """Return the share of a dim that run ``index`` of ``count`` and run ``other`` have in common."""
+    (begin, end, length), (from_, to, other_length) = _chunk(index, count, rows), _chunk(other, other_count, rows)
+    first = np.maximum(begin * other_length, from_ * length)
+    last = np.minimum(end * other_length, to * length)
+    share: FloatArray = np.maximum(0, last - first) / (length * other_length)
     return share
+
+
+def _chunk(index: IntArray, count: int, rows: int | None) -> tuple[IntArray, IntArray, int]:
+    """Return where chunks begin and end, and the length of the dim in the same measure.
+
+    They are equal, or, with ``rows``, as torch.chunk makes them: the last ones shorter or empty.
+    """
+    if rows is None:
+        return index, index + 1, count
+    size = -(-rows // count)
+    return np.minimum(rows, index * size), np.minimum(rows, (index + 1) * size), rows

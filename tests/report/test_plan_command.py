@@ -127,8 +127,29 @@ def test_models_come_from_folders_files_and_built_in_shapes(capsys: pytest.Captu
         answers.append(re.search(r"^([0-9.]+) s an iteration", text, re.M)[1])
     assert len(set(answers)) == 1
 
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "mixtral", "num_local_experts": 8}))
-    assert "is a mixture of 8 experts" in refused("--actor", str(tmp_path), *SMALL)
+
+def test_mixtures_of_experts_are_planned_where_their_config_says_how_they_work(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = {
+        "model_type": "mixtral", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "intermediate_size": 1024, "vocab_size": 1000, "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    answers = []
+    for change in (config, config | {"intermediate_size": 4096}, None):
+        (tmp_path / "config.json").write_text(json.dumps(change or config))
+        model = str(tmp_path) if change else f"{TINY},experts=8,experts_per_token=2"
+        text = ask(capsys, "--actor", model, "--reference", TINY, *SMALL)
+        answers.append(float(re.search(r"^([0-9.]+) s an iteration", text, re.M)[1]))
+        plan = re.search(r"\n  actor.generate .*\n  actor.train .*\n", text)
+        assert plan is not None and "tp" not in plan[0]
+        assert "No tensor parallelism in actor: their" in text
+        assert "no error is known: estimates for mixtures of experts were compared with nothing" in text
+    assert answers[0] == answers[2] < answers[1]
+
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 9}))
+    assert "is a mixture of 8 experts and does not say how" in refused("--actor", str(tmp_path), *SMALL)
 
 
 def test_roles_have_the_defaults_of_the_algorithm(capsys: pytest.CaptureFixture[str]) -> None:

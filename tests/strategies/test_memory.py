@@ -104,7 +104,7 @@ def test_peaks_are_predicted_where_a_role_is_absent(workers: WorkerPool) -> None
     check(workers.run(compare, plan, world_size=4, init_process_group=False, deadline_s=150.0))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma", "phi3", "gpt_neox", "gpt2", "opt"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma", "phi3", "gpt_neox", "gpt2", "opt", "mixtral"])
 def test_peaks_of_other_families_are_predicted(workers: WorkerPool, family: str) -> None:
     plan = calls(actor_train="dp1", actor_generate="dp1", reference_infer="dp1")
     check(workers.run(compare, plan, family, world_size=1, init_process_group=False, deadline_s=120.0))
