@@ -2,7 +2,8 @@
 
 A role has one replica per distinct layout of its calls. The home replica owns the master weights (and the optimizer's
 parameters); every other one is a skeleton whose parameters are views of storage that a reallocation fills. Equal
-layouts share a replica.
+layouts share a replica; where replicas are trained, other calls in their layout get a skeleton of their own on the same
+storage, without FSDP around it.
 """
 
 from __future__ import annotations
