@@ -30,7 +30,7 @@ class CallPoint:
     micro_batch_tokens: int | None
     predicted_s: float
     measured_s: float
-    """Of the slowest rank that takes part, waiting left out, as a mean over iterations."""
+    """Of the slowest rank that takes part, waiting left out, in the faster one of the iterations: as in a profile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +123,7 @@ def _make_meter(work: Workload, num_plans: int, seed: int, overlap: Any, profile
             self._prices: Any = None
             self._begin = 0.0
             self._before: Mapping[str, float] = {}
+            self._calls: list[dict[str, float]] = []
 
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
             strategy = trainer.strategy
@@ -138,14 +139,16 @@ def _make_meter(work: Workload, num_plans: int, seed: int, overlap: Any, profile
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             plan, phase = divmod(self._number, UNCOUNTED + COUNTED)
             self._number += 1
+            if phase < UNCOUNTED:
+                return
+            now = dict(trainer.strategy.runner.seconds)
+            self._calls.append({name: took - self._before.get(name, 0.0) for name, took in now.items()})
+            self._before = now
             if phase == UNCOUNTED + COUNTED - 1:
-                seconds = time.perf_counter() - self._begin
-                own = {
-                    name: took - self._before.get(name, 0.0) for name, took in trainer.strategy.runner.seconds.items()
-                }
                 parts: list[Any] = [None] * WORLD_SIZE
-                dist.all_gather_object(parts, (seconds, own))
+                dist.all_gather_object(parts, (time.perf_counter() - self._begin, self._calls))
                 self.turn.plans.append(self._point(self._plans[plan], trainer.strategy.dataflow, parts))
+                self._calls = []
 
         def _prepare(self, strategy: Any) -> None:
             lengths = [Lengths((work.prompt_tokens,) * work.num_prompts, (work.new_tokens,) * work.num_prompts)]
@@ -159,12 +162,14 @@ def _make_meter(work: Workload, num_plans: int, seed: int, overlap: Any, profile
             found = random_plans(strategy, seed)
             self._plans = [next(found) for _ in range(num_plans)]
 
-        def _point(self, plan: Any, flow: Any, parts: Sequence[tuple[float, Mapping[str, float]]]) -> PlanPoint:
+        def _point(
+            self, plan: Any, flow: Any, parts: Sequence[tuple[float, Sequence[Mapping[str, float]]]]
+        ) -> PlanPoint:
             calls = tuple(
                 CallPoint(
                     name, str(chosen.layout), chosen.micro_batch_tokens,
                     self._prices.call_seconds(name, chosen).total,
-                    max(of.get(name, 0.0) for _, of in parts) / COUNTED,
+                    min(max(of[at].get(name, 0.0) for _, of in parts) for at in range(COUNTED)),
                 )
                 for name, chosen in plan.calls
             )  # fmt: skip

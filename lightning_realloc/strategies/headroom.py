@@ -21,7 +21,12 @@ def take_on_device(num_bytes: int, device: torch.device) -> None:
 
 
 def require_room(
-    num_bytes: int, device: torch.device, *, what: str, take: Callable[[int, torch.device], Any] = take_on_device
+    num_bytes: int,
+    device: torch.device,
+    *,
+    what: str,
+    way_out: str = "use a plan that moves fewer roles or cuts them more, or offload",
+    take: Callable[[int, torch.device], Any] = take_on_device,
 ) -> None:
     """Refuse what some rank has no room for; nothing is asked of CPU memory, which has no limit of its own. Collective.
 
@@ -39,7 +44,4 @@ def require_room(
     without = [(rank, size) for rank, (has, size) in enumerate(answers) if not has]
     if without:
         rank, size = without[0]
-        raise PlanError(
-            f"{what} needs {size / 2**20:.0f} MiB more on rank {rank}, which its device has not; use a plan that moves "
-            f"fewer roles or cuts them more, or offload"
-        )
+        raise PlanError(f"{what} needs {size / 2**20:.0f} MiB more on rank {rank}, which its device has not; {way_out}")

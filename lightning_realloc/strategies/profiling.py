@@ -31,8 +31,9 @@ from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.runtime.agreement import TransportName
 from lightning_realloc.runtime.packed_forward import packed_logits, sequence_scores, token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.profiler import Machine, Profiler, Subject
+from lightning_realloc.runtime.profiler import MOST_BLOCKS, MOST_DECODING_BLOCKS, Machine, Profiler, Subject
 from lightning_realloc.runtime.shared_memory import gather_objects
+from lightning_realloc.strategies.headroom import require_room
 from lightning_realloc.strategies.lockstep import Lockstep
 from lightning_realloc.tuning.dataflow import CallKind, Dataflow
 from lightning_realloc.tuning.memory_parts import RoleMemory, Workload
@@ -96,13 +97,13 @@ def profile_models(
     """Return what is known about the request's models on these ranks, measuring what is not. Collective.
 
     After ``seconds`` no more layouts are measured, and what was is not kept for later runs. None where nothing is known
-    and the time suffices for nothing.
+    and the time, or a device's memory, suffices for nothing.
     """
     begin = perf_counter()
     names, facts = shape_names(request), machine_facts(machine)
     path = None if cache is None else cache / f"{_digest(names, request)}.json"
     table = gather_objects(None if path is None or machine.rank else _read(path, facts))[0]
-    if table is None and seconds < LEAST_S:
+    if table is None and (seconds < LEAST_S or not _has_room(request, machine)):
         return None
     if table is None:
         table = _measure(request, machine, names, facts, seconds)
@@ -110,6 +111,28 @@ def profile_models(
         if path is not None and machine.rank == 0 and table.seconds < seconds:
             _write(path, table)
     return Profile(table, names)
+
+
+def _has_room(request: ProfileRequest, machine: Machine) -> bool:
+    """Whether every device has room for the models of a few blocks, beside what it holds; says so where not."""
+    needed = max(_needed_bytes(role, _grid(request, machine)) for role in request.described.values())
+    try:
+        require_room(needed, machine.device, what="measuring passes", way_out="plans are searched without measurements")
+    except PlanError as error:
+        if machine.rank == 0:
+            logger.warning("%s", error)
+        return False
+    return True
+
+
+def _needed_bytes(role: RoleMemory, grid: Grid) -> int:
+    """Return about what is measured of one role: models of both depths with and without its head, a copy of one with
+    gradients, and the logits of the largest micro-batch."""
+    blocks = sum(param.numel for param in role.model.params if param.section == "block") / max(1, role.model.num_blocks)
+    outside = sum(param.numel for param in role.model.params if param.section != "block")
+    depths = 2 * (1 + MOST_BLOCKS) + MOST_DECODING_BLOCKS + 2 * MOST_BLOCKS
+    logits = 0 if role.shape is None else max(size.tokens for size in grid.micro_batches) * role.shape.num_outputs
+    return int(4 * (depths * blocks + 7 * outside + 2 * logits))
 
 
 def _write(path: Path, table: ProfileTable) -> None:
@@ -331,7 +354,9 @@ def _decoder(machine: Machine) -> Callable[[nn.Module, dist.ProcessGroup | None,
 
         engine = GenerationEngine(model, max_slots=size.sequences, lockstep=tick)
         params = SamplingParams(max_new_tokens=num_steps + 2, ignore_eos=True, n=size.sequences)
-        engine.generate([[3] * size.prompt], params)
+        config: Any = model.config
+        room = getattr(config.get_text_config(), "max_position_embeddings", math.inf) - params.max_new_tokens
+        engine.generate([[3] * int(max(1, min(size.prompt, room)))], params)
         steps = [end - begin for begin, end in itertools.pairwise(ticks)]
         return steps[2:]  # the first one reads the prompt, the second is the first of its kind
 

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
@@ -27,6 +28,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.executor import ReallocationReport
 from lightning_realloc.runtime.packed_forward import token_logprobs
 from lightning_realloc.runtime.samples import Samples
+from lightning_realloc.runtime.shards import local_tensors
 from lightning_realloc.runtime.training import pack_columns
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
@@ -258,3 +260,34 @@ def test_max_steps_counts_iterations_and_another_trainer_goes_on_with_the_same_m
         assert after == before
         assert "the models were laid out by an earlier Trainer" in refusal
         assert "build the LightningModule anew" in refusal
+
+
+class Storage(PhaseCallback):
+    """Looks at what generation works on, and at what is trained."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[bool, bool, bool]] = []
+
+    def on_phase_end(self, trainer: L.Trainer, pl_module: L.LightningModule, phase: str) -> None:
+        """Note whether each of the two is wrapped, and whether they share storage."""
+        if phase == "actor.generate":
+            pool: Any = trainer.strategy.pool  # type: ignore[attr-defined]
+            home, used = pool.home("actor").model, pool.target(phase).model
+            pointers = [{n: t.data_ptr() for n, t in local_tensors(model).items()} for model in (home, used)]
+            self.seen.append((isinstance(home, FSDPModule), isinstance(used, FSDPModule), pointers[0] == pointers[1]))
+
+
+def _generates_where_copies_are_trained() -> tuple[list[tuple[bool, bool, bool]], Any, Any]:
+    storage, same = Storage(), calls(actor_train="dp2", actor_generate="dp2", reference_infer="dp2")
+    trained_apart = calls(actor_train="fsdp2", actor_generate="dp2", reference_infer="dp2")
+    outcomes = [
+        runs.train(runs.grpo(optimizer=DESCENT), plan, 2, Batches(2), callbacks=[storage])
+        for plan in (same, trained_apart)
+    ]
+    return storage.seen[:2], outcomes[0].tokens, outcomes[1].tokens
+
+
+def test_generation_beside_replicated_training_goes_round_fsdp_on_the_same_weights(workers: WorkerPool) -> None:
+    seen, tokens, expected = workers.run(_generates_where_copies_are_trained, world_size=2, init_process_group=False)[0]
+    assert seen == [(True, False, True)] * 2
+    assert tokens == expected, "the second iteration's tokens come from trained weights"
