@@ -76,6 +76,11 @@ class Found:
         pairs = zip(run.scores, self.scores, strict=False)
         return max([*of_losses, *(abs(a - b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))])
 
+    def num_scores_apart(self, start: str) -> int:
+        """Return how many samples of a tuned run have another score: another token was drawn, at the edge of two."""
+        pairs = zip(self.tuned[start].scores, self.scores, strict=False)
+        return sum(abs(a - b) > TOLERANCE for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
+
 
 def key(plan: Mapping[str, Any]) -> str:
     """Return a plan as text."""
@@ -133,6 +138,7 @@ def fill(report: BenchmarkReport, found: Found) -> None:
             slower_s=round(run.costs["slower"], 2),
             overhead=round(overhead(found, start), 4),
             difference=found.difference(start),
+            scores_apart=found.num_scores_apart(start),
             plan=describe(run.committed),
         )
 

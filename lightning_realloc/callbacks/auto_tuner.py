@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_realloc.callbacks.memory_monitor import MemoryMonitor
+from lightning_realloc.callbacks.memory_monitor import cheap_peak
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.callbacks.tuning_report import Measured, comparison, outcome
 from lightning_realloc.errors import ConfigError, LayoutError, PlanError, ReallocError
@@ -34,6 +34,9 @@ from lightning_realloc.tuning.tuner_steps import (
     TunerSettings,
     Watch,
 )
+
+QUICK_SEARCH_S = 0.2
+"""Of a search that only says how much there is to gain."""
 
 
 class AutoTuner(Callback):
@@ -249,7 +252,7 @@ class AutoTuner(Callback):
         own = (
             [seconds for seconds, _ in self._iterations],
             self._seconds_of_calls(trainer, asked.count),
-            _peak(trainer),
+            cheap_peak(trainer),
         )
         everyone = gather_objects(own)
         self._iterations.clear()
@@ -276,7 +279,9 @@ class AutoTuner(Callback):
         """Measure what passes take, where the time suffices; let rank 0 look for plans, and tell all."""
         strategy: Any = trainer.strategy
         begin = time.perf_counter()
-        profile = strategy.profile(self._typical, cache=self._cache, seconds=asked.profile_seconds)
+        # A faster plan makes the run shorter, and so what tuning may cost.
+        seconds = asked.profile_seconds * self._expected_share(trainer)
+        profile = strategy.profile(self._typical, cache=self._cache, seconds=seconds)
         if profile is not None:
             self._prospects = strategy.prospects(self._typical, profile)
         self.has_profile = profile is not None
@@ -290,6 +295,13 @@ class AutoTuner(Callback):
         took = max(gather_objects(time.perf_counter() - begin + self._profile_s))
         self._profile_s = 0.0
         self.tuner.searched(candidates, predicted_start_s=predicted, seconds=took, problem=problem)
+
+    def _expected_share(self, trainer: Trainer) -> float:
+        """Return the best plan's seconds over the running one's, by data sheets. The same on all ranks."""
+        share = 1.0
+        if trainer.is_global_zero and self._prospects is not None:
+            share = self._prospects.share_of_best(self.tuner.current, seconds=QUICK_SEARCH_S, seed=self.seed)
+        return float(trainer.strategy.broadcast(share, 0))
 
     def _propose(self, seconds: float) -> tuple[list[Candidate], float | None]:
         """Return plans to try, and what the one that runs should take."""
@@ -367,15 +379,6 @@ class AutoTuner(Callback):
             rank_zero_warn(
                 f"AutoTuner could not write its plan to {path}: {error}; the run goes on with it all the same"
             )
-
-
-def _peak(trainer: Trainer) -> int | None:
-    """Return this rank's peak bytes since the plan was installed, where counting them is free."""
-    device = trainer.strategy.root_device
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    if device.type != "cuda" or any(isinstance(callback, MemoryMonitor) for callback in callbacks):
-        return None  # the monitor sets the allocator's peak back at every call
-    return int(torch.cuda.max_memory_allocated(device))
 
 
 def _ranks_of(plan: ExecutionPlan) -> set[int]:

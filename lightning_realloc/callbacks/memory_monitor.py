@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_realloc.callbacks.phase import PhaseCallback
@@ -58,3 +59,12 @@ class MemoryMonitor(PhaseCallback):
         if self._meter is not None and self._is_running:
             self._is_running = False
             self._meter.stop()
+
+
+def cheap_peak(trainer: Trainer) -> int | None:
+    """Return this rank's peak bytes since the plan was installed, where counting them is free."""
+    device = trainer.strategy.root_device
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    if device.type != "cuda" or any(isinstance(callback, MemoryMonitor) for callback in callbacks):
+        return None  # the monitor sets the allocator's peak back at every call
+    return int(torch.cuda.max_memory_allocated(device))

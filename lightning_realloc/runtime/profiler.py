@@ -48,7 +48,9 @@ from lightning_realloc.tuning.readings import (
 )
 
 DECODE_STEPS = 6
-CROWDED_ROUNDS = 3
+RESERVE_S = 0.7
+"""For what is measured after passes: the optimizer and moves."""
+CROWDED_ROUNDS = 2
 """In which groups alone and side by side are timed in turn."""
 MOST_BLOCKS, MOST_DECODING_BLOCKS = 3, 6
 """Of a measured model: more divide the clock's noise by more, and take longer. Decoding reads weights again and again,
@@ -120,18 +122,19 @@ class Profiler:
 
         Tensor parallelism divides what is computed, and is measured at every size. What sharding and replicas add are
         weights and gradients on their way, the same for every size: each degree of each of the two is measured at one
-        size, without the other axes, and put on top of what tensor parallelism takes. Degrees that fill the
-        node come first; what the time does not suffice for is left out.
+        size, without the other axes, and put on top of what tensor parallelism takes. It is measured last; what the
+        time does not suffice for is left out.
         """
-        tasks: list[tuple[int, int, Callable[[], None]]] = []  # in the order of minus the degree, then of a number
+        tasks: list[tuple[int, int, Callable[[], None]]] = []  # shards and replicas first, the largest of them at once
         speaks: dict[Subject | None, Subject] = {}
         for number, (subject, dims) in enumerate(wanted.items()):
             self._measure_base(subject, 1, grid)
-            for tp in {one.tp for one in dims if one.tp > 1}:
-                tasks.append((-tp, 1 + number, partial(self._measure_base, subject, tp, grid)))
+            for tp in sorted({one.tp for one in dims if one.tp > 1}):
+                tasks.append((tp, number, partial(self._measure_base, subject, tp, grid)))
             if speaks.setdefault(subject.bare, subject) is subject:
-                for one in {alone for each in dims for alone in single_axes(each)}:
-                    tasks.append((-one.size, 0, partial(self._measure_addition, subject, one, grid)))
+                alone = {single for each in dims for single in single_axes(each)}
+                for one in sorted(alone, key=lambda one: one.degrees):
+                    tasks.append((-one.size, number, partial(self._measure_addition, subject, one, grid)))
         for _, _, task in sorted(tasks, key=lambda task: task[:2]):
             if not self._is_late:
                 task()
@@ -150,7 +153,7 @@ class Profiler:
     @property
     def _is_late(self) -> bool:
         """Whether the time is over, on every rank alike."""
-        return self._watch.elapsed_s >= self._seconds
+        return self._watch.elapsed_s >= self._seconds - RESERVE_S
 
     def _assembled(
         self, subject: Subject, speaker: Subject, dims: ParallelDims, grid: Grid
@@ -219,6 +222,8 @@ class Profiler:
         if not points:
             return {}
         shallow, deep = self._depths(subject, decodes=all(point.kind == "decode" for point in points))
+        if layout.dims.dp * layout.dims.fsdp > 1:
+            deep = shallow + 1  # gathers and reductions take long enough to show in one block
         few, many = (self._passed(subject, depth, layout, points) for depth in (shallow, deep))
         return {point: split(shallow, a, deep, b) for point, a, b in zip(points, few, many, strict=True)}
 

@@ -121,6 +121,16 @@ class Prospects:
                 found[plan] = self.seconds(plan, prices)
         return sorted((Candidate(plan, took) for plan, took in found.items()), key=lambda one: one.predicted_s)
 
+    def share_of_best(self, running: ExecutionPlan, *, seconds: float, seed: int) -> float:
+        """Return the seconds of the best plan that is found at once over those of the running one, at most 1."""
+        prices = self.estimate(self.lengths)
+        own = self.seconds(running, prices)
+        try:
+            found = self.propose(running, seconds=seconds, seed=seed)
+        except ReallocError:
+            return 1.0  # the search that follows says what is wrong
+        return min([1.0, *(one.predicted_s / own for one in found)]) if own else 1.0
+
     def _plans(
         self, prices: Estimator, start: ExecutionPlan, seconds: float, seed: int, clock: Callable[[], float]
     ) -> Iterator[ExecutionPlan]:

@@ -47,7 +47,7 @@ COOL_DOWN = 24
 """Iterations after a commit in which nothing is tuned again."""
 SEARCH_SHARE = 0.1
 """Of what tuning may still cost: a search takes no more. A faster plan shortens the run, and so what may be spent."""
-PROFILE_SHARE = 0.3
+PROFILE_SHARE = 0.4
 """Of it, for measuring passes before the search: where they are not known from an earlier run."""
 SHARE_FOR_TRIALS = 0.8
 """Of what tuning may cost, for trials to plan with; the rest is for what turns out to cost more than expected."""

@@ -123,7 +123,7 @@ def train(tuner: Watching | None, plan: Any, steps: int, *, load: Any = None, sa
 def tuned_and_untuned(folder: str) -> list[Kept]:
     """Train with a tuner, from a slow plan, and without; there is time to measure passes in a run of a thousand."""
     os.chdir(folder)
-    tuner = Watching(first=IMPOSSIBLE, profile_seconds=2.5, **FEW)
+    tuner = Watching(first=IMPOSSIBLE, **FEW)
     return [train(tuner, START, 1000, after=ITERATIONS), train(None, "heuristic", ITERATIONS)]
 
 
