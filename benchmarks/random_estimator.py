@@ -42,6 +42,10 @@ class RandomEstimator:
         """Return how many ranks there are for each core."""
         return 1.0 if self.cores_per_node is None else max(1.0, busy / self.cores_per_node)
 
+    def offload_seconds(self, num_bytes: float) -> float:
+        """Return what the data sheet says."""
+        return num_bytes / self.cluster.host_bytes_per_s
+
     def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
         """Return up to three units, divided among shards."""
         shards = layout.dims.tp * layout.dims.fsdp * layout.dims.pp

@@ -84,6 +84,10 @@ class ToyEstimator:
         """Return 1: nobody is in the way."""
         return 1.0
 
+    def offload_seconds(self, num_bytes: float) -> float:
+        """Return what the data sheet says."""
+        return num_bytes / self.cluster.host_bytes_per_s
+
     def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
         """Return 16 bytes of a trained weight at home, 2 of any other."""
         each = 16 if is_home and role in self.dataflow.trained_roles else 2

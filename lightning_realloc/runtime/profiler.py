@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_realloc.layout import AXES, Layout, ModelLayout, ParallelDims
-from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.runtime.agreement import TransportName
 from lightning_realloc.runtime.executor import Reallocation
-from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
+from lightning_realloc.runtime.offload import Carrier, carrier
 from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.parallelize import needs_fsdp, parallelize, tensor_parallelize
+from lightning_realloc.runtime.profile_subject import Machine, Subject
 from lightning_realloc.runtime.samples import Ragged, Samples
 from lightning_realloc.runtime.shards import local_tensors
 from lightning_realloc.runtime.stopwatch import REPEATS, Stopwatch
@@ -50,52 +46,12 @@ from lightning_realloc.tuning.readings import (
 DECODE_STEPS = 6
 RESERVE_S = 0.7
 """For what is measured after passes: the optimizer and moves."""
+OFFLOADED_BYTES = (1 << 20, 1 << 24)
 CROWDED_ROUNDS = 2
 """In which groups alone and side by side are timed in turn."""
 MOST_BLOCKS, MOST_DECODING_BLOCKS = 3, 6
 """Of a measured model: more divide the clock's noise by more, and take longer. Decoding reads weights again and again,
 and would find those of few blocks in the processor's cache."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Subject:
-    """A model whose passes are measured."""
-
-    key: str
-    """Name of its shape in the table."""
-    num_blocks: int
-    """Of the real model."""
-    num_outside: int
-    """Elements of the real model outside of blocks."""
-    build: Callable[[int], nn.Module]
-    """Number of blocks -> a model with full weights on the device, the same on every rank."""
-    forward: Callable[[nn.Module, PackedBatch], Tensor]
-    """What a call makes of a pack: one number per token or per sequence."""
-    is_trained: bool
-    new_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    decode: Callable[[nn.Module, dist.ProcessGroup | None, Size, int], Sequence[float]] | None = None
-    """(model, group that steps together, sequences and context, number) -> seconds of decoding steps; None: it does
-    not decode."""
-    tp_plan: Mapping[str, str] | None = None
-    bare: Subject | None = None
-    """The same blocks with next to nothing behind them, to measure blocks with; None for such a one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """This rank, and how it computes."""
-
-    meshes: MeshRegistry
-    device: torch.device
-    rank: int
-    world_size: int
-    cluster: ClusterSpec
-    copy_dtype: torch.dtype
-    mixed_precision: MixedPrecisionPolicy | None
-    """Of wrapped models that are trained."""
-    forward_context: Callable[[bool], AbstractContextManager[object]]
-    """Whether FSDP wraps the model -> the context of a training forward pass."""
-    clock: Callable[[], float] = time.perf_counter
 
 
 class Profiler:
@@ -215,6 +171,15 @@ class Profiler:
         self._machine.meshes.create([source, target])
         found = [self._move(subject, depth, source, target, transport) for depth in self._depths(subject)]
         return found[0][0], Curve.through((size, seconds) for _, size, seconds in found)
+
+    def offload(self) -> Curve:
+        """Return seconds until bytes that left the device are back, one rank at a time."""
+        layout, device = Layout(ParallelDims(), (0,)), self._machine.device
+        points = []
+        for size in OFFLOADED_BYTES:
+            here = torch.zeros(size, dtype=torch.uint8, device=device)
+            points.append((float(size), self._watch.slowest(layout, partial(_returns, here, carrier(device)))[0]))
+        return Curve.through(points)
 
     # ---- one layout
     def _read(self, subject: Subject, layout: Layout, points: Sequence[Point]) -> Readings:
@@ -354,6 +319,18 @@ class Profiler:
             optimizer.zero_grad(set_to_none=True)
 
         return run
+
+
+def _returns(here: Tensor, carries: Carrier) -> list[Callable[[], object]]:
+    """Return the way back of bytes that have been taken away."""
+    pairs = [(here, carries.room(here.numel()))]
+    carries.take_away(pairs)
+
+    def run() -> None:
+        carries.start_bringing(pairs)
+        carries.wait()
+
+    return [run]
 
 
 def _pack(size: Size, device: torch.device) -> Callable[[], PackedBatch]:

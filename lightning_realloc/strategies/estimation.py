@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.runtime.profiler import Machine
+from lightning_realloc.runtime.profile_subject import Machine
 from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.strategies.memory import memory_settings, with_callbacks
 from lightning_realloc.strategies.pool_builder import PoolBuilder

@@ -31,7 +31,8 @@ from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.runtime.agreement import TransportName
 from lightning_realloc.runtime.packed_forward import packed_logits, sequence_scores, token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.profiler import MOST_BLOCKS, MOST_DECODING_BLOCKS, Machine, Profiler, Subject
+from lightning_realloc.runtime.profile_subject import Machine, Subject
+from lightning_realloc.runtime.profiler import MOST_BLOCKS, MOST_DECODING_BLOCKS, Profiler
 from lightning_realloc.runtime.shared_memory import gather_objects
 from lightning_realloc.strategies.headroom import require_room
 from lightning_realloc.strategies.lockstep import Lockstep
@@ -210,6 +211,7 @@ def _measure(
         passes=passes,
         optimizer={one.key: profiler.optimizer(one) for one in subjects if one.is_trained},
         moves=dict(profiler.moves(largest, transport=name) for name in _transports(machine)),
+        offload=profiler.offload(),
         crowding=profiler.crowding,
     )
 

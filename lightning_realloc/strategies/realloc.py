@@ -28,7 +28,7 @@ from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.agreement import TransportName
 from lightning_realloc.runtime.host_memory import give_back_freed_memory
 from lightning_realloc.runtime.mailbox import Mailbox
-from lightning_realloc.runtime.profiler import Machine
+from lightning_realloc.runtime.profile_subject import Machine
 from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.runtime.shards import reshard
 from lightning_realloc.strategies.call_runner import CallRunner

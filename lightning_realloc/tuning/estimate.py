@@ -70,6 +70,9 @@ class Estimator(Protocol):
     def move_seconds(self, role: str, source: Layout, target: Layout) -> float:
         """Return how long a role's weights travel from their home to another layout, 0 between equal ones."""
 
+    def offload_seconds(self, num_bytes: float) -> float:
+        """Return how long a rank takes to have so many bytes back from its host."""
+
     def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
         """Return what a replica keeps between calls on the fullest rank of its layout."""
 

@@ -175,7 +175,9 @@ class MeasuredEstimator:
         """Return the measured degrees most like some others: of equal tp where there are any, then the largest."""
         known = {replace(key.dims, pp=1) for key in self.table.passes}
         fitting = [one for one in known if self.is_measured(call, one)]
-        return max(fitting, key=lambda one: (one.tp == dims.tp, one.fsdp == dims.fsdp, one.size), default=None)
+        return max(
+            fitting, key=lambda one: (one.tp == dims.tp, one.fsdp == dims.fsdp, one.size, one.degrees), default=None
+        )
 
     def move_seconds(self, role: str, source: Layout, target: Layout) -> float:
         """Return how long a role's weights travel from their home to another layout, 0 between equal ones.
@@ -202,6 +204,11 @@ class MeasuredEstimator:
             return size * weights.total / len(source.ranks)
         moved = traffic(weights, source, target, self.cluster)
         return size * max(moved.received, moved.sent_inside)
+
+    def offload_seconds(self, num_bytes: float) -> float:
+        """Return how long a rank takes to have so many bytes back from its host."""
+        curve = self.table.offload
+        return self.roofline.offload_seconds(num_bytes) if curve is None else curve(num_bytes)
 
     def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
         """Return what a replica keeps between calls on the fullest rank of its layout."""

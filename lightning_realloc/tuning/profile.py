@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -68,10 +68,6 @@ class Curve:
         (left, low), (right, high) = self.points[at - 1 : at + 1]
         return max(0.0, low + (high - low) * (size - left) / (right - left))
 
-    def covers(self, size: float) -> bool:
-        """Whether a size lies between measured ones, as far as a tenth outside."""
-        return 0.9 * self.points[0][0] <= size <= 1.1 * self.points[-1][0]
-
 
 @dataclass(frozen=True, slots=True)
 class Surface:
@@ -96,11 +92,6 @@ class Surface:
         (left, below), (right, above) = self.curves[at - 1 : at + 1]
         low, high = below(first), above(first)
         return max(0.0, low + (high - low) * (second - left) / (right - left))
-
-    def covers(self, first: float, second: float) -> bool:
-        """Whether both sizes lie between measured ones, as far as a tenth outside; a third for the second size."""
-        inside = self.curves[0][0] * 2 / 3 <= second <= self.curves[-1][0] * 4 / 3
-        return inside and all(curve.covers(first) for _, curve in self.curves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,20 +125,12 @@ class ProfileTable:
     """Model -> elements of a rank -> seconds to clip their gradients and to step."""
     moves: Mapping[str, Curve] = field(default_factory=dict)
     """Transport -> bytes of the busiest rank -> seconds of a reallocation."""
+    offload: Curve | None = None
+    """Bytes of a rank -> seconds until they are back from the host."""
     crowding: Mapping[int, Curve] = field(default_factory=dict)
     """Tensor-parallel degree -> busy ranks of a node -> how many times longer passes take than those of one group."""
     seconds: float = 0.0
     """What measuring took."""
-
-    def merged(self, other: ProfileTable) -> ProfileTable:
-        """Return this table with what another one adds or has measured again."""
-        return replace(
-            other,
-            passes={**self.passes, **other.passes},
-            optimizer={**self.optimizer, **other.optimizer},
-            moves={**self.moves, **other.moves},
-            seconds=self.seconds + other.seconds,
-        )
 
     def slowdown_of(self, busy: float, tp: int = 1) -> float:
         """Return how many times longer passes of groups of ``tp`` ranks take where so many ranks of a node are busy.
@@ -168,6 +151,7 @@ class ProfileTable:
             "seconds": self.seconds,
             "crowding": {str(tp): curve.points for tp, curve in self.crowding.items()},
             "moves": {name: curve.points for name, curve in self.moves.items()},
+            "offload": None if self.offload is None else self.offload.points,
             "optimizer": {name: curve.points for name, curve in self.optimizer.items()},
             "passes": [
                 {"model": key.model, "kind": key.kind, "dims": key.dims.degrees,
@@ -189,6 +173,7 @@ class ProfileTable:
                 seconds=float(content["seconds"]),
                 crowding={int(tp): _curve(points) for tp, points in content["crowding"].items()},
                 moves={name: _curve(points) for name, points in content["moves"].items()},
+                offload=None if content["offload"] is None else _curve(content["offload"]),
                 optimizer={name: _curve(points) for name, points in content["optimizer"].items()},
                 passes=dict(map(_read_pass, content["passes"])),
             )

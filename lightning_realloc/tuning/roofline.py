@@ -137,6 +137,10 @@ class RooflineEstimator:
         )
         return slowest + self.efficiency.call_s
 
+    def offload_seconds(self, num_bytes: float) -> float:
+        """Return how long a rank takes to have so many bytes back from its host."""
+        return num_bytes / self.cluster.host_bytes_per_s
+
     def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
         """Return what a replica keeps between calls on the fullest rank of its layout; a trained home its optimizer."""
         trains, settings = role in self.dataflow.trained_roles, self.settings

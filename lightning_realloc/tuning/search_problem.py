@@ -231,7 +231,7 @@ class Problem:
         for i, chosen in enumerate(state):
             seconds = self.least_seconds[i] if chosen is None else chosen.seconds
             if chosen is not None and self.timed[i] and self.calls[i].role in offload:
-                seconds += chosen.option.resident_bytes / self.cluster.host_bytes_per_s
+                seconds += self.estimator.offload_seconds(chosen.option.resident_bytes)
             durations += [moves[i], seconds]
         return durations
 

@@ -97,6 +97,7 @@ def test_a_run_measures_what_plans_can_ask_for_and_keeps_it(workers: WorkerPool,
     for times in first.passes.values():
         assert times.block(20, 12) + times.rest(20, 12) > 0
     assert first.crowding[1].points[0] == (1.0, 1.0) and first.slowdown_of(2) >= 1.0
+    assert first.offload is not None and 0 < first.offload(1 << 22) < 1.0, "4 MiB from a file in a second at most"
     assert tables["again"] == tables["first"], "the second time it is read from disk"
     hurried = ProfileTable.from_json(str(tables["in a hurry"]))
     assert {key.dims for key in hurried.passes} == {ParallelDims()}, "what is needed of every model"

@@ -49,6 +49,9 @@ class FixedEstimator:
     def slowdown(self, busy: int) -> float:
         return 1.0
 
+    def offload_seconds(self, num_bytes: float) -> float:
+        return num_bytes / self.cluster.host_bytes_per_s
+
     def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
         return 0
 

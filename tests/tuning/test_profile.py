@@ -24,6 +24,7 @@ def table() -> ProfileTable:
         optimizer={"llama": Curve(((10.0, 0.5),))},
         moves={"push": Curve(((1.0, 0.25), (3.0, 0.5)))},
         crowding={1: Curve(((1.0, 1.0), (2.0, 1.0), (4.0, 2.0))), 2: Curve(((2.0, 1.0), (4.0, 3.0)))},
+        offload=Curve(((1.0, 0.125), (2.0, 0.25))),
         seconds=1.25,
     )
 
@@ -75,22 +76,8 @@ def test_a_surface_is_linear_between_its_curves() -> None:
     assert surface(2, 30) == 10.0  # 6 and what lies between the curves once more
 
 
-def test_what_lies_far_from_every_point_is_not_covered() -> None:
-    surface = Surface.through([(10, 100, 1.0), (20, 100, 2.0)])
-    assert surface.covers(15, 100) and surface.covers(22, 120)
-    assert not surface.covers(40, 100) and not surface.covers(15, 200)
-
-
 def test_a_table_is_read_as_it_was_written() -> None:
     assert ProfileTable.from_json(table().to_json()) == table()
-
-
-def test_a_merged_table_has_what_either_has_and_the_newer_of_what_both_have() -> None:
-    newer = ProfileTable(machine={}, moves={"push": Curve(((1.0, 9.0),)), "direct": Curve(((1.0, 1.0),))}, seconds=1.0)
-    merged = table().merged(newer)
-    assert merged.moves == newer.moves
-    assert merged.passes == table().passes
-    assert merged.seconds == 2.25
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": 99}', table().to_json().replace("train_last", "nap")])
