@@ -30,6 +30,8 @@ NOTHING = "none"
 """The model of a role that is left out."""
 DEFAULT_SECONDS = 10.0
 MICRO_BATCH_TOKENS = 8192
+MOST_DEVICES = 4096
+"""Of a cluster that plans are priced for: 1,024 take a minute and half a gigabyte."""
 
 
 def plan_parser() -> ArgumentParser:
@@ -109,6 +111,8 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
         raise PlanError(f"--algorithm={flags.algorithm} is not one of {', '.join(ALGORITHMS)}")
     sources = _sources(flags)
     cluster = None if flags.cluster is None else ClusterSpec.parse(flags.cluster)
+    sweep = () if flags.sweep is None else _sweep(flags.sweep)
+    _refuse_too_many(cluster, sweep)
     budget = None if cluster is None else cluster.device_memory_bytes
     workload = Workload(
         num_sequences=flags.batch, prompt_tokens=flags.prompt_length, response_tokens=flags.response_length,
@@ -118,8 +122,20 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
     return PlanRequest(
         flags=flags, sources=sources, dataflow=ALGORITHMS[flags.algorithm].dataflow_of(sources), cluster=cluster,
         memory_budget=budget if flags.memory_per_device is None else parse_bytes(flags.memory_per_device),
-        workload=workload, sweep=() if flags.sweep is None else _sweep(flags.sweep),
+        workload=workload, sweep=sweep,
     )  # fmt: skip
+
+
+def _refuse_too_many(cluster: ClusterSpec | None, sweep: Sequence[int]) -> None:
+    """Refuse clusters that would fill a laptop's memory before anything is said of them."""
+    if cluster is None:
+        return
+    num_devices = max(cluster.num_nodes, *sweep, 0) * cluster.devices_per_node
+    if num_devices > MOST_DEVICES:
+        raise PlanError(
+            f"{num_devices:,} devices are more than the {MOST_DEVICES:,} that plans are searched for; ask about fewer "
+            f"nodes, and run several such clusters side by side"
+        )
 
 
 # ---- contradictions

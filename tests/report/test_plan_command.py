@@ -192,6 +192,8 @@ MISTAKES = [
     ((*ACTOR, *SMALL, "--secnds", "3"), "--secnds"),
     ((*ACTOR, "--cluster", "h100", "--seconds", "soon"), "soon"),
     ((*ACTOR, *SMALL, "--memory-per-device", "40MiB"), "lacks"),
+    ((*ACTOR, "--cluster", "h100:100000x8"), "800,000 devices are more than the 4,096"),
+    ((*ACTOR, "--cluster", "h100:1x8", "--sweep", "nodes=1,9999"), "79,992 devices are more than the 4,096"),
 ]  # fmt: skip
 
 
