@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_realloc.callbacks.memory_monitor import cheap_peak
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.callbacks.tuning_report import Measured, comparison, outcome
+from lightning_realloc.callbacks.tuning_resume import obstacle, ranks_of
 from lightning_realloc.errors import ConfigError, LayoutError, PlanError, ReallocError
 from lightning_realloc.runtime.shared_memory import gather_objects
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
@@ -80,6 +81,11 @@ class AutoTuner(Callback):
             drift_threshold=drift_threshold,
             margin=margin,
         )
+        for name, path in (("save_to", save_to), ("profile_cache", profile_cache)):
+            if path is not None and (not isinstance(path, str | Path) or not str(path)):
+                raise ConfigError(f"{name}={path!r} must be a path, or None for none")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ConfigError(f"seed={seed!r} must be a whole number")
         if save_to is not None and Path(save_to).suffix not in (".yaml", ".yml"):
             raise ConfigError(f"save_to={str(save_to)!r} is written as YAML; give it a name that ends with .yaml")
         self.save_to = save_to
@@ -139,7 +145,7 @@ class AutoTuner(Callback):
             raise ConfigError(f"AutoTuner cannot say what a plan takes: {error}; or leave the callback out") from error
         self._forget()
         restored, self._restored = self._restored, None
-        problem = None if restored is None else _obstacle(restored, strategy)
+        problem = None if restored is None else obstacle(restored, strategy)
         if problem is not None:
             rank_zero_info(f"AutoTuner begins anew: {problem}")
         if restored is None or problem is not None:
@@ -188,7 +194,7 @@ class AutoTuner(Callback):
         if self._tuner is None:
             return {}
         return {
-            "world_size": len(_ranks_of(self._tuner.current)),
+            "world_size": len(ranks_of(self._tuner.current)),
             "calls": [name for name, _ in self._tuner.current.calls],
             "began_at": self._began_at,
             "tuner": self._tuner.state_dict(),
@@ -379,22 +385,3 @@ class AutoTuner(Callback):
             rank_zero_warn(
                 f"AutoTuner could not write its plan to {path}: {error}; the run goes on with it all the same"
             )
-
-
-def _ranks_of(plan: ExecutionPlan) -> set[int]:
-    """Return every rank that a plan uses: all ranks of its run."""
-    return {rank for layout in plan.layouts for rank in layout.ranks}
-
-
-def _obstacle(state: Mapping[str, Any], strategy: Any) -> str | None:
-    """Return why a run cannot go on from a checkpoint's tuning; None where it can."""
-    calls = [name for name, _ in strategy.plan.calls]
-    if state["world_size"] != strategy.world_size:
-        return f"the checkpoint was tuned on {state['world_size']} ranks, this run has {strategy.world_size}"
-    if state["calls"] != calls:
-        return f"the checkpoint was tuned for {', '.join(state['calls'])}, this algorithm has {', '.join(calls)}"
-    known = [state["tuner"]["current"], *(trial["plan"] for trial in state["tuner"]["trials"])]
-    known += [] if state["yardstick"] is None else [state["yardstick"]["plan"]]
-    if strategy.plan not in map(ExecutionPlan.from_mapping, known):
-        return "this run was given another plan than the checkpoint's"
-    return None

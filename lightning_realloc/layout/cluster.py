@@ -60,9 +60,15 @@ class ClusterSpec:
     @classmethod
     def parse(cls, text: str) -> ClusterSpec:
         """Read ``"h100:16x8"`` (preset, nodes x devices per node) or ``"h100"`` (one node). Raises LayoutError."""
-        match = re.fullmatch(r"\s*([a-z0-9-]+)\s*(?::\s*([1-9][0-9]*)x([1-9][0-9]*)\s*)?", text)
+        match = re.fullmatch(r"\s*([a-z0-9-]+)\s*(?::\s*([1-9][0-9]*)x([1-9][0-9]*)\s*)?", text.lower())
+        preset_name = text.partition(":")[0].strip().lower()
+        if match is None and preset_name in PRESETS:
+            raise LayoutError(
+                f'cluster {text!r} must have at least one node of one device; write "{preset_name}:NODESxDEVICES", as '
+                f'in "{preset_name}:2x8"'
+            )
         if match is None or match[1] not in PRESETS:
-            near = difflib.get_close_matches(text.partition(":")[0].strip().lower(), PRESETS, n=2)
+            near = difflib.get_close_matches(preset_name, PRESETS, n=2)
             offer = f" (nearest: {', '.join(near)})" if near else ""
             raise LayoutError(
                 f'unknown cluster {text!r}{offer}; write "PRESET" or "PRESET:NODESxDEVICES", '

@@ -73,7 +73,9 @@ def _search(request: PlanRequest, write: Write) -> None:
     write(f"\nMemory of the fullest ranks\n{memory_table(best)}\n")
     write(f"\nBeside other plans\n{comparison_table(best, pricer.heuristic(), pricer.static())}\n")
     if request.flags.save is not None:
-        write(f"\nThe plan is in {request.flags.save}\n")
+        refused = "; --check refuses it, since it cannot start yet (see above)"
+        cannot_start = best.set_up_bytes > best.memory_budget
+        write(f"\nThe plan is in {request.flags.save}{refused if cannot_start else ''}\n")
 
 
 def _best(pricer: PlanPricer, request: PlanRequest) -> tuple[PricedPlan, SearchResult]:
@@ -113,9 +115,17 @@ def _save(priced: PricedPlan, request: PlanRequest) -> None:
 def _compare(request: PlanRequest, write: Write) -> None:
     pricer = _pricer(_task(request), request)
     files = tuple(request.flags.compare)
-    first, second = (pricer.price(ExecutionPlan.load(file)) for file in files)
+    first, second = (_priced_file(pricer, file, request) for file in files)
     write(f"{request.flags.algorithm} on {request.flags.cluster}\n{_setting(request)}\n")
     write(f"{compare_plans(first, second, (files[0], files[1]), request.flags.price_per_gpu_hour)}\n")
+
+
+def _priced_file(pricer: PlanPricer, file: str, request: PlanRequest) -> PricedPlan:
+    plan = ExecutionPlan.load(file)
+    try:
+        return pricer.price(plan)
+    except PlanError as error:
+        raise PlanError(f"plan file {file} under --algorithm={request.flags.algorithm}: {error}") from error
 
 
 def _sweep(request: PlanRequest, write: Write) -> None:

@@ -21,6 +21,8 @@ MOST_PEAKS = 4
 """Groups of ranks whose peaks are told."""
 MOST_STATIC = 3
 """Static plans that are told."""
+NARROW_SHARE = 0.92
+"""Of a device's memory: a forecast beyond it may be too close."""
 BAR = 32
 """Letters of the timeline's bars."""
 
@@ -91,7 +93,9 @@ def memory_table(priced: PricedPlan) -> str:
         most = max(inside, key=lambda entry: entry.parts.total).parts
         ranks = [entry.rank for entry in inside if entry.parts.total == most.total]
         rows.append((phase, f"{most.total / 2**30:.1f}", short_ranks(ranks), _largest(most)))
-    return "\n".join([aligned(rows, left=(0, 2, 3)), *(f"  {line}" for line in _peaks(priced)), *_set_up(priced)])
+    return "\n".join(
+        [aligned(rows, left=(0, 2, 3)), *(f"  {line}" for line in _peaks(priced)), *_narrow(priced), *_set_up(priced)]
+    )
 
 
 def _largest(parts: MemoryParts) -> str:
@@ -114,6 +118,14 @@ def _peaks(priced: PricedPlan) -> Iterator[str]:
         yield f"rank{'s' if len(ranks) > 1 else ''} {short_ranks(sorted(ranks))}: at most {total} of {room}, in {phase}"
     if len(groups) > MOST_PEAKS:
         yield f"the other ranks: less, down to {list(groups)[-1][0]}"
+
+
+def _narrow(priced: PricedPlan) -> Iterator[str]:
+    if priced.peak.parts.total > NARROW_SHARE * priced.memory_budget:
+        yield (
+            "  little is left for what is not forecast: fragments, libraries, errors of up to 9 % (docs/memory.md); "
+            "--memory-per-device finds a plan that needs less"
+        )
 
 
 def _set_up(priced: PricedPlan) -> Iterator[str]:

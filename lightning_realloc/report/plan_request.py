@@ -170,7 +170,15 @@ def _refuse_contradictions(flags: Any) -> None:
         value = flags[name]
         if value is not None and not 0 < value < float("inf"):
             raise PlanError(f"--{name.replace('_', '-')}={value:g} must be a positive number")
-    each = max(1, flags.responses_per_prompt)
+    for name in ("batch", "prompt_length", "response_length", "responses_per_prompt", "num_minibatches"):
+        if flags[name] < 1:
+            raise PlanError(f"--{name.replace('_', '-')}={flags[name]} must be at least 1")
+    if flags.num_minibatches > flags.batch:
+        raise PlanError(
+            f"--num-minibatches={flags.num_minibatches} divides the --batch={flags.batch} responses of an iteration; "
+            f"use {flags.batch} at most"
+        )
+    each = flags.responses_per_prompt
     if flags.batch % each:
         raise PlanError(
             f"--batch={flags.batch} counts responses, and must be a multiple of --responses-per-prompt={each}; "

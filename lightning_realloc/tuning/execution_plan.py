@@ -149,6 +149,8 @@ class ExecutionPlan:
             if not isinstance(content, Mapping):
                 raise PlanError("an execution plan is a mapping with the key 'calls'")
             return cls.from_mapping(content)
+        except UnicodeDecodeError as error:
+            raise PlanError(f"plan file {path} is not text; give a YAML file with the key 'calls'") from error
         except (OSError, yaml.YAMLError, PlanError) as error:
             raise PlanError(f"plan file {path}: {error}") from error
 

@@ -121,11 +121,19 @@ _sizes: Callable[[MemoryParts], tuple[int, ...]] = operator.attrgetter(*_PARTS)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
+LEAST_DEVICE_BYTES = 1 << 10
+"""What nobody means by a device's memory: a unit was forgotten."""
+
+
 def parse_bytes(size: int | str) -> int:
-    """Read ``"24GiB"``, ``"512MB"`` or a number of bytes. Raises PlanError for anything else, and for nothing."""
+    """Read ``"24GiB"``, ``"512MB"`` or a number of bytes. Raises PlanError for anything else, and for less
+    than any device has."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
     if match is None or match[2].upper() not in _UNITS or not float(match[1]):
         raise PlanError(
             f'{size!r} is no amount of memory; write bytes, or a number and a unit, as in "24GiB" or "24GB"'
         )
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    found = int(float(match[1]) * _UNITS[match[2].upper()])
+    if found < LEAST_DEVICE_BYTES:
+        raise PlanError(f'{size!r} is {found:,} bytes, no device\'s memory; was "{match[1]}GiB" meant?')
+    return found

@@ -20,18 +20,25 @@ def describe_need(problem: Problem, best: Score | None) -> str:
     cluster, budget = problem.cluster, problem.budget
     need = _least_peak(problem, cluster.num_nodes)
     missing = best.excess_bytes if best is not None else max(0, (need or 0) - budget)
-    here = f"{cluster.num_nodes} x {cluster.devices_per_node} devices with {budget} bytes each"
+    here = f"{cluster.num_nodes} x {cluster.devices_per_node} devices with {_bytes(budget)} each"
     nodes = _enough_nodes(problem)
     way_out = "no number of nodes that was tried would do; use devices with more memory, or smaller micro-batches"
     if nodes is not None:
-        way_out = f"{nodes} x {cluster.devices_per_node} such devices would do, or devices with that much more memory"
+        way_out = (
+            f"{nodes} x {cluster.devices_per_node} such devices would do with one layout for all calls, and fewer "
+            f"perhaps with several; or devices with that much more memory"
+        )
     if best is not None and best.idle_ranks and not best.excess_bytes:
         return (
             f"no plan uses all of {cluster.num_nodes} x {cluster.devices_per_node} devices: the best one leaves "
             f"{best.idle_ranks} without a call; use fewer devices"
         )
-    what = f"lacks {missing} bytes" if missing else "cannot run a call at all, as the estimator says"
+    what = f"lacks {_bytes(missing)}" if missing else "cannot run a call at all, as the estimator says"
     return f"no plan fits on {here}: the fullest rank of the best one {what}; {way_out}"
+
+
+def _bytes(size: int) -> str:
+    return f"{size:,} bytes ({size / 2**30:,.2f} GiB)" if size >= 2**27 else f"{size:,} bytes"
 
 
 def _enough_nodes(problem: Problem) -> int | None:

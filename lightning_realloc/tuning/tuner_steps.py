@@ -30,7 +30,11 @@ class TunerSettings:
     """A plan must save this share of the start's seconds to replace it."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_trials, int) or self.max_trials < 1:
+        for name in ("max_overhead", "search_seconds", "profile_seconds", "margin", "drift_threshold"):
+            value = getattr(self, name)
+            if not _is_number(value) and not (name == "drift_threshold" and value is None):
+                raise ConfigError(f"{name}={value!r} must be a number, as in 0.05")
+        if not isinstance(self.max_trials, int) or isinstance(self.max_trials, bool) or self.max_trials < 1:
             raise ConfigError(f"max_trials={self.max_trials!r} must be a whole number, at least 1; or use no AutoTuner")
         for name in ("max_overhead", "search_seconds", "profile_seconds"):
             value = getattr(self, name)
@@ -44,6 +48,10 @@ class TunerSettings:
             )
         if not 0 <= self.margin < 1:
             raise ConfigError(f"margin={self.margin} is a share of the start's seconds; use one in [0, 1), as in 0.02")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from lightning_realloc.algorithms.calls import train as trains
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.role import Role
 from lightning_realloc.callbacks import AutoTuner, ParameterReallocation
-from lightning_realloc.callbacks.auto_tuner import _obstacle
 from lightning_realloc.callbacks.tuning_report import Measured, comparison, outcome
+from lightning_realloc.callbacks.tuning_resume import obstacle
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.strategies import ReallocStrategy
@@ -201,11 +201,11 @@ def test_a_tuning_of_another_run_is_not_gone_on_with() -> None:
         "world_size": 4, "calls": [name for name, _ in plan(START).calls], "tuner": tuner.state_dict(),
         "yardstick": {"plan": OTHER, "lengths": []},
     }  # fmt: skip
-    assert _obstacle(state, Runs(plan(START), 4)) is None
-    assert _obstacle(state, Runs(plan(OTHER), 4)) is None  # what an earlier tuning began with
-    assert "tuned on 4 ranks, this run has 2" in str(_obstacle(state, Runs(plan(START), 2)))
-    assert "another plan than the checkpoint's" in str(_obstacle(state, Runs(plan(IMPOSSIBLE), 4)))
-    assert "this algorithm has actor.train" in str(_obstacle(state, Runs(plan(calls(actor_train="dp4")), 4)))
+    assert obstacle(state, Runs(plan(START), 4)) is None
+    assert obstacle(state, Runs(plan(OTHER), 4)) is None  # what an earlier tuning began with
+    assert "tuned on 4 ranks, this run has 2" in str(obstacle(state, Runs(plan(START), 2)))
+    assert "another plan than the checkpoint's" in str(obstacle(state, Runs(plan(IMPOSSIBLE), 4)))
+    assert "this algorithm has actor.train" in str(obstacle(state, Runs(plan(calls(actor_train="dp4")), 4)))
 
 
 # ---- watching
@@ -296,6 +296,11 @@ def test_arguments_without_sense_are_refused() -> None:
         AutoTuner(save_to="plan.json")
     with pytest.raises(ConfigError, match="max_trials=0 must be a whole number"):
         AutoTuner(max_trials=0)
+    for wrong in ({"max_overhead": "5%"}, {"margin": None}, {"drift_threshold": "big"}, {"save_to": 5},
+                  {"profile_cache": ""}, {"seed": 1.5}, {"max_trials": True}):  # fmt: skip
+        (name,) = wrong
+        with pytest.raises(ConfigError, match=f"{name}="):
+            AutoTuner(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="nothing is tuned yet"):
         _ = AutoTuner().tuner
 

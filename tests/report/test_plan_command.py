@@ -105,7 +105,7 @@ def test_a_sweep_tells_cost_and_where_nothing_fits(capsys: pytest.CaptureFixture
 
     assert rows[0][2:] == ["nothing", "fits"]
     assert re.search(
-        r"1 nodes: no plan fits on 1 x 2 devices .* lacks [0-9]+ bytes; [234] x 2 such devices would", text
+        r"1 nodes: no plan fits on 1 x 2 devices .* lacks [0-9,]+ bytes.*; [234] x 2 such devices would", text
     )
     for nodes, devices, seconds, speed_up, hours, price, *_ in rows[1:]:
         assert int(devices) == 2 * int(nodes)
@@ -192,6 +192,10 @@ MISTAKES = [
     ((*ACTOR, *SMALL, "--secnds", "3"), "--secnds"),
     ((*ACTOR, "--cluster", "h100", "--seconds", "soon"), "soon"),
     ((*ACTOR, *SMALL, "--memory-per-device", "40MiB"), "lacks"),
+    ((*ACTOR, "--cluster", "h100:0x8"), "cluster 'h100:0x8' must have at least one node"),
+    ((*ACTOR, *SMALL, "--memory-per-device", "24"), "was \"24GiB\" meant?"),
+    ((*ACTOR, *SMALL, "--batch", "0"), "--batch=0 must be at least 1"),
+    ((*ACTOR, *SMALL, "--num-minibatches", "1000"), "use 16 at most"),
     ((*ACTOR, "--cluster", "h100:100000x8"), "800,000 devices are more than the 4,096"),
     ((*ACTOR, "--cluster", "h100:1x8", "--sweep", "nodes=1,9999"), "79,992 devices are more than the 4,096"),
 ]  # fmt: skip
@@ -214,5 +218,5 @@ def test_a_mistake_ends_with_one_line_and_code_2(
 def test_a_budget_that_is_too_small_tells_what_would_do() -> None:
     text = refused("--actor", "Qwen/Qwen2.5-7B", "--cluster", "a100-80g:1x2", "--memory-per-device", "40GiB")
     assert re.search(
-        r"lacks [0-9]+ bytes; [0-9]+ x 2 such devices would do, or devices with that much more memory", text
+        r"lacks [0-9,]+ bytes.*; [0-9]+ x 2 such devices would do .*or devices with that much more memory", text
     )

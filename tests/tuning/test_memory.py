@@ -149,9 +149,16 @@ def test_an_alternative_is_offered_only_where_it_fits() -> None:
     assert text is not None and "no change of one call makes it fit" in text
 
 
-@pytest.mark.parametrize(("text", "size"), [("24GiB", 24 << 30), ("1.5 GB", 1_500_000_000), (4096, 4096), ("7b", 7)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GiB", 24 << 30), ("1.5 GB", 1_500_000_000), (4096, 4096), ("7000b", 7000)]
+)
 def test_amounts_of_memory_are_read(text: str | int, size: int) -> None:
     assert parse_bytes(text) == size
+
+
+def test_an_amount_without_its_unit_is_refused() -> None:
+    with pytest.raises(PlanError, match=r'24 bytes, no device.s memory; was "24GiB" meant'):
+        parse_bytes(24)
 
 
 @pytest.mark.parametrize("text", ["24 apples", "", "0", "-3GB", "GiB"])
