@@ -69,7 +69,7 @@ class AutoTuner(Callback):
         profile_seconds: float = 30.0,
         save_to: str | Path | None = "execution_plan.yaml",
         drift_threshold: float | None = 0.3,
-        margin: float = 0.02,
+        margin: float = 0.05,
         profile_cache: str | Path | None = "~/.cache/lightning-realloc/profiles",
         seed: int = 0,
     ) -> None:

@@ -64,8 +64,8 @@ class ClusterSpec:
         preset_name = text.partition(":")[0].strip().lower()
         if match is None and preset_name in PRESETS:
             raise LayoutError(
-                f'cluster {text!r} must have at least one node of one device; write "{preset_name}:NODESxDEVICES", as '
-                f'in "{preset_name}:2x8"'
+                f'cluster {text!r} must have at least one node of one device; write "PRESET" or '
+                f'"PRESET:NODESxDEVICES", as in "{preset_name}:2x8", with a preset of {", ".join(PRESETS)}'
             )
         if match is None or match[1] not in PRESETS:
             near = difflib.get_close_matches(preset_name, PRESETS, n=2)

@@ -25,7 +25,7 @@ _KINDS: Mapping[CallKind, tuple[PassKind, ...]] = {
     "generate": ("infer", "decode"), "infer": ("infer",), "train": ("train", "train_last", "infer"),
 }  # fmt: skip
 """Passes that a call is made of; inference of a training call is what checkpointing computes again."""
-CAUTION = 1.5
+CAUTION = 3.0
 """What was not measured must look better by so much to be preferred to what was."""
 _MAX_MOVES = 100_000
 """Of which seconds are kept."""

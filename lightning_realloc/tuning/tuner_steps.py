@@ -26,7 +26,7 @@ class TunerSettings:
     """Of measuring passes on the ranks, about at most."""
     drift_threshold: float | None = 0.3
     """Tune again when seconds, or work, have changed by this share; None: never."""
-    margin: float = 0.02
+    margin: float = 0.05
     """A plan must save this share of the start's seconds to replace it."""
 
     def __post_init__(self) -> None:

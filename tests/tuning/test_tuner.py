@@ -29,7 +29,7 @@ from lightning_realloc.tuning.tuner_steps import (
 TEXTS = ("fsdp4@0-3", "dp4@0-3", "tp4@0-3", "dp2.tp2@0-3", "fsdp2.tp2@0-3", "dp2.fsdp2@0-3", "pp2.dp2@0-3")
 PLANS = tuple(ExecutionPlan((("actor.train", CallPlan(Layout.parse(text))),)) for text in TEXTS)
 START, *OTHERS = PLANS
-GENEROUS = TunerSettings(max_overhead=1.0, search_seconds=0.5, max_trials=6)
+GENEROUS = TunerSettings(max_overhead=1.0, search_seconds=0.5, max_trials=6, margin=0.02)
 
 
 def alike(_: int) -> float:
