@@ -128,10 +128,6 @@ class Tuner:
             return None
         return self._typical().seconds / self._usual.seconds
 
-    def is_known_to_fail(self, plan: ExecutionPlan) -> bool:
-        """Whether a plan failed before."""
-        return plan.digest in self._failed
-
     # ---- what is told
     def measured(self, readings: Sequence[Reading]) -> None:
         """Take in the iterations that `Measure` asked for, those that do not count first."""
