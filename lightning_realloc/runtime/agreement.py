@@ -18,7 +18,7 @@ from lightning_realloc.layout import ClusterSpec, ModelLayout, format_ranks
 from lightning_realloc.realloc.plan import ReallocationPlan
 from lightning_realloc.realloc.planner import plan_reallocation
 from lightning_realloc.realloc.publication import PublicationPlan, plan_publication
-from lightning_realloc.runtime.shared_memory import gather_objects
+from lightning_realloc.runtime.objects import gather_objects
 
 TransportName = Literal["auto", "push", "direct"]
 """How weights travel: through shared memory of one host, from rank to rank, or as probing decides."""

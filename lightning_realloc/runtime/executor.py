@@ -19,7 +19,8 @@ from lightning_realloc.realloc.plan import ReallocationPlan
 from lightning_realloc.realloc.publication import PublicationPlan
 from lightning_realloc.realloc.schedule import schedule_transfers
 from lightning_realloc.runtime.agreement import Agreement, Request, TransportName, agree_on_plan, agree_on_request
-from lightning_realloc.runtime.shared_memory import SharedSegment, aligned, gather_objects, share_segment
+from lightning_realloc.runtime.objects import gather_objects
+from lightning_realloc.runtime.shared_memory import SharedSegment, aligned, share_segment
 from lightning_realloc.runtime.transport import (
     PACK_BELOW_BYTES,
     Arena,

@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_realloc.errors import ReallocError
+from lightning_realloc.runtime.objects import gather_objects
 
 HEADER_BYTES = mmap.PAGESIZE
 """The first page holds the token and the flags; it stays when the contents are released."""
@@ -199,15 +199,6 @@ def _obstacle_among(facts: Mapping[int, tuple[str, str | None]]) -> str | None:
     if len(facts) > MAX_MEMBERS:
         return f"{len(facts)} ranks would share a segment, at most {MAX_MEMBERS} can"
     return None
-
-
-def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return what every rank of the group passed, in the group's order. Collective over ``group``."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 class FlagBarrier:

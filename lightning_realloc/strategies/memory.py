@@ -11,7 +11,8 @@ import torch
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.errors import PlanError
 from lightning_realloc.runtime.model_spec import describe_model
-from lightning_realloc.runtime.shared_memory import gather_objects, shared_memory_obstacle
+from lightning_realloc.runtime.objects import gather_objects
+from lightning_realloc.runtime.shared_memory import shared_memory_obstacle
 from lightning_realloc.strategies.model_pool import PoolOptions
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import ExecutionPlan

@@ -23,9 +23,9 @@ from lightning_realloc.runtime.agreement import TransportName
 from lightning_realloc.runtime.executor import Reallocation, ReallocationReport
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
+from lightning_realloc.runtime.objects import gather_objects
 from lightning_realloc.runtime.parallelize import needs_fsdp, parallelize, tensor_parallelize
 from lightning_realloc.runtime.shards import bind_tensors, local_tensors, own_storage, reshard, vacate
-from lightning_realloc.runtime.shared_memory import gather_objects
 from lightning_realloc.runtime.stage import cut_stage
 from lightning_realloc.runtime.training_mode import enable_activation_checkpointing
 from lightning_realloc.runtime.twin import make_skeleton
@@ -190,9 +190,10 @@ class ModelPool:
         bind_tensors(model, tensors)
         model.to(self._options.device)
         frozen = {name for name, parameter in old.model.named_parameters() if not parameter.requires_grad}
-        everywhere = set().union(*gather_objects(frozen))  # this rank may know one stage of the old model
+        if old.layout.dims.pp > 1:  # this rank may know one stage of the old model
+            frozen = set().union(*gather_objects(frozen))
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name not in everywhere)
+            parameter.requires_grad_(name not in frozen)
         return model.train(old.model.training)
 
     def _prepare_copy(self, role: str, model: nn.Module, target: ModelLayout) -> nn.Module:
