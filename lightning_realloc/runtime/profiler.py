@@ -26,7 +26,7 @@ from lightning_realloc.runtime.parallelize import needs_fsdp, parallelize, tenso
 from lightning_realloc.runtime.profile_subject import Machine, Subject
 from lightning_realloc.runtime.samples import Ragged, Samples
 from lightning_realloc.runtime.shards import local_tensors
-from lightning_realloc.runtime.stopwatch import REPEATS, Stopwatch
+from lightning_realloc.runtime.stopwatch import Stopwatch
 from lightning_realloc.runtime.tensor_parallel import slice_parameters
 from lightning_realloc.runtime.training import pack_columns
 from lightning_realloc.runtime.training_mode import set_training_mode
@@ -37,18 +37,20 @@ from lightning_realloc.tuning.readings import (
     Readings,
     Size,
     put_on_top,
-    single_axes,
     split,
     surfaces,
     without_reduction,
+    without_tp,
 )
 
 DECODE_STEPS = 6
 RESERVE_S = 0.7
-"""For what is measured after passes: the optimizer and moves."""
-OFFLOADED_BYTES = (1 << 20, 1 << 24)
-CROWDED_ROUNDS = 2
-"""In which groups alone and side by side are timed in turn."""
+"""For what is measured after passes: the optimizer, moves and offload."""
+OFFLOADED_BYTES = (1 << 18, 1 << 22)
+LEAST_CROWDED_S = 0.01
+"""In which ranks are timed side by side: they do not begin at quite the same time."""
+MOVES = 2
+"""Timed reallocations, after one that is not."""
 MOST_BLOCKS, MOST_DECODING_BLOCKS = 3, 6
 """Of a measured model: more divide the clock's noise by more, and take longer. Decoding reads weights again and again,
 and would find those of few blocks in the processor's cache."""
@@ -65,8 +67,12 @@ class Profiler:
         self._machine = machine
         self._wholes: dict[tuple[str, int], nn.Module] = {}
         self._bases: dict[tuple[str, int], Readings] = {}
+        self._probed: dict[str, Readings] = {}
+        """Of one rank, what additions are held against."""
         self._additions: dict[tuple[str, ParallelDims], Readings] = {}
         self._crowding: dict[int, Curve] = {}
+        self._optimizers: dict[str, Curve] = {}
+        """By kind and settings."""
         self._seconds = seconds
         self._watch = Stopwatch(
             meshes=machine.meshes, device=machine.device, rank=machine.rank, world_size=machine.world_size,
@@ -77,22 +83,21 @@ class Profiler:
         """Return how long models' passes take under some degrees, on the first ranks, all others waiting.
 
         Tensor parallelism divides what is computed, and is measured at every size. What sharding and replicas add are
-        weights and gradients on their way, the same for every size: each degree of each of the two is measured at one
-        size, without the other axes, and put on top of what tensor parallelism takes. It is measured last; what the
-        time does not suffice for is left out.
+        weights and gradients on their way, the same for every size: each pair of their degrees is measured at one size,
+        without tensor parallelism, and put on top of what that takes. What the time does not suffice for is left out:
+        the largest groups first, and tensor parallelism before all others.
         """
-        tasks: list[tuple[int, int, Callable[[], None]]] = []  # shards and replicas first, the largest of them at once
+        tasks: list[tuple[tuple[int, int, int], Callable[[], None]]] = []
         speaks: dict[Subject | None, Subject] = {}
         for number, (subject, dims) in enumerate(wanted.items()):
             self._measure_base(subject, 1, grid)
             for tp in sorted({one.tp for one in dims if one.tp > 1}):
-                tasks.append((tp, number, partial(self._measure_base, subject, tp, grid)))
+                tasks.append(((1, tp, number), partial(self._measure_base, subject, tp, grid)))
             if speaks.setdefault(subject.bare, subject) is subject:
-                alone = {single for each in dims for single in single_axes(each)}
-                for one in sorted(alone, key=lambda one: one.degrees):
-                    tasks.append((-one.size, number, partial(self._measure_addition, subject, one, grid)))
-        for _, _, task in sorted(tasks, key=lambda task: task[:2]):
-            if not self._is_late:
+                for one in {without_tp(each) for each in dims} - {ParallelDims()}:
+                    tasks.append(((0, one.size, one.fsdp), partial(self._measure_addition, subject, one, grid)))
+        for _, task in sorted(tasks, key=lambda task: task[0]):
+            if not self.is_late:
                 task()
         return {
             PassKey(subject.key, kind, one): times
@@ -107,7 +112,7 @@ class Profiler:
         return dict(self._crowding)
 
     @property
-    def _is_late(self) -> bool:
+    def is_late(self) -> bool:
         """Whether the time is over, on every rank alike."""
         return self._watch.elapsed_s >= self._seconds - RESERVE_S
 
@@ -118,13 +123,12 @@ class Profiler:
 
         ``speaker`` has the same blocks; what shards and replicas add was measured with it.
         """
-        base = self._bases.get((subject.key, dims.tp))
-        parts = [self._additions.get((speaker.key, alone)) for alone in single_axes(dims)]
-        if base is None or None in parts:
+        base, alone = self._bases.get((subject.key, dims.tp)), without_tp(dims)
+        added = self._additions.get((speaker.key, alone), {} if alone.size == 1 else None)
+        if base is None or added is None:
             return {}
-        added = dict(zip(single_axes(dims), parts, strict=True))
         outside = subject.num_outside / max(1, speaker.num_outside)
-        return surfaces(put_on_top(base, dims, added, self._crowding, outside), grid)  # type: ignore[arg-type]
+        return surfaces(put_on_top(base, dims, added, self._crowding, outside), grid)
 
     def _measure_base(self, subject: Subject, tp: int, grid: Grid) -> None:
         """Time what tensor parallelism takes: blocks with the bare model, whose head does not hide them."""
@@ -141,11 +145,14 @@ class Profiler:
         self._bases[subject.key, tp] = base | self._read(subject, layout, _steps(subject, grid))
 
     def _measure_addition(self, subject: Subject, dims: ParallelDims, grid: Grid) -> None:
-        """Time what one axis adds to the base, to a block and to the rest; less than nothing is noise."""
+        """Time what replicas and shards add to the base, to a block and to the rest; less than nothing is noise."""
         layout = Layout(dims, tuple(range(dims.size)))
         self._machine.meshes.create([layout])
         probes = [point for point in _probes(subject, grid) if dims.dp == 1 or point.kind.startswith("train")]
-        base, crowding = self._bases[subject.key, 1], self._crowding[1](dims.size)
+        if subject.key not in self._probed:
+            alone = [point for point in _probes(subject, grid) if point.kind != "train_last"]
+            self._probed[subject.key] = self._read(subject, Layout(ParallelDims(), (0,)), alone)
+        base, crowding = self._probed[subject.key], self._crowding[1](dims.size)
         added = {}
         for point, (block, rest) in self._read(subject, layout, probes).items():
             without = base[Point(without_reduction(point.kind), point.size)]
@@ -158,10 +165,11 @@ class Profiler:
         counts = sorted({tp, min(2 * tp, busiest), max(tp, busiest // 2 // tp * tp), busiest // tp * tp})
         layouts = [Layout(ParallelDims(dp=count // tp, tp=tp), tuple(range(count))) for count in counts]
         self._machine.meshes.create(layouts)
-        point = [Point("infer", size)]
-        rounds = [[self._passed(subject, 1, layout, point)[0] for layout in layouts] for _ in range(CROWDED_ROUNDS)]
-        fastest = [min(times) for times in zip(*rounds, strict=True)]
-        return Curve.through((count, max(1.0, took / fastest[0])) for count, took in zip(counts, fastest, strict=True))
+        point = Point("infer", size)
+        alone = self._passed(subject, 1, layouts[0], [point])[0]
+        count = max(1, math.ceil(LEAST_CROWDED_S / alone)) if alone else 1
+        taken = [self._passed(subject, 1, layout, [point], in_a_row=count)[0] for layout in layouts]
+        return Curve.through((busy, max(1.0, took / taken[0])) for busy, took in zip(counts, taken, strict=True))
 
     def moves(self, subject: Subject, *, transport: TransportName) -> tuple[str, Curve]:
         """Return how weights travel, and seconds over the bytes that the busiest rank writes, or receives."""
@@ -169,8 +177,8 @@ class Profiler:
         source = Layout(ParallelDims(fsdp=world), tuple(range(world)))
         target = Layout(ParallelDims(dp=world), tuple(range(world)))
         self._machine.meshes.create([source, target])
-        found = [self._move(subject, depth, source, target, transport) for depth in self._depths(subject)]
-        return found[0][0], Curve.through((size, seconds) for _, size, seconds in found)
+        name, size, seconds = self._move(subject, self._depths(subject)[1], source, target, transport)
+        return name, Curve(((float(size), seconds),))
 
     def offload(self) -> Curve:
         """Return seconds until bytes that left the device are back, one rank at a time."""
@@ -187,25 +195,29 @@ class Profiler:
         if not points:
             return {}
         shallow, deep = self._depths(subject, decodes=all(point.kind == "decode" for point in points))
-        if layout.dims.dp * layout.dims.fsdp > 1:
-            deep = shallow + 1  # gathers and reductions take long enough to show in one block
         few, many = (self._passed(subject, depth, layout, points) for depth in (shallow, deep))
         return {point: split(shallow, a, deep, b) for point, a, b in zip(points, few, many, strict=True)}
 
-    def _passed(self, subject: Subject, depth: int, layout: Layout, points: Sequence[Point]) -> list[float]:
-        """Return the seconds of passes through so many blocks."""
-        return self._watch.slowest(layout, lambda: self._works(subject, depth, layout, points), count=len(points))
+    def _passed(
+        self, subject: Subject, depth: int, layout: Layout, points: Sequence[Point], *, in_a_row: int = 1
+    ) -> list[float]:
+        """Return the seconds of passes through so many blocks, or of some passes ``in_a_row``."""
+
+        def works() -> Iterator[Callable[[], object] | float]:
+            for work in self._works(subject, depth, layout, points):
+                yield work if in_a_row == 1 or isinstance(work, float) else partial(_repeat, work, in_a_row)
+
+        return self._watch.slowest(layout, works, count=len(points))
 
     def _works(
         self, subject: Subject, depth: int, layout: Layout, points: Sequence[Point]
-    ) -> Iterator[Callable[[], object] | list[float]]:
-        """Yield what is to be timed on this rank, or the times of decoding, which takes them itself."""
+    ) -> Iterator[Callable[[], object] | float]:
+        """Yield what is to be timed on this rank, or the time of decoding, which takes it itself."""
         models: dict[bool, nn.Module] = {}
         for kind, size in points:
             trains = kind.startswith("train")
             if trains not in models:
-                lay_out = self._copy_for_training if trains else self._copy_for_inference
-                models[trains] = lay_out(subject, depth, layout)
+                models[trains] = self._laid_out(subject, depth, layout, trains=trains)
             pack = _pack(size, self._machine.device)
             if kind == "decode":
                 yield self._decoded(subject, models[False], layout, size)
@@ -213,6 +225,8 @@ class Profiler:
                 yield self._infer_pass(subject, models[False], pack)
             else:
                 yield self._train_pass(subject, models[True], pack, is_last=kind == "train_last")
+        for model in models.values():
+            model.zero_grad(set_to_none=True)  # passes that reduce nothing keep adding to it
 
     def _infer_pass(self, subject: Subject, model: nn.Module, pack: Callable[[], PackedBatch]) -> Callable[[], object]:
         def run() -> object:
@@ -237,13 +251,13 @@ class Profiler:
 
         return run
 
-    def _decoded(self, subject: Subject, model: nn.Module, layout: Layout, size: Size) -> list[float]:
+    def _decoded(self, subject: Subject, model: nn.Module, layout: Layout, size: Size) -> float:
         assert subject.decode is not None, "points of decoding are for models that do"
         meshes = self._machine.meshes
         self._watch.meet(meshes.group(layout, *AXES))
         num_steps = DECODE_STEPS if layout.dims.fsdp == 1 else 2  # sharded ones are long
         seconds = subject.decode(model, meshes.group(layout, "fsdp"), size, num_steps)
-        return [median(seconds)] * REPEATS
+        return median(seconds)
 
     # ---- models
     def _depths(self, subject: Subject, *, decodes: bool = False) -> tuple[int, int]:
@@ -251,13 +265,25 @@ class Profiler:
         return 1, max(2, min(subject.num_blocks, MOST_DECODING_BLOCKS if decodes else MOST_BLOCKS))
 
     def _whole(self, subject: Subject, depth: int) -> nn.Module:
+        """Return an undivided model, ready for a backward pass without dropout, which is as it should be for others."""
         if (subject.key, depth) not in self._wholes:
-            self._wholes[subject.key, depth] = subject.build(depth)
+            model = subject.build(depth).requires_grad_(True)
+            set_training_mode(model, dropout=False)
+            self._wholes[subject.key, depth] = model
         return self._wholes[subject.key, depth]
 
-    def _copy_for_inference(self, subject: Subject, depth: int, layout: Layout) -> nn.Module:
+    def _laid_out(self, subject: Subject, depth: int, layout: Layout, *, trains: bool) -> nn.Module:
+        """Return this rank's part of a model: the whole one itself where nothing divides it, else a copy."""
+        whole, dims, copy_dtype = self._whole(subject, depth), layout.dims, self._machine.copy_dtype
+        is_divided = dims.tp * dims.fsdp > 1 or (trains and dims.dp > 1)
+        if not is_divided and (trains or all(one.dtype == copy_dtype for one in whole.parameters())):
+            return whole
+        copied = copy.deepcopy(whole)
+        return self._divide_for_training(subject, copied, layout) if trains else self._divide(subject, copied, layout)
+
+    def _divide(self, subject: Subject, model: nn.Module, layout: Layout) -> nn.Module:
         machine = self._machine
-        model = copy.deepcopy(self._whole(subject, depth)).to(machine.copy_dtype).requires_grad_(False).eval()
+        model = model.to(machine.copy_dtype).requires_grad_(False)
         target = ModelLayout(describe_model(model, tp_plan=subject.tp_plan), layout)
         if needs_fsdp(model, layout):
             return parallelize(model, target, machine.meshes, tp_plan=subject.tp_plan)
@@ -265,14 +291,11 @@ class Profiler:
             slice_parameters(model, target, machine.rank)
         return model
 
-    def _copy_for_training(self, subject: Subject, depth: int, layout: Layout) -> nn.Module:
+    def _divide_for_training(self, subject: Subject, model: nn.Module, layout: Layout) -> nn.Module:
         machine = self._machine
-        model = copy.deepcopy(self._whole(subject, depth)).requires_grad_(True)
         policy = machine.mixed_precision if needs_fsdp(model, layout) else None
         target = ModelLayout(describe_model(model, tp_plan=subject.tp_plan), layout)
-        parallelize(model, target, machine.meshes, mixed_precision=policy, tp_plan=subject.tp_plan)
-        set_training_mode(model, dropout=False)
-        return model
+        return parallelize(model, target, machine.meshes, mixed_precision=policy, tp_plan=subject.tp_plan)
 
     # ---- reallocations and steps
     def _move(
@@ -289,22 +312,22 @@ class Profiler:
             dtype=machine.copy_dtype, device=machine.device, cluster=machine.cluster, transport=transport,
         )  # fmt: skip
         reallocation.run()
-        took = min(reallocation.run().seconds for _ in range(REPEATS))
+        took = min(reallocation.run().seconds for _ in range(MOVES))
         size = spec.num_elements * machine.copy_dtype.itemsize
         reallocation.release()
         by_push = reallocation.transport == "push"  # every rank writes its shard once, and receives all others
-        return reallocation.transport, size / machine.world_size if by_push else size, self._watch.agreed([[took]])[0]
+        return reallocation.transport, size / machine.world_size if by_push else size, self._watch.agreed([took])[0]
 
     def optimizer(self, subject: Subject) -> Curve:
-        """Return seconds to clip and step over a rank's elements, one rank at a time."""
-        layout = Layout(ParallelDims(), (0,))
-        points = []
-        for depth in self._depths(subject):
-            model = copy.deepcopy(self._whole(subject, depth)).requires_grad_(True)
+        """Return seconds to clip and step over a rank's elements, one rank at a time; measured once of equal ones."""
+        layout, model = Layout(ParallelDims(), (0,)), self._whole(subject, self._depths(subject)[1])
+        chosen = subject.new_optimizer([nn.Parameter(torch.zeros(1))])
+        kind = f"{type(chosen).__qualname__} {chosen.defaults}"
+        if kind not in self._optimizers:
             elements = sum(parameter.numel() for parameter in model.parameters())
-            took = self._watch.slowest(layout, lambda model=model: [self._optimizer_step(subject, model)])[0]  # type: ignore[misc]
-            points.append((float(elements), took))
-        return Curve.through(points)
+            took = self._watch.slowest(layout, lambda: [self._optimizer_step(subject, copy.deepcopy(model))])[0]
+            self._optimizers[kind] = Curve(((float(elements), took),))
+        return self._optimizers[kind]
 
     def _optimizer_step(self, subject: Subject, model: nn.Module) -> Callable[[], object]:
         parameters = list(model.parameters())
@@ -319,6 +342,11 @@ class Profiler:
             optimizer.zero_grad(set_to_none=True)
 
         return run
+
+
+def _repeat(work: Callable[[], object], count: int) -> None:
+    for _ in range(count):
+        work()
 
 
 def _returns(here: Tensor, carries: Carrier) -> list[Callable[[], object]]:
@@ -350,13 +378,11 @@ def _pack(size: Size, device: torch.device) -> Callable[[], PackedBatch]:
 
 def _passes(subject: Subject, grid: Grid) -> list[Point]:
     kinds: list[PassKind] = ["infer", "train"] if subject.is_trained else ["infer"]
-    return [Point(kind, size) for kind in kinds for size in dict.fromkeys((grid.probe, *grid.micro_batches))]
+    return [Point(kind, size) for kind in kinds for size in grid.micro_batches]
 
 
 def _steps(subject: Subject, grid: Grid) -> list[Point]:
-    if subject.decode is None:
-        return []
-    return [Point("decode", size) for size in dict.fromkeys((grid.probe_step, *grid.decoding))]
+    return [] if subject.decode is None else [Point("decode", size) for size in grid.decoding]
 
 
 def _probes(subject: Subject, grid: Grid) -> list[Point]:

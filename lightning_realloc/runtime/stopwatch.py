@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +13,15 @@ import torch.distributed as dist
 from lightning_realloc.layout import AXES, Layout
 from lightning_realloc.runtime.mesh import MeshRegistry
 
-REPEATS = 2
-"""Timed runs of each piece of work, after one that is not counted; the fastest counts: others were in its way the
-least."""
-LONG_S = 0.1
-"""A run that takes longer says enough alone."""
+SETTLED = 1.1
+"""Times the fastest run's seconds: work is run until some runs take no longer. First runs fetch code and memory, twice
+as long as later ones, and other programs come and go."""
+CONFIRMED = 3
+"""Of such runs."""
+MOST_RUNS = 6
+"""Of one piece of work that does not settle."""
+LONG_S, MOST_LONG_RUNS = 0.5, 3
+"""Seconds beyond which work is run so often at most."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,33 +41,35 @@ class Stopwatch:
         self._begin = self.clock()
 
     def slowest(
-        self, layout: Layout, works: Callable[[], Iterable[list[float] | Callable[[], object]]], *, count: int = 1
+        self, layout: Layout, works: Callable[[], Iterable[float | Callable[[], object]]], *, count: int = 1
     ) -> list[float]:
-        """Return each work's seconds on the slowest rank of the layout, the fastest of its repeats, on all ranks."""
-        times = [[0.0] * REPEATS for _ in range(count)]
+        """Return each work's seconds on the slowest rank of the layout, in its fastest run, on all ranks.
+
+        Works that are numbers took their times themselves.
+        """
+        times = [0.0] * count
         if self.rank in layout:
             group = self.meshes.group(layout, *AXES)
-            times = [work if isinstance(work, list) else self._repeated(group, work) for work in works()]
+            times = [work if isinstance(work, float) else self._fastest(group, work) for work in works()]
         return self.agreed(times)
 
-    def agreed(self, times: Sequence[Sequence[float]]) -> list[float]:
-        """Return the minimum over repeats of the maximum over ranks; sleeps until all ranks are here."""
-        elapsed = self.clock() - self._begin
-        table = torch.tensor([*times, [elapsed] * len(times[0])], dtype=torch.float64, device=self.device)
+    def agreed(self, times: Sequence[float]) -> list[float]:
+        """Return the maximum over ranks; sleeps until all ranks are here."""
+        table = torch.tensor([*times, self.clock() - self._begin], dtype=torch.float64, device=self.device)
         if self.world_size > 1:
             dist.all_reduce(table, op=dist.ReduceOp.MAX)
-        *seconds, self.elapsed_s = (min(row) for row in table.tolist())
+        *seconds, self.elapsed_s = table.tolist()
         return seconds
 
-    def _repeated(self, group: dist.ProcessGroup | None, work: Callable[[], object]) -> list[float]:
-        """Return the seconds of some runs after one that warms up; of one alone where that was long enough."""
-        first = self._timed(group, work)
-        repeats = REPEATS if self.meet(group, first) < LONG_S else 1
-        times = [self._timed(group, work) for _ in range(repeats)]
-        return times + [times[-1]] * (REPEATS - repeats)
+    def _fastest(self, group: dist.ProcessGroup | None, work: Callable[[], object]) -> float:
+        """Return the seconds of the fastest of some runs, on the group's slowest rank."""
+        runs: list[float] = []
+        while not has_settled(runs):
+            self.meet(group)
+            runs.append(self.meet(group, self._timed(work)))
+        return min(runs)
 
-    def _timed(self, group: dist.ProcessGroup | None, work: Callable[[], object]) -> float:
-        self.meet(group)
+    def _timed(self, work: Callable[[], object]) -> float:
         self._synchronize()
         begin = self.clock()
         work()
@@ -79,3 +86,10 @@ class Stopwatch:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def has_settled(runs: Sequence[float]) -> bool:
+    """Whether the fastest of some runs can be believed: some were about as fast, or there were enough."""
+    fastest = min(runs, default=math.inf)
+    confirmed = sum(run <= SETTLED * fastest for run in runs)
+    return confirmed >= CONFIRMED or len(runs) >= (MOST_RUNS if fastest <= LONG_S else MOST_LONG_RUNS)

@@ -29,27 +29,29 @@ from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.layout import ParallelDims
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.runtime.agreement import TransportName
+from lightning_realloc.runtime.objects import gather_objects
 from lightning_realloc.runtime.packed_forward import packed_logits, sequence_scores, token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.profile_subject import Machine, Subject
 from lightning_realloc.runtime.profiler import MOST_BLOCKS, MOST_DECODING_BLOCKS, Profiler
-from lightning_realloc.runtime.shared_memory import gather_objects
 from lightning_realloc.strategies.headroom import require_room
 from lightning_realloc.strategies.lockstep import Lockstep
 from lightning_realloc.tuning.dataflow import CallKind, Dataflow
 from lightning_realloc.tuning.memory_parts import RoleMemory, Workload
-from lightning_realloc.tuning.profile import ProfileTable
+from lightning_realloc.tuning.profile import Curve, ProfileTable
 from lightning_realloc.tuning.readings import TINY, TINY_STEP, Grid, Size
 from lightning_realloc.tuning.space import legal_dims, sizes
 
 logger = logging.getLogger(__name__)
 
-LEAST_S = 2.0
+LEAST_S = 0.1
 """With less, measuring would not get far enough to be worth anything."""
-MAX_TOKENS = {"cpu": 384, "cuda": 16384}
+MAX_TOKENS = {"cpu": 1024, "cuda": 16384}
 """Most tokens of one measured micro-batch; beyond, time grows in proportion."""
 
 
+_TRANSPORTS: Mapping[str, tuple[TransportName, ...]] = {"cpu": ("auto", "direct")}
+"""What is measured, by kind of device; direct alone elsewhere. Shards that FSDP allocates are always sent to."""
 _OUTSIDE_OF_BLOCKS = ("vocab_size", "num_labels", "id2label", "label2id", "architectures", "tie_word_embeddings")
 
 
@@ -206,18 +208,15 @@ def _measure(
         for subject in subjects
     }
     passes = profiler.passes(wanted, grid)
+    optimizer = {one.key: profiler.optimizer(one) for one in subjects if one.is_trained}
+    moves: dict[str, Curve] = {}
+    for transport in _TRANSPORTS.get(machine.device.type, ("direct",)):
+        if not (moves and profiler.is_late):
+            moves.update([profiler.moves(largest, transport=transport)])
     return ProfileTable(
-        machine=facts,
-        passes=passes,
-        optimizer={one.key: profiler.optimizer(one) for one in subjects if one.is_trained},
-        moves=dict(profiler.moves(largest, transport=name) for name in _transports(machine)),
-        offload=profiler.offload(),
-        crowding=profiler.crowding,
-    )
-
-
-def _transports(machine: Machine) -> tuple[TransportName, ...]:
-    return ("direct", "auto") if machine.device.type == "cpu" else ("direct",)
+        machine=facts, passes=passes, optimizer=optimizer, moves=moves,
+        offload=None if profiler.is_late else profiler.offload(), crowding=profiler.crowding,
+    )  # fmt: skip
 
 
 def _role_of(names: Mapping[str, str], key: str) -> str:

@@ -6,7 +6,7 @@ A reading is the seconds of one pass at one size, split into one block's part an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_realloc.layout.dims import ParallelDims
@@ -55,10 +55,9 @@ Readings = dict[Point, tuple[float, float]]
 """Seconds of a block, and of the rest."""
 
 
-def single_axes(dims: ParallelDims) -> list[ParallelDims]:
-    """Return the degrees of replicas and of shards, each without other axes."""
-    alone = [ParallelDims(dp=dims.dp), ParallelDims(fsdp=dims.fsdp)]
-    return [one for one in alone if one.size > 1]
+def without_tp(dims: ParallelDims) -> ParallelDims:
+    """Return the degrees of replicas and of shards alone."""
+    return replace(dims, tp=1)
 
 
 def without_reduction(kind: PassKind) -> PassKind:
@@ -73,28 +72,25 @@ def split(shallow: int, few_s: float, deep: int, many_s: float) -> tuple[float, 
 
 
 def put_on_top(
-    base: Readings, dims: ParallelDims, additions: Mapping[ParallelDims, Readings], crowding: Mapping[int, Curve],
-    outside: float,
-) -> Readings:  # fmt: skip
+    base: Readings, dims: ParallelDims, added: Readings, crowding: Mapping[int, Curve], outside: float
+) -> Readings:
     """Return the base's passes on more crowded ranks, with what replicas and shards add.
 
-    Under ``tp`` each rank sends a part of the weights, and replicas send what FSDP has left of the gradients.
-    ``outside`` is how many more elements than the measured model's travel outside of blocks.
+    Under ``tp`` each rank sends a part of the weights. ``outside`` is how many more elements than the measured model's
+    travel outside of blocks.
     """
     factor = crowding[dims.tp](dims.size)
-    parts = []
-    for alone in single_axes(dims):
-        divided = dims.tp * (dims.fsdp if alone.dp > 1 else 1)
-        parts.append((additions[alone], crowding[1](dims.size) / crowding[1](alone.size) / divided))
+    share = crowding[1](dims.size) / crowding[1](without_tp(dims).size) / dims.tp
     readings: dict[Point, tuple[float, float]] = {}
     for (kind, size), (block, rest) in base.items():
         if kind != "train" and dims.dp > 1:
             continue  # replicas do not meet: what is read for one of them holds
         for one in (kind, "train_last") if kind == "train" else (kind,):
-            found = [(_addition_of(readings_of, one), share) for readings_of, share in parts]
-            more_block = sum(share * added[0] for added, share in found)
-            more_rest = outside * sum(share * added[1] for added, share in found)
-            readings[Point(one, size)] = factor * block + more_block, factor * rest + more_rest
+            more_block, more_rest = _addition_of(added, one)
+            readings[Point(one, size)] = (
+                factor * block + share * more_block,
+                factor * rest + outside * share * more_rest,
+            )
     return readings
 
 

@@ -101,6 +101,7 @@ def test_a_run_measures_what_plans_can_ask_for_and_keeps_it(workers: WorkerPool,
     assert tables["again"] == tables["first"], "the second time it is read from disk"
     hurried = ProfileTable.from_json(str(tables["in a hurry"]))
     assert {key.dims for key in hurried.passes} == {ParallelDims()}, "what is needed of every model"
+    assert len(hurried.moves) == 1 and hurried.offload is None and len(first.moves) > 1
     assert tables["no time"] is None
     assert tables["elsewhere"] != tables["first"]
     (warning,) = warnings

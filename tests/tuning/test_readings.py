@@ -6,7 +6,7 @@ import pytest
 
 from lightning_realloc.layout.dims import ParallelDims
 from lightning_realloc.tuning.profile import Curve
-from lightning_realloc.tuning.readings import TINY, Grid, Point, Size, put_on_top, single_axes, split, surfaces
+from lightning_realloc.tuning.readings import TINY, Grid, Point, Size, put_on_top, split, surfaces
 
 CROWDING = {1: Curve(((1.0, 1.0), (2.0, 1.0), (4.0, 2.0))), 2: Curve(((2.0, 1.0), (4.0, 3.0)))}
 LARGE = Size(4, 8, 8)
@@ -18,28 +18,21 @@ def test_blocks_and_the_rest_come_apart() -> None:
     assert split(1, 5.0, 3, 4.0) == (0.0, 5.0), "noise does not make blocks faster than nothing"
 
 
-def test_axes_are_taken_apart() -> None:
-    assert single_axes(ParallelDims(dp=2, fsdp=4, tp=2)) == [ParallelDims(dp=2), ParallelDims(fsdp=4)]
-    assert single_axes(ParallelDims(tp=4)) == []
-
-
-def test_what_shards_and_replicas_add_is_divided_by_what_else_divides_the_weights() -> None:
+def test_what_shards_and_replicas_add_is_put_on_top_of_crowded_computing() -> None:
     base = {Point("train", LARGE): (1.0, 2.0), Point("infer", LARGE): (0.5, 0.25)}
-    added = {
-        ParallelDims(dp=2): {Point("train", TINY): (0.0, 0.0), Point("train_last", TINY): (0.2, 0.4)},
-        ParallelDims(fsdp=2): {
-            Point("train", TINY): (0.1, 0.1), Point("train_last", TINY): (0.3, 0.3), Point("infer", TINY): (0.1, 0.1),
-        },
-    }  # fmt: skip
+    added = {Point("train", TINY): (0.1, 0.1), Point("train_last", TINY): (0.3, 0.3)}
     both = put_on_top(base, ParallelDims(dp=2, fsdp=2), added, CROWDING, 1.0)
-    # Four ranks are twice as slow as two, where additions were measured, and as one. Replicas send half the gradients.
-    assert both[Point("train", LARGE)] == pytest.approx((2 * 1.0 + 2 * 0.1, 2 * 2.0 + 2 * 0.1))
-    assert both[Point("train_last", LARGE)] == pytest.approx((2 * 1.0 + 2 * 0.3 + 0.2, 2 * 2.0 + 2 * 0.3 + 0.4))
+    # Four ranks are twice as slow as one, and as four when the addition was measured.
+    assert both[Point("train", LARGE)] == pytest.approx((2 * 1.0 + 0.1, 2 * 2.0 + 0.1))
+    assert both[Point("train_last", LARGE)] == pytest.approx((2 * 1.0 + 0.3, 2 * 2.0 + 0.3))
     assert Point("infer", LARGE) not in both, "inference of a replica is measured without the other"
-    cut = put_on_top(
-        base, ParallelDims(fsdp=2, tp=2), {ParallelDims(fsdp=2): added[ParallelDims(fsdp=2)]}, CROWDING, 3.0
-    )
-    # Groups of two are three times as slow side by side; half the weights are gathered; three times as many outside.
+
+
+def test_tensor_parallelism_divides_the_weights_that_travel() -> None:
+    base, added = {Point("infer", LARGE): (0.5, 0.25)}, {Point("infer", TINY): (0.1, 0.1)}
+    cut = put_on_top(base, ParallelDims(fsdp=2, tp=2), added, CROWDING, 3.0)
+    # Groups of two are three times as slow side by side. Additions of two ranks, half of them on four that are twice as
+    # slow; three times as much outside of blocks.
     assert cut[Point("infer", LARGE)] == pytest.approx((3 * 0.5 + 0.1, 3 * 0.25 + 3 * 0.1))
 
 
