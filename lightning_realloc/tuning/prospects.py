@@ -28,11 +28,12 @@ from lightning_realloc.tuning.simulator import Overlap, simulate
 from lightning_realloc.tuning.space import CallOptions, legal_dims
 from lightning_realloc.tuning.tuner_steps import Candidate
 
-SHARE_OF_ALL_PLANS = 0.7
+SHARE_OF_ALL_PLANS = 0.8
 """Of a search's seconds, for plans of any kind; the rest is for plans whose calls all have all ranks."""
-SHORTEST_SEARCH = 64
+SHORTEST_SEARCH = 16
 """The first search takes this fraction of the seconds that there are."""
-LEAST_SEARCH_S = 0.02
+LEAST_SEARCH_S = 0.25
+"""A first search that is shorter has seen little but plans of one kind, and twice the time would not change that."""
 WORTH_SEARCHING = 0.005
 """What twice the time must save of an iteration for a search to go on."""
 NUM_STATIC = 2
@@ -121,16 +122,6 @@ class Prospects:
                 found[plan] = self.seconds(plan, prices)
         return sorted((Candidate(plan, took) for plan, took in found.items()), key=lambda one: one.predicted_s)
 
-    def share_of_best(self, running: ExecutionPlan, *, seconds: float, seed: int) -> float:
-        """Return the seconds of the best plan that is found at once over those of the running one, at most 1."""
-        prices = self.estimate(self.lengths)
-        own = self.seconds(running, prices)
-        try:
-            found = self.propose(running, seconds=seconds, seed=seed)
-        except ReallocError:
-            return 1.0  # the search that follows says what is wrong
-        return min([1.0, *(one.predicted_s / own for one in found)]) if own else 1.0
-
     def _plans(
         self, prices: Estimator, start: ExecutionPlan, seconds: float, seed: int, clock: Callable[[], float]
     ) -> Iterator[ExecutionPlan]:
@@ -159,7 +150,7 @@ class Prospects:
         A search does not know that nothing better will come. So it is made again with twice the time, until that finds
         nothing better by `WORTH_SEARCHING`: small clusters are done after a fraction of a second.
         """
-        begin, allowed, best = clock(), max(LEAST_SEARCH_S, seconds / SHORTEST_SEARCH), None
+        begin, allowed, best = clock(), min(seconds, max(LEAST_SEARCH_S, seconds / SHORTEST_SEARCH)), None
         while True:
             found = search_plan(
                 self.dataflow, self.models, prices.cluster, prices, seed=seed, seconds=allowed,

@@ -76,15 +76,22 @@ class LocalSearch:
         return [state for _, _, state in sorted(found)[:STARTS]]
 
     def _divisions(self) -> Iterator[list[RankSet]]:
-        """Yield places for every role: everywhere, then a part for each trained one, in all proportions of the first.
+        """Yield places for every role: everywhere, then a part for each trained one.
 
-        The nodes that the first trained role leaves are divided between the others by their work.
+        Nodes are divided in all proportions of the first trained role, what that leaves between the others by their
+        work; a cluster of fewer nodes than trained roles into equal parts of all sizes.
         """
         problem, nodes = self._problem, self._problem.cluster.num_nodes
         everywhere = problem.all_ranks()
         yield [everywhere]
         trained = [i for i in problem.numbers if problem.trained[i] and problem.home[i] == i]
-        if len(trained) < 2 or nodes < len(trained):
+        if len(trained) < 2:
+            return
+        if nodes < len(trained):
+            for _, alike in itertools.groupby(self._parts, key=lambda part: part.size):
+                places = list(itertools.islice(alike, len(trained)))
+                if len(places) == len(trained):
+                    yield [everywhere, *places]
             return
         for count in reversed(self._counts):
             counts = self._shared_out(trained[1:], nodes - count)
