@@ -20,7 +20,7 @@ from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.callbacks.tuning_report import Measured, comparison, outcome
 from lightning_realloc.callbacks.tuning_resume import obstacle, ranks_of
 from lightning_realloc.errors import ConfigError, LayoutError, PlanError, ReallocError
-from lightning_realloc.runtime.shared_memory import gather_objects
+from lightning_realloc.runtime.objects import gather_objects
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.lengths import Lengths
 from lightning_realloc.tuning.prospects import Prospects, Yardstick
@@ -35,9 +35,6 @@ from lightning_realloc.tuning.tuner_steps import (
     TunerSettings,
     Watch,
 )
-
-QUICK_SEARCH_S = 0.2
-"""Of a search that only says how much there is to gain."""
 
 
 class AutoTuner(Callback):
@@ -285,9 +282,7 @@ class AutoTuner(Callback):
         """Measure what passes take, where the time suffices; let rank 0 look for plans, and tell all."""
         strategy: Any = trainer.strategy
         begin = time.perf_counter()
-        # A faster plan makes the run shorter, and so what tuning may cost.
-        seconds = asked.profile_seconds * self._expected_share(trainer)
-        profile = strategy.profile(self._typical, cache=self._cache, seconds=seconds)
+        profile = strategy.profile(self._typical, cache=self._cache, seconds=asked.profile_seconds)
         if profile is not None:
             self._prospects = strategy.prospects(self._typical, profile)
         self.has_profile = profile is not None
@@ -301,13 +296,6 @@ class AutoTuner(Callback):
         took = max(gather_objects(time.perf_counter() - begin + self._profile_s))
         self._profile_s = 0.0
         self.tuner.searched(candidates, predicted_start_s=predicted, seconds=took, problem=problem)
-
-    def _expected_share(self, trainer: Trainer) -> float:
-        """Return the best plan's seconds over the running one's, by data sheets. The same on all ranks."""
-        share = 1.0
-        if trainer.is_global_zero and self._prospects is not None:
-            share = self._prospects.share_of_best(self.tuner.current, seconds=QUICK_SEARCH_S, seed=self.seed)
-        return float(trainer.strategy.broadcast(share, 0))
 
     def _propose(self, seconds: float) -> tuple[list[Candidate], float | None]:
         """Return plans to try, and what the one that runs should take."""

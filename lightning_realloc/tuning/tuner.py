@@ -45,10 +45,13 @@ WINDOW = 8
 """Iterations over which a median is watched."""
 COOL_DOWN = 24
 """Iterations after a commit in which nothing is tuned again."""
-SEARCH_SHARE = 0.1
+SEARCH_SHARE = 0.03
 """Of what tuning may still cost: a search takes no more. A faster plan shortens the run, and so what may be spent."""
-PROFILE_SHARE = 0.4
-"""Of it, for measuring passes before the search: where they are not known from an earlier run."""
+PROFILE_SHARE = 0.05
+"""Of it, for measuring passes before the search, where they are not known from an earlier run; the least that is
+needed is measured all the same."""
+HOPELESS = 1.5
+"""Times the best one's seconds: a plan that is predicted to take longer is not tried."""
 SHARE_FOR_TRIALS = 0.8
 """Of what tuning may cost, for trials to plan with; the rest is for what turns out to cost more than expected."""
 LEAST_SEARCH_S = 0.02
@@ -227,6 +230,7 @@ class Tuner:
         """Try the next plan, or settle."""
         if self.phase == "trial":
             self._trial_s = max(self._trial_s, self.spent_s - self._spent_before)
+        self._queue = [one for one in self._queue if not self._is_hopeless(one)]
         if self._queue and self._is_affordable(self._queue[0]):
             self.num_tried += 1
             self._spent_before = self.spent_s
@@ -234,6 +238,18 @@ class Tuner:
         else:
             self._queue.clear()
             self._settle()
+
+    def _is_hopeless(self, candidate: Candidate) -> bool:
+        """Whether a plan is predicted to be far slower than one that was tried.
+
+        Where those were faster than predicted, it may be, too. Where they were slower, it need not: it is of another
+        kind.
+        """
+        tried = [trial for trial in self.trials[1:] if trial.predicted_s]
+        if not tried:
+            return False
+        faster = min(1.0, *(trial.score / trial.predicted_s for trial in tried if trial.predicted_s))
+        return candidate.predicted_s * faster > HOPELESS * self.best.score
 
     def _is_affordable(self, candidate: Candidate) -> bool:
         if self._is_almost_over():
