@@ -199,6 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
         fill(report, found)
         sys.stderr.write(f"{found.setting.name}: done after {time.monotonic() - begin:.0f} s\n")
     judge(report, everything)
+    report.settings["trials"] = {f"{f.setting.name}, {s}": f.tuned[s].trials for f in everything for s in f.tuned}
     report.settings["seconds"] = {f.setting.name: {plan: list(s) for plan, s in f.seconds.items()} for f in everything}
     return report.finish(options)
 

@@ -44,6 +44,8 @@ class Tuned:
     """Of an iteration, as the tuner measured it."""
     committed_s: float
     costs: Mapping[str, float]
+    trials: Sequence[Mapping[str, Any]]
+    """Plans, with their predicted seconds and those of iterations that counted; the start first."""
     num_tried: int
     iterations: int
     losses: Mapping[tuple[str, int], float]
@@ -134,7 +136,8 @@ def tune(setting: Setting, start: Any, *, iterations: int, settings: Mapping[str
     found = tuner.tuner
     return Tuned(
         start=found.start.plan.to_mapping(), committed=found.best.plan.to_mapping(), start_s=found.start.score,
-        committed_s=found.best.score, costs=dict(found.costs), num_tried=found.num_tried,
+        committed_s=found.best.score, costs=dict(found.costs),
+        trials=[trial.to_mapping() for trial in found.trials], num_tried=found.num_tried,
         iterations=trainer.global_step, losses=log.losses(), scores=tuple(map(tuple, noted.scores)),
     )  # fmt: skip
 

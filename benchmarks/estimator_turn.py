@@ -17,6 +17,8 @@ from benchmarks.plan_turn import WORLD_SIZE, Readings, Workload, make_module
 
 UNCOUNTED, COUNTED = 1, 2
 """Iterations of a plan: copies are made, then times are taken."""
+WARM_UP_PLANS = 1
+"""Plans that run before the first one is timed: optimizers make their state, libraries load."""
 SHARE_OF_SHARDED_GENERATION = 0.15
 """Of the plans: it takes ten times as long as the rest of the iteration."""
 
@@ -95,7 +97,7 @@ def measure(work: Workload, *, num_plans: int, seed: int, overlap: Literal["iter
     from lightning_realloc import ParameterReallocation, PromptDataModule, ReallocStrategy
 
     meter = _make_meter(work, num_plans, seed, overlap, profile)
-    steps = num_plans * (UNCOUNTED + COUNTED)
+    steps = (WARM_UP_PLANS + num_plans) * (UNCOUNTED + COUNTED)
     trainer = L.Trainer(
         accelerator="cpu", devices=WORLD_SIZE, strategy=ReallocStrategy(overlap=overlap),
         callbacks=[ParameterReallocation(), meter], max_steps=steps, logger=False, enable_checkpointing=False,
@@ -118,7 +120,7 @@ def _make_meter(work: Workload, num_plans: int, seed: int, overlap: Any, profile
 
         def __init__(self) -> None:
             self.turn, self.profile = Turn(), profile
-            self._number = 0
+            self._number = -WARM_UP_PLANS * (UNCOUNTED + COUNTED)
             self._plans: list[Any] = []
             self._prices: Any = None
             self._begin = 0.0
@@ -139,7 +141,7 @@ def _make_meter(work: Workload, num_plans: int, seed: int, overlap: Any, profile
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             plan, phase = divmod(self._number, UNCOUNTED + COUNTED)
             self._number += 1
-            if phase < UNCOUNTED:
+            if plan < 0 or phase < UNCOUNTED:
                 return
             now = dict(trainer.strategy.runner.seconds)
             self._calls.append({name: took - self._before.get(name, 0.0) for name, took in now.items()})
