@@ -39,6 +39,10 @@ from lightning_realloc.tuning.search import SearchResult
 from lightning_realloc.tuning.search_need import NothingFitsError
 
 Write = Callable[[str], object]
+SECONDS_OF_FEWEST = 2.0
+"""Of each search that only asks whether anything fits."""
+MOST_SIZES_TRIED = 16
+"""Beyond so many sizes of a cluster they are doubled."""
 
 
 def run_plan(arguments: Sequence[str], write: Write) -> None:
@@ -62,7 +66,16 @@ def run_plan(arguments: Sequence[str], write: Write) -> None:
 def _search(request: PlanRequest, write: Write) -> None:
     task = _task(request)
     pricer = _pricer(task, request)
-    best, found = _best(pricer, request)
+    try:
+        best, found = _best(pricer, request)
+    except NothingFitsError as error:
+        if error.enough_nodes is None:
+            raise
+        nodes, each = _fewest_nodes(task, request, error.enough_nodes), task.cluster.devices_per_node
+        raise PlanError(
+            f"{error.shortage}; {nodes} x {each} such devices are the fewest tried on which a short search finds "
+            f"a plan, or use devices with that much more memory"
+        ) from None
     if request.flags.save is not None:
         _save(best, request)
     title = f"Best plan found: {request.flags.algorithm} on {request.flags.cluster}"
@@ -78,8 +91,27 @@ def _search(request: PlanRequest, write: Write) -> None:
         write(f"\nThe plan is in {request.flags.save}{refused if cannot_start else ''}\n")
 
 
-def _best(pricer: PlanPricer, request: PlanRequest) -> tuple[PricedPlan, SearchResult]:
-    return pricer.search(seed=request.flags.seed or 0, seconds=request.seconds, clock=time.process_time)
+def _best(pricer: PlanPricer, request: PlanRequest, seconds: float | None = None) -> tuple[PricedPlan, SearchResult]:
+    return pricer.search(seed=request.flags.seed or 0, seconds=seconds or request.seconds, clock=time.process_time)
+
+
+def _fewest_nodes(task: PlanningTask, request: PlanRequest, enough: int) -> int:
+    """Return the smallest number of nodes tried on which a short search finds a plan, at most ``enough``.
+
+    Several layouts may fit where one for all calls does not. More nodes are not always better: some numbers divide
+    models worse. So all numbers are tried in turn, or, where they are many, doubled ones.
+    """
+    here = task.cluster.num_nodes
+    tried = list(range(here + 1, enough))
+    if len(tried) > MOST_SIZES_TRIED:
+        tried = [size for size in (here << power for power in range(1, enough.bit_length())) if size < enough]
+    for num_nodes in tried:
+        try:
+            _best(_pricer(task.on_nodes(num_nodes), request), request, SECONDS_OF_FEWEST)
+        except NothingFitsError:
+            continue
+        return num_nodes
+    return enough
 
 
 def _undivided(task: PlanningTask) -> str:

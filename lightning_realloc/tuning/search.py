@@ -20,7 +20,7 @@ from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.search_bound import lower_bound
 from lightning_realloc.tuning.search_exact import BranchAndBound
 from lightning_realloc.tuning.search_local import LocalSearch
-from lightning_realloc.tuning.search_need import NothingFitsError, describe_need
+from lightning_realloc.tuning.search_need import nothing_fits
 from lightning_realloc.tuning.search_problem import Problem
 from lightning_realloc.tuning.search_progress import Improvement, Progress
 from lightning_realloc.tuning.simulator import Overlap
@@ -92,11 +92,11 @@ def search_plan(
         is_late=lambda: progress.elapsed_s >= SHARE_OF_PRICING * seconds,
     )  # fmt: skip
     if not all(problem.tables):
-        raise NothingFitsError(describe_need(problem, None))
+        raise nothing_fits(problem, None)
     bound = lower_bound(problem)
     bound = max(bound, _search(problem, random.Random(seed), progress))
     if progress.best is None or not progress.best.is_legal:
-        raise NothingFitsError(describe_need(problem, progress.best))
+        raise nothing_fits(problem, progress.best)
     plan = problem.execution_plan(progress.state, progress.offload)
     plan.check(dataflow, cluster.num_devices)
     found = progress.best.seconds

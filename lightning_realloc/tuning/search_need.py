@@ -12,11 +12,21 @@ MOST_NODES = 4096
 
 
 class NothingFitsError(PlanError):
-    """No plan of the space fits into memory."""
+    """No plan of the space fits into memory.
+
+    Args:
+        shortage: What is missing.
+        way_out: What would do.
+        enough_nodes: So many would do with one layout for all calls; None where no number is known.
+    """
+
+    def __init__(self, shortage: str, way_out: str, *, enough_nodes: int | None = None) -> None:
+        super().__init__(f"{shortage}; {way_out}")
+        self.shortage, self.enough_nodes = shortage, enough_nodes
 
 
-def describe_need(problem: Problem, best: Score | None) -> str:
-    """Return the message of the error; ``best`` is what the most frugal plan found costs, None where none was."""
+def nothing_fits(problem: Problem, best: Score | None) -> NothingFitsError:
+    """Return the error; ``best`` is what the most frugal plan found costs, None where none was."""
     cluster, budget = problem.cluster, problem.budget
     need = _least_peak(problem, cluster.num_nodes)
     missing = best.excess_bytes if best is not None else max(0, (need or 0) - budget)
@@ -29,12 +39,14 @@ def describe_need(problem: Problem, best: Score | None) -> str:
             f"perhaps with several; or devices with that much more memory"
         )
     if best is not None and best.idle_ranks and not best.excess_bytes:
-        return (
+        return NothingFitsError(
             f"no plan uses all of {cluster.num_nodes} x {cluster.devices_per_node} devices: the best one leaves "
-            f"{best.idle_ranks} without a call; use fewer devices"
+            f"{best.idle_ranks} without a call",
+            "use fewer devices",
         )
     what = f"lacks {_bytes(missing)}" if missing else "cannot run a call at all, as the estimator says"
-    return f"no plan fits on {here}: the fullest rank of the best one {what}; {way_out}"
+    shortage = f"no plan fits on {here}: the fullest rank of the best one {what}"
+    return NothingFitsError(shortage, way_out, enough_nodes=nodes)
 
 
 def _bytes(size: int) -> str:

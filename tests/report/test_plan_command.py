@@ -215,8 +215,13 @@ def test_a_mistake_ends_with_one_line_and_code_2(
     assert errors.startswith("error: ") and errors.count("\n") == 1
 
 
-def test_a_budget_that_is_too_small_tells_what_would_do() -> None:
-    text = refused("--actor", "Qwen/Qwen2.5-7B", "--cluster", "a100-80g:1x2", "--memory-per-device", "40GiB")
-    assert re.search(
-        r"lacks [0-9,]+ bytes.*; [0-9]+ x 2 such devices would do .*or devices with that much more memory", text
-    )
+def test_a_budget_that_is_too_small_tells_the_smallest_cluster_that_would_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ("--actor", TINY, "--memory-per-device", "200MiB", "--batch", "16", "--seconds", "1")
+    text = refused(*asked, "--cluster", "a100-80g:1x1")
+    found = re.search(r"lacks [0-9,]+ bytes.*; ([0-9]+) x 1 such devices are the fewest .*more memory", text)
+    assert found is not None, text
+    fewest = int(found[1])
+    assert fewest == 3, "two are too few; where all calls have one layout, more are needed"
+    assert "Best plan found" in ask(capsys, *asked, "--cluster", f"a100-80g:{fewest}x1")
