@@ -124,8 +124,8 @@ class PlanPricer:
                 return priced, found
             budget -= priced.missing_bytes
         raise NothingFitsError(
-            f"the best plans found need {priced.missing_bytes} bytes more than the {task.memory_budget} of a device",
-            f"use devices with that much more memory, or more nodes than {task.cluster.num_nodes}",
+            f"the best plans found need {priced.missing_bytes} bytes more than the {task.memory_budget} of a device; "
+            f"use devices with that much more memory, or more nodes than {task.cluster.num_nodes}"
         )
 
     def heuristic(self) -> PricedPlan:

@@ -15,13 +15,13 @@ class NothingFitsError(PlanError):
     """No plan of the space fits into memory.
 
     Args:
-        shortage: What is missing.
-        way_out: What would do.
+        message: What is missing, and what would do.
+        shortage: What is missing alone.
         enough_nodes: So many would do with one layout for all calls; None where no number is known.
     """
 
-    def __init__(self, shortage: str, way_out: str, *, enough_nodes: int | None = None) -> None:
-        super().__init__(f"{shortage}; {way_out}")
+    def __init__(self, message: str, *, shortage: str = "", enough_nodes: int | None = None) -> None:
+        super().__init__(message)
         self.shortage, self.enough_nodes = shortage, enough_nodes
 
 
@@ -41,12 +41,11 @@ def nothing_fits(problem: Problem, best: Score | None) -> NothingFitsError:
     if best is not None and best.idle_ranks and not best.excess_bytes:
         return NothingFitsError(
             f"no plan uses all of {cluster.num_nodes} x {cluster.devices_per_node} devices: the best one leaves "
-            f"{best.idle_ranks} without a call",
-            "use fewer devices",
+            f"{best.idle_ranks} without a call; use fewer devices"
         )
     what = f"lacks {_bytes(missing)}" if missing else "cannot run a call at all, as the estimator says"
     shortage = f"no plan fits on {here}: the fullest rank of the best one {what}"
-    return NothingFitsError(shortage, way_out, enough_nodes=nodes)
+    return NothingFitsError(f"{shortage}; {way_out}", shortage=shortage, enough_nodes=nodes)
 
 
 def _bytes(size: int) -> str:

@@ -245,11 +245,8 @@ class Tuner:
         Where those were faster than predicted, it may be, too. Where they were slower, it need not: it is of another
         kind.
         """
-        tried = [trial for trial in self.trials[1:] if trial.predicted_s]
-        if not tried:
-            return False
-        faster = min(1.0, *(trial.score / trial.predicted_s for trial in tried if trial.predicted_s))
-        return candidate.predicted_s * faster > HOPELESS * self.best.score
+        ratios = [trial.score / trial.predicted_s for trial in self.trials[1:] if trial.predicted_s]
+        return bool(ratios) and candidate.predicted_s * min(1.0, *ratios) > HOPELESS * self.best.score
 
     def _is_affordable(self, candidate: Candidate) -> bool:
         if self._is_almost_over():
