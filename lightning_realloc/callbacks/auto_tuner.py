@@ -215,6 +215,10 @@ class AutoTuner(Callback):
         self._began_at = state["began_at"]
         self._tuner = Tuner(strategy.plan, self.settings, self._num_iterations(trainer))
         self._tuner.load_state_dict(state["tuner"])
+        if state["tuner"]["phase"] == "trial":
+            rank_zero_info(
+                "AutoTuner does not repeat the trial that was under way in the checkpoint: it may be why the run ended"
+            )
         self._tuner.done = trainer.global_step - self._began_at  # iterations of a window that was cut off, too
         if state["yardstick"] is not None:
             lengths = [Lengths(tuple(prompts), tuple(made)) for prompts, made in state["yardstick"]["lengths"]]

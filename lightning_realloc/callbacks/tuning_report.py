@@ -20,11 +20,15 @@ class Measured:
     """Of every rank; empty where nothing counts them for free."""
 
 
+_COSTS = {"search": "measuring and search", "switch": "changes of plans", "slower": "slower iterations"}
+"""What the tuner calls its costs -> what users read."""
+
+
 def outcome(tuner: Tuner) -> str:
     """Return what a tuning changed and what that bought, in a line."""
     best, start = tuner.best, tuner.start
     tried = f"{tuner.num_tried} other plan{'' if tuner.num_tried == 1 else 's'} tried"
-    parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in tuner.costs.items())
+    parts = ", ".join(f"{_COSTS[name]} {seconds:.2f} s" for name, seconds in tuner.costs.items())
     cost = f"{tried}; tuning has cost {tuner.spent_s:.2f} s: {parts}"
     stopped = f"; {tuner.stopped}" if tuner.stopped else ""
     if best is start:

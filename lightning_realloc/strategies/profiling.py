@@ -44,7 +44,7 @@ from lightning_realloc.tuning.space import legal_dims, sizes
 
 logger = logging.getLogger(__name__)
 
-LEAST_S = 0.1
+LEAST_S = 0.15
 """With less, measuring would not get far enough to be worth anything."""
 MAX_TOKENS = {"cpu": 1024, "cuda": 16384}
 """Most tokens of one measured micro-batch; beyond, time grows in proportion."""

@@ -331,7 +331,8 @@ def test_a_line_says_what_changed_and_what_it_bought() -> None:
     head, tail = outcome(tuned(0.5)).split("): ")
     assert head == (
         "AutoTuner commits a plan of 0.5 s an iteration, 4.00 times as fast as the one of 2 s it began with (1 other "
-        "plan tried; tuning has cost 0.30 s: search 0.25 s, switch 0.05 s, slower 0.00 s"
+        "plan tried; tuning has cost 0.30 s: measuring and search 0.25 s, changes of plans 0.05 s, "
+        "slower iterations 0.00 s"
     )
     assert tail.split(", ") == [
         "actor.generate fsdp4@0-3 -> dp2@0-1",

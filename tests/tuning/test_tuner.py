@@ -110,19 +110,20 @@ class World:
 
 
 def worth_trying(
-    seconds: Mapping[ExecutionPlan, float], failing: set[ExecutionPlan], max_trials: int
+    seconds: Mapping[ExecutionPlan, float], failing: set[ExecutionPlan], settings: TunerSettings
 ) -> list[ExecutionPlan]:
     """Return which plans are tried where predictions hold: the first, and what is not far slower than the best."""
     found: list[ExecutionPlan] = []
     best, has_run = seconds[START], False
     others = sorted((plan for plan in reversed(seconds) if plan != START), key=seconds.__getitem__)
-    for plan in others[:max_trials]:
+    for plan in others[: settings.max_trials]:
         if has_run and seconds[plan] > HOPELESS * best:
             continue
         found.append(plan)
         if plan not in failing:
             has_run = True
-            best = min(best, seconds[plan]) if seconds[plan] < 0.98 * seconds[START] else best
+            if seconds[plan] < (1 - settings.margin) * seconds[START]:
+                best = min(best, seconds[plan])
     return found
 
 
@@ -140,9 +141,9 @@ def test_the_fastest_plan_measured_is_committed(
     world.run(Tuner(START, settings, None), 80)
     tried = [plan for plan in world.asked if plan not in failing]
     fastest = min([START, *tried], key=seconds.__getitem__)
-    wanted = fastest if seconds[fastest] < 0.98 * seconds[START] else START
+    wanted = fastest if seconds[fastest] < (1 - settings.margin) * seconds[START] else START
     assert seconds[world.committed[0]] == pytest.approx(seconds[wanted])
-    assert world.asked == worth_trying(seconds, failing, max_trials)
+    assert world.asked == worth_trying(seconds, failing, settings)
     assert world.ran[-1] == world.committed[0]
 
 
