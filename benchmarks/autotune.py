@@ -76,14 +76,16 @@ class Found:
         """Return how far losses and scores of a tuned run are from the untuned one's, at most."""
         run = self.tuned[start]
         both = run.losses.keys() & self.losses.keys()
-        of_losses = [abs(run.losses[one] - self.losses[one]) for one in both]
-        pairs = zip(run.scores, self.scores, strict=False)
-        return max([*of_losses, *(abs(a - b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))])
+        return max([*(abs(run.losses[one] - self.losses[one]) for one in both), *self.score_differences(start)])
+
+    def score_differences(self, start: str) -> list[float]:
+        """Return how far every sample's score in a tuned run is from that in the untuned one."""
+        pairs = zip(self.tuned[start].scores, self.scores, strict=False)
+        return [abs(a - b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True)]
 
     def num_scores_apart(self, start: str) -> int:
         """Return how many samples of a tuned run have another score: another token was drawn, at the edge of two."""
-        pairs = zip(self.tuned[start].scores, self.scores, strict=False)
-        return sum(abs(a - b) > TOLERANCE for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
+        return sum(difference > TOLERANCE for difference in self.score_differences(start))
 
 
 def key(plan: Mapping[str, Any]) -> str:

@@ -113,7 +113,6 @@ def measure(work: Workload, *, num_plans: int, seed: int, overlap: Literal["iter
 def _make_meter(work: Workload, num_plans: int, seed: int, overlap: Any, profile: Any) -> Any:
     from lightning_realloc import PhaseCallback
     from lightning_realloc.tuning.lengths import Lengths
-    from lightning_realloc.tuning.simulator import simulate
 
     class Meter(PhaseCallback):
         """Changes the plan, prices it, and times its iterations."""
@@ -149,7 +148,8 @@ def _make_meter(work: Workload, num_plans: int, seed: int, overlap: Any, profile
             if phase == UNCOUNTED + COUNTED - 1:
                 parts: list[Any] = [None] * WORLD_SIZE
                 dist.all_gather_object(parts, (time.perf_counter() - self._begin, self._calls))
-                self.turn.plans.append(self._point(self._plans[plan], trainer.strategy.dataflow, parts))
+                flow = trainer.strategy.dataflow
+                self.turn.plans.append(_plan_point(self._plans[plan], flow, self._prices, overlap, parts))
                 self._calls = []
 
         def _prepare(self, strategy: Any) -> None:
@@ -164,18 +164,21 @@ def _make_meter(work: Workload, num_plans: int, seed: int, overlap: Any, profile
             found = random_plans(strategy, seed)
             self._plans = [next(found) for _ in range(num_plans)]
 
-        def _point(
-            self, plan: Any, flow: Any, parts: Sequence[tuple[float, Sequence[Mapping[str, float]]]]
-        ) -> PlanPoint:
-            calls = tuple(
-                CallPoint(
-                    name, str(chosen.layout), chosen.micro_batch_tokens,
-                    self._prices.call_seconds(name, chosen).total,
-                    min(max(of[at].get(name, 0.0) for _, of in parts) for at in range(COUNTED)),
-                )
-                for name, chosen in plan.calls
-            )  # fmt: skip
-            predicted = simulate(flow, plan, self._prices, overlap=overlap).seconds_per_iteration
-            return PlanPoint(predicted, max(seconds for seconds, _ in parts) / COUNTED, calls)
-
     return Meter()
+
+
+def _plan_point(
+    plan: Any, flow: Any, prices: Any, overlap: Any, parts: Sequence[tuple[float, Sequence[Mapping[str, float]]]]
+) -> PlanPoint:
+    """Return a plan's point; ``parts`` are every rank's seconds of all iterations, and those of calls in each."""
+    from lightning_realloc.tuning.simulator import simulate
+
+    calls = tuple(
+        CallPoint(
+            name, str(chosen.layout), chosen.micro_batch_tokens, prices.call_seconds(name, chosen).total,
+            min(max(of[at].get(name, 0.0) for _, of in parts) for at in range(COUNTED)),
+        )
+        for name, chosen in plan.calls
+    )  # fmt: skip
+    predicted = simulate(flow, plan, prices, overlap=overlap).seconds_per_iteration
+    return PlanPoint(predicted, max(seconds for seconds, _ in parts) / COUNTED, calls)
