@@ -2,7 +2,8 @@
 
 transformers looks attention up in a registry by the name in the model's config. `slot_attention` puts our name there
 for the time of one generation; the function finds its `PackedStep` among the keyword arguments that models pass on.
-One forward handles a single packed row: first the tokens of new prompts, then one token of every running sample.
+One forward handles a single packed row: first the tokens of new prompts, then the tokens of every running sample: the
+one that its next token is read off, and behind it the tokens drafted to follow.
 """
 
 from __future__ import annotations
@@ -45,36 +46,63 @@ class PackedStep:
     cache: SlotCache
     segments: tuple[Segment, ...]
     num_prefill: int
-    """Prompt tokens at the front of the row; the tokens behind them are those of slots 0, 1, 2 …"""
+    """Prompt tokens at the front of the row; behind them come the tokens of slot 0, then those of slot 1 …"""
     positions: Tensor
-    """(B,) position of each running sample's token."""
+    """(N,) position of each of these tokens."""
+    counts: Sequence[int]
+    """How many of them are each slot's: one, or more where drafted tokens follow it."""
     max_length: int
     """Largest position + 1."""
+    width: int = field(init=False)
+    """Most tokens of one slot."""
     rows: Tensor = field(init=False)
-    """(B,) where each running sample's key belongs in the cache seen as (slots * capacity, …)."""
-    _masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
+    """(N,) where each token's key belongs in the cache seen as (slots * capacity, …)."""
+    places: Tensor | None = field(init=False)
+    """(N,) where each token stands in a grid of (slots * width), None where the tokens fill it."""
+    _masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        slots = torch.arange(len(self.positions), device=self.positions.device)
+        device, num_slots = self.positions.device, len(self.counts)
+        self.width = max(self.counts)
+        slots = torch.arange(num_slots, device=device)
+        if self.width > 1:
+            slots = slots.repeat_interleave(torch.tensor(self.counts, device=device), output_size=len(self.positions))
         self.rows = slots * self.cache.capacity + self.positions
+        self.places = None
+        if len(self.positions) < num_slots * self.width:
+            offsets = [offset for count in self.counts for offset in range(count)]
+            self.places = slots * self.width + torch.tensor(offsets, device=device)
 
     @property
     def attended_length(self) -> int:
         """Positions that decoding reads: the longest sample's, rounded up."""
         return min(self.cache.capacity, -(-self.max_length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)
 
-    def decode_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return the additive mask (B, 1, 1, attended length), made once per forward.
+    def grid(self, tokens: Tensor) -> Tensor:
+        """Return what each token has (N, …) as (slots, width, …), zero where a slot has fewer tokens."""
+        if self.places is not None:
+            filled = tokens.new_zeros(len(self.counts) * self.width, *tokens.shape[1:])
+            tokens = filled.index_copy_(0, self.places, tokens)
+        return tokens.view(len(self.counts), self.width, *tokens.shape[1:])
+
+    def tokens_of(self, grid: Tensor) -> Tensor:
+        """Return (N, …) from (slots, width, …): the inverse of :meth:`grid`."""
+        flat = grid.reshape(-1, *grid.shape[2:])
+        return flat if self.places is None else flat.index_select(0, self.places)
+
+    def decode_mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
+        """Return the additive mask (slots, 1, repeats * width, attended length), made once per forward.
 
         Additive and in the queries' dtype, since SDPA would convert a boolean mask again in every layer.
         """
-        mask = self._masks.get((window, dtype))
+        repeats = repeats if self.width > 1 else 1  # a single position broadcasts
+        mask = self._masks.get((window, repeats, dtype))
         if mask is None:
             keys = torch.arange(self.attended_length, device=self.positions.device)
-            distance = self.positions[:, None] - keys
+            distance = self.grid(self.positions)[..., None] - keys
             keep = distance >= 0 if window is None else (distance >= 0) & (distance < window)
             mask = torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill_(~keep, float("-inf"))
-            mask = self._masks[window, dtype] = mask[:, None, None]
+            mask = self._masks[window, repeats, dtype] = mask.repeat(1, repeats, 1)[:, None]
         return mask
 
 
@@ -195,18 +223,20 @@ def _refuse(name: str, reason: str, way_out: str = "use the model's own generate
 def _decode(
     queries: Tensor, keys: Tensor, values: Tensor, step: PackedStep, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Attend from one token per slot (B, H, D) to the slots' contents; return (B, H, D_v)."""
-    rows, heads, _ = queries.shape
+    """Attend from the slots' tokens (N, H, D) to the slots' contents; return (N, H, D_v)."""
+    heads, (rows, width) = queries.shape[1], (len(step.counts), step.width)
     length, groups = step.attended_length, keys.shape[2]
     # Query heads that share a key-value head become query positions: keys are then read once and never repeated.
+    grid = step.grid(queries).reshape(rows, width, groups, heads // groups, -1).permute(0, 2, 3, 1, 4)
     attended = scaled_dot_product_attention(
-        queries.reshape(rows, groups, heads // groups, -1),
+        grid.reshape(rows, groups, heads // groups * width, -1),
         keys[:rows, :length].transpose(1, 2),
         values[:rows, :length].transpose(1, 2),
-        attn_mask=step.decode_mask(window, queries.dtype),
+        attn_mask=step.decode_mask(window, heads // groups, queries.dtype),
         scale=scaling,
     )
-    return attended.reshape(rows, heads, -1)
+    by_token = attended.reshape(rows, groups, heads // groups, width, -1).permute(0, 3, 1, 2, 4)
+    return step.tokens_of(by_token.reshape(rows, width, heads, -1))
 
 
 def _prefill(queries: Tensor, keys: Tensor, values: Tensor, scaling: float | None, window: int | None) -> Tensor:

@@ -1,47 +1,29 @@
 """Prompts in, completions out, on the weights that a Hugging Face model holds right now.
 
-Every step is one forward of one packed row: the tokens of newly admitted prompts and one token of each running sample.
-The scheduler says who runs where, the cache holds keys and values, the sampler picks tokens; this module connects them.
+This module checks what it is given and keeps what outlives a call; `run` carries one call out.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.attention import (
-    STEP_ARGUMENT,
-    PackedStep,
-    check_supported,
-    segments_of,
-    slot_attention,
-)
+from lightning_realloc.generation.attention import check_supported, slot_attention
+from lightning_realloc.generation.drafters import build_drafter
+from lightning_realloc.generation.drafting import Drafter
 from lightning_realloc.generation.kv_cache import SlotCache
+from lightning_realloc.generation.noise import sample_key
+from lightning_realloc.generation.run import GenerationRun, GenerationStats
+from lightning_realloc.generation.runner import ModelRunner
 from lightning_realloc.generation.samples import Completion, Sample, StopRule, Tokenizer
-from lightning_realloc.generation.sampling import SamplingParams, keyed_uniforms, sample_key, sample_tokens
-from lightning_realloc.generation.scheduler import Admission, Prompt, Scheduler
-
-_CAPACITY_MULTIPLE = 32
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationStats:
-    """What the last call of `GenerationEngine.generate` did on this rank."""
-
-    num_steps: int = 0
-    """Forwards."""
-    row_steps: int = 0
-    """Tokens of running samples, summed over steps."""
-    prefill_tokens: int = 0
-    generated_tokens: int = 0
-    cache_bytes: int = 0
+from lightning_realloc.generation.sampling import SamplingParams
+from lightning_realloc.generation.scheduler import Prompt, Scheduler
+from lightning_realloc.generation.speculation import Speculation, Speculator
 
 
 class GenerationEngine:
@@ -60,12 +42,19 @@ class GenerationEngine:
         max_slots: int = 64,
         max_length: int | None = None,
         lockstep: Callable[[bool], bool] | None = None,
+        speculation: Speculation | None = None,
+        drafter: Drafter | None = None,
+        agree: Callable[[Sequence[float]], Sequence[float]] | None = None,
     ) -> None:
         """Remember the model; nothing is allocated before the first `generate`.
 
         ``max_length`` bounds prompt plus response, besides the model's own context. ``lockstep`` is for models whose
         forward is collective: called before every step with "this rank has work", it returns whether any rank has, and
         a rank without work then joins with a dummy token.
+
+        ``speculation`` drafts tokens ahead and verifies several at once; None: one token at a time. ``drafter`` takes
+        the place of the one that it names. ``agree`` is for models in tensor parallelism: given this rank's measured
+        seconds, it returns those that all ranks of the group go by, such as the first one's.
 
         Raises:
             GenerationError: for a model that the engine cannot run; see :func:`check_supported`.
@@ -79,6 +68,8 @@ class GenerationEngine:
         self._max_length = max_length
         self._lockstep = lockstep
         self._cache = SlotCache()
+        speculation = speculation or Speculation(drafter="none", num_draft_tokens=0)
+        self._speculator = Speculator(speculation, drafter or build_drafter(speculation, model), agree=agree)
         self._stats = GenerationStats()
 
     @property
@@ -128,9 +119,10 @@ class GenerationEngine:
         )
         num_slots = max(1, min(self._max_slots, len(samples)))
         scheduler = Scheduler(_waiting_prompts(samples, params.n, length_hints), num_slots=num_slots)
-        run = _Run(self._model, self._cache, scheduler, samples, params, stop, num_slots, longest)
+        runner = ModelRunner(self._model, self._cache, num_slots=num_slots, longest=longest)
+        run = GenerationRun(runner, scheduler, samples, params, stop, self._speculator, num_slots)
         try:
-            with slot_attention(self._model):
+            with slot_attention(self._model), run:
                 while self._anybody_has_work(scheduler.has_work):
                     run.step()
         except BaseException:
@@ -197,112 +189,6 @@ class GenerationEngine:
             if eos is not None:
                 return frozenset(eos if isinstance(eos, (list, tuple)) else [eos])
         return frozenset()
-
-
-class _Run:
-    """One call of `GenerationEngine.generate`: all of its state, dropped at its end."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        cache: SlotCache,
-        scheduler: Scheduler,
-        samples: Sequence[Sample],
-        params: SamplingParams,
-        stop: StopRule,
-        num_slots: int,
-        longest: int,
-    ) -> None:
-        self._model = model
-        self._device = next(model.parameters()).device
-        self._cache = cache
-        self._scheduler = scheduler
-        self._samples = samples
-        self._params = params
-        self._stop = stop
-        self._num_slots = num_slots
-        self._longest = longest
-        self._num_steps = self._row_steps = self._prefill_tokens = 0
-
-    def step(self) -> None:
-        """Admit, run one forward, and take every running sample one token further."""
-        admissions = self._admit()
-        running = [self._samples[index] for index in self._scheduler.running if index is not None]
-        logits = self._forward(admissions, running)
-        self._num_steps += 1
-        self._row_steps += len(running)
-        if running:
-            self._take_tokens(logits, running)
-
-    def stats(self) -> GenerationStats:
-        """Return the counts so far."""
-        generated = sum(len(sample.token_ids) for sample in self._samples)
-        return GenerationStats(self._num_steps, self._row_steps, self._prefill_tokens, generated, self._cache.num_bytes)
-
-    def _admit(self) -> list[Admission]:
-        """Carry out the scheduler's turn and return the admissions whose prompts have to be computed."""
-        turn = self._scheduler.next_turn()
-        for admission in turn.admissions:
-            if admission.source is not None:
-                targets = [slot for slot in admission.slots if slot != admission.source]
-                self._cache.copy(admission.source, targets, self._samples[admission.samples[0]].position)
-        for move in turn.moves:
-            sample = self._scheduler.running[move.target]
-            assert sample is not None, f"slot {move.target} was filled by a move and has no sample"
-            self._cache.copy(move.source, [move.target], self._samples[sample].position)
-        return [admission for admission in turn.admissions if admission.source is None]
-
-    def _forward(self, admissions: Sequence[Admission], running: Sequence[Sample]) -> Tensor:
-        """Return the logits (B, V) of every running sample's last token; those of a dummy if there is none."""
-        # The prompt's last token is left to the decode part, so that new and old samples are alike from here on.
-        prefixes = [self._samples[admission.samples[0]].prompt[:-1] for admission in admissions]
-        segments = segments_of([len(prefix) for prefix in prefixes], [admission.slots for admission in admissions])
-        tokens = [sample.last_token for sample in running] or [0]
-        positions = [sample.position for sample in running] or [0]
-        max_length = max(positions) + 1
-        self._make_room(max_length)
-        num_prefill = sum(map(len, prefixes))
-        self._prefill_tokens += num_prefill
-        all_tokens = [token for prefix in prefixes for token in prefix] + tokens
-        all_places = [place for prefix in prefixes for place in range(len(prefix))] + positions
-        ids, places = torch.tensor([[all_tokens], [all_places]], device=self._device).unbind()
-        step = PackedStep(self._cache, segments, num_prefill, places[0, num_prefill:], max_length)
-        output = self._model(
-            input_ids=ids, position_ids=places, use_cache=False, logits_to_keep=len(tokens), **{STEP_ARGUMENT: step}
-        )
-        logits: Tensor = output.logits[0, -len(tokens) :]
-        return logits
-
-    def _take_tokens(self, logits: Tensor, running: Sequence[Sample]) -> None:
-        keys, taken = [sample.key for sample in running], [len(sample.token_ids) for sample in running]
-        uniforms = torch.tensor(keyed_uniforms(keys, taken), dtype=torch.float64, device=self._device)
-        drawn, of_drawn = sample_tokens(logits, uniforms, self._params, forbidden=self._forbidden(running))
-        tokens, logprobs = drawn.tolist(), of_drawn.tolist()
-        if not math.isfinite(sum(logprobs)):
-            self._raise_not_finite(running, logprobs)
-        for slot, sample in enumerate(running):
-            sample.append(tokens[slot], logprobs[slot])
-            if self._stop.update(sample):
-                self._scheduler.finish(slot)
-
-    def _forbidden(self, running: Sequence[Sample]) -> tuple[list[int], list[int]] | None:
-        if not self._params.min_new_tokens or not self._stop.token_ids:
-            return None
-        rows = [row for row, sample in enumerate(running) if len(sample.token_ids) < self._params.min_new_tokens]
-        return (rows, sorted(self._stop.token_ids)) if rows else None
-
-    def _make_room(self, length: int) -> None:
-        if length > self._cache.capacity or self._num_slots > self._cache.num_slots:
-            rounded = -(-length // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
-            grown = rounded if length <= self._cache.capacity else max(rounded, 2 * self._cache.capacity)
-            self._cache.reserve(self._num_slots, max(length, min(grown, self._longest)))
-
-    def _raise_not_finite(self, running: Sequence[Sample], logprobs: Sequence[float]) -> None:
-        bad = [sample.sample_id for sample, value in zip(running, logprobs, strict=True) if not math.isfinite(value)]
-        raise GenerationError(
-            f"the model's logits are not finite for sample ids {bad[:8]} ({len(bad)} of {len(running)} running); "
-            "the weights have diverged or overflow their dtype: lower the learning rate, or use bfloat16 for float16"
-        )
 
 
 def _token_ids(index: int, given: Any) -> list[int]:

@@ -62,6 +62,18 @@ class Sample:
         self.last_token = token
         self.position += 1
 
+    def tokens(self, begin: int, end: int) -> list[int]:
+        """Return the tokens at these positions of prompt and response."""
+        length = len(self.prompt)
+        if begin >= length:
+            return self.token_ids[begin - length : end - length]
+        return [*self.prompt[begin:end], *self.token_ids[: max(end - length, 0)]]
+
+    def token_at(self, position: int) -> int:
+        """Return the token at a position of prompt and response."""
+        length = len(self.prompt)
+        return self.prompt[position] if position < length else self.token_ids[position - length]
+
     def completion(self) -> Completion:
         """Return the finished response."""
         assert self.finish_reason is not None, f"sample {self.sample_id} is not finished"

@@ -1,8 +1,4 @@
-"""Which token comes next, given logits and one uniform number per row.
-
-The uniform numbers are a hash of (seed, sample id, position), so a sample's randomness does not depend on which other
-samples share its batch, which slot it sits in, or on how many ranks the model is spread over.
-"""
+"""Which token comes next, given logits and one uniform number per row (see `noise`)."""
 
 from __future__ import annotations
 
@@ -16,9 +12,11 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.noise import gumbel_noise
 
-_MASK = (1 << 64) - 1
-_WEYL = 0x9E3779B97F4A7C15
+Forbidden = tuple[Sequence[int], Sequence[int]]
+"""Rows of the logits, and the tokens that may not be drawn in them."""
+
 _BLOCK = 512
 
 
@@ -68,6 +66,11 @@ class SamplingParams:
         """Whether the most likely token is always taken."""
         return self.temperature == 0
 
+    @property
+    def truncates(self) -> bool:
+        """Whether the least likely tokens are never drawn."""
+        return self.top_k is not None or self.top_p < 1.0
+
 
 def _require(holds: bool, message: str) -> None:
     if not holds:
@@ -82,56 +85,79 @@ def _as_tuple(name: str, given: object, kind: type, kinds: str) -> tuple[object,
     raise GenerationError(f"{name}={given!r} must be a tuple of {kinds}; {way_out}")
 
 
-def sample_key(seed: int, sample_id: int) -> int:
-    """Return the 64-bit key of one sample's stream of uniform numbers."""
-    return _mix(_mix(seed & _MASK) ^ (sample_id & _MASK))
-
-
-def keyed_uniforms(keys: Sequence[int], positions: Sequence[int]) -> list[float]:
-    """Return one number in [0, 1) per key and position, a multiple of 2**-53 and a pure function of the two.
-
-    SplitMix64 at state ``key + (position + 1) * weyl``: a counter-based generator, so any number can be made at any
-    time, by any rank. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
-
-    In Python, since for a batch of up to hundreds of rows a dozen tensor operations cost more than this loop.
-    """
-    return [
-        (_mix((key + position * _WEYL) & _MASK) >> 11) * 2.0**-53 for key, position in zip(keys, positions, strict=True)
-    ]
-
-
 def sample_tokens(
     logits: Tensor,
     uniforms: Tensor,
     params: SamplingParams,
     *,
-    forbidden: tuple[Sequence[int], Sequence[int]] | None = None,
+    forbidden: Forbidden | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the next token of each row (B,) int64 and its log-probability (B,) float32.
 
-    ``logits`` is (B, V) in any floating dtype, ``uniforms`` (B,) float64 in [0, 1). ``forbidden`` gives rows and the
-    tokens that those rows may not draw.
+    ``logits`` is (B, V) in any floating dtype, ``uniforms`` (B,) float64 in [0, 1).
 
     The log-probability is that of ``softmax(logits / temperature)`` over the whole vocabulary, which is what a trainer
     recomputes from the same tokens; top-k, top-p and forbidden tokens change what is drawn and not what is reported.
     At temperature 0 it is that of ``softmax(logits)``.
     """
-    scaled = logits if params.temperature in (0.0, 1.0) else logits.float() / params.temperature
+    scaled = _tempered(logits, params)
     if forbidden is None:
         probabilities = torch.softmax(scaled, -1, dtype=torch.float32)
         tokens = _draw(probabilities, uniforms, params)
         return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log()
     # Without the forbidden tokens the others may be all that is left of a probability that float32 rounds to 0.
-    rows, banned = (torch.as_tensor(part, device=logits.device) for part in forbidden)
-    allowed = scaled.index_put((rows[:, None], banned), scaled.new_tensor(float("-inf")))
-    tokens = _draw(torch.softmax(allowed, -1, dtype=torch.float32), uniforms, params)
-    return tokens, torch.log_softmax(scaled, -1, dtype=torch.float32).gather(1, tokens[:, None])[:, 0]
+    tokens = _draw(torch.softmax(_without(scaled, forbidden), -1, dtype=torch.float32), uniforms, params)
+    return tokens, _logprobs_of(scaled, tokens)
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, params: SamplingParams) -> Tensor:
+    """Return what :func:`sample_tokens` reports (N,) for ``tokens`` (N,) of ``logits`` (N, V)."""
+    return _logprobs_of(_tempered(logits, params), tokens)
+
+
+def sampling_weights(logits: Tensor, params: SamplingParams, *, forbidden: Forbidden | None = None) -> Tensor:
+    """Return the distribution (B, V) float32 that tokens are drawn from: all of its mass on one at temperature 0."""
+    scaled = _tempered(logits, params)
+    weights = torch.softmax(scaled if forbidden is None else _without(scaled, forbidden), -1, dtype=torch.float32)
+    if params.greedy:
+        return torch.zeros_like(weights).scatter_(1, weights.argmax(-1, keepdim=True), 1.0)
+    if not params.truncates:
+        return weights
+    kept, tokens = _truncate(weights, params.top_k, params.top_p)
+    return torch.zeros_like(weights).scatter_(1, tokens, kept / kept.sum(-1, keepdim=True))
+
+
+def draw_weights(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Return a token (B,) per row of ``weights`` (B, V), in proportion to them; ``uniforms`` (B,) float64."""
+    return _invert_softmax(weights, uniforms)
+
+
+def draw_gumbel(weights: Tensor, keys: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """Return a token (B,) per row of ``weights`` (B, V), in proportion to them, by the largest noisy logarithm.
+
+    Source: Gumbel-max, as in Maddison, Tarlow, Minka, arXiv:1411.0030, section 2.
+    """
+    tokens = torch.arange(weights.shape[1], device=weights.device).expand(len(keys), -1)
+    return (weights.double().log() + gumbel_noise(keys, positions, tokens)).argmax(-1)
+
+
+def _tempered(logits: Tensor, params: SamplingParams) -> Tensor:
+    return logits if params.temperature in (0.0, 1.0) else logits.float() / params.temperature
+
+
+def _without(scaled: Tensor, forbidden: Forbidden) -> Tensor:
+    rows, banned = (torch.as_tensor(part, device=scaled.device) for part in forbidden)
+    return scaled.index_put((rows[:, None], banned), scaled.new_tensor(float("-inf")))
+
+
+def _logprobs_of(scaled: Tensor, tokens: Tensor) -> Tensor:
+    return torch.log_softmax(scaled, -1, dtype=torch.float32).gather(1, tokens[:, None])[:, 0]
 
 
 def _draw(weights: Tensor, uniforms: Tensor, params: SamplingParams) -> Tensor:
     if params.greedy:
         return weights.argmax(-1)
-    if params.top_k is None and params.top_p == 1.0:
+    if not params.truncates:
         return _invert_softmax(weights, uniforms)
     candidates, tokens = _truncate(weights, params.top_k, params.top_p)
     chosen = _invert(candidates.double().cumsum(-1), uniforms)
@@ -189,10 +215,3 @@ def _block_width(vocabulary: int) -> int:
     """Return a width that divides the vocabulary, since padding copies every row; the preferred one if none does."""
     divisors = [width for width in range(_BLOCK // 4, 4 * _BLOCK + 1) if vocabulary % width == 0]
     return min(divisors, key=lambda width: (abs(math.log(width / _BLOCK)), width), default=_BLOCK)
-
-
-def _mix(value: int) -> int:
-    value = (value + _WEYL) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.sampling import SamplingParams, keyed_uniforms, sample_key, sample_tokens
+from lightning_realloc.generation.noise import keyed_uniforms, sample_key
+from lightning_realloc.generation.sampling import SamplingParams, sample_tokens
 
 MASK = (1 << 64) - 1
 

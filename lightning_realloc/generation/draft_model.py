@@ -1,0 +1,195 @@
+"""Drafts by a smaller model: another one with the same vocabulary, or the target's own first blocks.
+
+The drafter has a cache of its own, whose slots follow the target's. It is filled when a draft is made: what the target
+took since the last draft is read in one forward, then every drafted token costs one more.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.attention import check_supported, slot_attention
+from lightning_realloc.generation.drafting import Chance, Drafter
+from lightning_realloc.generation.kv_cache import SlotCache
+from lightning_realloc.generation.runner import ModelRunner, Prefill, Row
+from lightning_realloc.generation.samples import Sample
+from lightning_realloc.generation.verification import Draft, Verification
+from lightning_realloc.runtime.structure import find_blocks
+
+_SHORT = 16
+"""Tokens of a sample that are read as a row rather than as a prompt."""
+
+
+class ModelDrafter(Drafter):
+    """Draws drafts from a causal language model, with the noise that the target will draw with."""
+
+    anticipates = False
+    costs_a_forward = True
+
+    def __init__(self, model: nn.Module, target: nn.Module) -> None:
+        """Draft for ``target`` with ``model``.
+
+        Raises:
+            GenerationError: where their vocabularies differ, or the engine cannot run the drafter.
+        """
+        ours, theirs = (_text_config(of).vocab_size for of in (model, target))
+        if ours != theirs:
+            raise GenerationError(
+                f"the draft model has a vocabulary of {ours} tokens and the target one of {theirs}; drafts are token "
+                f"ids, so give a draft model of the target's own tokenizer, or draft by 'history' or 'ngram'"
+            )
+        check_supported(model, max_length=1)
+        self.model = model
+        self._cache = SlotCache()
+        self._session = ExitStack()
+        self._filled: list[int] = []
+        """Positions of each slot whose keys and values are those of its sample."""
+        self._ahead: list[list[int]] = []
+        """Drafted tokens of each slot that were read behind them."""
+
+    def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
+        self._verification = verification
+        longest = max((len(sample.prompt) + sample.max_new_tokens for sample in samples), default=1)
+        check_supported(self.model, max_length=longest)
+        self._context = getattr(_text_config(self.model), "max_position_embeddings", longest)
+        self._runner = ModelRunner(self.model, self._cache, num_slots=num_slots, longest=longest)
+        self._filled = [0] * num_slots
+        self._ahead = [[] for _ in range(num_slots)]
+        self._session.enter_context(slot_attention(self.model))
+
+    def admitted(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._filled[slot] = 0
+            self._ahead[slot] = []
+
+    def copied(self, source: int, targets: Sequence[int], length: int) -> None:
+        known = min(length, self._filled[source])
+        self._cache.copy(source, targets, known)
+        for target in targets:
+            self._filled[target] = known
+            self._ahead[target] = []
+
+    def propose(
+        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, *, least_survival: float
+    ) -> list[Draft]:
+        for slot, sample in enumerate(running):
+            self._keep_what_stood(slot, sample)
+        room = [min(limit, self._context - sample.position - 1) for limit, sample in zip(limits, running, strict=True)]
+        drafts = [_Draft(limit, least_survival) for limit in room]
+        if not any(draft.grows for draft in drafts):
+            return [draft.made() for draft in drafts]
+        logits = self._read_what_is_new(running)
+        for offset in range(max(room)):
+            drawn = self._verification.draw_drafts(logits, running, offset)
+            for slot, draft in enumerate(drafts):
+                if draft.grows:
+                    kind = ("model", int(8 * drawn.confidences[slot]))
+                    law = () if drawn.laws is None else (drawn.laws[slot],)
+                    draft.add(drawn.tokens[slot], kind, chance(kind), law)
+            if not any(draft.grows for draft in drafts):
+                break
+            logits = self._read_drafted(running, drafts)
+        return [draft.made() for draft in drafts]
+
+    def end(self) -> None:
+        self._session.close()
+        self._cache.release()
+
+    def _keep_what_stood(self, slot: int, sample: Sample) -> None:
+        """Count drafted tokens that the target took, too, as filled: their keys and values are there."""
+        filled = self._filled[slot]
+        for token in self._ahead[slot]:
+            if filled > sample.position or sample.token_at(filled) != token:
+                break
+            filled += 1
+        self._filled[slot] = min(filled, sample.position)  # the last token is read again, for its logits
+        self._ahead[slot] = []
+
+    def _read_what_is_new(self, running: Sequence[Sample]) -> Tensor:
+        """Return the logits (B, V) behind each sample's last token."""
+        prefills: dict[tuple[int, ...], list[int]] = {}
+        rows = []
+        for slot, sample in enumerate(running):
+            begin = self._filled[slot]
+            if not begin and sample.position > _SHORT:
+                prefills.setdefault(tuple(sample.tokens(0, sample.position)), []).append(slot)
+                begin = sample.position
+            rows.append(Row(sample.tokens(begin, sample.position + 1), begin))
+            self._filled[slot] = sample.position + 1
+        logits = self._runner.forward([Prefill(tokens, tuple(slots)) for tokens, slots in prefills.items()], rows)
+        ends = [sum(len(row.tokens) for row in rows[: index + 1]) - 1 for index in range(len(rows))]
+        return logits[ends]
+
+    def _read_drafted(self, running: Sequence[Sample], drafts: Sequence[_Draft]) -> Tensor:
+        """Return the logits (B, V) behind each draft's newest token; a draft that is done reads it once more."""
+        rows = []
+        for slot, (sample, draft) in enumerate(zip(running, drafts, strict=True)):
+            tokens = draft.tokens
+            rows.append(Row((tokens[-1] if tokens else sample.last_token,), sample.position + len(tokens)))
+            self._ahead[slot] = list(tokens)
+        return self._runner.forward([], rows)
+
+
+class _Draft:
+    """One sample's draft while it grows."""
+
+    def __init__(self, limit: int, least_survival: float) -> None:
+        self.tokens: list[int] = []
+        self._kinds: list[object] = []
+        self._laws: list[Tensor] = []
+        self._limit = limit
+        self._least_survival = least_survival
+        self._survival = 1.0
+
+    @property
+    def grows(self) -> bool:
+        return len(self.tokens) < self._limit and self._survival >= self._least_survival
+
+    def add(self, token: int, kind: object, chance: float, law: Sequence[Tensor]) -> None:
+        self.tokens.append(token)
+        self._kinds.append(kind)
+        self._laws.extend(law)
+        self._survival *= chance
+
+    def made(self) -> Draft:
+        return Draft(self.tokens, self._kinds, self._laws)
+
+
+def first_blocks(model: nn.Module, count: int) -> nn.Module:
+    """Return a model of the first blocks of ``model``, its embedding, last norm and head: no weight of its own.
+
+    Raises:
+        GenerationError: where the model has no more blocks than that.
+    """
+    names = [name for name, _ in find_blocks(model)]
+    path, _, _ = names[0].rpartition(".") if names else ("", "", "")
+    blocks = model.get_submodule(path) if path else None
+    if not isinstance(blocks, nn.ModuleList) or not 1 <= count < len(blocks):
+        raise GenerationError(
+            f"draft_blocks={count} must lie between 1 and {len(names) - 1}, below the number of blocks of "
+            f"{type(model).__name__}, {len(names)}"
+        )
+    shortened: nn.Module = blocks[:count]
+    for name in reversed(path.split(".")):
+        path = path.rpartition(".")[0]
+        shortened = _with_child(model.get_submodule(path) if path else model, name, shortened)
+    return shortened
+
+
+def _with_child(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
+    """Return a shallow copy of ``module`` with another child under ``name``."""
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    copied._modules[name] = child
+    return copied
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = model.config
+    return config.get_text_config()

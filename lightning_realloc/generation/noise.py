@@ -1,0 +1,71 @@
+"""Random numbers that belong to a place: functions of (seed, sample id, position), never of what was drawn before.
+
+So a sample's randomness does not depend on which other samples share its batch, which slot or rank it sits on, or on
+how many tokens were drafted. The generator is SplitMix64 used as a counter-based one. Source: Steele, Lea, Flood, "Fast
+splittable pseudorandom number generators", OOPSLA 2014.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+_WEYL = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def sample_key(seed: int, sample_id: int) -> int:
+    """Return the 64-bit key of one sample's stream of numbers."""
+    return _mix(_mix(seed & _MASK) ^ (sample_id & _MASK))
+
+
+def stream_key(key: int, stream: int) -> int:
+    """Return the key of another stream of the same sample."""
+    return _mix(key ^ _mix(stream))
+
+
+def keyed_uniforms(keys: Sequence[int], positions: Sequence[int]) -> list[float]:
+    """Return one number in [0, 1) per key and position, a multiple of 2**-53 and a pure function of the two.
+
+    In Python, since for a batch of up to hundreds of rows a dozen tensor operations cost more than this loop.
+    """
+    return [
+        (_mix((key + position * _WEYL) & _MASK) >> 11) * 2.0**-53 for key, position in zip(keys, positions, strict=True)
+    ]
+
+
+def gumbel_noise(keys: Sequence[int], positions: Sequence[int], tokens: Tensor) -> Tensor:
+    """Return standard Gumbel noise (B, K) float64 for ``tokens`` (B, K) at one place per row."""
+    states = [_mix((key + position * _WEYL) & _MASK) for key, position in zip(keys, positions, strict=True)]
+    places = torch.tensor([_signed(state) for state in states], dtype=torch.int64, device=tokens.device)
+    bits = _mix_tensor(places[:, None] + tokens * _signed(_WEYL))
+    # The middle of one of 2**53 equal parts: neither 0 nor 1, whose noise would be infinite.
+    uniforms = (_shifted(bits, 11).double() + 0.5) * 2.0**-53
+    return -(-uniforms.log()).log()
+
+
+def _mix(value: int) -> int:
+    value = (value + _WEYL) & _MASK
+    value = ((value ^ (value >> 30)) * _FACTORS[0]) & _MASK
+    value = ((value ^ (value >> 27)) * _FACTORS[1]) & _MASK
+    return value ^ (value >> 31)
+
+
+def _mix_tensor(values: Tensor) -> Tensor:
+    """Return `_mix` of 64-bit values held as int64, whose products wrap around as those of unsigned numbers do."""
+    values = values + _signed(_WEYL)
+    values = (values ^ _shifted(values, 30)) * _signed(_FACTORS[0])
+    values = (values ^ _shifted(values, 27)) * _signed(_FACTORS[1])
+    return values ^ _shifted(values, 31)
+
+
+def _shifted(values: Tensor, bits: int) -> Tensor:
+    """Return int64 values shifted right with zeros coming in, as unsigned ones are."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

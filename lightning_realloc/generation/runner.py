@@ -1,0 +1,88 @@
+"""One model and the slots its running samples live in: forwards of packed rows, and nothing about what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from lightning_realloc.generation.attention import STEP_ARGUMENT, PackedStep, segments_of
+from lightning_realloc.generation.kv_cache import SlotCache
+
+_CAPACITY_MULTIPLE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Tokens from a sequence's beginning whose keys and values are to be computed."""
+
+    tokens: Sequence[int]
+    slots: tuple[int, ...]
+    """Every slot that is to hold them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Tokens that one slot's sample reads in this forward."""
+
+    tokens: Sequence[int]
+    """At least one."""
+    position: int
+    """Of the first of them."""
+
+
+class ModelRunner:
+    """Runs a model over slots 0, 1, 2 …, whose keys and values it keeps.
+
+    Rolling back needs no call: positions behind a sample's last token are masked, and overwritten when it gets there.
+    """
+
+    def __init__(self, model: nn.Module, cache: SlotCache, *, num_slots: int, longest: int) -> None:
+        """Remember the model; ``longest`` bounds the positions that a slot will ever need."""
+        self.cache = cache
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._num_slots = num_slots
+        self._longest = longest
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's input and output lie."""
+        return self._device
+
+    def forward(self, prefills: Sequence[Prefill], rows: Sequence[Row]) -> Tensor:
+        """Return the logits (N, V) of the rows' tokens, those of row 0 first.
+
+        Row i belongs to slot i. Without rows a dummy token is run, since a forward may be collective.
+        """
+        rows = rows or [Row((0,), 0)]
+        counts = [len(row.tokens) for row in rows]
+        max_length = max(row.position + count for row, count in zip(rows, counts, strict=True))
+        self._make_room(max_length)
+        segments = segments_of([len(prefill.tokens) for prefill in prefills], [prefill.slots for prefill in prefills])
+        num_prefill = sum(len(prefill.tokens) for prefill in prefills)
+        tokens = list(chain(*(prefill.tokens for prefill in prefills), *(row.tokens for row in rows)))
+        positions = list(
+            chain(
+                *(range(len(prefill.tokens)) for prefill in prefills),
+                *(range(row.position, row.position + count) for row, count in zip(rows, counts, strict=True)),
+            )
+        )
+        ids, places = torch.tensor([[tokens], [positions]], device=self._device).unbind()
+        step = PackedStep(self.cache, segments, num_prefill, places[0, num_prefill:], counts, max_length)
+        num_rows_tokens = len(tokens) - num_prefill
+        output = self._model(
+            input_ids=ids, position_ids=places, use_cache=False, logits_to_keep=num_rows_tokens, **{STEP_ARGUMENT: step}
+        )
+        logits: Tensor = output.logits[0, -num_rows_tokens:]
+        return logits
+
+    def _make_room(self, length: int) -> None:
+        cache = self.cache
+        if length > cache.capacity or self._num_slots > cache.num_slots:
+            rounded = -(-length // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
+            grown = rounded if length <= cache.capacity else max(rounded, 2 * cache.capacity)
+            cache.reserve(self._num_slots, max(length, min(grown, self._longest)))

@@ -1,0 +1,342 @@
+"""Does speculation change anything but the number of steps? Plain generation and enumerated laws are the judges."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, speculation
+from lightning_realloc.generation.draft_model import ModelDrafter, first_blocks
+from lightning_realloc.generation.drafting import Chance, Drafter, HistoryDrafter, NgramDrafter
+from lightning_realloc.generation.noise import sample_key
+from lightning_realloc.generation.samples import Sample
+from lightning_realloc.generation.verification import Draft, Rejection
+from tests.generation.markov import VOCABULARY, drafter_model, markov_text, target
+from tests.models import byte_tokenizer, tiny_model
+
+
+class RandomDrafter(Drafter):
+    """Drafts anything, of any length within the limits: no output may depend on it."""
+
+    anticipates = False
+
+    def __init__(self, vocabulary: int, seed: int = 0) -> None:
+        self._rng = random.Random(seed)
+        self._vocabulary = vocabulary
+
+    def propose(
+        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, *, least_survival: float
+    ) -> list[Draft]:
+        drafts = []
+        for limit in limits:
+            length = self._rng.randint(0, max(limit, 0))
+            tokens = [self._rng.choice((0, self._vocabulary - 1, 5, 9)) for _ in range(length)]
+            laws = [(token,) for token in tokens]
+            drafts.append(Draft(tokens, [("random",)] * length, laws))
+        return drafts
+
+
+DRAFTERS: dict[str, Callable[[PreTrainedModel], Drafter]] = {
+    "none": lambda model: Drafter(),
+    "random": lambda model: RandomDrafter(VOCABULARY),
+    "ngram": lambda model: NgramDrafter(),
+    "history": lambda model: HistoryDrafter(),
+    "model": lambda model: ModelDrafter(drafter_model(), model),
+    "blocks": lambda model: ModelDrafter(first_blocks(model, 1), model),
+    "itself": lambda model: ModelDrafter(model, model),
+}
+SAMPLED = {
+    "plain": SamplingParams(max_new_tokens=16, n=2, seed=3),
+    "cut": SamplingParams(max_new_tokens=16, n=2, seed=3, temperature=0.7, top_p=0.9),
+    "early stops forbidden": SamplingParams(max_new_tokens=16, n=2, seed=3, min_new_tokens=5, stop_token_ids=(7, 11)),
+}
+
+
+def prompts_of(count: int, seed: int = 0) -> list[list[int]]:
+    """Return prompts of Markov text, of 1 to 20 tokens."""
+    rng = random.Random(seed)
+    return [row[: rng.randint(1, 20)] for row in markov_text(count, 20, seed=99 + seed).tolist()]
+
+
+def speculating(
+    model: PreTrainedModel, drafter: str, depth: int | None, verification: Any = "match", **settings: Any
+) -> GenerationEngine:
+    """Return an engine that drafts as the table says."""
+    return GenerationEngine(
+        model,
+        speculation=Speculation(drafter="none", num_draft_tokens=depth, verification=verification),
+        drafter=DRAFTERS[drafter](model),
+        **{"max_slots": 4, **settings},
+    )
+
+
+def tokens_of(completions: Sequence[Completion]) -> list[tuple[int, ...]]:
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_tokens_are_those_of_generate_with_any_drafter(drafter: str) -> None:
+    model, prompts = target(), prompts_of(6)
+    params = SamplingParams(max_new_tokens=20, temperature=0)
+    for depth in (0, 1, 4, 8, None):
+        engine = speculating(model, drafter, depth)
+        for _ in range(2):  # the second time with a history
+            assert tokens_of(engine.generate(prompts, params)) == greedy_by_generate()
+
+
+@cache
+def greedy_by_generate() -> list[tuple[int, ...]]:
+    """Return what `generate` makes of every prompt on its own."""
+    responses = []
+    for prompt in prompts_of(6):
+        ids = torch.tensor([prompt])
+        output = target().generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20)
+        responses.append(tuple(output[0, len(prompt) :].tolist()))
+    return responses
+
+
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "none"])
+@pytest.mark.parametrize(
+    ("verification", "params"), [*(("match", params) for params in SAMPLED), ("gumbel", "plain"), ("gumbel", "cut")]
+)
+def test_sampled_tokens_are_the_same_with_and_without_drafts(drafter: str, verification: str, params: str) -> None:
+    model, prompts = copy.deepcopy(target()).double(), prompts_of(4)
+    expected = tokens_of(speculating(model, "none", 0, verification).generate(prompts, SAMPLED[params]))
+    for depth in (3, None):
+        engine = speculating(model, drafter, depth, verification)
+        for _ in range(2):  # the second time with a history
+            assert tokens_of(engine.generate(prompts, SAMPLED[params])) == expected
+
+
+def test_a_draft_by_the_target_itself_always_stands() -> None:
+    for verification in ("match", "gumbel", "reject"):
+        engine = speculating(copy.deepcopy(target()).double(), "itself", 4, verification)
+        engine.generate(prompts_of(3), SamplingParams(max_new_tokens=20, n=2, ignore_eos=True))
+        # Twenty tokens a sample: four steps that take five each.
+        assert engine.stats.row_steps == 6 * 4
+        assert engine.stats.accepted_tokens == engine.stats.verified_tokens == 6 * 16
+
+
+def test_drafts_of_text_that_repeats_save_steps() -> None:
+    prompts, params = [[5, 6, 7, 8] * 8], SamplingParams(max_new_tokens=40, temperature=0, ignore_eos=True)
+    plain = GenerationEngine(target())
+    expected = plain.generate(prompts, params)
+    engine = speculating(target(), "history", 8)
+    engine.generate(prompts, params)
+    assert tokens_of(engine.generate(prompts, params)) == tokens_of(expected)
+    assert engine.stats.num_steps == math.ceil(40 / 9)  # the whole response is known: every step takes nine tokens
+    assert plain.stats.num_steps == 40
+
+
+# ---- the law of what is drawn
+HOT = SamplingParams(max_new_tokens=3, temperature=1.3, n=6000, ignore_eos=True)
+
+
+def joint_law(model: PreTrainedModel, prompt: list[int], temperature: float) -> torch.Tensor:
+    """Return the probability (V**3,) of every response of three tokens."""
+    law = torch.ones(1)
+    contexts = torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(3):
+            following = torch.softmax(model(contexts, use_cache=False).logits[:, -1].double() / temperature, -1)
+            law = (law[:, None] * following).flatten()
+            tokens = torch.arange(VOCABULARY).repeat(len(contexts))[:, None]
+            contexts = torch.cat([contexts.repeat_interleave(VOCABULARY, 0), tokens], 1)
+    return law
+
+
+def probability_of_counts(responses: Sequence[Sequence[int]], law: torch.Tensor) -> float:
+    """Return the p-value of the chi-square test; responses expected fewer than five times are one cell."""
+    codes = torch.tensor([(a * VOCABULARY + b) * VOCABULARY + c for a, b, c in responses])
+    counts = torch.bincount(codes, minlength=len(law)).double()
+    expected = law * len(responses)
+    often = expected >= 5
+    cells = torch.cat([counts[often], counts[~often].sum()[None]])
+    means = torch.cat([expected[often], expected[~often].sum()[None]])
+    statistic = ((cells - means) ** 2 / means).sum()
+    freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
+    assert freedom > 20, "too few cells to see a difference"
+    return float(torch.special.gammaincc(freedom, statistic / 2))
+
+
+def drawn(
+    verification: str, drafter: str, seed: int, prompt: list[int], depth: int | None = 2
+) -> list[tuple[int, ...]]:
+    """Return responses to one prompt."""
+    engine = speculating(target(), drafter, depth, verification, max_slots=512)
+    return tokens_of(engine.generate([prompt], replace(HOT, seed=seed)))
+
+
+@pytest.mark.parametrize(
+    ("verification", "drafter"),
+    [("match", "model"), ("match", "history"), ("gumbel", "model"), ("reject", "model"), ("reject", "history"),
+     ("reject", "random")],
+)  # fmt: skip
+def test_responses_follow_the_law_of_the_target(verification: str, drafter: str) -> None:
+    prompt = prompts_of(1, seed=1)[0]
+    law = joint_law(target(), prompt, HOT.temperature)
+    for seed in (0, 1, 2):
+        assert probability_of_counts(drawn(verification, drafter, seed, prompt), law) > 1e-3
+
+
+class KeepsTheTarget(Rejection):
+    """A wrong rule: what takes a fallen draft's place is drawn from the target, not from what is left of it."""
+
+    def _finals(self, weights: Any, starts: Any, samples: Any, drafts: Any, standing: Any) -> list[int]:
+        bare = [Draft(draft.tokens, draft.kinds, [torch.zeros(VOCABULARY)] * len(draft)) for draft in drafts]
+        return super()._finals(weights, starts, samples, bare, standing)
+
+
+class Lenient(Rejection):
+    """A wrong rule: drafts stand more often than their ratio says."""
+
+    def _standing(self, weights: Any, starts: Any, samples: Any, drafts: Any) -> list[int]:
+        return super()._standing(1.65 * weights, starts, samples, drafts)
+
+
+@pytest.mark.parametrize("wrong", [KeepsTheTarget, Lenient])
+def test_the_test_of_the_law_sees_rules_that_are_wrong(wrong: type[Rejection], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "Rejection", wrong)
+    prompt = prompts_of(1, seed=1)[0]
+    law = joint_law(target(), prompt, HOT.temperature)
+    assert probability_of_counts(drawn("reject", "model", 0, prompt), law) < 1e-6
+
+
+def test_rejection_is_biased_where_a_draft_is_dropped_for_its_own_token() -> None:
+    # Target (.5, .5), drafter (.9, .1). Verified only when it is token 0, it stands with 5/9: 0.9 * 5/9 = 0.5 of all
+    # responses, and falls to token 1 for 0.4. Dropped when it is token 1 (0.1), half of those become 0: 0.55 in all.
+    rule = Rejection(SamplingParams())
+    law, count = torch.tensor([0.9, 0.1]), 20_000
+    samples = [Sample(i, 0, [0], 4, sample_key(0, i)) for i in range(count)]
+    tokens = rule.draw_drafts(law.log().expand(count, 2), samples, 0).tokens
+    whole = [Draft([token], ["kind"], [law]) for token in tokens]
+    for drafts, expected in ((whole, 0.5), ([d if d.tokens == [0] else d.cut(0) for d in whole], 0.55)):
+        logits = torch.zeros(sum(len(draft) + 1 for draft in drafts), 2)
+        firsts = [own[0] for own, _ in rule.emit(logits, samples, drafts, None)]
+        assert abs(firsts.count(0) / count - expected) < 4 * 0.5 / count**0.5
+
+
+def test_adaptive_rejection_refuses_a_drafter_whose_estimates_tell_of_the_token() -> None:
+    class Anticipating(RandomDrafter):
+        anticipates = True
+
+    adaptive = Speculation(drafter="none", verification="reject")
+    engine = GenerationEngine(target(), speculation=adaptive, drafter=Anticipating(VOCABULARY))
+    with pytest.raises(GenerationError, match="the estimates of Anticipating do; use verification='match'"):
+        engine.generate([[5]])
+
+
+# ---- the rest of what a response is
+@pytest.mark.parametrize("verification", ["match", "gumbel", "reject"])
+@pytest.mark.parametrize("drafter", ["random", "history", "model"])
+def test_logprobs_are_those_of_a_full_forward(verification: str, drafter: str) -> None:
+    prompts, temperature = prompts_of(5), 0.8
+    engine = speculating(target(), drafter, 5, verification)
+    params = SamplingParams(max_new_tokens=20, n=2, temperature=temperature, top_p=0.95)
+    engine.generate(prompts, params)
+    for completion in engine.generate(prompts, params):
+        prompt, response = prompts[completion.prompt_index], list(completion.token_ids)
+        assert len(completion.logprobs) == len(response)
+        with torch.no_grad():
+            logits = target()(torch.tensor([[*prompt, *response]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        expected = torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(response)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("drafter", ["random", "history", "model", "blocks"])
+def test_samples_do_not_depend_on_slots_order_or_company(drafter: str) -> None:
+    model, prompts = copy.deepcopy(target()).double(), prompts_of(9)
+    params = SamplingParams(max_new_tokens=20, n=2, seed=7)
+    limits = [3, 20, 9, 1, 14, 6, 20, 2, 11]
+    plain = GenerationEngine(model, max_slots=1).generate(prompts, params, token_limits=limits)
+    expected = {completion.sample_id: completion.token_ids for completion in plain}
+    order = random.Random(1).sample(range(9), 9)
+    ids = [2 * index + copy_ for index in order for copy_ in range(2)]
+    for slots in (1, 3, 64):
+        completions = speculating(model, drafter, 4, max_slots=slots).generate(
+            [prompts[i] for i in order], params, sample_ids=ids, token_limits=[limits[i] for i in order]
+        )
+        assert {completion.sample_id: completion.token_ids for completion in completions} == expected
+
+
+@pytest.mark.parametrize("verification", ["match", "reject"])
+def test_nothing_follows_a_stop_within_an_accepted_draft(verification: str) -> None:
+    prompts = prompts_of(6)
+    stop = (9, 17)
+    engine = speculating(copy.deepcopy(target()).double(), "itself", 8, verification)
+    completions = engine.generate(prompts, SamplingParams(max_new_tokens=21, n=3, stop_token_ids=stop, ignore_eos=True))
+    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
+    for completion in completions:
+        last = completion.token_ids[-1]
+        assert not set(completion.token_ids[:-1]) & set(stop)
+        assert (last in stop) == (completion.finish_reason == "stop")
+        assert len(completion.token_ids) == len(completion.logprobs) <= 21
+        assert completion.finish_reason == "stop" or len(completion.token_ids) == 21
+
+
+def test_a_stop_string_ends_a_response_within_an_accepted_draft() -> None:
+    model, tokenizer = tiny_model("llama", vocab_size=259), byte_tokenizer()
+    params = SamplingParams(max_new_tokens=30, temperature=2.0, n=8, stop_strings=("a", "7"))
+    plain = GenerationEngine(model, tokenizer=tokenizer).generate([[70, 71]], params)
+    engine = GenerationEngine(
+        model, tokenizer=tokenizer, speculation=Speculation(num_draft_tokens=6), drafter=ModelDrafter(model, model)
+    )
+    assert tokens_of(engine.generate([[70, 71]], params)) == tokens_of(plain)
+    assert engine.stats.accepted_tokens > 20
+
+
+def test_a_draft_model_with_a_shorter_context_drafts_as_far_as_it_reaches() -> None:
+    model = target()
+    short = tiny_model("llama", vocab_size=VOCABULARY, max_position_embeddings=16)
+    engine = GenerationEngine(model, speculation=Speculation(num_draft_tokens=3), drafter=ModelDrafter(short, model))
+    params = SamplingParams(max_new_tokens=30, n=2)
+    prompts = prompts_of(3)
+    assert tokens_of(engine.generate(prompts, params)) == tokens_of(GenerationEngine(model).generate(prompts, params))
+    assert engine.stats.drafted_tokens > 0
+
+
+# ---- what cannot work
+def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
+    with pytest.raises(GenerationError, match=r"vocabulary of 128 tokens and the target one of 32; .* tokenizer"):
+        ModelDrafter(tiny_model("llama"), target())
+
+
+@pytest.mark.parametrize("count", [0, 2, 5])
+def test_a_drafter_of_all_or_no_blocks_is_refused(count: int) -> None:
+    with pytest.raises(GenerationError, match=f"draft_blocks={count} must lie between 1 and 1, below .* 2"):
+        first_blocks(target(), count)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"drafter": "eagle"}, "drafter='eagle' must be one of 'ngram', 'history', 'model', 'blocks', 'none'"),
+        ({"verification": "lenient"}, "verification='lenient' must be one of 'match', 'gumbel', 'reject'"),
+        ({"num_draft_tokens": -1}, "num_draft_tokens=-1 must be at least 0"),
+        ({"max_draft_tokens": 0}, "max_draft_tokens=0 must be at least 1"),
+        ({"drafter": "model"}, "drafter='model' needs draft_model"),
+        (
+            {"draft_model": "small"},
+            "drafter='history' has no use for draft_model; leave it out, or set drafter='model'",
+        ),
+        ({"drafter": "blocks"}, "drafter='blocks' needs draft_blocks"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(GenerationError, match=message):
+        Speculation(**settings)
+
+
+def test_a_draft_model_that_is_not_there_is_named() -> None:
+    with pytest.raises(GenerationError, match="draft_model='/nowhere/at/all' could not be loaded"):
+        GenerationEngine(target(), speculation=Speculation(drafter="model", draft_model="/nowhere/at/all"))
