@@ -198,9 +198,9 @@ class MultiModelModule(L.LightningModule):
     def training_step(self, batch: Samples, batch_idx: int) -> None:
         """Run one iteration of the dataflow."""
         self.check_batch(batch)
-        samples = self._strategy.run_iteration(batch).lengths_only()
-        self.log_dict(self.summarize(samples), prog_bar=True, batch_size=len(samples))
-        self.on_iteration_end(samples)
+        for samples in self._strategy.run_iteration(batch):
+            self.log_dict(self.summarize(samples), prog_bar=True, batch_size=len(samples))
+            self.on_iteration_end(samples)
 
     def validation_step(self, batch: Samples, batch_idx: int) -> None:
         """Run the evaluation calls on held-out prompts and log ``val/...``."""

@@ -126,6 +126,11 @@ class AutoTuner(Callback):
                 f"AutoTuner tunes where an algorithm's calls run, and {type(pl_module).__name__} declares none; leave "
                 f"the callback out, or declare calls as in docs/algorithms.md"
             )
+        if strategy.max_staleness:
+            raise ConfigError(
+                "AutoTuner changes plans between iterations, and with max_staleness=1 responses wait there to be "
+                "trained on; tune with max_staleness=0 and give the plan it saves to the run that generates ahead"
+            )
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         if any(isinstance(callback, ParameterReallocation) and not callback.enabled for callback in callbacks):
             raise ConfigError(

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.runtime.exchange import decode_message, encode_message
-from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
+from lightning_realloc.runtime.mailbox import Mailbox
 from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.pipeline import PipelineStage, pipeline_infer
 from lightning_realloc.runtime.samples import Column, Ragged, Samples
@@ -34,6 +33,7 @@ from lightning_realloc.strategies.rates import facts_of, facts_of_generation, wi
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.routes import Routes, Workplace
 from lightning_realloc.strategies.trainer_step import Trainee
+from lightning_realloc.strategies.training_metrics import TrainingMetrics
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 from lightning_realloc.tuning.simulator import Overlap
 
@@ -62,6 +62,7 @@ class CallRunner:
         trainee: Steps the optimizers.
         layout_of: The layout in which a call's model will be.
         overlap: What may run at the same time.
+        max_staleness: How many iterations of training a response's policy may lack of the one that learns from it.
         device: Where tensors are worked on.
         rank: This process.
         world_size: All processes.
@@ -77,6 +78,7 @@ class CallRunner:
         *,
         layout_of: Callable[[str], Layout],
         overlap: Overlap,
+        max_staleness: int,
         device: torch.device,
         rank: int,
         world_size: int,
@@ -88,52 +90,59 @@ class CallRunner:
         self._trainee = trainee
         self._layout_of = layout_of
         self._overlap = overlap
+        self._max_staleness = max_staleness
+        self._ahead: tuple[Iteration, ...] = ()
+        """Batches with responses that were not trained on yet."""
+        self._version = 0
+        """Batches that were trained on."""
         self._device = device
         self._rank = rank
         self._world_size = world_size
-        self._drafting: dict[str, float] = {}
         self._generators = Generators(module, pool, mailbox, device=device, rank=rank)
         self._run = self._num_tokens = 0
         self.is_running = False
         """Whether calls are under way."""
-        self._measured: dict[tuple[int, int], dict[str, float]] = {}
-        self._late: dict[str, tuple[int, int, int]] = {}
+        self._training_metrics = TrainingMetrics(
+            mailbox, rank=rank, world_size=world_size, may_be_late=overlap == "iterations"
+        )
         self._idle = IdleClock(mailbox, pool)
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.counts: defaultdict[str, int] = defaultdict(int)
 
     def run_iteration(
         self, batch: Samples, calls: Sequence[ModelFunctionCall], *, iteration: int, is_last: bool
-    ) -> IterationResult:
-        """Run an iteration's calls and return what every rank knows afterwards.
+    ) -> tuple[IterationResult, ...]:
+        """Run an iteration's calls and return what every rank knows of each batch that was trained on.
+
+        That is this batch, or, where generation runs ahead, the one before: none the first time, both the last time.
 
         Args:
             batch: What the loader supplied, the same on every rank.
             calls: In the dataflow's order.
             iteration: Iterations done before.
-            is_last: Whether training may end or pause here: then all metrics are waited for.
+            is_last: Whether training may end or pause here: then all metrics are waited for, and nothing is left over.
 
         Raises:
             ReallocError: on every rank, when a rank failed.
         """
         with self._failing_together():
             self._idle.begin()
-            data = self._walk(batch, calls, iteration)
-            facts = data.receive_notes() if _has_notes(calls) else {}
-            known = data.known()
-            metrics = with_rates(merge_idle_shares(facts), num_tokens=self._num_tokens)
-            metrics |= self._training_metrics(data.routes, wait=is_last)
-            self._num_tokens = _count_tokens(known)
+            data = self._begin(batch, calls, iteration)
+            self._work_on(data, [call for call in calls if call.kind == "generate" or not self._max_staleness])
+            due = (*self._ahead, data) if is_last or not self._max_staleness else self._ahead
+            self._ahead = () if is_last or not self._max_staleness else (data,)
+            results = tuple(self._conclude(each, is_last=is_last) for each in due)
             self._mailbox.let_go(self._run - 2)
             if self._overlap != "iterations":
                 self._mailbox.meet()
             self._idle.end()
-        return IterationResult(known, {name: torch.tensor(value) for name, value in metrics.items()})
+        return results
 
     def run_calls(self, batch: Samples, calls: Sequence[ModelFunctionCall]) -> Samples:
         """Run calls without training, and return all samples with everything that they made. Collective."""
         with self._failing_together():
-            data = self._walk(batch, calls, iteration=0)
+            data = self._begin(batch, calls, iteration=0)
+            self._work_on(data, calls)
             if _has_notes(calls):
                 data.receive_notes()
             self._generators.hear()
@@ -150,48 +159,65 @@ class CallRunner:
         """Seconds that this rank has waited for data, weights and other ranks."""
         return self._idle.seconds
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether there are responses that were not trained on yet."""
+        return bool(self._ahead)
+
     def plan_changed(self) -> None:
         """Forget the models of the plan before. The pool serves another plan from now on."""
         self._generators.forget()
 
     def finish(self) -> None:
         """Take in what is still on its way. Collective over all ranks, after the last iteration."""
-        for run, index, source in self._late.values():
-            self._metrics_of(run, index, source)
-        self._late.clear()
+        self._training_metrics.finish()
         self._generators.hear()
         self._mailbox.let_go(self._run)
 
     # ---- one walk through the calls
-    def _walk(self, batch: Samples, calls: Sequence[ModelFunctionCall], iteration: int) -> Iteration:
+    def _begin(self, batch: Samples, calls: Sequence[ModelFunctionCall], iteration: int) -> Iteration:
         self._run += 1
         self._generators.hear(before=self._run - 1)  # where no call generated since, or nobody would let go of it
         workplaces = {call.name: self._workplace(call, iteration) for call in calls if call.role is not None}
-        data = Iteration(
-            batch, Routes(calls, workplaces, self._world_size), self._mailbox, rank=self._rank, run=self._run
-        )
-        last = max((index for index, call in enumerate(calls) if call.kind != "train"), default=-1)
-        facts: dict[str, float] = self._idle.facts(self._rank)
-        for index, call in enumerate(calls):
+        routes = Routes(calls, workplaces, self._world_size)
+        data = Iteration(batch, routes, self._mailbox, rank=self._rank, run=self._run, version=self._version)
+        data.facts |= self._idle.facts(self._rank)
+        return data
+
+    def _work_on(self, data: Iteration, calls: Sequence[ModelFunctionCall]) -> None:
+        """Run some calls of a batch."""
+        last = max((index for index, call in enumerate(data.routes.calls) if call.kind != "train"), default=-1)
+        for call in calls:
             begin, waited = time.perf_counter(), self._idle.seconds
             took_part = self._KINDS[call.kind](self, call, data)
             moved = self._pool.take_report(call.name)
-            facts |= {} if moved is None else facts_of(call.name, moved)
-            facts |= self._drafting
-            self._drafting.clear()
+            data.facts |= {} if moved is None else facts_of(call.name, moved)
             if took_part:
                 spent = time.perf_counter() - begin - (self._idle.seconds - waited)
                 self.seconds[call.name] += spent
                 self.counts[call.name] += 1
                 if call.kind == "train":
-                    self._announce(data, index, {f"seconds/{call.name}": spent})
+                    self._training_metrics.note(data, call, {f"seconds/{call.name}": spent})
                 else:
-                    facts[f"seconds/{call.name}"] = spent
-            if index == last:
-                data.send_notes(facts)
+                    data.facts[f"seconds/{call.name}"] = spent
+            if data.index(call) == last:
+                data.send_notes()
             if self._overlap == "none":
                 self._idle.measure(self._mailbox.meet)
-        return data
+
+    def _conclude(self, data: Iteration, *, is_last: bool) -> IterationResult:
+        """Run what is left to do of a batch, training included, and gather what every rank is to know."""
+        if self._max_staleness:
+            self._work_on(data, [call for call in data.routes.calls if call.kind != "generate"])
+        facts = data.receive_notes() if _has_notes(data.routes.calls) else {}
+        known = data.known()
+        metrics = with_rates(merge_idle_shares(facts), num_tokens=self._num_tokens)
+        if self._max_staleness:
+            metrics["staleness"] = float(self._version - data.version)
+        metrics |= self._training_metrics.exchange(data, wait=is_last)
+        self._num_tokens = _count_tokens(known)
+        self._version += 1
+        return IterationResult(known, {name: torch.tensor(value) for name, value in metrics.items()})
 
     def _workplace(self, call: ModelFunctionCall, iteration: int) -> Workplace:
         options = self._module.train_options_of(str(call.role))
@@ -232,20 +258,20 @@ class CallRunner:
             if takes_part:
                 prompts = data.inputs(call)
                 prompts = table.known.select([]) if prompts is None else prompts
-                made = self._generate_share(call, data.index(call), replica, prompts)
+                made = self._generate_share(call, data, replica, prompts)
         data.publish_samples(call, made)
         return takes_part
 
-    def _generate_share(self, call: ModelFunctionCall, index: int, replica: Replica, prompts: Samples) -> Samples:
+    def _generate_share(self, call: ModelFunctionCall, data: Iteration, replica: Replica, prompts: Samples) -> Samples:
         generator = self._generators.of(call, replica)
         if generator.lockstep is not None:
             generator.lockstep.begin()
         try:
             with self._precise():
                 made: Samples = getattr(self._module, call.method)(generator.engine, prompts)
-            self._generators.tell(generator, self._run, index)
+            self._generators.tell(generator, data.run, data.index(call))
             if self._module.speculation is not None:
-                self._drafting |= facts_of_generation(call.name, generator.engine.stats, self._rank)
+                data.facts |= facts_of_generation(call.name, generator.engine.stats, self._rank)
             return made
         except PeerFailure:
             raise
@@ -321,44 +347,12 @@ class CallRunner:
                 measured = self._trainee.train(
                     getattr(self._module, call.method), replica, data.chosen(call), steps, table.response_lengths
                 )
-                self._announce(data, data.index(call), measured)
+                self._training_metrics.note(data, call, measured)
             self._pool.weights_changed(str(call.role))
             self._pool.weights_followed(str(call.role))
         return takes_part
 
     _KINDS: ClassVar = {"generate": _generate, "infer": _infer, "compute": _compute, "train": _train}
-
-    # ---- metrics of training calls
-    def _announce(self, data: Iteration, index: int, measured: Mapping[str, float]) -> None:
-        """Note what this rank measured in a training call."""
-        self._measured.setdefault((self._run, index), {}).update(measured)
-
-    def _training_metrics(self, routes: Routes, *, wait: bool) -> dict[str, float]:
-        """Send what this rank measured, and return what training calls measured: now, or, of some, last time."""
-        metrics: dict[str, float] = {}
-        due: list[tuple[int, int, int]] = []
-        for index, call in enumerate(routes.calls):
-            if call.kind != "train":
-                continue
-            ranks = routes.workplaces[call.name].layout.ranks
-            if ranks[0] == self._rank:
-                content = encode_message(self._measured[self._run, index], {})
-                self._mailbox.send(self._mailbox.others, FrameKind.METRICS, self._run, index, content)
-            earlier, now = self._late.pop(call.name, None), (self._run, index, ranks[0])
-            if self._overlap == "iterations" and len(ranks) < self._world_size and not wait:
-                self._late[call.name] = now
-                due += [earlier] if earlier else []
-            else:
-                due += [earlier, now] if earlier else [now]
-        for run, index, source in due:
-            metrics |= self._metrics_of(run, index, source)
-        return metrics
-
-    def _metrics_of(self, run: int, index: int, source: int) -> dict[str, float]:
-        own = self._measured.pop((run, index), None)
-        if source == self._rank and own is not None:
-            return own
-        return decode_message(self._mailbox.receive(FrameKind.METRICS, run, index, source))[0]
 
     def _precise(self) -> Any:
         """Copies already hold the dtype they are read in: autocast would only cast again."""

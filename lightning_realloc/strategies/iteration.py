@@ -6,7 +6,7 @@ Ranks do not meet for that: whoever has something sends it, whoever needs someth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -40,11 +40,18 @@ class Iteration:
         mailbox: Between the ranks.
         rank: This process.
         run: Number of the walk, the same on all ranks.
+        version: Batches that had been trained on when it began.
     """
 
-    def __init__(self, batch: Samples, routes: Routes, mailbox: Mailbox, *, rank: int, run: int) -> None:
+    def __init__(
+        self, batch: Samples, routes: Routes, mailbox: Mailbox, *, rank: int, run: int, version: int = 0
+    ) -> None:
         self.routes = routes
-        self._mailbox, self._rank, self._run = mailbox, rank, run
+        self.run = run
+        self.version = version
+        self.facts: dict[str, float] = {}
+        """What this rank has to tell of the calls."""
+        self._mailbox, self._rank = mailbox, rank
         self._batch = SampleTable(batch, is_batch=True)
         self._made: dict[str, SampleTable] = {}
         self._made_by: dict[str, Holders] = {}
@@ -54,7 +61,6 @@ class Iteration:
         self._index = {call.name: index for index, call in enumerate(routes.calls)}
         self._mine: dict[str, Samples] = {}
         self._notes: dict[str, Samples] = {}
-        self._facts: dict[str, float] = {}
 
     # ---- before a call
     def table(self, call: ModelFunctionCall) -> SampleTable:
@@ -103,7 +109,7 @@ class Iteration:
         if speaks:
             outlined = {} if made is None else {"made": outline(made)}
             content = encode_message({}, outlined)
-            self._mailbox.send(self._mailbox.others, FrameKind.DIRECTORY, self._run, self._index[call.name], content)
+            self._mailbox.send(self._mailbox.others, FrameKind.DIRECTORY, self.run, self._index[call.name], content)
             self._directories[call.name] = outlined.get("made")
         if made is None and not speaks:
             return
@@ -126,13 +132,12 @@ class Iteration:
         self._hold_and_send(call, table, made)
 
     # ---- at the end
-    def send_notes(self, facts: Mapping[str, float]) -> None:
-        """Tell all ranks what was made here per sample, and some facts about the calls."""
+    def send_notes(self) -> None:
+        """Tell all ranks what was made here per sample, and the facts about the calls."""
         made = {name: outline(part) for name, part in self._mine.items() if name not in self._directories}
-        self._facts = dict(facts)
         self._notes = made
-        content = encode_message(facts, made)
-        self._mailbox.send(self._mailbox.others, FrameKind.NOTES, self._run, 0, content)
+        content = encode_message(self.facts, made)
+        self._mailbox.send(self._mailbox.others, FrameKind.NOTES, self.run, 0, content)
 
     def receive_notes(self) -> dict[str, float]:
         """Learn what all ranks made per sample; return their facts, of each the largest value."""
@@ -140,9 +145,9 @@ class Iteration:
         facts: dict[str, float] = {}
         for rank in sorted((*self._mailbox.others, self._rank)):
             if rank == self._rank:
-                told, made = self._facts, self._notes
+                told, made = self.facts, self._notes
             else:
-                told, made = decode_message(self._mailbox.receive(FrameKind.NOTES, self._run, 0, rank))
+                told, made = decode_message(self._mailbox.receive(FrameKind.NOTES, self.run, 0, rank))
             facts |= {name: max(value, facts.get(name, value)) for name, value in told.items()}
             for name, part in made.items():
                 parts.setdefault(name, []).append(part)
@@ -192,7 +197,7 @@ class Iteration:
             if sender == self._rank:
                 part = self._directories[call.name]
             else:
-                content = self._mailbox.receive(FrameKind.DIRECTORY, self._run, self._index[call.name], sender)
+                content = self._mailbox.receive(FrameKind.DIRECTORY, self.run, self._index[call.name], sender)
                 part = decode_message(content)[1].get("made")
             if part is not None:
                 parts.append((self.routes.workplaces[call.name].holders(index), part))
@@ -240,7 +245,7 @@ class Iteration:
             rows = sorted(p for p in positions & sending if rank not in holders[p])
             if rows:
                 content = encode_message({}, {"rows": _only_columns(made.by_ids(table.ids(rows)), producer, names)})
-                self._mailbox.send([rank], FrameKind.ROWS, self._run, self._index[producer.name], content)
+                self._mailbox.send([rank], FrameKind.ROWS, self.run, self._index[producer.name], content)
 
     def _receive(self, producer: ModelFunctionCall, table: SampleTable) -> None:
         """Wait for what other ranks made and this one needs, in this call or a later one."""
@@ -250,7 +255,7 @@ class Iteration:
         holders = self._holders(producer, table)
         positions, _ = self._wanted(producer, table, self._rank)
         for sender in sorted({holders[p][0] for p in positions if self._rank not in holders[p]}):
-            content = self._mailbox.receive(FrameKind.ROWS, self._run, self._index[producer.name], sender)
+            content = self._mailbox.receive(FrameKind.ROWS, self.run, self._index[producer.name], sender)
             table.hold(producer.name, decode_message(content)[1]["rows"])
 
     def _check_complete(self, call: ModelFunctionCall, made: Samples) -> None:

@@ -63,6 +63,9 @@ class ReallocStrategy(CheckpointStrategy):
         overlap: What may run at the same time on disjoint ranks: ``"iterations"`` means calls, and calls of the next
             iteration beside a training call that they do not depend on; ``"calls"`` only those of one iteration;
             ``"none"`` one call at a time. Results are the same.
+        max_staleness: 0 learns from responses of the policy as it is. 1 generates the next batch while the last one is
+            trained on, on ranks of its own if the plan gives it some; responses then come from the policy before that
+            step (arXiv:2410.18252), which losses that weigh by the probability at rollout account for.
         cluster: Nodes, devices and memory; by default what this machine shows.
         memory_per_device: What a plan may need of one device, as a number of bytes or as in ``"24GiB"``; by default
             what the cluster's devices have. A plan that needs more is refused before models are built.
@@ -82,6 +85,7 @@ class ReallocStrategy(CheckpointStrategy):
         *,
         transport: TransportName = "auto",
         overlap: Overlap = "iterations",
+        max_staleness: int = 0,
         cluster: ClusterSpec | str | None = None,
         memory_per_device: int | str | None = None,
         tp_plans: Mapping[str, Mapping[str, str]] | None = None,
@@ -102,6 +106,9 @@ class ReallocStrategy(CheckpointStrategy):
         for name, value, choices in (("overlap", overlap, Overlap), ("transport", transport, TransportName)):
             if value not in get_args(choices):
                 raise ConfigError(f"{name}={value!r} must be one of {', '.join(get_args(choices))}")
+        if max_staleness not in (0, 1):
+            raise ConfigError(f"max_staleness={max_staleness!r}: generation runs at most one step ahead; use 0 or 1")
+        self.max_staleness = max_staleness
         self._plan_source = read_plan_source(plan)
         self._transport: TransportName = transport
         self._tp_plans = dict(tp_plans or {})
@@ -233,7 +240,8 @@ class ReallocStrategy(CheckpointStrategy):
         mailbox = Mailbox(self.global_rank, self.world_size, pool.meshes.new_host_group())
         return CallRunner(
             module, pool, mailbox, self.phase_replica, trainee, layout_of=self._layout_of, overlap=self._overlap,
-            device=self.root_device, rank=self.global_rank, world_size=self.world_size,
+            max_staleness=self.max_staleness, device=self.root_device, rank=self.global_rank,
+            world_size=self.world_size,
         )  # fmt: skip
 
     def _layout_of(self, call: str) -> Layout:
@@ -256,6 +264,11 @@ class ReallocStrategy(CheckpointStrategy):
             raise ConfigError(
                 "set_plan moves all models, and calls are under way; use it between iterations, in "
                 "on_train_batch_end or on_train_batch_start"
+            )
+        if self.runner.is_ahead:
+            raise ConfigError(
+                "set_plan cannot move responses that wait to be trained on, and with max_staleness=1 there are some "
+                "after every iteration but an epoch's last; use max_staleness=0 where plans change"
             )
         source = read_plan_source(plan)
         specs = {role: self.pool.home(role).model_layout.model for role in self.pool.roles}
@@ -296,19 +309,21 @@ class ReallocStrategy(CheckpointStrategy):
         with self.phase_replica(call) as replica:
             yield replica.model
 
-    def run_iteration(self, batch: Samples) -> Samples:
+    def run_iteration(self, batch: Samples) -> tuple[Samples, ...]:
         """Run every call once, count one step, and advance learning-rate schedules.
 
         Returns:
-            All samples, with what the calls made of each; of sequences the lengths.
+            All samples of each batch that was trained on, with what the calls made of each; of sequences the lengths.
+            That is this batch, or, with ``max_staleness=1``, the one before: none the first time, both the last time.
         """
         module: Any = self.lightning_module
         trainer: Any = module.trainer
         calls = [call for call in self.pool.dataflow.iteration_calls if module.runs(call.name, self.iteration)]
         is_last = trainer.is_last_batch or self.iteration + 1 == trainer.max_steps
-        result = self.runner.run_iteration(batch, calls, iteration=self.iteration, is_last=is_last)
-        self.lengths = lengths_of(result.samples)
-        module.log_dict(dict(result.metrics), batch_size=1)
+        results = self.runner.run_iteration(batch, calls, iteration=self.iteration, is_last=is_last)
+        for result in results:
+            self.lengths = lengths_of(result.samples)
+            module.log_dict(dict(result.metrics), batch_size=1)
         progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         progress.increment_ready()
         progress.increment_completed()
@@ -316,7 +331,7 @@ class ReallocStrategy(CheckpointStrategy):
             trainer.lr_scheduler_configs, iteration=self.iteration, epoch=trainer.current_epoch + 1,
             is_last_batch=trainer.is_last_batch,
         )  # fmt: skip
-        return result.samples
+        return tuple(result.samples.lengths_only() for result in results)
 
     def run_calls(self, batch: Samples, names: tuple[str, ...]) -> Samples:
         """Run some calls on a batch, in the dataflow's order, without training; every rank gets all of the results."""

@@ -144,7 +144,8 @@ def _walk(rank: int, world_size: int, layouts: dict[str, Layout], num_prompts: i
         elif call.kind == "compute" and rows is not None:
             data.publish_columns(call, _judge(rows) if call is JUDGE else _estimate(rows))
         if call is ESTIMATE:
-            data.send_notes({"seconds": float(rank)})
+            data.facts |= {"seconds": float(rank)}
+            data.send_notes()
     seen["facts"] = data.receive_notes()
     seen["known"] = data.known()
     seen["unread"] = [name for name in post.frames if name[0] == rank and name[1] != FrameKind.NOTES]
