@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lightning_realloc.generation import Completion as Completion
     from lightning_realloc.generation import GenerationEngine as GenerationEngine
     from lightning_realloc.generation import SamplingParams as SamplingParams
+    from lightning_realloc.generation import Speculation as Speculation
     from lightning_realloc.layout import ClusterSpec as ClusterSpec
     from lightning_realloc.layout import Layout as Layout
     from lightning_realloc.layout import ModelLayout as ModelLayout
@@ -82,6 +83,7 @@ _HOMES = {
     "Completion": "generation",
     "GenerationEngine": "generation",
     "SamplingParams": "generation",
+    "Speculation": "generation",
     "PromptDataModule": "data.prompts",
     "exact_match": "data.rewards",
     "SFTDataModule": "data.sft",

@@ -22,6 +22,7 @@ from lightning_realloc.algorithms.calls import declared_calls
 from lightning_realloc.algorithms.role import Role
 from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.errors import CheckpointError, ConfigError, PlanError
+from lightning_realloc.generation import Speculation
 from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
@@ -38,6 +39,7 @@ class MultiModelModule(L.LightningModule):
         optimizer: Makes an optimizer from parameters; overrides ``learning_rate``.
         lr_scheduler: Makes a learning-rate schedule from an optimizer; it steps once per iteration.
         train_options: Epochs, mini-batches, micro-batches and clipping of a training call.
+        speculation: How generating calls draft tokens ahead and verify several at once; None: one token at a time.
         seed: Of random weights, sampling and mini-batch order.
     """
 
@@ -58,12 +60,14 @@ class MultiModelModule(L.LightningModule):
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         train_options: TrainOptions | None = None,
+        speculation: Speculation | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.learning_rate = learning_rate
         self.train_options = train_options or TrainOptions()
+        self.speculation = speculation
         self.seed = seed
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler

@@ -17,9 +17,12 @@ from lightning_realloc.generation.verification import NO_DRAFT, Draft, Verificat
 ORDERS = (8, 4, 2, 1)
 """Lengths of context that are looked up, the longest first."""
 _MOST_FOLLOWERS = 64
+_MOST_NEWS = 65_536
 _SHARES = 4
 """Steps in which shares are told apart where tokens are sorted into kinds."""
 
+Exchange = tuple[tuple[int, ...], tuple[int, ...]]
+"""A prompt and one response to it."""
 Chance = Callable[[object], float]
 """How likely a token of one kind stands, given that those before it do."""
 
@@ -35,6 +38,8 @@ class Drafter:
 
     costs_a_forward: bool = False
     """Whether every token drafted ahead costs a forward of a model, for all samples together."""
+    exchanges: bool = False
+    """Whether responses made elsewhere help."""
 
     def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
         """A generation of these samples begins."""
@@ -59,6 +64,13 @@ class Drafter:
 
     def end(self) -> None:
         """The generation is over."""
+
+    def news(self) -> list[Exchange]:
+        """Return the prompts and responses finished here since the last call."""
+        return []
+
+    def hear(self, news: Sequence[Exchange]) -> None:
+        """Take in prompts and responses finished elsewhere."""
 
 
 class Followers:
@@ -177,6 +189,8 @@ class HistoryDrafter(NgramDrafter):
     Prompts are recognised by their tokens. Where no response to a prompt helps, the sample's own text may.
     """
 
+    exchanges = True
+
     def __init__(self, *, responses_per_prompt: int = 16, most_tokens: int = 50_000_000) -> None:
         """Keep each prompt's last responses, ``most_tokens`` tokens altogether; prompts not seen for long go first."""
         super().__init__()
@@ -184,12 +198,29 @@ class HistoryDrafter(NgramDrafter):
         self._most_tokens = most_tokens
         self._num_tokens = 0
         self._responses: dict[tuple[int, ...], deque[tuple[int, ...]]] = {}
+        self._news: deque[Exchange] = deque(maxlen=_MOST_NEWS)
         self._indexed: dict[int, Followers] = {}
         """By index of the prompt, for those of this generation."""
 
     def finished(self, sample: Sample) -> None:
         super().finished(sample)
-        prompt, response = tuple(sample.prompt), tuple(sample.token_ids)
+        exchange = tuple(sample.prompt), tuple(sample.token_ids)
+        self._news.append(exchange)
+        self._keep(exchange)
+        if sample.prompt_index in self._indexed:
+            _index(self._indexed[sample.prompt_index], *exchange)
+
+    def news(self) -> list[Exchange]:
+        news = list(self._news)
+        self._news.clear()
+        return news
+
+    def hear(self, news: Sequence[Exchange]) -> None:
+        for exchange in news:
+            self._keep(exchange)
+
+    def _keep(self, exchange: Exchange) -> None:
+        prompt, response = exchange
         kept = self._responses.pop(prompt, None) or deque()  # put back at the end: the prompt seen last
         self._responses[prompt] = kept
         kept.append(response)
@@ -199,8 +230,6 @@ class HistoryDrafter(NgramDrafter):
         while self._num_tokens > self._most_tokens and len(self._responses) > 1:
             oldest = next(iter(self._responses))
             self._num_tokens -= sum(map(len, self._responses.pop(oldest)))
-        if sample.prompt_index in self._indexed:
-            _index(self._indexed[sample.prompt_index], prompt, response)
 
     def end(self) -> None:
         super().end()

@@ -44,6 +44,8 @@ class FrameKind(IntEnum):
     """What a training call measured, to the ranks outside it."""
     FAILURE = 4
     """Why a rank cannot go on."""
+    HISTORY = 5
+    """What a rank generated in a call, to the drafters of ranks that generate other samples."""
 
 
 class Frame(NamedTuple):

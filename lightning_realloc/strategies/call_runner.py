@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation import GenerationEngine
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.exchange import decode_message, encode_message
 from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
@@ -26,11 +25,12 @@ from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.pipeline import PipelineStage, pipeline_infer
 from lightning_realloc.runtime.samples import Column, Ragged, Samples
 from lightning_realloc.runtime.training import MicroBatch, pack_columns
+from lightning_realloc.strategies.generators import Generators
 from lightning_realloc.strategies.idle import IdleClock, merge_idle_shares
 from lightning_realloc.strategies.iteration import Chosen, Iteration
-from lightning_realloc.strategies.lockstep import Lockstep, PeerFailure
+from lightning_realloc.strategies.lockstep import PeerFailure
 from lightning_realloc.strategies.model_pool import ModelPool
-from lightning_realloc.strategies.rates import facts_of, with_rates
+from lightning_realloc.strategies.rates import facts_of, facts_of_generation, with_rates
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.routes import Routes, Workplace
 from lightning_realloc.strategies.trainer_step import Trainee
@@ -91,7 +91,8 @@ class CallRunner:
         self._device = device
         self._rank = rank
         self._world_size = world_size
-        self._engines: dict[int, tuple[GenerationEngine, Lockstep | None]] = {}
+        self._drafting: dict[str, float] = {}
+        self._generators = Generators(module, pool, mailbox, device=device, rank=rank)
         self._run = self._num_tokens = 0
         self.is_running = False
         """Whether calls are under way."""
@@ -135,6 +136,7 @@ class CallRunner:
             data = self._walk(batch, calls, iteration=0)
             if _has_notes(calls):
                 data.receive_notes()
+            self._generators.hear()
             self._mailbox.let_go(self._run)
         return data.gather(self._device)
 
@@ -150,18 +152,20 @@ class CallRunner:
 
     def plan_changed(self) -> None:
         """Forget the models of the plan before. The pool serves another plan from now on."""
-        self._engines.clear()
+        self._generators.forget()
 
     def finish(self) -> None:
         """Take in what is still on its way. Collective over all ranks, after the last iteration."""
         for run, index, source in self._late.values():
             self._metrics_of(run, index, source)
         self._late.clear()
+        self._generators.hear()
         self._mailbox.let_go(self._run)
 
     # ---- one walk through the calls
     def _walk(self, batch: Samples, calls: Sequence[ModelFunctionCall], iteration: int) -> Iteration:
         self._run += 1
+        self._generators.hear(before=self._run - 1)  # where no call generated since, or nobody would let go of it
         workplaces = {call.name: self._workplace(call, iteration) for call in calls if call.role is not None}
         data = Iteration(
             batch, Routes(calls, workplaces, self._world_size), self._mailbox, rank=self._rank, run=self._run
@@ -173,6 +177,8 @@ class CallRunner:
             took_part = self._KINDS[call.kind](self, call, data)
             moved = self._pool.take_report(call.name)
             facts |= {} if moved is None else facts_of(call.name, moved)
+            facts |= self._drafting
+            self._drafting.clear()
             if took_part:
                 spent = time.perf_counter() - begin - (self._idle.seconds - waited)
                 self.seconds[call.name] += spent
@@ -225,48 +231,32 @@ class CallRunner:
             takes_part = self._rank in replica.layout
             if takes_part:
                 prompts = data.inputs(call)
-                made = self._generate_share(call, replica, table.known.select([]) if prompts is None else prompts)
+                prompts = table.known.select([]) if prompts is None else prompts
+                made = self._generate_share(call, data.index(call), replica, prompts)
         data.publish_samples(call, made)
         return takes_part
 
-    def _generate_share(self, call: ModelFunctionCall, replica: Replica, prompts: Samples) -> Samples:
-        engine, lockstep = self._engine(call, replica)
-        if lockstep is not None:
-            lockstep.begin()
+    def _generate_share(self, call: ModelFunctionCall, index: int, replica: Replica, prompts: Samples) -> Samples:
+        generator = self._generators.of(call, replica)
+        if generator.lockstep is not None:
+            generator.lockstep.begin()
         try:
             with self._precise():
-                made: Samples = getattr(self._module, call.method)(engine, prompts)
+                made: Samples = getattr(self._module, call.method)(generator.engine, prompts)
+            self._generators.tell(generator, self._run, index)
+            if self._module.speculation is not None:
+                self._drafting |= facts_of_generation(call.name, generator.engine.stats, self._rank)
             return made
         except PeerFailure:
             raise
         except Exception:
-            if lockstep is not None:
-                lockstep.give_up()
+            if generator.lockstep is not None:
+                generator.lockstep.give_up()
             raise
         finally:
             # Training needs the memory more. And a cache that has grown rounds logprobs differently, in the last bit,
             # than the fresh one of a run that was resumed here.
-            engine.release()
-
-    def _engine(self, call: ModelFunctionCall, replica: Replica) -> tuple[GenerationEngine, Lockstep | None]:
-        if replica.layout.dims.pp > 1:  # the plan gives another layout, which no callback made real
-            raise GenerationError(
-                f"{call.name} cannot generate in the layout {replica.layout}, a pipeline; give it one with pp=1, and "
-                f"leave reallocation on"
-            )
-        if id(replica.model) not in self._engines:
-            group = self._pool.meshes.group(replica.layout, "dp", "fsdp") if replica.is_sharded else None
-            lockstep = None if group is None else Lockstep(group, self._device)
-            engine = GenerationEngine(
-                replica.model,
-                tokenizer=self._module.tokenizer,
-                max_slots=self._pool.plan.call(call.name).max_slots,
-                lockstep=lockstep,
-            )
-            self._engines[id(replica.model)] = engine, lockstep
-        engine, lockstep = self._engines[id(replica.model)]
-        engine.weights_updated()
-        return engine, lockstep
+            generator.engine.release()
 
     # ---- infer
     def _infer(self, call: ModelFunctionCall, data: Iteration) -> bool:

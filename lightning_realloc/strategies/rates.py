@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lightning_realloc.generation import GenerationStats
 from lightning_realloc.runtime.executor import ReallocationReport
 
 ITERATION_S = "iteration_s"
 """Seconds of the iteration before, as one rank tells them to the others."""
+_GENERATED, _ROW_STEPS, _TOKENS_PER_STEP = "generated/", "row_steps/", "tokens_per_step/"
 _SECONDS, _BYTES, _RATE = "reallocation_s/", "reallocation_bytes/", "reallocation_GB_per_s/"
 
 
 def facts_of(call: str, report: ReallocationReport) -> dict[str, float]:
     """Return what one rank tells of the reallocation before a call."""
     return {f"{_SECONDS}{call}": report.seconds, f"{_BYTES}{call}": float(report.bytes_moved)}
+
+
+def facts_of_generation(call: str, stats: GenerationStats, rank: int) -> dict[str, float]:
+    """Return what one rank tells of a call that drafts tokens."""
+    counts = {_GENERATED: stats.generated_tokens, _ROW_STEPS: stats.row_steps}
+    return {f"{name}{call}/{rank}": float(count) for name, count in counts.items()}
 
 
 def with_rates(facts: Mapping[str, float], *, num_tokens: int) -> dict[str, float]:
@@ -28,7 +36,18 @@ def with_rates(facts: Mapping[str, float], *, num_tokens: int) -> dict[str, floa
         call = name.removeprefix(_BYTES)
         seconds, moved = facts[f"{_SECONDS}{call}"], metrics.pop(name)
         metrics[f"{_RATE}{call}"] = moved / seconds / 1e9 if seconds > 0 else 0.0
+    metrics |= _tokens_per_step(metrics)
     seconds = metrics.pop(ITERATION_S, 0.0)
     if seconds > 0:
         metrics["tokens_per_s"] = num_tokens / seconds
     return metrics
+
+
+def _tokens_per_step(metrics: dict[str, float]) -> dict[str, float]:
+    """Take the counts of generating calls out, and return how many tokens a sample got in a step, over all ranks."""
+    totals: dict[str, list[float]] = {}
+    for place, prefix in enumerate((_GENERATED, _ROW_STEPS)):
+        for name in [name for name in metrics if name.startswith(prefix)]:
+            call = name.removeprefix(prefix).rpartition("/")[0]
+            totals.setdefault(call, [0.0, 0.0])[place] += metrics.pop(name)
+    return {f"{_TOKENS_PER_STEP}{call}": made / steps for call, (made, steps) in totals.items() if steps}

@@ -1,0 +1,162 @@
+"""The engines that a plan's generating calls work with, and what ranks tell each other so that all of them draft well.
+
+An engine belongs to a replica and lives as long as the plan. Where drafts come from earlier responses, data-parallel
+ranks tell each other theirs after a call, and hear of the others' before the next: a prompt may come back elsewhere.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation import GenerationEngine
+from lightning_realloc.generation.drafters import build_drafter
+from lightning_realloc.generation.drafting import Drafter, Exchange
+from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
+from lightning_realloc.strategies.lockstep import Lockstep
+from lightning_realloc.strategies.model_pool import ModelPool
+from lightning_realloc.strategies.replica import Replica
+from lightning_realloc.tuning.dataflow import ModelFunctionCall
+
+
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """What one rank generates with."""
+
+    engine: GenerationEngine
+    lockstep: Lockstep | None
+    """Where forwards are collective."""
+    drafter: Drafter
+    peers: tuple[int, ...]
+    """Other ranks that generate other samples with the same part of the same model."""
+
+
+class Generators:
+    """Makes engines for replicas, and carries news between their drafters.
+
+    Args:
+        module: The algorithm; its ``speculation`` says how to draft.
+        pool: Its models.
+        mailbox: Between the ranks.
+        device: Where tensors are worked on.
+        rank: This process.
+    """
+
+    def __init__(self, module: Any, pool: ModelPool, mailbox: Mailbox, *, device: torch.device, rank: int) -> None:
+        self._module = module
+        self._pool = pool
+        self._mailbox = mailbox
+        self._device = device
+        self._rank = rank
+        self._generators: dict[int, Generator] = {}
+        self._told: list[tuple[Generator, int, int]] = []
+        """Whose peers sent news, in which run, for which call."""
+
+    def of(self, call: ModelFunctionCall, replica: Replica) -> Generator:
+        """Return what to generate with; its drafter has heard what the peers made before.
+
+        Raises:
+            GenerationError: for a layout that cannot generate, or cannot draft as the algorithm asks.
+        """
+        self.hear()
+        if replica.layout.dims.pp > 1:  # the plan gives another layout, which no callback made real
+            raise GenerationError(
+                f"{call.name} cannot generate in the layout {replica.layout}, a pipeline; give it one with pp=1, and "
+                f"leave reallocation on"
+            )
+        known = self._generators.get(id(replica.model))
+        if known is None:
+            known = self._generators[id(replica.model)] = self._make(call, replica)
+        known.engine.weights_updated()
+        return known
+
+    def tell(self, generator: Generator, run: int, index: int) -> None:
+        """Send the peers what was generated in call number ``index`` of a run; nobody waits."""
+        if generator.peers and generator.drafter.exchanges:
+            content = _packed(generator.drafter.news())
+            self._mailbox.send(generator.peers, FrameKind.HISTORY, run, index, content)
+            self._told.append((generator, run, index))
+
+    def hear(self, *, before: int | None = None) -> None:
+        """Take in what peers sent, before a run or at all; waits for what is still on its way."""
+        due = [told for told in self._told if before is None or told[1] < before]
+        for generator, run, index in due:
+            for peer in generator.peers:
+                generator.drafter.hear(_unpacked(self._mailbox.receive(FrameKind.HISTORY, run, index, peer)))
+        self._told = self._told[len(due) :]
+
+    def forget(self) -> None:
+        """Drop the engines of the plan before."""
+        self.hear()
+        self._generators.clear()
+
+    def _make(self, call: ModelFunctionCall, replica: Replica) -> Generator:
+        meshes, layout = self._pool.meshes, replica.layout
+        lockstep = None
+        if replica.is_sharded:
+            group = meshes.group(layout, "dp", "fsdp")
+            lockstep = None if group is None else Lockstep(group, self._device)
+        speculation = self._module.speculation
+        if replica.is_sharded and speculation is not None and speculation.drafter == "blocks":
+            raise GenerationError(
+                f"{call.name} runs in the layout {layout}, whose blocks are gathered by all ranks together, and cannot "
+                f"draft by its own first blocks; give it a layout with fsdp=1 or another drafter than 'blocks'"
+            )
+        drafter = Drafter() if speculation is None else build_drafter(speculation, replica.model)
+        engine = GenerationEngine(
+            replica.model,
+            tokenizer=self._module.tokenizer,
+            max_slots=self._pool.plan.call(call.name).max_slots,
+            lockstep=lockstep,
+            speculation=speculation,
+            drafter=drafter,
+            agree=_agreement(meshes.group(layout, "tp"), self._device),
+        )
+        peers = tuple(rank for rank in layout.group(self._rank, "dp", "fsdp") if rank != self._rank)
+        return Generator(engine, lockstep, drafter, peers)
+
+
+def _agreement(
+    group: dist.ProcessGroup | None, device: torch.device
+) -> Callable[[Sequence[float]], Sequence[float]] | None:
+    """Return a function that gives all ranks of a group the first one's numbers; None for a rank on its own."""
+    if group is None:
+        return None
+
+    def first_ones(numbers: Sequence[float]) -> list[float]:
+        agreed = torch.tensor(numbers, dtype=torch.float64, device=device)
+        dist.broadcast(agreed, group=group, group_src=0)
+        values: list[float] = agreed.tolist()
+        return values
+
+    return first_ones
+
+
+def _packed(news: Sequence[Exchange]) -> Tensor:
+    """Return prompts and responses as bytes: two lengths, then the tokens of both, for each."""
+    numbers = array("i")
+    for prompt, response in news:
+        numbers.extend((len(prompt), len(response), *prompt, *response))
+    return (
+        torch.frombuffer(bytearray(numbers.tobytes()), dtype=torch.uint8)
+        if numbers
+        else torch.empty(0, dtype=torch.uint8)
+    )
+
+
+def _unpacked(content: Tensor) -> list[Exchange]:
+    numbers: list[int] = content.view(torch.int32).tolist()
+    news, place = [], 0
+    while place < len(numbers):
+        begin = place + 2
+        middle, end = begin + numbers[place], begin + numbers[place] + numbers[place + 1]
+        news.append((tuple(numbers[begin:middle]), tuple(numbers[middle:end])))
+        place = end
+    return news

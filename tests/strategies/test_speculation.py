@@ -1,0 +1,96 @@
+"""Does an iteration come out the same when tokens are drafted ahead? Runs without drafting are the judges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_realloc.generation import SamplingParams, Speculation
+from tests.models import byte_tokenizer, tiny_model
+from tests.strategies import runs
+from tests.strategies.runs import Batches, Outcome
+from tests.workers import WorkerFailure, WorkerPool
+
+ALGORITHMS = {"grpo": runs.grpo, "ppo": runs.ppo}
+
+
+def run_algorithm(name: str, layout: str, speculation: Speculation | None, **settings: Any) -> Outcome:
+    """Return what two iterations on two ranks come to."""
+    module = ALGORITHMS[name](speculation=speculation, **settings)
+    return runs.train(module, plan_of(module, layout), 2, Batches(2))
+
+
+def plan_of(module: Any, layout: str) -> dict[str, Any]:
+    """Return a plan that generates in one layout and does all else in another."""
+    placed = [call for call in module.dataflow.calls if call.role is not None]
+    return {"calls": {call.name: layout if call.kind == "generate" else "dp2" for call in placed}}
+
+
+@pytest.mark.parametrize(("name", "layout"), [("grpo", "dp2"), ("grpo", "fsdp2"), ("ppo", "tp2")])
+def test_iterations_learn_the_same_with_and_without_drafts(workers: WorkerPool, name: str, layout: str) -> None:
+    plain, *_ = workers.run(run_algorithm, name, layout, None, world_size=2, init_process_group=False)
+    for speculation in (Speculation(num_draft_tokens=3), Speculation(drafter="ngram")):
+        drafted, *_ = workers.run(run_algorithm, name, layout, speculation, world_size=2, init_process_group=False)
+        assert drafted.tokens == plain.tokens
+        assert drafted.rewards == plain.rewards
+        for mine, others in zip(drafted.logged, plain.logged, strict=True):
+            assert mine == pytest.approx(others, rel=1e-4, abs=1e-6)
+        # Log-probabilities come from products of other shapes, whose rounding Adam's first steps of 1e-2 enlarge.
+        assert runs.largest_difference(drafted.weights, plain.weights) < 1e-4
+
+
+def test_the_models_own_blocks_draft_under_tensor_parallelism_and_not_under_fsdp(workers: WorkerPool) -> None:
+    own = Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=2)
+    plain, *_ = workers.run(run_algorithm, "grpo", "tp2", None, world_size=2, init_process_group=False)
+    drafted, *_ = workers.run(run_algorithm, "grpo", "tp2", own, world_size=2, init_process_group=False)
+    assert drafted.tokens == plain.tokens
+    with pytest.raises(WorkerFailure, match="give it a layout with fsdp=1 or another drafter than 'blocks'"):
+        workers.run(run_algorithm, "grpo", "fsdp2", own, world_size=2, init_process_group=False)
+
+
+@dataclass
+class DraftRates(Callback):
+    """Tokens that samples got per step, in every iteration."""
+
+    rates: list[float] = field(default_factory=list)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Read what was logged."""
+        self.rates.append(float(trainer.logged_metrics["tokens_per_step/actor.generate"]))
+
+
+def run_epochs(drafter: Any) -> tuple[list[float], Outcome]:
+    """Return tokens per step and the outcome of three epochs over the same prompts, shuffled among two ranks."""
+    sampling = SamplingParams(n=4, max_new_tokens=16)
+    drafting = None if drafter is None else Speculation(drafter=drafter, num_draft_tokens=4)
+    actor = tiny_model("llama")
+    with torch.no_grad():
+        actor.lm_head.weight.mul_(30.0)  # a policy that is sure of some tokens, as trained ones are
+    module = runs.grpo(actor=actor, speculation=drafting, sampling=sampling, learning_rate=1e-4)
+    record = DraftRates()
+    callbacks = [] if drafter is None else [record]
+    outcome = runs.train(module, plan_of(module, "dp2"), 2, Batches(2), max_epochs=3, callbacks=callbacks)
+    return record.rates, outcome
+
+
+def test_earlier_responses_draft_better_than_the_samples_own_text(workers: WorkerPool) -> None:
+    run = lambda drafter: workers.run(run_epochs, drafter, world_size=2, init_process_group=False)[0]  # noqa: E731
+    (_, plain), (by_history, history), (by_own_text, own_text) = run(None), run("history"), run("ngram")
+    assert history.tokens == own_text.tokens == plain.tokens
+    assert history.rewards == own_text.rewards == plain.rewards
+    # From the second epoch on, every prompt was answered before, half of the time on the other rank.
+    assert min(by_history[2:]) > max(by_own_text[2:])
+    assert sum(by_history[2:]) / 4 > 1.5
+
+
+def test_a_draft_model_of_another_vocabulary_ends_the_run_by_name(workers: WorkerPool, tmp_path: Any) -> None:
+    tiny_model("llama", vocab_size=130).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    small = Speculation(drafter="model", draft_model=str(tmp_path))
+    with pytest.raises(WorkerFailure, match="vocabulary of 130 tokens and the target one of 128"):
+        workers.run(run_algorithm, "grpo", "dp2", small, world_size=2, init_process_group=False)
