@@ -46,7 +46,7 @@ RECIPES = {
     for recipe in (
         Recipe("draft", 64, 128, 1, 4, 2, steps=300, rows_per_step=8, learning_rate=1e-2),
         Recipe("3m", 256, 1024, 4, 8, 2, steps=180, rows_per_step=4, learning_rate=3e-3, draft_blocks=1),
-        Recipe("40m", 768, 2304, 6, 12, 4, steps=100, rows_per_step=3, learning_rate=1.5e-3, draft_blocks=1),
+        Recipe("40m", 768, 2304, 6, 12, 4, steps=100, rows_per_step=3, learning_rate=2e-3, draft_blocks=1),
     )
 }
 
@@ -84,7 +84,9 @@ def train(recipe: Recipe, *, seed: int = 0) -> tuple[PreTrainedModel, float]:
         model = LlamaForCausalLM(config)
     learners = [model] if recipe.draft_blocks is None else [model, first_blocks(model, recipe.draft_blocks)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.0, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.learning_rate, total_steps=recipe.steps)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, recipe.learning_rate, total_steps=recipe.steps, pct_start=0.1
+    )
     losses = [torch.zeros(())]
     for step in range(recipe.steps):
         text = markov_text(recipe.rows_per_step, LONGEST, seed=1000 * seed + step)

@@ -9,9 +9,12 @@ import pytest
 from benchmarks import speculative
 from benchmarks.harness import BenchmarkReport
 from benchmarks.speculative import ADAPTIVE, NONE, Arm, Cell, Models, Settings, judge, run
+from benchmarks.speculative_grpo import SETTINGS as GRPO_SETTINGS
+from benchmarks.speculative_grpo import measure_grpo
 from benchmarks.speculative_models import CHANCES, RECIPES, markov_text, train
 from lightning_realloc.generation.run import GenerationStats
 from lightning_realloc.generation.samples import Completion
+from tests.workers import WorkerPool
 
 TINY = replace(
     RECIPES["draft"], name="tiny", hidden_size=32, intermediate_size=64, num_blocks=2, steps=3, draft_blocks=1
@@ -87,6 +90,23 @@ def test_other_tokens_than_without_speculation_are_an_error() -> None:
     cell.arms[ADAPTIVE].turns = [(_completion(6),)]
     with pytest.raises(RuntimeError, match="arm adaptive drew other tokens than no speculation in 1 of 1"):
         cell.num_differing(ADAPTIVE)
+
+
+def run_grpo() -> BenchmarkReport:
+    """Return what two epochs of one iteration say of a model that is hardly warmed up."""
+    report = BenchmarkReport("speculative")
+    small = replace(GRPO_SETTINGS, num_demonstrations=128, warm_up_epochs=1, num_iterations=1, prompts_per_iteration=2)
+    measure_grpo(report, num_epochs=2, settings=small)
+    return report
+
+
+def test_a_real_policy_is_reported_by_epoch_and_learns_the_same_at_every_depth(workers: WorkerPool) -> None:
+    (report,) = workers.run(run_grpo, world_size=1, init_process_group=False)
+    adaptive, fixed = ([row for row in report.rows if row["arm"] == arm] for arm in ("adaptive", "4"))
+    assert [row["epoch"] for row in adaptive] == [row["epoch"] for row in fixed] == [1, 2]
+    assert [row["reward"] for row in adaptive] == [row["reward"] for row in fixed]
+    assert all(row["tokens_per_row_step"] >= 1.0 for row in report.rows)
+    assert report.targets[0].value == adaptive[1]["tokens_per_row_step"]
 
 
 def _completion(token: int) -> Completion:
