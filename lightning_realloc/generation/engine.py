@@ -6,6 +6,7 @@ This module checks what it is given and keeps what outlives a call; `run` carrie
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ class GenerationEngine:
         speculation: Speculation | None = None,
         drafter: Drafter | None = None,
         agree: Callable[[Sequence[float]], Sequence[float]] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Remember the model; nothing is allocated before the first `generate`.
 
@@ -55,6 +57,8 @@ class GenerationEngine:
         ``speculation`` drafts tokens ahead and verifies several at once; None: one token at a time. ``drafter`` takes
         the place of the one that it names. ``agree`` is for models in tensor parallelism: given this rank's measured
         seconds, it returns those that all ranks of the group go by, such as the first one's.
+        ``clock`` tells the seconds by which depths are planned and ``stats`` are counted; on a machine shared with
+        others ``time.process_time`` says more about this process.
 
         Raises:
             GenerationError: for a model that the engine cannot run; see :func:`check_supported`.
@@ -69,7 +73,9 @@ class GenerationEngine:
         self._lockstep = lockstep
         self._cache = SlotCache()
         speculation = speculation or Speculation(drafter="none", num_draft_tokens=0)
-        self._speculator = Speculator(speculation, drafter or build_drafter(speculation, model), agree=agree)
+        self._speculator = Speculator(
+            speculation, drafter or build_drafter(speculation, model), agree=agree, clock=clock
+        )
         self._stats = GenerationStats()
 
     @property

@@ -1,0 +1,282 @@
+"""CPU-seconds of generation with drafted tokens: fixed depths, and the depth chosen in every step, beside none.
+
+Text, models and how these learnt it are in `speculative_models`. A model whose own first blocks draft learns with a
+second loss, read off behind those blocks and added to the first; models that were never trained so have blocks that
+hardly draft at all, and the figures of "blocks" are not theirs.
+
+A cell is a model, a batch size and a drafter. Its arms take turns in one process, with one thread, by process CPU time:
+every turn has a seed of its own, and in a turn every arm has to draw the same tokens. Engines are warm, as they are
+from the second iteration of a training run on: before the first turn the adaptive arm generated once, by which its
+planner knows costs, and others a little. History holds one earlier response to every prompt, drawn with another seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from statistics import fmean
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from benchmarks.harness import BenchmarkReport, interleave, make_parser, paired_ratio
+from benchmarks.speculative_grpo import measure_grpo
+from benchmarks.speculative_models import LONGEST, RECIPES, Recipe, markov_text, train
+from lightning_realloc.generation import GenerationEngine, SamplingParams
+from lightning_realloc.generation.draft_model import ModelDrafter, first_blocks
+from lightning_realloc.generation.drafting import Drafter, HistoryDrafter, NgramDrafter
+from lightning_realloc.generation.run import GenerationStats
+from lightning_realloc.generation.samples import Completion
+from lightning_realloc.generation.speculation import Speculation
+
+PROMPT_TOKENS = 32
+DRAFTERS = ("ngram", "history", "model", "blocks")
+ADAPTIVE = "adaptive"
+NONE = "0"
+OVER_BEST_FIXED = 0.97
+OVER_NONE = 0.98
+WITH_A_GOOD_DRAFTER = {1: 1.8, 4: 1.3}
+"""By batch: times faster than no speculation, with the best drafter."""
+PLANNER_SHARE = 0.01
+_MOST_DIFFERING = 0.05
+"""Share of responses that rounding may change: a product of other shapes may round a draw to a neighbouring token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is measured."""
+
+    models: tuple[str, ...] = ("3m", "40m")
+    batches: tuple[int, ...] = (1, 4, 16, 32)
+    depths: tuple[int, ...] = (2, 4, 8)
+    """Besides 0."""
+    new_tokens: int = LONGEST - PROMPT_TOKENS
+    cell_s: float = 16.0
+    """CPU-seconds for which a cell takes turns, about."""
+    least_turns: int = 2
+    most_turns: int = 9
+    seed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """A target, and a small model of the same text."""
+
+    name: str
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    draft_blocks: int
+    """How many of the target's blocks learnt to draft."""
+
+    def make_drafter(self, name: str) -> Drafter:
+        """Return a new drafter that knows nothing yet."""
+        if name == "model":
+            return ModelDrafter(self.draft, self.target)
+        if name == "blocks":
+            return ModelDrafter(first_blocks(self.target, self.draft_blocks), self.target)
+        return HistoryDrafter(responses_per_prompt=1) if name == "history" else NgramDrafter()
+
+
+class Arm:
+    """One engine, and what it made of each turn."""
+
+    def __init__(self, models: Models, drafter: Drafter, depth: int | None, prompts: Sequence[Sequence[int]]) -> None:
+        """Draft ``depth`` tokens ahead; None: as many as pay."""
+        self._prompts = prompts
+        self._engine = GenerationEngine(
+            models.target, max_slots=len(prompts), drafter=drafter, clock=time.process_time,
+            speculation=Speculation(drafter="none", num_draft_tokens=depth),
+        )  # fmt: skip
+        self.drafter = drafter
+        self.turns: list[tuple[Completion, ...]] = []
+        self.stats: list[GenerationStats] = []
+
+    def generate(self, new_tokens: int, seed: int) -> list[Completion]:
+        """Return one response to each prompt."""
+        return self._engine.generate(
+            self._prompts, SamplingParams(max_new_tokens=new_tokens, seed=seed, ignore_eos=True)
+        )
+
+    def take_turn(self, new_tokens: int, first_seed: int) -> None:
+        """Generate with the seed of the next turn and keep the outcome."""
+        self.turns.append(tuple(self.generate(new_tokens, first_seed + len(self.turns))))
+        self.stats.append(self._engine.stats)
+
+    def total(self, name: str) -> float:
+        """Return the sum of one of the engine's counts over all turns."""
+        return sum(getattr(stats, name) for stats in self.stats)
+
+
+@dataclass(slots=True)
+class Cell:
+    """What one model, batch size and drafter came to."""
+
+    model: str
+    batch: int
+    drafter: str
+    arms: dict[str, Arm] = field(default_factory=dict)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    """By arm: CPU-seconds of each turn."""
+
+    @property
+    def name(self) -> str:
+        """Short text for tables and ``--only``."""
+        return f"{self.model} B={self.batch} {self.drafter}"
+
+    def over_none(self, arm: str) -> float:
+        """Return how many times faster an arm is than no speculation."""
+        return paired_ratio(self.seconds[NONE], self.seconds[arm])
+
+    def over_best_fixed(self) -> float:
+        """Return how many times faster the adaptive arm is than the fastest fixed depth, 0 among them."""
+        return min(paired_ratio(self.seconds[arm], self.seconds[ADAPTIVE]) for arm in self.arms if arm != ADAPTIVE)
+
+    def share(self, arm: str, name: str) -> float:
+        """Return the share of an arm's seconds that one of the engine's counts of seconds is."""
+        return self.arms[arm].total(name) / sum(self.seconds[arm])
+
+    def num_differing(self, arm: str) -> int:
+        """Return how many responses have other tokens than without speculation.
+
+        Raises:
+            RuntimeError: where these are more than rounding explains.
+        """
+        pairs = [pair for turns in zip(self.arms[NONE].turns, self.arms[arm].turns, strict=True)
+                 for pair in zip(*turns, strict=True)]  # fmt: skip
+        differing = sum(plain.token_ids != drafted.token_ids for plain, drafted in pairs)
+        if differing > _MOST_DIFFERING * len(pairs):
+            raise RuntimeError(
+                f"{self.name}: arm {arm} drew other tokens than no speculation in {differing} of {len(pairs)} "
+                f"responses; at most {_MOST_DIFFERING:.0%} are rounding's"
+            )
+        return differing
+
+
+def measure(cell: Cell, models: Models, settings: Settings) -> None:
+    """Let the arms of a cell take turns, as many as fit its seconds."""
+    text = markov_text(cell.batch, PROMPT_TOKENS, seed=10_000_000 + settings.seed)
+    prompts = [tuple(row) for row in text.tolist()]
+    depths: dict[str, int | None] = {NONE: 0, **{str(depth): depth for depth in settings.depths}, ADAPTIVE: None}
+    for name, depth in depths.items():
+        drafter = Drafter() if name == NONE else models.make_drafter(cell.drafter)
+        cell.arms[name] = Arm(models, drafter, depth, prompts)
+    warm_up(cell, prompts, settings)
+    turns: dict[str, Callable[[], object]] = {
+        name: lambda arm=arm: arm.take_turn(settings.new_tokens, settings.seed + 2)  # type: ignore[misc]
+        for name, arm in cell.arms.items()
+    }
+    cell.seconds = interleave(turns, repeats=1)
+    fitting = int(settings.cell_s / sum(seconds[0] for seconds in cell.seconds.values()))
+    more = interleave(turns, repeats=min(max(fitting, settings.least_turns), settings.most_turns) - 1)
+    for name, seconds in more.items():
+        cell.seconds[name] += seconds
+
+
+def warm_up(cell: Cell, prompts: Sequence[Sequence[int]], settings: Settings) -> None:
+    """Give every arm an earlier response to each prompt, and generate once with another seed.
+
+    An arm of fixed depth learns nothing that changes what it does: for it a few tokens are enough to load kernels.
+    """
+    earlier = cell.arms[NONE].generate(settings.new_tokens, settings.seed)
+    for name, arm in cell.arms.items():
+        remember(arm.drafter, prompts, earlier)
+        arm.generate(settings.new_tokens if name == ADAPTIVE else 16, settings.seed + 1)
+        remember(arm.drafter, prompts, earlier)  # in place of those just made: history keeps one
+
+
+def remember(drafter: Drafter, prompts: Sequence[Sequence[int]], responses: Sequence[Completion]) -> None:
+    """Tell a drafter of responses made elsewhere; one that has no use for them forgets them."""
+    drafter.hear([(tuple(prompts[response.prompt_index]), response.token_ids) for response in responses])
+
+
+def add_rows(cell: Cell, report: BenchmarkReport) -> None:
+    """Add one row for each arm of a cell."""
+    for name, arm in cell.arms.items():
+        verified = arm.total("verified_tokens")
+        report.add_row(
+            model=cell.model, batch=cell.batch, drafter=cell.drafter, arm=name, turns=len(arm.turns),
+            cpu_s=fmean(cell.seconds[name]),
+            tokens_per_row_step=arm.total("generated_tokens") / arm.total("row_steps"),
+            accepted_share=arm.total("accepted_tokens") / verified if verified else 0.0,
+            over_none=cell.over_none(name), planner_share=cell.share(name, "planning_s"),
+            drafting_share=cell.share(name, "drafting_s"), differing=cell.num_differing(name),
+        )  # fmt: skip
+
+
+def judge(cells: Sequence[Cell], report: BenchmarkReport) -> None:
+    """Add the targets of each cell, those of the best drafter, and the planner's."""
+    for cell in cells:
+        report.require_at_least(f"{cell.name}: over the best fixed depth", cell.over_best_fixed(), OVER_BEST_FIXED)
+        report.require_at_least(f"{cell.name}: over no speculation", cell.over_none(ADAPTIVE), OVER_NONE)
+    for model in dict.fromkeys(cell.model for cell in cells):
+        for batch, target in WITH_A_GOOD_DRAFTER.items():
+            ratios = {cell.drafter: cell.over_none(ADAPTIVE) for cell in cells
+                      if (cell.model, cell.batch) == (model, batch)}  # fmt: skip
+            if ratios:
+                best = max(ratios, key=ratios.__getitem__)
+                report.require_at_least(f"{model} B={batch}: best drafter, {best}", ratios[best], target)
+    share, name = max((cell.share(ADAPTIVE, "planning_s"), cell.name) for cell in cells)
+    report.require_at_most(f"planner's largest share, {name}", share, PLANNER_SHARE)
+
+
+def chosen_cells(settings: Settings, only: str | None) -> list[Cell]:
+    """Return the cells whose names contain ``only``, with nothing measured yet."""
+    cells = [Cell(model, batch, drafter)
+             for model in settings.models for batch in settings.batches for drafter in DRAFTERS]  # fmt: skip
+    return [cell for cell in cells if only is None or only in cell.name]
+
+
+def train_models(recipe: Recipe, report: BenchmarkReport) -> Models:
+    """Train a target and its draft model, and note how well they know the text."""
+    begin = time.process_time()
+    target, loss = train(recipe)
+    draft, draft_loss = train(RECIPES["draft"], seed=1)
+    num_weights = sum(weight.numel() for weight in target.parameters())
+    report.settings[f"model {recipe.name}"] = {
+        "num_weights": num_weights, "training_cpu_s": time.process_time() - begin, "loss": loss,
+        "draft_loss": draft_loss,
+    }  # fmt: skip
+    assert recipe.draft_blocks is not None, f"the target {recipe.name} has to learn to draft with its first blocks"
+    return Models(recipe.name, target, draft, recipe.draft_blocks)
+
+
+def run(settings: Settings, report: BenchmarkReport, *, only: str | None = None) -> list[Cell]:
+    """Measure all cells, one model after the other."""
+    cells = chosen_cells(settings, only)
+    report.settings |= {each.name: getattr(settings, each.name) for each in fields(settings)}
+    models: Models | None = None
+    for cell in cells:
+        if models is None or models.name != cell.model:
+            models = train_models(RECIPES[cell.model], report)
+        measure(cell, models, settings)
+        add_rows(cell, report)
+    if cells:
+        judge(cells, report)
+    return cells
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; return the exit code."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--seed", type=int, default=1, help="of prompts and sampling")
+    parser.add_argument("--only", help='only cells whose name contains this: "3m B=4 history"; or "grpo"')
+    parser.add_argument("--quick", action="store_true", help="the small model, batches 1 and 4, few turns")
+    options: argparse.Namespace = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    settings = Settings(seed=options.seed)
+    if options.quick:
+        settings = Settings(seed=options.seed, models=("3m",), batches=(1, 4), new_tokens=48, cell_s=2.0)
+    report = BenchmarkReport("speculative", seeds=(options.seed,), settings={"clock": "process CPU time"})
+    run(settings, report, only=options.only)
+    if options.only is None or options.only in "grpo":
+        measure_grpo(report, num_epochs=2 if options.quick else 3)
+    return report.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""How many tokens a step does the history drafter get from a real policy, which learns between two epochs?
+
+The demo's task and model, on one process: words to sort, GRPO at temperature 1, eight responses to each prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+
+from benchmarks.harness import BenchmarkReport
+from examples import demo
+from examples import report as demo_report
+from lightning_realloc import (
+    GRPO,
+    PromptDataModule,
+    ReallocStrategy,
+    SamplingParams,
+    Speculation,
+    TrainOptions,
+    exact_match,
+)
+
+TOKENS_PER_STEP = 1.5
+"""In every epoch but the first, with the default depth."""
+DEPTHS = (None, 4)
+"""As many tokens as pay, and always four: a depth chosen for seconds does not aim at tokens per step."""
+SETTINGS = demo.Settings(
+    num_ranks=1, num_iterations=8, warm_up_layout="dp1", generate_layout="dp1", infer_layout="dp1", train_layout="dp1"
+)
+"""The demo's, with eight iterations an epoch; every epoch has the same prompts."""
+
+
+class TokensPerStep(Callback):
+    """Keeps what every iteration logged of drafting and of rewards."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.rewards: list[float] = []
+        self.seconds: list[float] = []
+        """Wall seconds of generating."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Read what was logged."""
+        self.rates.append(float(trainer.callback_metrics["tokens_per_step/actor.generate"]))
+        self.rewards.append(float(trainer.callback_metrics["reward"]))
+        self.seconds.append(float(trainer.callback_metrics["seconds/actor.generate"]))
+
+
+def measure_grpo(report: BenchmarkReport, *, num_epochs: int = 3, settings: demo.Settings = SETTINGS) -> None:
+    """Train by the demo's GRPO with earlier responses as drafts, and add an epoch's tokens per row and step.
+
+    One row per depth and epoch. The first epoch drafts by finished siblings and the sample's own text alone. The target
+    is that of the depth which users get, in the worst epoch but the first.
+    """
+    demo_report.silence_hints()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        settings = replace(settings, folder=Path(folder))
+        demo.write_files(settings)
+        demo.warm_up(settings)
+        records = {depth: _learn(settings, depth, num_epochs) for depth in DEPTHS}
+    for depth, record in records.items():
+        for epoch in range(num_epochs):
+            own = slice(epoch * settings.num_iterations, (epoch + 1) * settings.num_iterations)
+            report.add_row(
+                model="grpo", batch=settings.prompts_per_iteration * settings.responses_per_prompt, drafter="history",
+                arm="adaptive" if depth is None else str(depth), epoch=epoch + 1,
+                tokens_per_row_step=fmean(record.rates[own]), reward=fmean(record.rewards[own]),
+                generate_wall_s=fmean(record.seconds[own]),
+            )  # fmt: skip
+    worst = min(row["tokens_per_row_step"] for row in report.rows
+                if row["model"] == "grpo" and row["arm"] == "adaptive" and row["epoch"] > 1)  # fmt: skip
+    report.require_at_least("grpo: tokens per row-step, worst epoch but the first", worst, TOKENS_PER_STEP)
+
+
+def _learn(settings: demo.Settings, depth: int | None, num_epochs: int) -> TokensPerStep:
+    """Train the warmed-up model for some epochs over the same prompts."""
+    module = GRPO(
+        settings.path("warm"),
+        exact_match,
+        sampling=SamplingParams(n=settings.responses_per_prompt, max_new_tokens=settings.max_new_tokens),
+        learning_rate=settings.learning_rate,
+        lr_scheduler=demo.falling_to_zero(num_epochs * settings.num_iterations),
+        kl_coef=settings.kl_coef,
+        train_options=TrainOptions(num_minibatches=settings.steps_per_iteration),
+        speculation=Speculation(drafter="history", num_draft_tokens=depth),
+        seed=settings.seed,
+    )
+    data = PromptDataModule(settings.path("train.jsonl"), batch_size=settings.prompts_per_iteration, seed=settings.seed)
+    record = TokensPerStep()
+    strategy = ReallocStrategy(plan=settings.plan)
+    trainer = demo.make_trainer(settings, f"grpo-{depth}", strategy, [record], max_epochs=num_epochs)
+    trainer.fit(module, data)
+    return record

@@ -1,0 +1,124 @@
+"""Does the speculation benchmark let equal arms take turns, and judge them, as it says?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import speculative
+from benchmarks.harness import BenchmarkReport
+from benchmarks.speculative import ADAPTIVE, NONE, Arm, Cell, Models, Settings, judge, run
+from benchmarks.speculative_grpo import SETTINGS as GRPO_SETTINGS
+from benchmarks.speculative_grpo import measure_grpo
+from benchmarks.speculative_models import CHANCES, RECIPES, markov_text, train
+from lightning_realloc.generation.run import GenerationStats
+from lightning_realloc.generation.samples import Completion
+from tests.workers import WorkerPool
+
+TINY = replace(
+    RECIPES["draft"], name="tiny", hidden_size=32, intermediate_size=64, num_blocks=2, steps=3, draft_blocks=1
+)
+SETTINGS = Settings(
+    models=("tiny",), batches=(2,), depths=(2,), new_tokens=12, cell_s=0.0, least_turns=2, most_turns=2
+)  # fmt: skip
+
+
+@pytest.fixture
+def tiny_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(speculative.RECIPES, "tiny", TINY)
+    monkeypatch.setitem(speculative.RECIPES, "draft", replace(RECIPES["draft"], steps=3))
+
+
+def test_every_drafter_and_arm_has_a_row_and_the_tokens_of_no_speculation(tiny_recipes: None) -> None:
+    report = BenchmarkReport("speculative")
+    cells = run(SETTINGS, report)
+    assert [cell.name for cell in cells] == [f"tiny B=2 {name}" for name in ("ngram", "history", "model", "blocks")]
+    assert [row["arm"] for row in report.rows] == 4 * ["0", "2", "adaptive"]
+    assert all(row["turns"] == 2 and row["differing"] == 0 and row["cpu_s"] > 0 for row in report.rows)
+    by_arm = {(row["drafter"], row["arm"]): row for row in report.rows}
+    assert by_arm["model", "2"]["drafting_share"] > 0.1
+    assert all(by_arm[drafter, "0"]["tokens_per_row_step"] == 1.0 for drafter in speculative.DRAFTERS)
+    assert len(report.targets) == 2 * len(cells) + 1  # the best drafter's is of batches 1 and 4 only
+
+
+def test_history_holds_the_response_of_the_turn_before_alone_and_turns_differ(tiny_recipes: None) -> None:
+    (cell,) = run(SETTINGS, BenchmarkReport("speculative"), only="history")
+    kept = cell.arms["2"].drafter._responses  # type: ignore[attr-defined]
+    last = {completion.token_ids for completion in cell.arms["2"].turns[-1]}
+    assert [len(responses) for responses in kept.values()] == [1, 1]
+    assert {responses[0] for responses in kept.values()} == last
+    assert cell.arms["2"].turns[0] != cell.arms["2"].turns[1]  # each turn has a seed of its own
+
+
+def test_the_text_follows_its_table_as_often_as_it_says() -> None:
+    text = markov_text(64, 400, seed=3)
+    contexts: dict[tuple[int, int], list[int]] = {}
+    for row in text.tolist():
+        for before, last, token in zip(row, row[1:], row[2:], strict=False):
+            contexts.setdefault((before % 2, last), []).append(token)
+    frequent = [tokens for tokens in contexts.values() if len(tokens) >= 100]
+    likeliest = sum(max(map(tokens.count, set(tokens))) for tokens in frequent) / sum(map(len, frequent))
+    assert likeliest == pytest.approx(CHANCES[0], abs=0.015)
+    assert all(len(set(tokens)) <= len(CHANCES) for tokens in contexts.values())
+
+
+def test_training_lowers_the_loss_of_the_model_and_of_its_first_blocks() -> None:
+    recipe = replace(TINY, steps=40)
+    _, before = train(replace(recipe, steps=1))
+    _, after = train(recipe)
+    assert after < before - 0.3
+
+
+def test_targets_compare_the_adaptive_arm_with_the_fastest_fixed_depth_turn_by_turn() -> None:
+    cell = _measured({NONE: [4.0, 8.0], "2": [2.0, 4.0], "4": [5.0, 10.0], ADAPTIVE: [2.5, 4.0]})
+    assert cell.over_none(ADAPTIVE) == pytest.approx((4 / 2.5 + 8 / 4) / 2)
+    assert cell.over_best_fixed() == pytest.approx((2 / 2.5 + 4 / 4) / 2)  # depth 2
+    report = BenchmarkReport("speculative")
+    judge([cell], report)
+    met = {target.name: target.met for target in report.targets}
+    assert met == {
+        "m B=1 ngram: over the best fixed depth": False,  # 0.9
+        "m B=1 ngram: over no speculation": True,
+        "m B=1: best drafter, ngram": True,  # 1.8
+        "planner's largest share, m B=1 ngram": False,  # 0.5 s of 6.5 s
+    }
+
+
+def test_other_tokens_than_without_speculation_are_an_error() -> None:
+    cell = _measured({NONE: [1.0], ADAPTIVE: [1.0]})
+    cell.arms[ADAPTIVE].turns = [(_completion(6),)]
+    with pytest.raises(RuntimeError, match="arm adaptive drew other tokens than no speculation in 1 of 1"):
+        cell.num_differing(ADAPTIVE)
+
+
+def run_grpo() -> BenchmarkReport:
+    """Return what two epochs of one iteration say of a model that is hardly warmed up."""
+    report = BenchmarkReport("speculative")
+    small = replace(GRPO_SETTINGS, num_demonstrations=128, warm_up_epochs=1, num_iterations=1, prompts_per_iteration=2)
+    measure_grpo(report, num_epochs=2, settings=small)
+    return report
+
+
+def test_a_real_policy_is_reported_by_epoch_and_learns_the_same_at_every_depth(workers: WorkerPool) -> None:
+    (report,) = workers.run(run_grpo, world_size=1, init_process_group=False)
+    adaptive, fixed = ([row for row in report.rows if row["arm"] == arm] for arm in ("adaptive", "4"))
+    assert [row["epoch"] for row in adaptive] == [row["epoch"] for row in fixed] == [1, 2]
+    assert [row["reward"] for row in adaptive] == [row["reward"] for row in fixed]
+    assert all(row["tokens_per_row_step"] >= 1.0 for row in report.rows)
+    assert report.targets[0].value == adaptive[1]["tokens_per_row_step"]
+
+
+def _completion(token: int) -> Completion:
+    return Completion(0, 0, (token,), (0.0,), "length")
+
+
+def _measured(seconds: dict[str, list[float]]) -> Cell:
+    cell = Cell("m", 1, "ngram", seconds=seconds)
+    target, _ = train(replace(TINY, steps=1))
+    models = Models("m", target, target, 1)
+    for name, times in seconds.items():
+        cell.arms[name] = Arm(models, models.make_drafter("ngram"), 0, [(5,)])
+        cell.arms[name].turns = [(_completion(5),) for _ in times]
+        cell.arms[name].stats = [GenerationStats(planning_s=0.25) for _ in times]
+    return cell
