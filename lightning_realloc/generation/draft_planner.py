@@ -10,11 +10,8 @@ objective; a set chosen by survival over all samples, as in vLLM's adaptive veri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-
-import numpy as np
 
 MARGIN = 0.03
 """Share by which verifying must promise to be faster than not to."""
@@ -29,77 +26,28 @@ class AcceptanceRates:
 
     def __init__(self) -> None:
         """Know nothing: every kind has the chance 0.5."""
-        self._stood: dict[object, float] = {}
-        self._tried: dict[object, float] = {}
-        self._all_stood, self._all_tried = _START * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+        self._counts: dict[object, list[float]] = {}
+        """Stood and tried, older ones counting less."""
+        self._all = [_START * _PRIOR_WEIGHT, _PRIOR_WEIGHT]
 
     def __call__(self, kind: object) -> float:
         """Return the chance that a token of this kind stands, given that those before it do."""
-        overall = self._all_stood / self._all_tried
-        tried = self._tried.get(kind, 0.0)
-        return (self._stood.get(kind, 0.0) + _PRIOR_WEIGHT * overall) / (tried + _PRIOR_WEIGHT)
+        overall = self._all[0] / self._all[1]
+        counts = self._counts.get(kind)
+        if counts is None:
+            return overall
+        return (counts[0] + _PRIOR_WEIGHT * overall) / (counts[1] + _PRIOR_WEIGHT)
 
     def learn(self, kinds: Sequence[object], stood: int) -> None:
         """Take the outcome of a draft whose first ``stood`` tokens stood; those behind the first fallen say nothing."""
         for index, kind in enumerate(kinds[: stood + 1]):
-            won = float(index < stood)
-            self._stood[kind] = _MEMORY * self._stood.get(kind, 0.0) + won
-            self._tried[kind] = _MEMORY * self._tried.get(kind, 0.0) + 1.0
-            self._all_stood = _MEMORY * self._all_stood + won
-            self._all_tried = _MEMORY * self._all_tried + 1.0
-
-
-class StepCosts:
-    """Seconds of a step by its number of tokens, learnt from steps as they run.
-
-    Sizes of about the same logarithm share a mean. Between two of them the seconds are interpolated; beyond the largest
-    one they are taken to stay as they are, so that a size never tried is tried once it could pay. A machine that gets
-    slower or faster moves all means at once.
-    """
-
-    def __init__(self, *, rate: float = 0.15, drift_rate: float = 0.1) -> None:
-        """Weigh a new observation of a size by ``rate``, and of the machine's speed by ``drift_rate``."""
-        self._rate = rate
-        self._drift_rate = drift_rate
-        self._scale = 1.0
-        self._means: dict[int, tuple[float, float]] = {}
-        """By bucket: mean size, and mean seconds divided by the scale."""
-        self._curve: tuple[np.ndarray, np.ndarray] | None = None
-
-    @property
-    def known(self) -> bool:
-        """Whether anything was observed."""
-        return bool(self._means)
-
-    @property
-    def smallest(self) -> float | None:
-        """The smallest size that was observed."""
-        return min(size for size, _ in self._means.values()) if self._means else None
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Take the seconds of one step."""
-        bucket = round(4 * np.log2(num_tokens))
-        if self._means:
-            ratio = min(max(seconds / float(self.seconds(num_tokens)), 1 / 3), 3.0)
-            if bucket in self._means:
-                self._scale *= ratio**self._drift_rate
-        size, mean = self._means.get(bucket, (float(num_tokens), seconds / self._scale))
-        observed = min(seconds / self._scale, 3.0 * mean)  # one hiccup must not hide a size for long
-        self._means[bucket] = (
-            size + self._rate * (num_tokens - size), mean + self._rate * (observed - mean)
-        )  # fmt: skip
-        self._curve = None
-
-    def seconds(self, num_tokens: float | np.ndarray) -> np.ndarray:
-        """Return the expected seconds of steps of these sizes; 1 where nothing is known."""
-        if not self._means:
-            return np.ones_like(np.asarray(num_tokens, dtype=float))
-        if self._curve is None:
-            sizes, means = np.array(sorted(self._means.values())).T
-            # Larger steps do not take less time: the mean of the two nearest rising sequences around what was seen.
-            rising = (np.maximum.accumulate(means) + np.minimum.accumulate(means[::-1])[::-1]) / 2
-            self._curve = sizes, rising
-        return np.asarray(self._scale * np.interp(num_tokens, *self._curve))
+            counts = self._counts.get(kind)
+            if counts is None:
+                counts = self._counts[kind] = [0.0, 0.0]
+            won = index < stood
+            for pair in (counts, self._all):
+                pair[0] = _MEMORY * pair[0] + won
+                pair[1] = _MEMORY * pair[1] + 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +61,7 @@ class Budget:
 
 def plan_budget(
     survivals: Sequence[Sequence[float]],
-    seconds_of: Callable[[np.ndarray], np.ndarray],
-    plain_seconds: float,
+    step_s: Sequence[float],
     *,
     weights: Sequence[float] | None = None,
     margin: float = MARGIN,
@@ -123,26 +70,27 @@ def plan_budget(
 
     Args:
         survivals: For every sample, the chance that its first, first two, first three … drafted tokens stand.
-        seconds_of: Seconds of a step with so many tokens in all.
-        plain_seconds: Of a step that verifies nothing.
+        step_s: Seconds of a step that verifies 0, 1, 2 … drafted tokens, up to as many as were drafted.
         weights: What a token of each sample is worth; by default 1.
         margin: Share by which a plan must beat verifying nothing.
     """
     num_rows = len(survivals)
-    worth = weights or [1.0] * num_rows
-    slots = sorted(
-        ((chance * worth[row], -row, -place) for row, own in enumerate(survivals) for place, chance in enumerate(own)),
-        reverse=True,
-    )
-    nothing = Budget((0,) * num_rows, sum(worth) / plain_seconds)
-    if not slots:
-        return nothing
-    gains = sum(worth) + np.fromiter(accumulate(slot[0] for slot in slots), dtype=float, count=len(slots))
-    rates = gains / seconds_of(np.arange(num_rows + 1, num_rows + 1 + len(slots)))
-    best = int(rates.argmax())
-    if rates[best] < (1.0 + margin) * nothing.tokens_per_s:
-        return nothing
+    if weights is None:
+        gain = float(num_rows)
+        slots = [(chance, -row) for row, own in enumerate(survivals) for chance in own]
+    else:
+        gain = sum(weights)
+        slots = [(chance * weight, -row) for row, (own, weight) in enumerate(zip(survivals, weights, strict=True))
+                 for chance in own]  # fmt: skip
+    slots.sort(reverse=True)
+    best, rate = 0, (1.0 + margin) * gain / step_s[0]
+    best_rate = gain / step_s[0]
+    for count, (chance, _) in enumerate(slots, start=1):
+        gain += chance
+        if gain > rate * step_s[count]:
+            best, rate = count, gain / step_s[count]
+            best_rate = rate
     lengths = [0] * num_rows
-    for _, row, _ in slots[: best + 1]:
+    for _, row in slots[:best]:
         lengths[-row] += 1
-    return Budget(tuple(lengths), float(rates[best]))
+    return Budget(tuple(lengths), best_rate)

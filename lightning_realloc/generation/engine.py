@@ -24,7 +24,8 @@ from lightning_realloc.generation.runner import ModelRunner
 from lightning_realloc.generation.samples import Completion, Sample, StopRule, Tokenizer
 from lightning_realloc.generation.sampling import SamplingParams
 from lightning_realloc.generation.scheduler import Prompt, Scheduler
-from lightning_realloc.generation.speculation import Speculation, Speculator
+from lightning_realloc.generation.speculation import Speculation
+from lightning_realloc.generation.speculator import Speculator
 
 
 class GenerationEngine:

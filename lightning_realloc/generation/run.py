@@ -17,7 +17,7 @@ from lightning_realloc.generation.runner import ModelRunner, Prefill, Row
 from lightning_realloc.generation.samples import Sample, StopRule
 from lightning_realloc.generation.sampling import Forbidden, SamplingParams
 from lightning_realloc.generation.scheduler import Scheduler
-from lightning_realloc.generation.speculation import Speculator
+from lightning_realloc.generation.speculator import Speculator
 from lightning_realloc.generation.verification import Draft, Emitted
 
 
@@ -76,7 +76,7 @@ class GenerationRun:
         """Admit, run one forward, and take every running sample a token or more further."""
         prefills = self._admit()
         running = [self._samples[index] for index in self._scheduler.running if index is not None]
-        drafts = self._speculator.propose(running) if running else []
+        drafts = self._speculator.propose(running, is_tail=not self._scheduler.num_waiting) if running else []
         begin = self._speculator.clock()
         rows = [Row((sample.last_token, *draft.tokens), sample.position)
                 for sample, draft in zip(running, drafts, strict=True)]  # fmt: skip
@@ -140,7 +140,7 @@ class GenerationRun:
                 sample.append(token, logprob)
                 if self._stop.update(sample):
                     self._scheduler.finish(slot)
-                    self._speculator.drafter.finished(sample)
+                    self._speculator.finished(sample)
                     break
 
     def _forbidden(self, running: Sequence[Sample], drafts: Sequence[Draft]) -> Forbidden | None:

@@ -80,6 +80,11 @@ class Scheduler:
         return self._running
 
     @property
+    def num_waiting(self) -> int:
+        """Prompts with samples that have no slot yet."""
+        return len(self._queue)
+
+    @property
     def has_work(self) -> bool:
         """Whether any sample runs or waits."""
         return bool(self._queue) or any(sample is not None for sample in self._running)

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_realloc.generation.draft_planner import AcceptanceRates, StepCosts, plan_budget
+from lightning_realloc.generation.draft_planner import AcceptanceRates, plan_budget
+from lightning_realloc.generation.step_costs import StepCosts
 
 CURVES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "flat": lambda size: np.full(np.shape(size), 1.0),
@@ -41,10 +42,10 @@ def best_by_brute_force(
 def test_the_budget_is_the_best_of_all(survivals: list[list[float]], curve: str, seed: int) -> None:
     seconds_of, rng = CURVES[curve], random.Random(seed)
     weights = [1.0] * len(survivals) if seed % 2 else [rng.uniform(0.2, 2) for _ in survivals]
-    plain_s = float(seconds_of(np.array(len(survivals))))
-    budget = plan_budget(survivals, seconds_of, plain_s, weights=weights, margin=0.0)
+    step_s = seconds_of(np.arange(len(survivals), len(survivals) + sum(map(len, survivals)) + 1)).tolist()
+    budget = plan_budget(survivals, step_s, weights=weights, margin=0.0)
     best = best_by_brute_force(survivals, seconds_of, weights)
-    plain = sum(weights) / plain_s
+    plain = sum(weights) / step_s[0]
     assert budget.tokens_per_s == pytest.approx(max(best, plain))
     assert all(length <= len(own) for length, own in zip(budget.lengths, survivals, strict=True))
     gain = sum(w * (1 + sum(own[:n])) for own, n, w in zip(survivals, budget.lengths, weights, strict=True))
@@ -54,25 +55,22 @@ def test_the_budget_is_the_best_of_all(survivals: list[list[float]], curve: str,
 
 def test_nothing_is_verified_where_every_token_costs_what_it_may_bring() -> None:
     # A second per token: a drafted one brings at most its chance of 0.4 tokens for a second.
-    budget = plan_budget([[0.4, 0.16], [0.4]], lambda size: size * 1.0, 2.0)
+    budget = plan_budget([[0.4, 0.16], [0.4]], [2.0, 3.0, 4.0, 5.0])
     assert budget.lengths == (0, 0)
     assert budget.tokens_per_s == 1.0
 
 
 def test_everything_is_verified_where_tokens_cost_nothing() -> None:
     # (1 + .5 + .25) + (1 + .9) tokens in one second.
-    budget = plan_budget([[0.5, 0.25], [0.9]], CURVES["flat"], 1.0)
+    budget = plan_budget([[0.5, 0.25], [0.9]], [1.0] * 4)
     assert budget.lengths == (2, 1)
     assert budget.tokens_per_s == pytest.approx(3.65)
 
 
 def test_a_gain_within_the_margin_is_not_taken() -> None:
     # Two rows: 2.1 tokens in 1.04 s are 2.019 a second, 1 % more than 2.
-    def slightly_slower(size: np.ndarray) -> np.ndarray:
-        return np.where(np.asarray(size) > 2, 1.04, 1.0)
-
-    assert plan_budget([[0.1], []], slightly_slower, 1.0, margin=0.0).lengths == (1, 0)
-    assert plan_budget([[0.1], []], slightly_slower, 1.0, margin=0.03).lengths == (0, 0)
+    assert plan_budget([[0.1], []], [1.0, 1.04], margin=0.0).lengths == (1, 0)
+    assert plan_budget([[0.1], []], [1.0, 1.04], margin=0.03).lengths == (0, 0)
 
 
 @pytest.mark.parametrize("curve", sorted(CURVES))
