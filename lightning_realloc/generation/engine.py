@@ -19,6 +19,7 @@ from lightning_realloc.generation.drafters import build_drafter
 from lightning_realloc.generation.drafting import Drafter
 from lightning_realloc.generation.kv_cache import SlotCache
 from lightning_realloc.generation.noise import sample_key
+from lightning_realloc.generation.packed_linear import packed_linears
 from lightning_realloc.generation.run import GenerationRun, GenerationStats
 from lightning_realloc.generation.runner import ModelRunner
 from lightning_realloc.generation.samples import Completion, Sample, StopRule, Tokenizer
@@ -47,6 +48,7 @@ class GenerationEngine:
         speculation: Speculation | None = None,
         drafter: Drafter | None = None,
         agree: Callable[[Sequence[float]], Sequence[float]] | None = None,
+        pack_weights: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Remember the model; nothing is allocated before the first `generate`.
@@ -61,6 +63,9 @@ class GenerationEngine:
         ``clock`` tells the seconds by which depths are planned and ``stats`` are counted; on a machine shared with
         others ``time.process_time`` says more about this process.
 
+        ``pack_weights`` lets long generations on CPU copy linear layers' weights into the order that their products
+        are fastest with, and drop the copies at the end; False: it saves the memory of the copies.
+
         Raises:
             GenerationError: for a model that the engine cannot run; see :func:`check_supported`.
         """
@@ -73,6 +78,7 @@ class GenerationEngine:
         self._max_length = max_length
         self._lockstep = lockstep
         self._cache = SlotCache()
+        self._pack_weights = pack_weights
         speculation = speculation or Speculation(drafter="none", num_draft_tokens=0)
         self._speculator = Speculator(
             speculation, drafter or build_drafter(speculation, model), agree=agree, clock=clock
@@ -128,8 +134,13 @@ class GenerationEngine:
         scheduler = Scheduler(_waiting_prompts(samples, params.n, length_hints), num_slots=num_slots)
         runner = ModelRunner(self._model, self._cache, num_slots=num_slots, longest=longest)
         run = GenerationRun(runner, scheduler, samples, params, stop, self._speculator, num_slots)
+        num_steps = max((sample.max_new_tokens for sample in samples), default=0) if self._pack_weights else 0
         try:
-            with slot_attention(self._model), run:
+            with (
+                slot_attention(self._model),
+                packed_linears(self._model, num_slots=num_slots, num_steps=num_steps),
+                run,
+            ):
                 while self._anybody_has_work(scheduler.has_work):
                     run.step()
         except BaseException:

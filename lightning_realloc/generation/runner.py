@@ -74,8 +74,10 @@ class ModelRunner:
         ids, places = torch.tensor([[tokens], [positions]], device=self._device).unbind()
         step = PackedStep(self.cache, segments, num_prefill, places[0, num_prefill:], counts, max_length)
         num_rows_tokens = len(tokens) - num_prefill
+        # Indices copy the rows; a slice behind prompts has gaps that cost `linear` a copy of the vocabulary's weights.
+        kept = torch.arange(num_prefill, len(tokens), device=self._device) if num_prefill else num_rows_tokens
         output = self._model(
-            input_ids=ids, position_ids=places, use_cache=False, logits_to_keep=num_rows_tokens, **{STEP_ARGUMENT: step}
+            input_ids=ids, position_ids=places, use_cache=False, logits_to_keep=kept, **{STEP_ARGUMENT: step}
         )
         logits: Tensor = output.logits[0, -num_rows_tokens:]
         return logits
