@@ -128,7 +128,8 @@ class GenerationEngine:
     ) -> list[Completion]:
         """Return ``params.n`` completions per prompt, those of one prompt adjacent, in the order of the prompts.
 
-        ``sample_ids`` holds one distinct id per completion (default: their order) and keys their randomness.
+        ``sample_ids`` holds one distinct id per new completion (default: their order, behind the ids in ``resume``) and
+        keys their randomness.
         ``length_hints`` holds an expected response length per prompt: long ones start first. ``token_limits`` holds a
         bound per prompt that may lower ``params.max_new_tokens``.
 
