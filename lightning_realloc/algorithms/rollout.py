@@ -10,7 +10,7 @@ from lightning_realloc.data.rewards import RewardFunctions, Rewards
 from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.runtime.samples import Ragged, Samples
 
-FINISH_REASONS = ("stop", "length")
+FINISH_REASONS = ("stop", "length", "environment", "unfinished")
 """What a rollout's ``finish_reason`` column counts in."""
 
 

@@ -2,8 +2,9 @@
 
 transformers looks attention up in a registry by the name in the model's config. `slot_attention` puts our name there
 for the time of one generation; the function finds its `PackedStep` among the keyword arguments that models pass on.
-One forward handles a single packed row: first the tokens of new prompts, then the tokens of every running sample: the
-one that its next token is read off, and behind it the tokens drafted to follow.
+One forward handles a single packed row: first the segments, which are tokens of new prompts or tokens that follow what
+a slot holds; then the tokens of every running sample: the one that its next token is read off, and behind it the tokens
+drafted to follow.
 """
 
 from __future__ import annotations
@@ -25,18 +26,27 @@ IMPLEMENTATION = "realloc_slots"
 STEP_ARGUMENT = "realloc_step"
 _LENGTH_MULTIPLE = 32
 _UNKNOWN_WINDOW = -1
+_QUERY_BLOCK = 1024
+"""Queries of one segment that share a mask: it bounds the mask's memory."""
 _CHANGES_ATTENTION = ("softcap", "s_aux", "position_bias")
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens of one new prompt in the packed row."""
+    """Tokens of one sequence in the packed row, to be read into slots."""
 
     start: int
     stop: int
     slots: tuple[int, ...]
-    """Every slot that is to hold this prompt."""
+    """Every slot that is to hold them."""
+    begin: int = 0
+    """Position of the first of them in its sequence; the slots hold what is before it."""
+
+    @property
+    def end(self) -> int:
+        """Position behind the last token."""
+        return self.begin + self.stop - self.start
 
 
 @dataclass(slots=True)
@@ -46,7 +56,7 @@ class PackedStep:
     cache: SlotCache
     segments: tuple[Segment, ...]
     num_prefill: int
-    """Prompt tokens at the front of the row; behind them come the tokens of slot 0, then those of slot 1 …"""
+    """Tokens of segments at the front of the row; behind them come the tokens of slot 0, then those of slot 1 …"""
     positions: Tensor
     """(N,) position of each of these tokens."""
     counts: Sequence[int]
@@ -63,7 +73,7 @@ class PackedStep:
 
     def __post_init__(self) -> None:
         device, num_slots = self.positions.device, len(self.counts)
-        self.width = max(self.counts)
+        self.width = max(self.counts, default=0)
         slots = torch.arange(num_slots, device=device)
         if self.width > 1:
             slots = slots.repeat_interleave(torch.tensor(self.counts, device=device), output_size=len(self.positions))
@@ -160,17 +170,17 @@ def attend_slots(
     for storage, new in zip(stored, (keys, values), strict=True):
         for segment in step.segments:
             for slot in segment.slots:
-                storage[slot, : segment.stop - segment.start] = new[segment.start : segment.stop]
+                storage[slot, segment.begin : segment.end] = new[segment.start : segment.stop]
         storage.flatten(0, 1).index_copy_(0, step.rows, new[split:])
-    decoded = _decode(queries[split:], *stored, step, scaling, sliding_window)
-    if not split:
-        return decoded[None], None
-    prefilled = [
-        _prefill(queries[segment.start : segment.stop], keys[segment.start : segment.stop],
-                 values[segment.start : segment.stop], scaling, sliding_window)
+    attended = [
+        _read(
+            queries[segment.start : segment.stop], _contents(segment, (keys, values), stored), scaling, sliding_window
+        )
         for segment in step.segments
-    ]  # fmt: skip
-    return torch.cat([*prefilled, decoded])[None], None
+    ]
+    if step.counts:
+        attended.append(_decode(queries[split:], *stored, step, scaling, sliding_window))
+    return (torch.cat(attended) if len(attended) > 1 else attended[0])[None], None
 
 
 def check_supported(model: nn.Module, *, max_length: int) -> None:
@@ -239,29 +249,49 @@ def _decode(
     return step.tokens_of(by_token.reshape(rows, width, heads, -1))
 
 
-def _prefill(queries: Tensor, keys: Tensor, values: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    """Attend within one prompt, (T, H, D) to (T, H_kv, D); return (T, H, D_v)."""
-    length = queries.shape[0]
-    mask = _window_mask(length, window, queries.device) if window is not None and window < length else None
-    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (queries, keys, values))
-    attended = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return attended[0].transpose(0, 1)
+def _contents(segment: Segment, brought: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return keys and values (begin + T, H_kv, D) that a segment's tokens attend to."""
+    if segment.begin:
+        keys, values = (tensor[segment.slots[0], : segment.end] for tensor in stored)
+    else:
+        keys, values = (tensor[segment.start : segment.stop] for tensor in brought)
+    return keys, values
 
 
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    positions = torch.arange(length, device=device)
-    distance = positions[:, None] - positions
-    return (distance >= 0) & (distance < window)
+def _read(queries: Tensor, contents: tuple[Tensor, Tensor], scaling: float | None, window: int | None) -> Tensor:
+    """Attend from the last T tokens (T, H, D) of a sequence to all of it (S, H_kv, D), causally; return (T, H, D_v)."""
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (queries, *contents))
+    num_queries, length = q.shape[2], k.shape[2]
+    grouped = q.shape[1] != k.shape[1]
+    if num_queries == length and (window is None or window >= length):
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+        return attended[0].transpose(0, 1)
+    blocks = []
+    for begin in range(length - num_queries, length, _QUERY_BLOCK):
+        end = min(begin + _QUERY_BLOCK, length)
+        first = 0 if window is None else max(0, begin - window + 1)
+        own = slice(begin - length + num_queries, end - length + num_queries)
+        blocks.append(
+            scaled_dot_product_attention(
+                q[:, :, own], k[:, :, first:end], v[:, :, first:end], scale=scaling, enable_gqa=grouped,
+                attn_mask=_causal_mask(begin, first, end, window, q.device),
+            )
+        )  # fmt: skip
+    return torch.cat(blocks, 2)[0].transpose(0, 1)
 
 
-def segments_of(lengths: Sequence[int], slots: Sequence[tuple[int, ...]]) -> tuple[Segment, ...]:
-    """Return where prompts of these lengths lie in the packed row; empty ones have no segment."""
+def _causal_mask(begin: int, first: int, end: int, window: int | None, device: torch.device) -> Tensor:
+    """Return which keys at positions first … end the queries at begin … end may see."""
+    distance = torch.arange(begin, end, device=device)[:, None] - torch.arange(first, end, device=device)
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def segments_of(lengths: Sequence[int], slots: Sequence[tuple[int, ...]], begins: Sequence[int]) -> tuple[Segment, ...]:
+    """Return where tokens of sequences lie in the packed row; those of length zero have no segment."""
     segments, start = [], 0
-    for length, held_by in zip(lengths, slots, strict=True):
+    for length, held_by, begin in zip(lengths, slots, begins, strict=True):
         if length:
-            segments.append(Segment(start, start + length, held_by))
+            segments.append(Segment(start, start + length, held_by, begin))
         start += length
     return tuple(segments)
 

@@ -75,6 +75,12 @@ class ModelDrafter(Drafter):
             self._filled[target] = known
             self._ahead[target] = []
 
+    def swapped(self, first: int, second: int) -> None:
+        self._cache.swap(first, second, max(self._filled[slot] + len(self._ahead[slot]) for slot in (first, second)))
+        filled, ahead = self._filled, self._ahead
+        filled[first], filled[second] = filled[second], filled[first]
+        ahead[first], ahead[second] = ahead[second], ahead[first]
+
     def propose(
         self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, *, least_survival: float
     ) -> list[Draft]:
@@ -113,16 +119,21 @@ class ModelDrafter(Drafter):
 
     def _read_what_is_new(self, running: Sequence[Sample]) -> Tensor:
         """Return the logits (B, V) behind each sample's last token."""
-        prefills: dict[tuple[int, ...], list[int]] = {}
-        rows = []
+        prompts: dict[tuple[int, ...], list[int]] = {}
+        prefills, rows = [], []
         for slot, sample in enumerate(running):
             begin = self._filled[slot]
-            if not begin and sample.position > _SHORT:
-                prefills.setdefault(tuple(sample.tokens(0, sample.position)), []).append(slot)
+            if sample.position - begin > _SHORT:
+                unread = tuple(sample.tokens(begin, sample.position))
+                if begin:
+                    prefills.append(Prefill(unread, (slot,), begin))
+                else:
+                    prompts.setdefault(unread, []).append(slot)
                 begin = sample.position
             rows.append(Row(sample.tokens(begin, sample.position + 1), begin))
             self._filled[slot] = sample.position + 1
-        logits = self._runner.forward([Prefill(tokens, tuple(slots)) for tokens, slots in prefills.items()], rows)
+        prefills += [Prefill(tokens, tuple(slots)) for tokens, slots in prompts.items()]
+        logits = self._runner.forward(prefills, rows)
         ends = [sum(len(row.tokens) for row in rows[: index + 1]) - 1 for index in range(len(rows))]
         return logits[ends]
 

@@ -47,6 +47,9 @@ class Drafter:
     def copied(self, source: int, targets: Sequence[int], length: int) -> None:
         """The first ``length`` positions of slot ``source`` now stand in others, too."""
 
+    def swapped(self, first: int, second: int) -> None:
+        """Two slots exchanged what they hold."""
+
     def admitted(self, slots: Sequence[int]) -> None:
         """New samples are in these slots."""
 

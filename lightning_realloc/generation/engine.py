@@ -5,28 +5,34 @@ This module checks what it is given and keeps what outlives a call; `run` carrie
 
 from __future__ import annotations
 
-import operator
+import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.attention import check_supported, slot_attention
+from lightning_realloc.generation.budget import Budget
+from lightning_realloc.generation.conversation import Conversation, Conversations, Environment
 from lightning_realloc.generation.drafters import build_drafter
 from lightning_realloc.generation.drafting import Drafter
 from lightning_realloc.generation.kv_cache import SlotCache
-from lightning_realloc.generation.noise import sample_key
 from lightning_realloc.generation.packed_linear import packed_linears
+from lightning_realloc.generation.requests import Requests
 from lightning_realloc.generation.run import GenerationRun, GenerationStats
 from lightning_realloc.generation.runner import ModelRunner
-from lightning_realloc.generation.samples import Completion, Sample, StopRule, Tokenizer
+from lightning_realloc.generation.samples import Completion, Sample
 from lightning_realloc.generation.sampling import SamplingParams
-from lightning_realloc.generation.scheduler import Prompt, Scheduler
+from lightning_realloc.generation.scheduler import Scheduler
 from lightning_realloc.generation.speculation import Speculation
 from lightning_realloc.generation.speculator import Speculator
+from lightning_realloc.generation.stopping import StopRule, Tokenizer, check_possible
+
+_log = logging.getLogger(__name__)
 
 
 class GenerationEngine:
@@ -50,6 +56,8 @@ class GenerationEngine:
         agree: Callable[[Sequence[float]], Sequence[float]] | None = None,
         pack_weights: bool = True,
         clock: Callable[[], float] = time.perf_counter,
+        max_prefill_tokens: int = 8192,
+        wall_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Remember the model; nothing is allocated before the first `generate`.
 
@@ -65,18 +73,26 @@ class GenerationEngine:
 
         ``pack_weights`` lets long generations on CPU copy linear layers' weights into the order that their products
         are fastest with, and drop the copies at the end; False: it saves the memory of the copies.
+        ``max_prefill_tokens`` bounds what one step reads besides the tokens of running samples; longer prompts are
+        read in several steps. ``wall_clock`` tells seconds for budgets and deadlines.
 
         Raises:
             GenerationError: for a model that the engine cannot run; see :func:`check_supported`.
         """
         check_supported(model, max_length=1)
-        if max_slots < 1:
-            raise GenerationError(f"max_slots={max_slots} must be at least 1")
+        for name, value in (("max_slots", max_slots), ("max_prefill_tokens", max_prefill_tokens)):
+            if value < 1:
+                raise GenerationError(f"{name}={value} must be at least 1")
         self._model = model
         self._tokenizer = tokenizer
         self._max_slots = max_slots
         self._max_length = max_length
+        self._max_prefill_tokens = max_prefill_tokens
         self._lockstep = lockstep
+        self._agree = agree
+        self._wall_clock = wall_clock
+        self._version = 0
+        self._possible_strings: set[str] = set()
         self._cache = SlotCache()
         self._pack_weights = pack_weights
         speculation = speculation or Speculation(drafter="none", num_draft_tokens=0)
@@ -90,8 +106,12 @@ class GenerationEngine:
         """What the last call did."""
         return self._stats
 
-    def weights_updated(self) -> None:
-        """Say that the parameters changed. Nothing computed from them outlives a call, so there is nothing to drop."""
+    def weights_updated(self, version: int | None = None) -> None:
+        """Say that the parameters changed, and what to call them: by default by the next number, from 0.
+
+        Nothing computed from them outlives a call, so there is nothing to drop.
+        """
+        self._version = self._version + 1 if version is None else version
 
     def release(self) -> None:
         """Give the cache's storage back; the next call allocates it again."""
@@ -106,12 +126,26 @@ class GenerationEngine:
         sample_ids: Sequence[int] | None = None,
         length_hints: Sequence[int] | None = None,
         token_limits: Sequence[int] | None = None,
+        environment: Environment | None = None,
+        conversation: Conversation | None = None,
+        token_budget: int | None = None,
+        seconds_budget: float | None = None,
+        resume: Sequence[Completion] = (),
     ) -> list[Completion]:
         """Return ``params.n`` completions per prompt, those of one prompt adjacent, in the order of the prompts.
 
-        ``sample_ids`` holds one distinct id per completion (default: their order) and keys their randomness.
+        ``sample_ids`` holds one distinct id per new completion (default: their order, behind the ids in ``resume``) and
+        keys their randomness.
         ``length_hints`` holds an expected response length per prompt: long ones start first. ``token_limits`` holds a
         bound per prompt that may lower ``params.max_new_tokens``.
+
+        ``environment`` is asked what follows whenever a turn ends by its stop rule; ``conversation`` bounds how often
+        and how long. ``params.max_new_tokens`` bounds the model's tokens and the environment's together.
+
+        A budget of the model's tokens, or of seconds, ends the call after the first step that spends it; completions
+        are then "unfinished" where they are. Given back as ``resume``, with the same ``params``, they go on as if
+        nothing had happened, beside the new prompts; their keys and values are computed by the weights of now. They
+        are returned behind the others, and come behind the prompts in ``length_hints`` and ``token_limits``.
 
         Args:
             prompts: Token ids of each prompt; text is for the tokenizer first.
@@ -121,85 +155,91 @@ class GenerationEngine:
             GenerationError: for what cannot be generated from, and for logits that are not finite.
         """
         params = params or SamplingParams()
-        samples = self._make_samples(prompts, params, sample_ids, token_limits)
+        requests = Requests(
+            prompts=prompts, resume=resume, params=params, sample_ids=sample_ids, length_hints=length_hints,
+            token_limits=token_limits, vocabulary=self._vocabulary, bounds=self._bounds(),
+        )  # fmt: skip
+        budget = self._budget(token_budget, seconds_budget)
+        samples = requests.samples()
+        stop = self._stop_rule(params)
+        waiting = [prompt for prompt in requests.queue(samples) if not stop.already_ends(samples[prompt.samples[0]])]
         longest = max((len(sample.prompt) + sample.max_new_tokens for sample in samples), default=1)
         check_supported(self._model, max_length=longest)
-        stop = StopRule(
-            token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids()),
-            strings=params.stop_strings,
-            tokenizer=self._tokenizer,
-            min_new_tokens=params.min_new_tokens,
-        )
         num_slots = max(1, min(self._max_slots, len(samples)))
-        scheduler = Scheduler(_waiting_prompts(samples, params.n, length_hints), num_slots=num_slots)
-        runner = ModelRunner(self._model, self._cache, num_slots=num_slots, longest=longest)
-        run = GenerationRun(runner, scheduler, samples, params, stop, self._speculator, num_slots)
+        scheduler = Scheduler(waiting, num_slots=num_slots, max_prefill_tokens=self._max_prefill_tokens)
+        run = GenerationRun(
+            ModelRunner(self._model, self._cache, num_slots=num_slots, longest=longest), scheduler, samples, params,
+            stop, self._speculator, self._conversations(environment, conversation), budget,
+            num_slots=num_slots, may_pause=self._lockstep is None,
+        )  # fmt: skip
         num_steps = max((sample.max_new_tokens for sample in samples), default=0) if self._pack_weights else 0
+        packed = packed_linears(self._model, num_slots=num_slots, num_steps=num_steps)
         try:
-            with (
-                slot_attention(self._model),
-                packed_linears(self._model, num_slots=num_slots, num_steps=num_steps),
-                run,
-            ):
-                while self._anybody_has_work(scheduler.has_work):
+            with slot_attention(self._model), packed, run:
+                while self._anybody_has_work(run.has_work):
                     run.step()
         except BaseException:
             self._cache.release()  # it may hold values that are not finite
             raise
         self._stats = run.stats()
-        return [sample.completion() for sample in samples]
+        _warn_of_failures(samples)
+        indices = [*(sample.prompt_index for sample in samples[: len(samples) - len(resume)]),
+                   *(completion.prompt_index for completion in resume)]  # fmt: skip
+        return [
+            replace(sample.completion(self._version), prompt_index=index)
+            for sample, index in zip(samples, indices, strict=True)
+        ]
 
     def _anybody_has_work(self, has_work: bool) -> bool:
         return has_work if self._lockstep is None else self._lockstep(has_work)
 
-    def _make_samples(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        sample_ids: Sequence[int] | None,
-        token_limits: Sequence[int] | None,
-    ) -> list[Sample]:
-        total = len(prompts) * params.n
-        ids = list(range(total)) if sample_ids is None else [int(sample_id) for sample_id in sample_ids]
-        if len(ids) != total or len(set(ids)) != total:
+    def _budget(self, tokens: int | None, seconds: float | None) -> Budget:
+        agree, clock = self._agree, self._wall_clock
+        if agree is not None:
+            return Budget(tokens, seconds, lambda: agree([clock()])[0])  # ranks must stop after the same step
+        if seconds is not None and self._is_tensor_parallel:
             raise GenerationError(
-                f"{len(prompts)} prompts with n={params.n} need {total} distinct sample_ids, "
-                f"got {len(ids)} of which {len(set(ids))} distinct"
+                "seconds_budget needs ranks in tensor parallelism to go by one clock; pass "
+                "GenerationEngine(agree=...), or bound the call by token_budget"
             )
-        limits = _per_prompt("token_limits", token_limits, len(prompts), params.max_new_tokens)
-        samples = []
-        for index, given in enumerate(prompts):
-            prompt, room = self._check_prompt(index, given)
-            limit = min(params.max_new_tokens, limits[index], room)
-            if limit < 1:
-                raise GenerationError(f"token_limits[{index}]={limits[index]} must be at least 1")
-            for sample_id in ids[index * params.n : (index + 1) * params.n]:
-                samples.append(Sample(sample_id, index, prompt, limit, sample_key(params.seed, sample_id)))
-        return samples
+        return Budget(tokens, seconds, clock)
 
-    def _check_prompt(self, index: int, given: Sequence[int]) -> tuple[list[int], int]:
-        """Return the prompt as a list, and how many tokens can follow it."""
-        prompt = _token_ids(index, given)
-        if not prompt:
+    def _conversations(self, environment: Environment | None, conversation: Conversation | None) -> Conversations:
+        if environment is not None and (self._agree is not None or self._is_tensor_parallel):
             raise GenerationError(
-                f"prompt {index} is empty; give it at least one token, for example the tokenizer's BOS"
+                "an environment cannot be asked under tensor parallelism: every rank would ask on its own, and go on "
+                "by another answer at another time; generate in a layout with tp=1"
             )
+        return Conversations(environment, conversation, vocabulary=self._vocabulary, clock=self._wall_clock)
+
+    def _stop_rule(self, params: SamplingParams) -> StopRule:
+        rule = StopRule(
+            token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids()),
+            strings=params.stop_strings,
+            tokenizer=self._tokenizer,
+            min_new_tokens=params.min_new_tokens,
+        )
+        unchecked = set(params.stop_strings) - self._possible_strings
+        if unchecked and self._tokenizer is not None:
+            check_possible(unchecked, self._tokenizer)
+            self._possible_strings |= unchecked
+        return rule
+
+    @property
+    def _is_tensor_parallel(self) -> bool:
+        return any(hasattr(module, "tp_group") for module in self._model.modules())
+
+    @property
+    def _vocabulary(self) -> int:
         config: Any = self._model.config
-        text = config.get_text_config()
-        if not 0 <= min(prompt) <= max(prompt) < text.vocab_size:
-            raise GenerationError(
-                f"prompt {index} holds token ids from {min(prompt)} to {max(prompt)}, the model's vocabulary has "
-                f"{text.vocab_size}; use the model's own tokenizer"
-            )
-        context = getattr(text, "max_position_embeddings", None)
+        return int(config.get_text_config().vocab_size)
+
+    def _bounds(self) -> dict[str, int]:
+        """Return what bounds prompt and response together, and how."""
+        config: Any = self._model.config
+        context = getattr(config.get_text_config(), "max_position_embeddings", None)
         bounds = {"the model's max_position_embeddings": context, "the engine's max_length": self._max_length}
-        for name, bound in bounds.items():
-            if bound is not None and len(prompt) >= bound:
-                raise GenerationError(
-                    f"prompt {index} holds {len(prompt)} tokens and leaves no room for a response within {name} of "
-                    f"{bound}; shorten the prompt to at most {bound - 1} tokens or drop it from the data"
-                )
-        return prompt, min((bound for bound in bounds.values() if bound is not None), default=2**62) - len(prompt)
+        return {name: bound for name, bound in bounds.items() if bound is not None}
 
     def _eos_ids(self) -> frozenset[int]:
         for holder in (getattr(self._model, "generation_config", None), self._model.config):
@@ -209,26 +249,10 @@ class GenerationEngine:
         return frozenset()
 
 
-def _token_ids(index: int, given: Any) -> list[int]:
-    try:
-        return [operator.index(token) for token in (given.tolist() if isinstance(given, Tensor) else given)]
-    except TypeError as error:
-        text = repr(given)
-        raise GenerationError(
-            f"prompt {index} must be a list of token ids; it is {text if len(text) <= 60 else text[:57] + '...'}, "
-            f'turn text into ids first: tokenizer(texts)["input_ids"]'
-        ) from error
-
-
-def _waiting_prompts(samples: Sequence[Sample], n: int, length_hints: Sequence[int] | None) -> Iterable[Prompt]:
-    hints = _per_prompt("length_hints", length_hints, len(samples) // n, 0)
-    for index, hint in enumerate(hints):
-        yield Prompt(index, samples[index * n].position, tuple(range(index * n, (index + 1) * n)), hint)
-
-
-def _per_prompt(name: str, given: Sequence[int] | None, num_prompts: int, default: int) -> Sequence[int]:
-    if given is None:
-        return [default] * num_prompts
-    if len(given) != num_prompts:
-        raise GenerationError(f"{name} must hold one number per prompt: got {len(given)} for {num_prompts} prompts")
-    return given
+def _warn_of_failures(samples: Sequence[Sample]) -> None:
+    errors = [sample.error for sample in samples if sample.error is not None]
+    if errors:
+        _log.warning(
+            "%d of %d responses were ended by a failure of their environment; the first one: %s",
+            len(errors), len(samples), errors[0],
+        )  # fmt: skip

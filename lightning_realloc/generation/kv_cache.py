@@ -63,6 +63,14 @@ class SlotCache:
                 for target in targets:
                     tensor[target, :length] = prefix
 
+    def swap(self, first: int, second: int, length: int) -> None:
+        """Exchange the first ``length`` positions of two slots."""
+        for layer in self._layers.values() if length else ():
+            for tensor in layer:
+                kept = tensor[first, :length].clone()
+                tensor[first, :length] = tensor[second, :length]
+                tensor[second, :length] = kept
+
     def _allocate(self, like: Tensor) -> Tensor:
         # Zeros, not empty: attention gives positions beyond a sequence's end the weight 0, and 0 times NaN is NaN.
         return torch.zeros(

@@ -1,8 +1,8 @@
 """One call of the engine, step by step.
 
-Every step is one forward of one packed row: the tokens of newly admitted prompts, one token of each running sample and
-those drafted to follow it. The scheduler says who runs where, the runner holds keys and values, the speculator drafts,
-verification picks tokens; this module connects them.
+Every step is one forward of one packed row: tokens of prompts, and of environments' answers, one token of each running
+sample and those drafted to follow it. The scheduler says who runs where, the runner holds keys and values, the
+speculator drafts, verification picks tokens, environments say what follows a turn; this module connects them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.budget import Budget
+from lightning_realloc.generation.conversation import Conversations
 from lightning_realloc.generation.runner import ModelRunner, Prefill, Row
-from lightning_realloc.generation.samples import Sample, StopRule
+from lightning_realloc.generation.samples import FinishReason, Sample
 from lightning_realloc.generation.sampling import Forbidden, SamplingParams
-from lightning_realloc.generation.scheduler import Scheduler
+from lightning_realloc.generation.scheduler import Move, Prompt, Scheduler, Step, Swap
 from lightning_realloc.generation.speculator import Speculator
+from lightning_realloc.generation.stopping import StopRule
 from lightning_realloc.generation.verification import Draft, Emitted
 
 
@@ -30,7 +33,9 @@ class GenerationStats:
     row_steps: int = 0
     """Running samples, summed over steps."""
     prefill_tokens: int = 0
+    """Tokens of prompts, environments and resumed responses that were read."""
     generated_tokens: int = 0
+    """Those that the model chose in this call."""
     cache_bytes: int = 0
     drafted_tokens: int = 0
     verified_tokens: int = 0
@@ -52,30 +57,71 @@ class GenerationRun:
         params: SamplingParams,
         stop: StopRule,
         speculator: Speculator,
+        conversations: Conversations,
+        budget: Budget,
+        *,
         num_slots: int,
+        may_pause: bool,
     ) -> None:
-        """Begin with nothing admitted."""
+        """Begin with nothing admitted; ``may_pause``: nobody waits for a forward of this rank's."""
         self._runner = runner
         self._scheduler = scheduler
         self._samples = samples
         self._params = params
         self._stop = stop
         self._speculator = speculator
+        self._conversations = conversations
+        self._budget = budget
         self._num_slots = num_slots
-        self._num_steps = self._row_steps = self._prefill_tokens = 0
+        self._may_pause = may_pause
+        self._num_steps = self._row_steps = self._prefill_tokens = self._num_generated = 0
 
     def __enter__(self) -> None:
         self._verification = self._speculator.begin(self._samples, self._params, self._num_slots)
+        for index, sample in enumerate(self._samples):  # of those that are resumed, whose turn had just ended
+            if sample.finish_reason == "stop" and self._conversations.goes_on_after(sample):
+                self._ask(index, sample)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._conversations.close()
         self._speculator.end()
 
+    @property
+    def has_work(self) -> bool:
+        """Whether any response is not over."""
+        return self._scheduler.has_work or self._conversations.waiting
+
     def step(self) -> None:
-        """Admit, run one forward, and take every running sample a token or more further."""
-        prefills = self._admit()
+        """Take every running sample a token or more further; where all wait for the environment, wait with them."""
+        self._take_answers()
+        prefills = self._carry_out(self._scheduler.next_step())
         running = [self._samples[index] for index in self._scheduler.running if index is not None]
+        if prefills or running or not self._may_pause:
+            self._forward(prefills, running)
+        elif self._conversations.waiting:
+            self._conversations.wait(self._budget.seconds_left())
+        if self._budget.is_spent(self._num_generated):
+            self._stop_all()
+
+    def stats(self) -> GenerationStats:
+        """Return the counts so far."""
+        drafting = self._speculator.stats
+        return GenerationStats(
+            num_steps=self._num_steps,
+            row_steps=self._row_steps,
+            prefill_tokens=self._prefill_tokens,
+            generated_tokens=self._num_generated,
+            cache_bytes=self._runner.cache.num_bytes,
+            drafted_tokens=drafting.drafted_tokens,
+            verified_tokens=drafting.verified_tokens,
+            accepted_tokens=drafting.accepted_tokens,
+            drafting_s=drafting.drafting_s,
+            planning_s=drafting.planning_s,
+        )
+
+    def _forward(self, prefills: Sequence[Prefill], running: Sequence[Sample]) -> None:
         drafts = self._speculator.propose(running, is_tail=not self._scheduler.num_waiting) if running else []
         begin = self._speculator.clock()
         rows = [Row((sample.last_token, *draft.tokens), sample.position)
@@ -91,46 +137,41 @@ class GenerationRun:
         if not prefills:
             self._speculator.time_step(drafts, self._speculator.clock() - begin)
 
-    def stats(self) -> GenerationStats:
-        """Return the counts so far."""
-        drafting = self._speculator.stats
-        return GenerationStats(
-            num_steps=self._num_steps,
-            row_steps=self._row_steps,
-            prefill_tokens=self._prefill_tokens,
-            generated_tokens=sum(len(sample.token_ids) for sample in self._samples),
-            cache_bytes=self._runner.cache.num_bytes,
-            drafted_tokens=drafting.drafted_tokens,
-            verified_tokens=drafting.verified_tokens,
-            accepted_tokens=drafting.accepted_tokens,
-            drafting_s=drafting.drafting_s,
-            planning_s=drafting.planning_s,
-        )
-
-    def _admit(self) -> list[Prefill]:
-        """Carry out the scheduler's turn and return what has to be computed of newly admitted prompts."""
-        turn = self._scheduler.next_turn()
-        drafter = self._speculator.drafter
+    def _carry_out(self, step: Step) -> list[Prefill]:
+        """Copy and move what the scheduler's step says, and return what has to be computed."""
+        for admission in step.admissions:
+            targets = [slot for slot in admission.slots if slot != admission.source]
+            self._speculator.drafter.admitted(targets)
+            if admission.source is not None:
+                length = len(self._samples[admission.samples[0]].prompt) - 1
+                self._copy(admission.source, targets, length)
+                for index in admission.samples:
+                    self._samples[index].num_read = length
+        for move in step.moves:
+            self._move(move)
         prefills = []
-        for admission in turn.admissions:
-            sample = self._samples[admission.samples[0]]
-            drafter.admitted([slot for slot in admission.slots if slot != admission.source])
-            if admission.source is None:
-                # The prompt's last token is left to the row, so that new and old samples are alike from here on.
-                prefills.append(Prefill(sample.prompt[:-1], admission.slots))
-            else:
-                targets = [slot for slot in admission.slots if slot != admission.source]
-                self._copy(admission.source, targets, sample.position)
-        for move in turn.moves:
-            index = self._scheduler.running[move.target]
-            assert index is not None, f"slot {move.target} was filled by a move and has no sample"
-            self._copy(move.source, [move.target], self._samples[index].position)
-        self._prefill_tokens += sum(len(prefill.tokens) for prefill in prefills)
+        for read in step.reads:
+            samples = [self._samples[index] for index in read.samples]
+            # A sequence's last token is left to the row, so that new and old samples are alike from there on.
+            prefills.append(Prefill(samples[0].tokens(read.begin, read.end), read.slots, read.begin))
+            for sample in samples:
+                sample.num_read = read.end
+            self._prefill_tokens += read.end - read.begin
         return prefills
 
     def _copy(self, source: int, targets: Sequence[int], length: int) -> None:
         self._runner.cache.copy(source, targets, length)
         self._speculator.drafter.copied(source, targets, length)
+
+    def _move(self, move: Move | Swap) -> None:
+        cache, slots = self._runner.cache, self._scheduler.slots
+        moved = self._samples[slots[move.target]]  # type: ignore[index]
+        if isinstance(move, Move):
+            self._copy(move.source, [move.target], moved.num_read)
+        else:
+            other = self._samples[slots[move.source]]  # type: ignore[index]
+            cache.swap(move.source, move.target, max(moved.num_read, other.num_read))
+            self._speculator.drafter.swapped(move.source, move.target)
 
     def _take_tokens(self, emitted: Sequence[Emitted], running: Sequence[Sample]) -> None:
         if not math.isfinite(sum(sum(logprobs) for _, logprobs in emitted)):
@@ -138,10 +179,58 @@ class GenerationRun:
         for slot, (sample, (tokens, logprobs)) in enumerate(zip(running, emitted, strict=True)):
             for token, logprob in zip(tokens, logprobs, strict=True):
                 sample.append(token, logprob)
+                self._num_generated += 1
                 if self._stop.update(sample):
-                    self._scheduler.finish(slot)
-                    self._speculator.finished(sample)
+                    self._end_turn(slot, sample)
                     break
+
+    def _end_turn(self, slot: int, sample: Sample) -> None:
+        """Ask the environment what follows, or finish the response."""
+        if sample.finish_reason == "stop" and self._conversations.goes_on_after(sample):
+            index = self._scheduler.slots[slot]
+            assert index is not None, f"slot {slot} ended a turn and has no sample"
+            self._scheduler.park(slot)
+            self._ask(index, sample)
+        else:
+            self._scheduler.finish(slot)
+            self._speculator.finished(sample)
+
+    def _ask(self, index: int, sample: Sample) -> None:
+        sample.finish_reason = None
+        self._conversations.ask(index, sample)
+
+    def _take_answers(self) -> None:
+        """Let samples whose environment answered read on; finish those that it ended or failed."""
+        for answer in self._conversations.answers():
+            sample = self._samples[answer.index]
+            sample.error = answer.error
+            if answer.error is not None:
+                self._finish_waiting(answer.index, "environment")
+            elif answer.token_ids is None:
+                self._finish_waiting(answer.index, "stop")
+            elif len(sample.token_ids) + len(answer.token_ids) >= sample.max_new_tokens:
+                self._finish_waiting(answer.index, "length")  # the model could not answer these tokens
+            else:
+                sample.extend(answer.token_ids)
+                if self._scheduler.is_parked(answer.index):
+                    self._scheduler.read(answer.index, sample.num_read, sample.position)
+                else:
+                    self._scheduler.add(Prompt(sample.prompt_index, sample.position, (answer.index,)))
+
+    def _finish_waiting(self, index: int, reason: FinishReason) -> None:
+        sample = self._samples[index]
+        sample.finish_reason = reason
+        if self._scheduler.is_parked(index):
+            self._scheduler.drop(index)
+        self._speculator.finished(sample)
+
+    def _stop_all(self) -> None:
+        """Leave what is not finished as it is."""
+        self._take_answers()
+        for sample in self._samples:
+            sample.finish_reason = sample.finish_reason or "unfinished"
+        self._scheduler.clear()
+        self._conversations.close()
 
     def _forbidden(self, running: Sequence[Sample], drafts: Sequence[Draft]) -> Forbidden | None:
         """Return where stop tokens may not come yet, among the rows of the logits."""

@@ -17,11 +17,13 @@ _CAPACITY_MULTIPLE = 32
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Tokens from a sequence's beginning whose keys and values are to be computed."""
+    """Tokens of a sequence whose keys and values are to be computed, and nothing else."""
 
     tokens: Sequence[int]
     slots: tuple[int, ...]
     """Every slot that is to hold them."""
+    begin: int = 0
+    """Position of the first of them; the slots hold what is before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,31 +58,40 @@ class ModelRunner:
     def forward(self, prefills: Sequence[Prefill], rows: Sequence[Row]) -> Tensor:
         """Return the logits (N, V) of the rows' tokens, those of row 0 first.
 
-        Row i belongs to slot i. Without rows a dummy token is run, since a forward may be collective.
+        Row i belongs to slot i. Without rows and prefills a dummy token is run, since a forward may be collective.
         """
-        rows = rows or [Row((0,), 0)]
+        prefills = prefills if rows or prefills else [Prefill((0,), ())]
         counts = [len(row.tokens) for row in rows]
-        max_length = max(row.position + count for row, count in zip(rows, counts, strict=True))
+        lengths = [len(prefill.tokens) for prefill in prefills]
+        max_length = max(
+            *(row.position + count for row, count in zip(rows, counts, strict=True)),
+            *(prefill.begin + length for prefill, length in zip(prefills, lengths, strict=True)),
+            1,
+        )
         self._make_room(max_length)
-        segments = segments_of([len(prefill.tokens) for prefill in prefills], [prefill.slots for prefill in prefills])
-        num_prefill = sum(len(prefill.tokens) for prefill in prefills)
+        segments = segments_of(
+            lengths, [prefill.slots for prefill in prefills], [prefill.begin for prefill in prefills]
+        )
+        num_prefill = sum(lengths)
         tokens = list(chain(*(prefill.tokens for prefill in prefills), *(row.tokens for row in rows)))
         positions = list(
             chain(
-                *(range(len(prefill.tokens)) for prefill in prefills),
+                *(range(prefill.begin, prefill.begin + len(prefill.tokens)) for prefill in prefills),
                 *(range(row.position, row.position + count) for row, count in zip(rows, counts, strict=True)),
             )
         )
         ids, places = torch.tensor([[tokens], [positions]], device=self._device).unbind()
         step = PackedStep(self.cache, segments, num_prefill, places[0, num_prefill:], counts, max_length)
-        num_rows_tokens = len(tokens) - num_prefill
+        num_row_tokens = len(tokens) - num_prefill
         # Indices copy the rows; a slice behind prompts has gaps that cost `linear` a copy of the vocabulary's weights.
-        kept = torch.arange(num_prefill, len(tokens), device=self._device) if num_prefill else num_rows_tokens
+        # A number of 0 would mean all rows, so without rows the last one is kept and thrown away.
+        kept = torch.arange(num_prefill, len(tokens), device=self._device) if num_prefill and num_row_tokens else None
         output = self._model(
-            input_ids=ids, position_ids=places, use_cache=False, logits_to_keep=kept, **{STEP_ARGUMENT: step}
-        )
-        logits: Tensor = output.logits[0, -num_rows_tokens:]
-        return logits
+            input_ids=ids, position_ids=places, use_cache=False,
+            logits_to_keep=max(1, num_row_tokens) if kept is None else kept, **{STEP_ARGUMENT: step},
+        )  # fmt: skip
+        logits: Tensor = output.logits[0]
+        return logits[len(logits) - num_row_tokens :]
 
     def _make_room(self, length: int) -> None:
         cache = self.cache

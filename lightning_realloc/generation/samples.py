@@ -1,36 +1,37 @@
-"""One response in the making, and when it is over."""
+"""One response in the making, and what it is once it is over."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from itertools import pairwise
+from typing import Literal
 
-from lightning_realloc.errors import GenerationError
-
-FinishReason = Literal["stop", "length"]
-
-
-class Tokenizer(Protocol):
-    """What stop strings need of a tokenizer."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of the tokens."""
-        ...
+FinishReason = Literal["stop", "length", "environment", "unfinished"]
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished response."""
+    """A response, finished or stopped on the way."""
 
     sample_id: int
     prompt_index: int
+    """Of its prompt, in the call that began it."""
     token_ids: tuple[int, ...]
     """Up to and including the token that ended it."""
     logprobs: tuple[float, ...]
-    """One per token, of ``softmax(logits / temperature)`` over the whole vocabulary."""
+    """One per token, of ``softmax(logits / temperature)`` over the whole vocabulary; 0 where the model did not choose
+    it."""
     finish_reason: FinishReason
-    """"stop": a stop token or string; "length": no room for more."""
+    """"stop": a stop token or string; "length": no room for more; "environment": the environment failed, see ``error``;
+    "unfinished": the call's budget was spent."""
+    model_mask: tuple[bool, ...]
+    """One per token: True where the model chose it, False where the environment did."""
+    versions: tuple[int, ...]
+    """One per token: the weights' version when it came."""
+    prompt: tuple[int, ...]
+    """What it responds to."""
+    error: str | None = None
 
 
 @dataclass(slots=True)
@@ -41,26 +42,57 @@ class Sample:
     prompt_index: int
     prompt: Sequence[int]
     max_new_tokens: int
+    """Most tokens of the response, whoever chose them."""
     key: int
     """Of its stream of uniform numbers."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    model_mask: list[bool] = field(default_factory=list)
+    earlier_versions: tuple[int, ...] = ()
+    """Those of the tokens that were there from the beginning."""
     last_token: int = field(init=False)
     """The token that the next forward reads, last of the prompt or of the response."""
     position: int = field(init=False)
     """Where `last_token` stands in the sequence."""
+    num_read: int = field(default=0, init=False)
+    """Positions from the sequence's beginning whose keys and values its slot holds."""
+    turn: int = field(init=False)
+    """Number of the model's turn, from 1."""
+    turn_begin: int = field(init=False)
+    """Where in `token_ids` it begins."""
     finish_reason: FinishReason | None = None
+    error: str | None = None
 
     def __post_init__(self) -> None:
-        self.last_token = self.prompt[-1]
-        self.position = len(self.prompt) - 1
+        self.last_token = self.token_ids[-1] if self.token_ids else self.prompt[-1]
+        self.position = len(self.prompt) + len(self.token_ids) - 1
+        self.turn = 1 + sum(before and not after for before, after in pairwise(self.model_mask))
+        others = [index for index, chosen in enumerate(self.model_mask) if not chosen]
+        self.turn_begin = others[-1] + 1 if others else 0
+
+    @property
+    def turn_is_open(self) -> bool:
+        """Whether the model has yet to choose a token in its turn."""
+        return self.turn_begin == len(self.token_ids)
 
     def append(self, token: int, logprob: float) -> None:
-        """Take the next token of the response."""
+        """Take the next token of the response, the model's choice after reading all that is before it."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
+        self.model_mask.append(True)
         self.last_token = token
         self.position += 1
+        self.num_read = self.position
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take tokens that the model did not choose; its next turn begins behind them."""
+        self.token_ids.extend(tokens)
+        self.logprobs.extend([0.0] * len(tokens))
+        self.model_mask.extend([False] * len(tokens))
+        self.last_token = tokens[-1]
+        self.position += len(tokens)
+        self.turn += 1
+        self.turn_begin = len(self.token_ids)
 
     def tokens(self, begin: int, end: int) -> list[int]:
         """Return the tokens at these positions of prompt and response."""
@@ -74,64 +106,11 @@ class Sample:
         length = len(self.prompt)
         return self.prompt[position] if position < length else self.token_ids[position - length]
 
-    def completion(self) -> Completion:
-        """Return the finished response."""
+    def completion(self, version: int) -> Completion:
+        """Return the response as it is; ``version`` is that of the weights it was taken further with."""
         assert self.finish_reason is not None, f"sample {self.sample_id} is not finished"
+        num_new = len(self.token_ids) - len(self.earlier_versions)
         return Completion(
-            self.sample_id, self.prompt_index, tuple(self.token_ids), tuple(self.logprobs), self.finish_reason
-        )
-
-
-class StopRule:
-    """Decides after each token whether a response is over."""
-
-    def __init__(
-        self,
-        *,
-        token_ids: frozenset[int],
-        strings: tuple[str, ...] = (),
-        tokenizer: Tokenizer | None = None,
-        min_new_tokens: int = 0,
-    ) -> None:
-        if strings and tokenizer is None:
-            raise GenerationError(
-                f"stop_strings={strings!r} need a tokenizer; pass GenerationEngine(model, tokenizer=...) "
-                "or use stop_token_ids"
-            )
-        self.token_ids = token_ids
-        self._min_new_tokens = min_new_tokens
-        self._strings = strings
-        self._tokenizer = tokenizer
-        self._last_characters = frozenset(string[-1] for string in strings)
-        # A character takes at most four byte-level tokens; as many again for tokens without text of their own.
-        self._window = 8 * max((len(string) for string in strings), default=0)
-        self._may_complete: dict[int, bool] = {}
-
-    def update(self, sample: Sample) -> bool:
-        """Set the sample's finish reason if its newest token ends it; return whether it is over."""
-        if sample.last_token in self.token_ids or (self._strings and self._ends_a_string(sample)):
-            sample.finish_reason = "stop"
-        elif len(sample.token_ids) >= sample.max_new_tokens:
-            sample.finish_reason = "length"
-        return sample.finish_reason is not None
-
-    def _ends_a_string(self, sample: Sample) -> bool:
-        if len(sample.token_ids) < self._min_new_tokens or not self._may_complete_a_string(sample.last_token):
-            return False
-        # One token of context in front: some tokenizers drop a leading space.
-        context = sample.token_ids[-self._window - 1 : -self._window] or [sample.prompt[-1]]
-        text = self._decode([*context, *sample.token_ids[-self._window :]])
-        begin = len(self._decode(context))
-        return any(text.find(string, begin) >= 0 for string in self._strings)
-
-    def _may_complete_a_string(self, token: int) -> bool:
-        """Return whether a stop string can end in this token: so most tokens cost a look-up and no decoding."""
-        known = self._may_complete.get(token)
-        if known is None:
-            text = self._decode([token])
-            known = self._may_complete[token] = "\ufffd" in text or any(c in self._last_characters for c in text)
-        return known
-
-    def _decode(self, token_ids: list[int]) -> str:
-        assert self._tokenizer is not None
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+            self.sample_id, self.prompt_index, tuple(self.token_ids), tuple(self.logprobs), self.finish_reason,
+            tuple(self.model_mask), (*self.earlier_versions, *[version] * num_new), tuple(self.prompt), self.error,
+        )  # fmt: skip

@@ -1,14 +1,15 @@
 """Which sample runs in which slot, and when. Pure: it sees lengths and indices, never a token or a tensor.
 
-Invariants, held by a property test: after every turn the running samples fill the first slots without holes; every
-sample is admitted exactly once; a prompt is computed once however many samples it has, and its other samples copy it
-from a slot that still holds it; a copy or a move never reads a slot that an earlier one of the turn overwrote.
+Invariants, held by a property test: after every step the running samples fill the first slots without holes, and those
+that are parked keep a slot behind them; every sample is admitted exactly once; a prompt is computed once however many
+samples it has, and its other samples copy it from a slot that still holds it; what a sample needs is read in order,
+and it runs once all of it is read; a copy or a move never reads a slot that an earlier one of the step overwrote.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -26,7 +27,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Samples of one prompt that begin in this turn."""
+    """Samples of one prompt that get their slots in this step."""
 
     prompt: int
     samples: tuple[int, ...]
@@ -38,46 +39,85 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A running sample changes its slot."""
+    """A sample changes into a slot that nobody needs."""
 
     source: int
     target: int
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What to do before the next forward, in this order: copy prompts of ``admissions``, carry out ``moves``."""
+class Swap:
+    """Two samples change their slots: the one in ``source`` runs, the one in ``target`` does not."""
 
-    admissions: tuple[Admission, ...]
-    moves: tuple[Move, ...]
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Positions of a sequence that the step's forward computes, before it takes its running samples further."""
+
+    samples: tuple[int, ...]
+    slots: tuple[int, ...]
+    """One per sample, after the step's moves."""
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What to do for the next forward: copy prompts of ``admissions``, carry out ``moves``, then compute ``reads``."""
+
+    admissions: tuple[Admission, ...] = ()
+    moves: tuple[Move | Swap, ...] = ()
+    reads: tuple[Read, ...] = ()
+
+
+@dataclass(slots=True)
+class _Unread:
+    """Positions that samples hold nothing of yet."""
+
+    samples: tuple[int, ...]
+    begin: int
+    end: int
 
 
 class Scheduler:
     """Continuous batching over a fixed number of slots, with refill and compaction.
 
     Slots of finished samples are given to waiting ones first; only when nobody waits is the last running sample
-    moved into the hole, so that a forward always works on the first slots.
+    moved into the hole, so that a forward always works on the first slots. A sample that cannot run now is parked
+    behind them: because its owner says so, or because not all of its tokens are read yet.
     """
 
     def __init__(self, prompts: Iterable[Prompt], *, num_slots: int, max_prefill_tokens: int = 8192) -> None:
         """Order the prompts by length hint, longest first; equal hints keep the order given.
 
-        ``max_prefill_tokens`` bounds the prompt tokens computed in one turn; one prompt is always let through.
+        ``max_prefill_tokens`` bounds the tokens read in one step, besides those of running samples. What is longer is
+        read in several.
         """
         self._queue = deque(sorted(prompts, key=lambda prompt: -prompt.length_hint))
         self._num_slots = num_slots
         self._max_prefill_tokens = max_prefill_tokens
         self._begun = 0
         """Samples of the prompt at the head of the queue that were admitted already."""
-        self._running: list[int | None] = []
-        """Sample per slot; None: finished in the last turn."""
+        self._slots: list[int | None] = []
+        """Sample per slot; None: nobody needs it any more."""
         self._resident: list[int] = []
         """Prompt whose keys and values the slot holds."""
+        self._num_running = 0
+        self._parked: set[int] = set()
+        self._unread: deque[_Unread] = deque()
 
     @property
     def running(self) -> Sequence[int | None]:
-        """The sample in each slot, None in a slot whose sample finished since the last turn."""
-        return self._running
+        """The sample in each of the first slots, None in a slot whose sample finished since the last step."""
+        return self._slots[: self._num_running]
+
+    @property
+    def slots(self) -> Sequence[int | None]:
+        """The sample in each slot, running or parked; None where nobody needs it."""
+        return self._slots
 
     @property
     def num_waiting(self) -> int:
@@ -86,65 +126,139 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sample runs or waits."""
-        return bool(self._queue) or any(sample is not None for sample in self._running)
+        """Whether any sample holds a slot or waits for one."""
+        return bool(self._queue) or any(sample is not None for sample in self._slots)
 
     def finish(self, slot: int) -> None:
-        """Take the sample out of ``slot``. What the slot holds stays usable until the next turn's moves."""
-        assert self._running[slot] is not None, f"slot {slot} has no running sample"
-        self._running[slot] = None
+        """Take the sample out of ``slot``. What the slot holds stays usable until the next step's moves."""
+        sample = self._slots[slot]
+        assert sample is not None, f"slot {slot} has no sample to finish"
+        self._parked.discard(sample)
+        self._slots[slot] = None
 
-    def next_turn(self) -> Turn:
-        """Admit whom there is room for and close the holes that remain."""
-        holes = deque(slot for slot, sample in enumerate(self._running) if sample is None)
-        if not holes and not self._queue:
-            return Turn((), ())
-        admissions = self._admit(holes)
-        return Turn(admissions, self._compact(holes))
+    def park(self, slot: int) -> None:
+        """Let the sample in ``slot`` wait, with all that its slot holds, for :meth:`read` or :meth:`drop`."""
+        sample = self._slots[slot]
+        assert sample is not None, f"slot {slot} has no sample to park"
+        self._parked.add(sample)
 
-    def _admit(self, holes: deque[int]) -> tuple[Admission, ...]:
-        admissions = []
+    def is_parked(self, sample: int) -> bool:
+        """Whether the sample holds a slot and does not run."""
+        return sample in self._parked
+
+    def read(self, sample: int, begin: int, end: int) -> None:
+        """Let a parked sample run again once these positions of it are read."""
+        assert sample in self._parked, f"sample {sample} is not parked"
+        self._unread.append(_Unread((sample,), begin, end))
+
+    def drop(self, sample: int) -> None:
+        """Give the slot of a parked sample back."""
+        self.finish(self._slots.index(sample))
+
+    def add(self, prompt: Prompt) -> None:
+        """Let another prompt wait, behind those that wait already."""
+        self._queue.append(prompt)
+
+    def clear(self) -> None:
+        """Drop all samples."""
+        self._queue.clear()
+        self._slots.clear()
+        self._resident.clear()
+        self._parked.clear()
+        self._unread.clear()
+        self._num_running = self._begun = 0
+
+    def next_step(self) -> Step:
+        """Read on, admit whom there is room for, and put those who run into the first slots."""
+        may_admit = self._queue and len(self._slots) < self._num_slots
+        if not (may_admit or self._parked or None in self._slots):
+            return Step()
+        unread = tuple(self._unread)
+        self._unread.clear()
         budget = self._max_prefill_tokens
+        parts = []
+        for waiting in unread:
+            parts.append(self._read_some(waiting, budget))
+            budget -= parts[-1].end - parts[-1].begin
+        admissions, begun = self._admit(budget, {sample for waiting in unread for sample in waiting.samples})
+        parts.extend(begun)
+        moves = self._arrange()
+        slot_of = {sample: slot for slot, sample in enumerate(self._slots)}
+        reads = (Read(part.samples, tuple(slot_of[sample] for sample in part.samples), part.begin, part.end)
+                 for part in parts if part.end > part.begin)  # fmt: skip
+        return Step(tuple(admissions), moves, tuple(reads))
+
+    def _read_some(self, unread: _Unread, budget: int) -> _Unread:
+        """Return what of it is read in this step; its samples run if that is all, and are parked otherwise."""
+        end = min(unread.end, unread.begin + budget)
+        if end == unread.end:
+            self._parked.difference_update(unread.samples)
+        else:
+            self._parked.update(unread.samples)
+            self._unread.append(_Unread(unread.samples, end, unread.end))
+        return _Unread(unread.samples, unread.begin, end)
+
+    def _admit(self, budget: int, being_read: Collection[int]) -> tuple[list[Admission], list[_Unread]]:
+        """Return who gets slots, and what of their prompts is read at once.
+
+        A prompt that samples are still reading in this step cannot be copied from them yet.
+        """
+        admissions, parts = [], []
+        holes = deque(slot for slot, sample in enumerate(self._slots) if sample is None)
         while self._queue:
             prompt = self._queue[0]
-            room = len(holes) + self._num_slots - len(self._running)
-            source = self._resident.index(prompt.index) if self._begun else None
-            too_much = source is None and prompt.num_tokens > budget and budget < self._max_prefill_tokens
-            if not room or too_much:
+            room = len(holes) + self._num_slots - len(self._slots)
+            may_begin = prompt.samples[0] not in being_read if self._begun else self._may_read(prompt, budget)
+            if not room or not may_begin:
                 break
+            source = self._resident.index(prompt.index) if self._begun else None
             samples = prompt.samples[self._begun : self._begun + room]
             slots = tuple(self._take_slot(holes, sample, prompt.index) for sample in samples)
             admissions.append(Admission(prompt.index, samples, slots, source))
-            budget -= prompt.num_tokens if source is None else 0
+            if source is None:
+                parts.append(self._read_some(_Unread(samples, 0, prompt.num_tokens), budget))
+                budget -= parts[-1].end
             self._begun += len(samples)
             if self._begun == len(prompt.samples):
                 self._queue.popleft()
                 self._begun = 0
-        return tuple(admissions)
+        return admissions, parts
+
+    def _may_read(self, prompt: Prompt, budget: int) -> bool:
+        """Return whether to begin a prompt with what is left of the budget.
+
+        Only what exceeds a whole budget is cut, and not for the last crumbs of one.
+        """
+        whole = self._max_prefill_tokens
+        return prompt.num_tokens <= budget or (prompt.num_tokens > whole and 2 * budget >= whole)
 
     def _take_slot(self, holes: deque[int], sample: int, prompt: int) -> int:
         if not holes:
-            self._running.append(sample)
+            self._slots.append(sample)
             self._resident.append(prompt)
-            return len(self._running) - 1
+            return len(self._slots) - 1
         slot = holes.popleft()
-        self._running[slot] = sample
+        self._slots[slot] = sample
         self._resident[slot] = prompt
         return slot
 
-    def _compact(self, holes: deque[int]) -> tuple[Move, ...]:
-        moves = []
-        for hole in holes:
-            self._drop_finished_at_the_end()
-            if hole >= len(self._running):
-                break
-            moves.append(Move(len(self._running) - 1, hole))
-            self._running[hole] = self._running.pop()
-            self._resident[hole] = self._resident.pop()
-        self._drop_finished_at_the_end()
-        return tuple(moves)
-
-    def _drop_finished_at_the_end(self) -> None:
-        while self._running and self._running[-1] is None:
-            self._running.pop()
+    def _arrange(self) -> tuple[Move | Swap, ...]:
+        """Bring every running sample that is behind the first slots into one of them, the last one first."""
+        runs = [sample is not None and sample not in self._parked for sample in self._slots]
+        self._num_running = sum(runs)
+        behind = [slot for slot in range(self._num_running, len(runs)) if runs[slot]]
+        moves: list[Move | Swap] = []
+        for slot in (slot for slot in range(self._num_running) if not runs[slot]):
+            source = behind.pop()
+            gone, left = self._slots[slot], self._resident[slot]
+            self._slots[slot], self._resident[slot] = self._slots[source], self._resident[source]
+            self._slots[source] = gone
+            if gone is None:
+                moves.append(Move(source, slot))  # a copy: what `source` holds is still there
+            else:
+                moves.append(Swap(source, slot))
+                self._resident[source] = left
+        while self._slots and self._slots[-1] is None:
+            self._slots.pop()
             self._resident.pop()
+        return tuple(moves)

@@ -1,52 +1,102 @@
-"""The scheduler's promises, checked by playing its turns on slots that remember what they hold."""
+"""The scheduler's promises, checked by playing its steps on slots that remember what they hold."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_realloc.generation.scheduler import Admission, Move, Prompt, Scheduler
+from lightning_realloc.generation.scheduler import Admission, Move, Prompt, Read, Scheduler, Step, Swap
+
+Label = tuple[str, int]
+"""What one position of a slot holds: something of a prompt, or of a sample."""
 
 
-def play(prompts: list[Prompt], lengths: dict[int, int], num_slots: int, max_prefill_tokens: int) -> list[list[int]]:
-    """Run every sample for ``lengths[sample]`` turns, checking every promise; return who ran in each turn."""
+@dataclass(frozen=True)
+class Pause:
+    """A sample waits once it ran for so many steps, and then has more to read."""
+
+    after: int
+    num_steps: int
+    num_tokens: int
+
+
+class Slots:
+    """Slots that remember what they hold, and refuse what does not follow from it."""
+
+    def __init__(self, prompts: list[Prompt]) -> None:
+        self.held: dict[int, list[Label]] = {}
+        self.sequences = {
+            sample: [("prompt", prompt.index)] * prompt.num_tokens for prompt in prompts for sample in prompt.samples
+        }
+        self.prompts = {prompt.index: prompt for prompt in prompts}
+        self.read_of_prompts: list[int] = []
+
+    def carry_out(self, step: Step, max_prefill_tokens: int) -> None:
+        for admission in step.admissions:
+            assert len(admission.samples) == len(admission.slots)
+            kept: list[Label] = []
+            if admission.source is not None:
+                length = self.prompts[admission.prompt].num_tokens
+                kept = self.held[admission.source][:length]
+                assert kept == [("prompt", admission.prompt)] * length, "the source holds the prompt"
+            for slot in admission.slots:
+                self.held[slot] = list(kept)
+        for move in step.moves:
+            moved = self.held[move.source]
+            if isinstance(move, Swap):
+                self.held[move.source] = self.held[move.target]
+            self.held[move.target] = list(moved)
+        assert sum(read.end - read.begin for read in step.reads) <= max_prefill_tokens
+        for read in step.reads:
+            labels = self.sequences[read.samples[0]][read.begin : read.end]
+            self.read_of_prompts += [prompt for kind, prompt in labels if kind == "prompt"]
+            for slot in read.slots:
+                assert len(self.held[slot]) == read.begin, "what is before it is there"
+                self.held[slot] += labels
+
+
+def play(
+    prompts: list[Prompt],
+    lengths: dict[int, int],
+    num_slots: int,
+    max_prefill_tokens: int,
+    pauses: Mapping[int, Pause] | None = None,
+) -> list[list[int]]:
+    """Run every sample for ``lengths[sample]`` steps, checking every promise; return who ran in each step."""
     scheduler = Scheduler(prompts, num_slots=num_slots, max_prefill_tokens=max_prefill_tokens)
-    prompts_by_index = {prompt.index: prompt for prompt in prompts}
-    prompt_of = {sample: prompt for prompt in prompts for sample in prompt.samples}
-    held_prompt: dict[int, int] = {}
-    held_sample: dict[int, int] = {}
-    left = dict(lengths)
-    computed: list[int] = []
+    slots, pauses = Slots(prompts), dict(pauses or {})
+    left, waiting = dict(lengths), dict[int, Pause]()
     history: list[list[int]] = []
     while scheduler.has_work:
-        turn = scheduler.next_turn()
-        fresh = [admission for admission in turn.admissions if admission.source is None]
-        for admission in turn.admissions:
-            assert len(admission.samples) == len(admission.slots)
-            if admission.source is not None:
-                assert held_prompt[admission.source] == admission.prompt
-                for slot in admission.slots:
-                    held_prompt[slot] = admission.prompt
-        for move in turn.moves:
-            held_prompt[move.target] = held_prompt[move.source]
-            held_sample[move.target] = held_sample[move.source]
-        for admission in turn.admissions:
-            for slot, sample in zip(admission.slots, admission.samples, strict=True):
-                held_prompt[slot], held_sample[slot] = admission.prompt, sample
-        computed += [admission.prompt for admission in fresh]
-        sizes = [prompts_by_index[admission.prompt].num_tokens for admission in fresh]
-        assert sum(sizes) <= max(max_prefill_tokens, *sizes, 0)
-        running = list(scheduler.running)
-        assert running and None not in running, "running samples fill the first slots"
-        assert len(running) <= num_slots
+        for sample, pause in list(waiting.items()):
+            waiting[sample] = replace(pause, num_steps=pause.num_steps - 1)
+            if not pause.num_steps:
+                begin = len(slots.sequences[sample])
+                slots.sequences[sample] += [("sample", sample)] * pause.num_tokens
+                scheduler.read(sample, begin, begin + pause.num_tokens)
+                del waiting[sample]
+        step = scheduler.next_step()
+        slots.carry_out(step, max_prefill_tokens)
+        running = [sample for sample in scheduler.running if sample is not None]
+        assert len(running) == len(scheduler.running), "running samples fill the first slots"
+        assert running or step.reads or waiting, "somebody gets further"
+        assert len(scheduler.slots) <= num_slots
         for slot, sample in enumerate(running):
-            assert sample is not None
-            assert held_sample[slot] == sample and held_prompt[slot] == prompt_of[sample].index
+            assert slots.held[slot] == slots.sequences[sample], "a slot holds all that its sample needs"
+            slots.held[slot].append(("sample", sample))
+            slots.sequences[sample].append(("sample", sample))
             left[sample] -= 1
             if not left[sample]:
                 scheduler.finish(slot)
-        history.append([sample for sample in running if sample is not None])
-    assert sorted(computed) == sorted(prompt.index for prompt in prompts), "every prompt is computed exactly once"
+            elif sample in pauses and lengths[sample] - left[sample] >= pauses[sample].after:
+                scheduler.park(slot)
+                waiting[sample] = pauses.pop(sample)
+        history.append(running)
+    prompt_tokens = [prompt.index for prompt in prompts for _ in range(prompt.num_tokens)]
+    assert sorted(slots.read_of_prompts) == sorted(prompt_tokens), "every prompt is computed exactly once"
     assert not any(left.values())
     return history
 
@@ -71,38 +121,77 @@ def test_every_sample_runs_to_its_end_and_every_prompt_is_computed_once(
 ) -> None:
     total = len(sizes) * n
     lengths = data.draw(st.lists(st.integers(1, 6), min_size=total, max_size=total))
-    history = play(make_prompts(sizes, n), dict(enumerate(lengths)), num_slots, max_prefill_tokens)
+    pause = st.builds(Pause, after=st.integers(1, 4), num_steps=st.integers(0, 5), num_tokens=st.integers(1, 12))
+    pauses = data.draw(st.dictionaries(st.integers(0, total - 1), pause))
+    history = play(make_prompts(sizes, n), dict(enumerate(lengths)), num_slots, max_prefill_tokens, pauses)
     assert sum(map(len, history)) == sum(lengths)  # nobody runs a step longer than its response
 
 
-def test_a_free_slot_is_refilled_in_the_next_turn() -> None:
+def test_a_free_slot_is_refilled_in_the_next_step() -> None:
     history = play(make_prompts([3, 3, 3], 1), {0: 1, 1: 3, 2: 2}, num_slots=2, max_prefill_tokens=100)
-    # Sample 0 ends after one turn and sample 2 takes its slot.
+    # Sample 0 ends after one step and sample 2 takes its slot.
     assert history == [[0, 1], [2, 1], [2, 1]]
 
 
 def test_the_last_sample_moves_into_a_hole_that_nobody_waits_for() -> None:
     scheduler = Scheduler(make_prompts([1, 1, 1], 1), num_slots=3)
-    scheduler.next_turn()
+    scheduler.next_step()
     scheduler.finish(0)
-    assert scheduler.next_turn().moves == (Move(source=2, target=0),)
+    assert scheduler.next_step().moves == (Move(source=2, target=0),)
     assert list(scheduler.running) == [2, 1]
 
 
 def test_later_samples_of_a_prompt_copy_it_from_a_slot_that_holds_it() -> None:
     scheduler = Scheduler(make_prompts([4], 3), num_slots=2)
-    assert scheduler.next_turn().admissions == (Admission(0, (0, 1), (0, 1), source=None),)
+    assert scheduler.next_step().admissions == (Admission(0, (0, 1), (0, 1), source=None),)
     scheduler.finish(1)
-    assert scheduler.next_turn().admissions == (Admission(0, (2,), (1,), source=0),)
+    assert scheduler.next_step().admissions == (Admission(0, (2,), (1,), source=0),)
 
 
 def test_longest_hint_goes_first_and_equal_hints_keep_their_order() -> None:
     scheduler = Scheduler(make_prompts([1, 1, 1, 1], 1, hints=[5, 9, 5, 9]), num_slots=4)
-    assert [admission.prompt for admission in scheduler.next_turn().admissions] == [1, 3, 0, 2]
+    assert [admission.prompt for admission in scheduler.next_step().admissions] == [1, 3, 0, 2]
 
 
-def test_prompts_beyond_the_prefill_budget_wait_a_turn() -> None:
-    scheduler = Scheduler(make_prompts([50, 6, 5, 1], 1), num_slots=4, max_prefill_tokens=10)
-    # One prompt passes whatever its size; then 6, for which 5 more would exceed 10; then 5 and 1.
-    turns = [[admission.prompt for admission in scheduler.next_turn().admissions] for _ in range(4)]
-    assert turns == [[0], [1], [2, 3], []]
+def test_prompts_beyond_the_prefill_budget_wait_a_step() -> None:
+    scheduler = Scheduler(make_prompts([6, 5, 1], 1), num_slots=4, max_prefill_tokens=10)
+    # 6, for which 5 more would exceed 10; then 5 and 1.
+    steps = [[admission.prompt for admission in scheduler.next_step().admissions] for _ in range(3)]
+    assert steps == [[0], [1, 2], []]
+
+
+def test_a_prompt_longer_than_the_budget_is_read_beside_those_who_run() -> None:
+    scheduler = Scheduler(make_prompts([2, 25, 6], 2), num_slots=6, max_prefill_tokens=10)
+    reads, running = [], []
+    for _ in range(5):
+        step = scheduler.next_step()
+        reads.append([(read.samples, read.begin, read.end) for read in step.reads])
+        running.append(list(scheduler.running))
+    # 25 = 8 + 10 + 7; both samples of the prompt hold it, and run with its last part; then 6 is whole again.
+    assert reads == [
+        [((0, 1), 0, 2), ((2, 3), 0, 8)], [((2, 3), 8, 18)], [((2, 3), 18, 25)], [((4, 5), 0, 6)], []
+    ]  # fmt: skip
+    assert running == [[0, 1], [0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
+
+
+def test_a_sample_that_waits_changes_its_slot_with_the_last_that_runs() -> None:
+    scheduler = Scheduler(make_prompts([1, 1, 1], 1), num_slots=3)
+    scheduler.next_step()
+    scheduler.park(0)
+    assert scheduler.next_step().moves == (Swap(source=2, target=0),)
+    assert (list(scheduler.running), list(scheduler.slots)) == ([2, 1], [2, 1, 0])
+    scheduler.read(0, 4, 7)
+    scheduler.finish(1)
+    step = scheduler.next_step()
+    assert step.moves == (Move(source=2, target=1),) and step.reads == (Read((0,), (1,), 4, 7),)
+    assert list(scheduler.running) == [2, 0]
+
+
+def test_what_a_waiting_sample_gives_back_goes_to_the_next_prompt() -> None:
+    scheduler = Scheduler(make_prompts([1, 1, 1], 1), num_slots=2)
+    scheduler.next_step()
+    scheduler.park(0)
+    assert list(scheduler.slots) == [0, 1] and scheduler.next_step().admissions == ()
+    scheduler.drop(0)
+    assert scheduler.next_step().admissions == (Admission(2, (2,), (1,), source=None),)
+    assert list(scheduler.running) == [1, 2]

@@ -1,0 +1,154 @@
+"""What a caller asks for, checked and turned into samples."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.noise import sample_key
+from lightning_realloc.generation.samples import Completion, Sample
+from lightning_realloc.generation.sampling import SamplingParams
+from lightning_realloc.generation.scheduler import Prompt
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requests:
+    """One call's arguments about what to generate; each list holds one entry per prompt, then one per ``resume``."""
+
+    prompts: Sequence[Sequence[int]]
+    resume: Sequence[Completion]
+    params: SamplingParams
+    sample_ids: Sequence[int] | None
+    length_hints: Sequence[int] | None
+    token_limits: Sequence[int] | None
+    vocabulary: int
+    bounds: Mapping[str, int]
+    """Most tokens of prompt and response, by what says so."""
+
+    def samples(self) -> list[Sample]:
+        """Return ``params.n`` samples per prompt, those of one prompt adjacent, then those that are resumed.
+
+        Raises:
+            GenerationError: for what cannot be generated from.
+        """
+        n = self.params.n
+        ids = self._sample_ids()
+        cut: Counter[str] = Counter()
+        limits = self._per_request("token_limits", self.token_limits, self.params.max_new_tokens)
+        samples = []
+        for index, given in enumerate(self.prompts):
+            prompt = self._check_prompt(f"prompt {index}", given)
+            limit = self._limit(index, len(prompt), limits, cut, n)
+            for sample_id in ids[index * n : (index + 1) * n]:
+                samples.append(Sample(sample_id, index, prompt, limit, sample_key(self.params.seed, sample_id)))
+        for index, completion in enumerate(self.resume, start=len(self.prompts)):
+            samples.append(self._resumed(index, completion, limits, cut))
+        for name, count in cut.items():
+            _log.warning(
+                "%d of %d samples have room for fewer than their max_new_tokens: %s ends them earlier; shorten their "
+                "prompts, or lower max_new_tokens",
+                count, len(samples), name,
+            )  # fmt: skip
+        return samples
+
+    def queue(self, samples: Sequence[Sample]) -> list[Prompt]:
+        """Return what the scheduler starts with: whoever was begun before comes first among equal hints."""
+        n, num_fresh = self.params.n, len(self.prompts)
+        hints = self._per_request("length_hints", self.length_hints, 0)
+        begun = [Prompt(num_fresh + index, samples[place].position, (place,), hints[num_fresh + index])
+                 for index, place in enumerate(range(num_fresh * n, len(samples)))]  # fmt: skip
+        fresh = [Prompt(index, samples[index * n].position, tuple(range(index * n, (index + 1) * n)), hints[index])
+                 for index in range(num_fresh)]  # fmt: skip
+        return begun + fresh
+
+    def _sample_ids(self) -> list[int]:
+        """Return the ids of the prompts' samples, distinct among themselves and from those that are resumed."""
+        total, taken = len(self.prompts) * self.params.n, {completion.sample_id for completion in self.resume}
+        if self.sample_ids is None:
+            first = max(taken, default=-1) + 1
+            ids = list(range(first, first + total))
+        else:
+            ids = [int(sample_id) for sample_id in self.sample_ids]
+        if len(ids) != total or len(set(ids)) != total:
+            raise GenerationError(
+                f"{len(self.prompts)} prompts with n={self.params.n} need {total} distinct sample_ids, "
+                f"got {len(ids)} of which {len(set(ids))} distinct"
+            )
+        if taken & set(ids) or len(taken) < len(self.resume):
+            raise GenerationError(
+                f"resume holds the sample ids {sorted(taken)[:8]}, some of them twice or also among the new ones; give "
+                "sample_ids that were not used before"
+            )
+        return ids
+
+    def _resumed(self, index: int, completion: Completion, limits: Sequence[int], cut: Counter[str]) -> Sample:
+        name = f"resume[{index - len(self.prompts)}]"
+        if completion.finish_reason != "unfinished":
+            raise GenerationError(
+                f"{name}, sample {completion.sample_id}, is finished ({completion.finish_reason!r}); resume those "
+                "whose finish_reason is 'unfinished' alone"
+            )
+        prompt = self._check_prompt(f"the prompt of {name}", completion.prompt)
+        return Sample(
+            completion.sample_id, index, prompt, self._limit(index, len(prompt), limits, cut, 1),
+            sample_key(self.params.seed, completion.sample_id), list(completion.token_ids), list(completion.logprobs),
+            list(completion.model_mask), completion.versions,
+        )  # fmt: skip
+
+    def _limit(self, index: int, length: int, limits: Sequence[int], cut: Counter[str], count: int) -> int:
+        """Return how many tokens may follow a prompt of ``length``; note in ``cut`` what leaves less than was asked."""
+        if limits[index] < 1:
+            raise GenerationError(f"token_limits[{index}]={limits[index]} must be at least 1")
+        asked = min(self.params.max_new_tokens, limits[index])
+        name, bound = min(self.bounds.items(), key=lambda item: item[1], default=("", length + asked))
+        if bound - length < asked:
+            cut[f"{name} of {bound}"] += count
+        return min(asked, bound - length)
+
+    def _check_prompt(self, name: str, given: Sequence[int]) -> tuple[int, ...]:
+        prompt = _token_ids(name, given)
+        if not prompt:
+            raise GenerationError(f"{name} is empty; give it at least one token, for example the tokenizer's BOS")
+        if not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
+            raise GenerationError(
+                f"{name} holds token ids from {min(prompt)} to {max(prompt)}, the model's vocabulary has "
+                f"{self.vocabulary}; use the model's own tokenizer"
+            )
+        for what, bound in self.bounds.items():
+            if len(prompt) >= bound:
+                raise GenerationError(
+                    f"{name} holds {len(prompt)} tokens and leaves no room for a response within {what} of "
+                    f"{bound}; shorten the prompt to at most {bound - 1} tokens or drop it from the data"
+                )
+        return prompt
+
+    def _per_request(self, name: str, given: Sequence[int] | None, default: int) -> Sequence[int]:
+        num_prompts, total = len(self.prompts), len(self.prompts) + len(self.resume)
+        if given is None:
+            return [default] * total
+        if len(given) != total:
+            also = f" and {len(self.resume)} resumed completions" if self.resume else ""
+            raise GenerationError(
+                f"{name} must hold one number per prompt: got {len(given)} for {num_prompts} prompts{also}"
+            )
+        return given
+
+
+def _token_ids(name: str, given: Any) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(token) for token in (given.tolist() if isinstance(given, Tensor) else given))
+    except TypeError as error:
+        text = repr(given)
+        raise GenerationError(
+            f"{name} must be a list of token ids; it is {text if len(text) <= 60 else text[:57] + '...'}, "
+            f'turn text into ids first: tokenizer(texts)["input_ids"]'
+        ) from error

@@ -1,0 +1,104 @@
+"""When is a turn over?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sized
+from typing import Protocol
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.samples import Sample
+
+
+class Tokenizer(Protocol):
+    """What stop strings need of a tokenizer."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of the tokens."""
+        ...
+
+
+class StopRule:
+    """Decides after each token that the model chose whether its turn is over."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: frozenset[int],
+        strings: tuple[str, ...] = (),
+        tokenizer: Tokenizer | None = None,
+        min_new_tokens: int = 0,
+    ) -> None:
+        if strings and tokenizer is None:
+            raise GenerationError(
+                f"stop_strings={strings!r} need a tokenizer; pass GenerationEngine(model, tokenizer=...) "
+                "or use stop_token_ids"
+            )
+        self.token_ids = token_ids
+        self._min_new_tokens = min_new_tokens
+        self._strings = strings
+        self._tokenizer = tokenizer
+        self._last_characters = frozenset(string[-1] for string in strings)
+        # A character takes at most four byte-level tokens; as many again for tokens without text of their own.
+        self._window = 8 * max((len(string) for string in strings), default=0)
+        self._may_complete: dict[int, bool] = {}
+
+    def update(self, sample: Sample) -> bool:
+        """Set the sample's finish reason if its newest token ends its turn; return whether it does."""
+        if sample.last_token in self.token_ids or (self._strings and self._ends_a_string(sample)):
+            sample.finish_reason = "stop"
+        elif len(sample.token_ids) >= sample.max_new_tokens:
+            sample.finish_reason = "length"
+        return sample.finish_reason is not None
+
+    def already_ends(self, sample: Sample) -> bool:
+        """As :meth:`update`, for a response that was begun in another call."""
+        if not sample.turn_is_open:
+            return self.update(sample)
+        if len(sample.token_ids) >= sample.max_new_tokens:
+            sample.finish_reason = "length"
+        return sample.finish_reason is not None
+
+    def _ends_a_string(self, sample: Sample) -> bool:
+        if len(sample.token_ids) < self._min_new_tokens or not self._may_complete_a_string(sample.last_token):
+            return False
+        # Of this turn alone; with one token of context in front, since some tokenizers drop a leading space.
+        first = max(sample.turn_begin, len(sample.token_ids) - self._window)
+        context = [sample.token_ids[first - 1] if first else sample.prompt[-1]]
+        text = self._decode([*context, *sample.token_ids[first:]])
+        begin = len(self._decode(context))
+        return any(text.find(string, begin) >= 0 for string in self._strings)
+
+    def _may_complete_a_string(self, token: int) -> bool:
+        """Return whether a stop string can end in this token: so most tokens cost a look-up and no decoding."""
+        known = self._may_complete.get(token)
+        if known is None:
+            text = self._decode([token])
+            known = self._may_complete[token] = "\ufffd" in text or any(c in self._last_characters for c in text)
+        return known
+
+    def _decode(self, token_ids: list[int]) -> str:
+        assert self._tokenizer is not None
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def check_possible(strings: Iterable[str], tokenizer: Tokenizer) -> None:
+    """Refuse stop strings with characters that no token holds, so that they would never end anything.
+
+    White space is left out, since some tokenizers put it between tokens; and so are tokenizers that make characters of
+    several tokens, which those that work on bytes do. They are recognised within their first few hundred tokens.
+
+    Raises:
+        GenerationError: naming the characters.
+    """
+    missing = {character for string in strings for character in string if not character.isspace()}
+    for token in range(len(tokenizer) if isinstance(tokenizer, Sized) else 0):
+        text = tokenizer.decode([token], skip_special_tokens=False)
+        missing.difference_update(text)
+        if not missing or "\ufffd" in text:
+            return
+    if missing and isinstance(tokenizer, Sized):
+        impossible = [string for string in strings if missing.intersection(string)]
+        raise GenerationError(
+            f"stop_strings {impossible!r} can never occur: no token of the tokenizer holds {sorted(missing)}; spell "
+            "them as the tokenizer does (its case, its quotes), or leave them out"
+        )
