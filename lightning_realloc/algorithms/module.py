@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
@@ -27,6 +27,8 @@ from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 
+EngineName = Literal["native", "hf"]
+
 
 class MultiModelModule(L.LightningModule):
     """A LightningModule of several models whose calls are declared, and run by ``strategy="realloc"``.
@@ -39,6 +41,8 @@ class MultiModelModule(L.LightningModule):
         optimizer: Makes an optimizer from parameters; overrides ``learning_rate``.
         lr_scheduler: Makes a learning-rate schedule from an optimizer; it steps once per iteration.
         train_options: Epochs, mini-batches, micro-batches and clipping of a training call.
+        engine: What generates: ``"native"``, continuous batching; ``"hf"``, the model's own ``generate``, for models
+            whose attention the native engine refuses.
         speculation: How generating calls draft tokens ahead and verify several at once; None: one token at a time.
         seed: Of random weights, sampling and mini-batch order.
     """
@@ -60,6 +64,7 @@ class MultiModelModule(L.LightningModule):
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         train_options: TrainOptions | None = None,
+        engine: EngineName = "native",
         speculation: Speculation | None = None,
         seed: int = 0,
     ) -> None:
@@ -67,6 +72,11 @@ class MultiModelModule(L.LightningModule):
         self.automatic_optimization = False
         self.learning_rate = learning_rate
         self.train_options = train_options or TrainOptions()
+        if engine not in get_args(EngineName):
+            raise ConfigError(f"engine={engine!r} must be one of {', '.join(map(repr, get_args(EngineName)))}")
+        if engine == "hf" and speculation is not None:
+            raise ConfigError("engine='hf' does not draft; leave speculation out, or use engine='native'")
+        self.engine = engine
         self.speculation = speculation
         self.seed = seed
         self._make_optimizer = optimizer

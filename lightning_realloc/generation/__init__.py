@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_realloc.generation.conversation import Conversation, Environment, Turn
 from lightning_realloc.generation.engine import GenerationEngine
+from lightning_realloc.generation.hf_engine import HFEngine
 from lightning_realloc.generation.run import GenerationStats
 from lightning_realloc.generation.samples import Completion
 from lightning_realloc.generation.sampling import SamplingParams
@@ -15,6 +16,7 @@ __all__ = [
     "Environment",
     "GenerationEngine",
     "GenerationStats",
+    "HFEngine",
     "SamplingParams",
     "Speculation",
     "Turn",

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.attention import check_supported, slot_attention
-from lightning_realloc.generation.drafting import Chance, Drafter
+from lightning_realloc.generation.distillation import Distillation
+from lightning_realloc.generation.drafting import Chance, Drafter, Exchange
 from lightning_realloc.generation.kv_cache import SlotCache
 from lightning_realloc.generation.runner import ModelRunner, Prefill, Row
 from lightning_realloc.generation.samples import Sample
@@ -32,8 +33,8 @@ class ModelDrafter(Drafter):
     anticipates = False
     costs_a_forward = True
 
-    def __init__(self, model: nn.Module, target: nn.Module) -> None:
-        """Draft for ``target`` with ``model``.
+    def __init__(self, model: nn.Module, target: nn.Module, *, distillation: Distillation | None = None) -> None:
+        """Draft for ``target`` with ``model``, which learns from every generation by ``distillation``.
 
         Raises:
             GenerationError: where their vocabularies differ, or the engine cannot run the drafter.
@@ -46,6 +47,8 @@ class ModelDrafter(Drafter):
             )
         check_supported(model, max_length=1)
         self.model = model
+        self._distillation = distillation
+        self._finished: list[Exchange] = []
         self._cache = SlotCache()
         self._session = ExitStack()
         self._filled: list[int] = []
@@ -103,9 +106,16 @@ class ModelDrafter(Drafter):
             logits = self._read_drafted(running, drafts)
         return [draft.made() for draft in drafts]
 
+    def finished(self, sample: Sample) -> None:
+        if self._distillation is not None:
+            self._finished.append((tuple(sample.prompt), tuple(sample.token_ids)))
+
     def end(self) -> None:
         self._session.close()
         self._cache.release()
+        if self._distillation is not None:
+            self._distillation.learn(self._finished)
+            self._finished.clear()
 
     def _keep_what_stood(self, slot: int, sample: Sample) -> None:
         """Count drafted tokens that the target took, too, as filled: their keys and values are there."""

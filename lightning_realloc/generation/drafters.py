@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.distillation import Distillation
 from lightning_realloc.generation.draft_model import ModelDrafter, first_blocks
 from lightning_realloc.generation.drafting import Drafter, HistoryDrafter, NgramDrafter
 from lightning_realloc.generation.speculation import Speculation
@@ -20,21 +22,25 @@ def build_drafter(speculation: Speculation, target: nn.Module) -> Drafter:
         GenerationError: for a draft model that cannot be loaded or does not fit the target.
     """
     if speculation.drafter == "model":
-        return ModelDrafter(_load(str(speculation.draft_model), target), target)
+        rate = speculation.draft_learning_rate
+        # Steps of learning are too small for the precision that a target may generate in.
+        dtype = next(target.parameters()).dtype if rate is None else torch.float32
+        model = _load(str(speculation.draft_model), target, dtype)
+        distillation = None if rate is None else Distillation(model, learning_rate=rate)
+        return ModelDrafter(model, target, distillation=distillation)
     if speculation.drafter == "blocks":
         return ModelDrafter(first_blocks(target, int(speculation.draft_blocks or 0)), target)
     lookups: dict[str, type[Drafter]] = {"none": Drafter, "ngram": NgramDrafter, "history": HistoryDrafter}
     return lookups[speculation.drafter]()
 
 
-def _load(name: str, target: nn.Module) -> nn.Module:
-    like = next(target.parameters())
+def _load(name: str, target: nn.Module, dtype: torch.dtype) -> nn.Module:
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=like.dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     except (OSError, ValueError) as error:
         raise GenerationError(
             f"draft_model={name!r} could not be loaded ({error}); give a Hugging Face name, or a folder with "
             f"config.json and weights"
         ) from error
-    moved: nn.Module = model.to(like.device).eval().requires_grad_(False)
+    moved: nn.Module = model.to(next(target.parameters()).device).eval().requires_grad_(False)
     return moved

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from lightning_realloc.generation.conversation import Conversation, Conversation
 from lightning_realloc.generation.drafters import build_drafter
 from lightning_realloc.generation.drafting import Drafter
 from lightning_realloc.generation.kv_cache import SlotCache
+from lightning_realloc.generation.model_facts import length_bounds, vocabulary_of
 from lightning_realloc.generation.packed_linear import packed_linears
 from lightning_realloc.generation.requests import Requests
 from lightning_realloc.generation.run import GenerationRun, GenerationStats
@@ -30,7 +30,7 @@ from lightning_realloc.generation.sampling import SamplingParams
 from lightning_realloc.generation.scheduler import Scheduler
 from lightning_realloc.generation.speculation import Speculation
 from lightning_realloc.generation.speculator import Speculator
-from lightning_realloc.generation.stopping import StopRule, Tokenizer, check_possible
+from lightning_realloc.generation.stopping import StopRule, Tokenizer, check_possible, stop_rule_of
 
 _log = logging.getLogger(__name__)
 
@@ -157,7 +157,8 @@ class GenerationEngine:
         params = params or SamplingParams()
         requests = Requests(
             prompts=prompts, resume=resume, params=params, sample_ids=sample_ids, length_hints=length_hints,
-            token_limits=token_limits, vocabulary=self._vocabulary, bounds=self._bounds(),
+            token_limits=token_limits, vocabulary=vocabulary_of(self._model),
+            bounds=length_bounds(self._model, self._max_length),
         )  # fmt: skip
         budget = self._budget(token_budget, seconds_budget)
         samples = requests.samples()
@@ -210,15 +211,10 @@ class GenerationEngine:
                 "an environment cannot be asked under tensor parallelism: every rank would ask on its own, and go on "
                 "by another answer at another time; generate in a layout with tp=1"
             )
-        return Conversations(environment, conversation, vocabulary=self._vocabulary, clock=self._wall_clock)
+        return Conversations(environment, conversation, vocabulary=vocabulary_of(self._model), clock=self._wall_clock)
 
     def _stop_rule(self, params: SamplingParams) -> StopRule:
-        rule = StopRule(
-            token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids()),
-            strings=params.stop_strings,
-            tokenizer=self._tokenizer,
-            min_new_tokens=params.min_new_tokens,
-        )
+        rule = stop_rule_of(self._model, params, self._tokenizer)
         unchecked = set(params.stop_strings) - self._possible_strings
         if unchecked and self._tokenizer is not None:
             check_possible(unchecked, self._tokenizer)
@@ -228,25 +224,6 @@ class GenerationEngine:
     @property
     def _is_tensor_parallel(self) -> bool:
         return any(hasattr(module, "tp_group") for module in self._model.modules())
-
-    @property
-    def _vocabulary(self) -> int:
-        config: Any = self._model.config
-        return int(config.get_text_config().vocab_size)
-
-    def _bounds(self) -> dict[str, int]:
-        """Return what bounds prompt and response together, and how."""
-        config: Any = self._model.config
-        context = getattr(config.get_text_config(), "max_position_embeddings", None)
-        bounds = {"the model's max_position_embeddings": context, "the engine's max_length": self._max_length}
-        return {name: bound for name, bound in bounds.items() if bound is not None}
-
-    def _eos_ids(self) -> frozenset[int]:
-        for holder in (getattr(self._model, "generation_config", None), self._model.config):
-            eos = getattr(holder, "eos_token_id", None)
-            if eos is not None:
-                return frozenset(eos if isinstance(eos, (list, tuple)) else [eos])
-        return frozenset()
 
 
 def _warn_of_failures(samples: Sequence[Sample]) -> None:

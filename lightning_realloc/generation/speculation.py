@@ -30,6 +30,8 @@ class Speculation:
     """Most tokens drafted ahead of one sample in a step."""
     draft_model: str | None = None
     """Name or folder of a causal language model with the same tokenizer."""
+    draft_learning_rate: float | None = None
+    """At which ``draft_model`` learns from every generation's responses; None: it stays as it is."""
     draft_blocks: int | None = None
 
     def __post_init__(self) -> None:
@@ -39,6 +41,12 @@ class Speculation:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise GenerationError(f"{name}={value} must be at least {least}")
+        rate = self.draft_learning_rate
+        if rate is not None and (self.drafter != "model" or not rate > 0):
+            raise GenerationError(
+                f"draft_learning_rate={rate} with drafter={self.drafter!r}: a draft model learns at a rate above 0; "
+                f"use drafter='model', or leave the rate out"
+            )
         for name, drafter in (("draft_model", "model"), ("draft_blocks", "blocks")):
             given, wanted = getattr(self, name) is not None, self.drafter == drafter
             if given != wanted:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sized
 from typing import Protocol
 
+from torch import nn
+
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.model_facts import eos_ids_of
 from lightning_realloc.generation.samples import Sample
+from lightning_realloc.generation.sampling import SamplingParams
 
 
 class Tokenizer(Protocol):
@@ -79,6 +83,17 @@ class StopRule:
     def _decode(self, token_ids: list[int]) -> str:
         assert self._tokenizer is not None
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def stop_rule_of(model: nn.Module, params: SamplingParams, tokenizer: Tokenizer | None) -> StopRule:
+    """Return the rule that a model's own end-of-sequence tokens and ``params`` make together."""
+    own = frozenset[int]() if params.ignore_eos else eos_ids_of(model)
+    return StopRule(
+        token_ids=frozenset(params.stop_token_ids) | own,
+        strings=params.stop_strings,
+        tokenizer=tokenizer,
+        min_new_tokens=params.min_new_tokens,
+    )
 
 
 def check_possible(strings: Iterable[str], tokenizer: Tokenizer) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation import GenerationEngine
+from lightning_realloc.generation import GenerationEngine, HFEngine
 from lightning_realloc.generation.drafters import build_drafter
 from lightning_realloc.generation.drafting import Drafter, Exchange
 from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
@@ -30,7 +30,7 @@ from lightning_realloc.tuning.dataflow import ModelFunctionCall
 class Generator:
     """What one rank generates with."""
 
-    engine: GenerationEngine
+    engine: GenerationEngine | HFEngine
     lockstep: Lockstep | None
     """Where forwards are collective."""
     drafter: Drafter
@@ -98,29 +98,40 @@ class Generators:
         self._generators.clear()
 
     def _make(self, call: ModelFunctionCall, replica: Replica) -> Generator:
-        meshes, layout = self._pool.meshes, replica.layout
+        layout = replica.layout
+        peers = tuple(rank for rank in layout.group(self._rank, "dp", "fsdp") if rank != self._rank)
+        max_slots, tokenizer = self._pool.plan.call(call.name).max_slots, self._module.tokenizer
+        self._check(call, replica)
+        if self._module.engine == "hf":
+            return Generator(HFEngine(replica.model, tokenizer=tokenizer, max_slots=max_slots), None, Drafter(), peers)
         lockstep = None
         if replica.is_sharded:
-            group = meshes.group(layout, "dp", "fsdp")
+            group = self._pool.meshes.group(layout, "dp", "fsdp")
             lockstep = None if group is None else Lockstep(group, self._device)
         speculation = self._module.speculation
-        if replica.is_sharded and speculation is not None and speculation.drafter == "blocks":
-            raise GenerationError(
-                f"{call.name} runs in the layout {layout}, whose blocks are gathered by all ranks together, and cannot "
-                f"draft by its own first blocks; give it a layout with fsdp=1 or another drafter than 'blocks'"
-            )
         drafter = Drafter() if speculation is None else build_drafter(speculation, replica.model)
         engine = GenerationEngine(
             replica.model,
-            tokenizer=self._module.tokenizer,
-            max_slots=self._pool.plan.call(call.name).max_slots,
+            tokenizer=tokenizer,
+            max_slots=max_slots,
             lockstep=lockstep,
             speculation=speculation,
             drafter=drafter,
-            agree=_agreement(meshes.group(layout, "tp"), self._device),
+            agree=_agreement(self._pool.meshes.group(layout, "tp"), self._device),
         )
-        peers = tuple(rank for rank in layout.group(self._rank, "dp", "fsdp") if rank != self._rank)
         return Generator(engine, lockstep, drafter, peers)
+
+    def _check(self, call: ModelFunctionCall, replica: Replica) -> None:
+        """Refuse what cannot work where ranks gather a model's blocks together, each step of all ranks at once."""
+        speculation = self._module.speculation
+        asked = "draft by its own first blocks" if speculation is not None and speculation.drafter == "blocks" else None
+        if self._module.engine == "hf":
+            asked = "generate by engine='hf'"
+        if replica.is_sharded and asked is not None:
+            raise GenerationError(
+                f"{call.name} runs in the layout {replica.layout}, whose blocks are gathered by all ranks together, "
+                f"and cannot {asked}; give it a layout with fsdp=1, or another engine or drafter"
+            )
 
 
 def _agreement(

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, speculation
+from lightning_realloc.generation.distillation import Distillation
 from lightning_realloc.generation.draft_model import ModelDrafter, first_blocks
 from lightning_realloc.generation.drafting import Chance, Drafter, HistoryDrafter, NgramDrafter
 from lightning_realloc.generation.noise import sample_key
@@ -305,6 +307,35 @@ def test_a_draft_model_with_a_shorter_context_drafts_as_far_as_it_reaches() -> N
     assert engine.stats.drafted_tokens > 0
 
 
+def test_a_draft_model_that_learns_drafts_better_and_changes_no_token(tmp_path: Path) -> None:
+    small = tiny_model("llama", vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+    small.save_pretrained(tmp_path)
+    learning = Speculation(drafter="model", draft_model=str(tmp_path), draft_learning_rate=1e-2, num_draft_tokens=3)
+    engine, plain = GenerationEngine(target(), speculation=learning), GenerationEngine(target())
+    prompts, rates = prompts_of(24), []
+    for seed in range(5):  # the same prompts, so that little data is enough
+        params = SamplingParams(max_new_tokens=24, n=6, seed=seed, temperature=0.2)
+        assert tokens_of(engine.generate(prompts, params)) == tokens_of(plain.generate(prompts, params))
+        rates.append(engine.stats.generated_tokens / engine.stats.row_steps)
+    # A model with random weights hits one token in 32.
+    assert rates[0] < 1.2
+    assert rates[-1] > rates[0] + 0.3
+
+
+def test_distillation_learns_from_the_last_responses_and_from_them_alone() -> None:
+    model = tiny_model("llama", vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+    distillation = Distillation(model, learning_rate=1e-2, most_tokens=64 * 30)
+    losses = []
+    for seed in range(12):
+        rows = markov_text(96, 40, seed=seed).tolist()
+        # The first third, which is too much, is noise that nobody could learn.
+        noise = [(tuple(row[:10]), tuple(reversed(row[10:]))) for row in rows[:32]]
+        losses.append(distillation.learn([*noise, *((tuple(row[:10]), tuple(row[10:])) for row in rows[32:])]))
+    assert losses[0] == pytest.approx(math.log(VOCABULARY), abs=0.3)  # random weights know nothing
+    assert losses[-1] < losses[0] - 0.5
+    assert distillation.learn([]) is None
+
+
 # ---- what cannot work
 def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
     with pytest.raises(GenerationError, match=r"vocabulary of 128 tokens and the target one of 32; .* tokenizer"):
@@ -330,6 +361,8 @@ def test_a_drafter_of_all_or_no_blocks_is_refused(count: int) -> None:
             "drafter='history' has no use for draft_model; leave it out, or set drafter='model'",
         ),
         ({"drafter": "blocks"}, "drafter='blocks' needs draft_blocks"),
+        ({"draft_learning_rate": 1e-4}, "draft_learning_rate=0.0001 with drafter='history'"),
+        ({"drafter": "model", "draft_model": "m", "draft_learning_rate": 0.0}, "learns at a rate above 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -49,8 +49,28 @@ def test_the_models_own_blocks_draft_under_tensor_parallelism_and_not_under_fsdp
     plain, *_ = workers.run(run_algorithm, "grpo", "tp2", None, world_size=2, init_process_group=False)
     drafted, *_ = workers.run(run_algorithm, "grpo", "tp2", own, world_size=2, init_process_group=False)
     assert drafted.tokens == plain.tokens
-    with pytest.raises(WorkerFailure, match="give it a layout with fsdp=1 or another drafter than 'blocks'"):
+    with pytest.raises(WorkerFailure, match="cannot draft by its own first blocks; give it a layout with fsdp=1"):
         workers.run(run_algorithm, "grpo", "fsdp2", own, world_size=2, init_process_group=False)
+
+
+def test_the_models_own_generate_serves_an_iteration(workers: WorkerPool) -> None:
+    def run(layout: str, engine: str) -> Outcome:
+        settings = {"engine": engine, "sampling": SamplingParams(n=2, max_new_tokens=6, temperature=1e-6)}
+        outcome: Outcome = workers.run(run_settings, layout, settings, world_size=2, init_process_group=False)[0]
+        return outcome
+
+    plain = run("dp2", "native")
+    for layout in ("dp2", "tp2"):
+        own = run(layout, "hf")
+        assert own.tokens == plain.tokens
+        assert runs.largest_difference(own.weights, plain.weights) < 1e-4
+    with pytest.raises(WorkerFailure, match="cannot generate by engine='hf'; give it a layout with fsdp=1"):
+        run("fsdp2", "hf")
+
+
+def run_settings(layout: str, settings: dict[str, Any]) -> Outcome:
+    """Return what GRPO with these settings comes to."""
+    return run_algorithm("grpo", layout, None, **settings)
 
 
 @dataclass

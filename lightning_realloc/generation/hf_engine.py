@@ -1,0 +1,182 @@
+"""Completions by Hugging Face's own ``generate``: slow, and right for every model that has one.
+
+The engine to compare with, and the way out for models whose attention the native engine does not know. Batches are
+padded, a finished row is computed until the last one is done, and log-probabilities come from one more forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.model_facts import length_bounds, vocabulary_of
+from lightning_realloc.generation.requests import Requests
+from lightning_realloc.generation.run import GenerationStats
+from lightning_realloc.generation.samples import Completion, Sample
+from lightning_realloc.generation.sampling import SamplingParams, token_logprobs
+from lightning_realloc.generation.stopping import StopRule, Tokenizer, stop_rule_of
+
+
+class HFEngine:
+    """As `GenerationEngine`, by the model's own ``generate``.
+
+    Greedy responses are the same as the native engine's. Sampled ones follow the same distribution but are others:
+    their randomness comes from ``params.seed``, the first sample's id and the batch. There is no speculation.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        tokenizer: Tokenizer | None = None,
+        max_slots: int = 64,
+        max_length: int | None = None,
+    ) -> None:
+        """Remember the model; ``max_slots`` is the size of a batch, ``max_length`` bounds prompt plus response.
+
+        Raises:
+            GenerationError: for a model without ``generate``.
+        """
+        if not callable(getattr(model, "generate", None)):
+            raise GenerationError(
+                f"{type(model).__name__} has no generate() of its own; give a causal language model of transformers"
+            )
+        if max_slots < 1:
+            raise GenerationError(f"max_slots={max_slots} must be at least 1")
+        self._model: Any = model
+        self._tokenizer = tokenizer
+        self._max_slots = max_slots
+        self._max_length = max_length
+        self._version = 0
+        self._stats = GenerationStats()
+
+    @property
+    def stats(self) -> GenerationStats:
+        """What the last call did."""
+        return self._stats
+
+    def weights_updated(self, version: int | None = None) -> None:
+        """Say that the parameters changed, and what to call them: by default by the next number, from 0."""
+        self._version = self._version + 1 if version is None else version
+
+    def release(self) -> None:
+        """Give storage back. There is none between calls."""
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | None = None,
+        *,
+        sample_ids: Sequence[int] | None = None,
+        length_hints: Sequence[int] | None = None,
+        token_limits: Sequence[int] | None = None,
+    ) -> list[Completion]:
+        """Return ``params.n`` completions per prompt, those of one prompt adjacent, in the order of the prompts.
+
+        Arguments and errors are those of `GenerationEngine.generate`; ``length_hints`` sort prompts into batches.
+        """
+        params = params or SamplingParams()
+        requests = Requests(
+            prompts=prompts, resume=(), params=params, sample_ids=sample_ids, length_hints=length_hints,
+            token_limits=token_limits, vocabulary=vocabulary_of(self._model),
+            bounds=length_bounds(self._model, self._max_length),
+        )  # fmt: skip
+        samples = requests.samples()
+        stop = stop_rule_of(self._model, params, self._tokenizer)
+        hints = [prompt.length_hint for prompt in requests.queue(samples)]
+        order = sorted(samples, key=lambda sample: -hints[sample.prompt_index])
+        stats = GenerationStats()
+        training = [module for module in self._model.modules() if module.training]
+        self._model.eval()
+        try:
+            with torch.random.fork_rng(devices=_cuda_devices(self._model)):
+                torch.manual_seed(samples[0].key >> 1 if samples else 0)
+                for begin in range(0, len(order), self._max_slots):
+                    stats = self._run_batch(order[begin : begin + self._max_slots], params, stop, stats)
+        finally:
+            for module in training:
+                module.training = True
+        self._stats = stats
+        return [sample.completion(self._version) for sample in samples]
+
+    def _run_batch(
+        self, samples: Sequence[Sample], params: SamplingParams, stop: StopRule, stats: GenerationStats
+    ) -> GenerationStats:
+        """Complete some samples, and return the stats with theirs added."""
+        device = next(self._model.parameters()).device
+        width = max(len(sample.prompt) for sample in samples)
+        ids = torch.tensor([[0] * (width - len(s.prompt)) + list(s.prompt) for s in samples], device=device)
+        mask = torch.tensor([[0] * (width - len(s.prompt)) + [1] * len(s.prompt) for s in samples], device=device)
+        # What the stopping criterion grows.
+        rows = [Sample(s.sample_id, s.prompt_index, s.prompt, s.max_new_tokens, s.key) for s in samples]
+        # A configuration that is passed is filled up from the model's own, penalties included; so it takes its place.
+        own, self._model.generation_config = self._model.generation_config, _config(params, samples, stop)
+        try:
+            criteria = StoppingCriteriaList([_Stops(rows, stop)])
+            output = self._model.generate(ids, attention_mask=mask, stopping_criteria=criteria)
+        finally:
+            self._model.generation_config = own
+        for sample, row in zip(samples, rows, strict=True):
+            logprobs = self._logprobs(sample, row.token_ids, params)
+            for token, logprob in zip(row.token_ids, logprobs, strict=True):
+                sample.append(token, logprob)
+            sample.finish_reason = row.finish_reason
+        num_steps = output.shape[1] - width
+        return replace(
+            stats,
+            num_steps=stats.num_steps + num_steps,
+            row_steps=stats.row_steps + num_steps * len(samples),
+            prefill_tokens=stats.prefill_tokens + sum(len(sample.prompt) for sample in samples),
+            generated_tokens=stats.generated_tokens + sum(len(sample.token_ids) for sample in samples),
+        )
+
+    def _logprobs(self, sample: Sample, response: Sequence[int], params: SamplingParams) -> list[float]:
+        ids = torch.tensor([[*sample.prompt, *response]], device=next(self._model.parameters()).device)
+        logits: Tensor = self._model(ids, use_cache=False).logits[0, len(sample.prompt) - 1 : -1]
+        values: list[float] = token_logprobs(logits, ids[0, len(sample.prompt) :], params).tolist()
+        return values
+
+
+class _Stops(StoppingCriteria):
+    """Ends each row of a batch by the rule that the native engine goes by."""
+
+    def __init__(self, rows: Sequence[Sample], stop: StopRule) -> None:
+        self._rows = rows
+        self._stop = stop
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **others: Any) -> Tensor:
+        for row, token in zip(self._rows, input_ids[:, -1].tolist(), strict=True):
+            if row.finish_reason is None:
+                row.append(token, 0.0)
+                self._stop.update(row)
+        return torch.tensor([row.finish_reason is not None for row in self._rows], device=input_ids.device)
+
+
+def _config(params: SamplingParams, samples: Sequence[Sample], stop: StopRule) -> GenerationConfig:
+    sampling: dict[str, Any] = {"do_sample": False}
+    if not params.greedy:
+        sampling = {
+            "do_sample": True, "temperature": params.temperature, "top_k": params.top_k or 0, "top_p": params.top_p,
+        }  # fmt: skip
+    early = sorted(stop.token_ids) if params.min_new_tokens else []
+    return GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=max(sample.max_new_tokens for sample in samples),
+        min_new_tokens=params.min_new_tokens if early else None,
+        # Only what may not come early is named: rows end by the criterion, which knows of stop strings and limits too.
+        eos_token_id=early or None,
+        pad_token_id=0,
+        **sampling,
+    )
+
+
+def _cuda_devices(model: nn.Module) -> list[int]:
+    device = next(model.parameters()).device
+    return [device.index or 0] if device.type == "cuda" else []

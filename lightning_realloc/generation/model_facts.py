@@ -1,0 +1,33 @@
+"""What the engines ask of a Hugging Face model's configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def vocabulary_of(model: nn.Module) -> int:
+    """Return the number of token ids that a model knows."""
+    return int(_text_config(model).vocab_size)
+
+
+def length_bounds(model: nn.Module, max_length: int | None) -> dict[str, int]:
+    """Return what bounds prompt and response together, and to how many tokens."""
+    context = getattr(_text_config(model), "max_position_embeddings", None)
+    bounds = {"the model's max_position_embeddings": context, "the engine's max_length": max_length}
+    return {name: bound for name, bound in bounds.items() if bound is not None}
+
+
+def eos_ids_of(model: nn.Module) -> frozenset[int]:
+    """Return the tokens by which a model ends a response of its own."""
+    for holder in (getattr(model, "generation_config", None), model.config):
+        eos = getattr(holder, "eos_token_id", None)
+        if eos is not None:
+            return frozenset(eos if isinstance(eos, (list, tuple)) else [eos])
+    return frozenset()
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = model.config
+    return config.get_text_config()

@@ -1,0 +1,79 @@
+"""Do both engines say the same? Greedy tokens, log-probabilities and ends are compared, and the law of draws."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation import Completion, GenerationEngine, HFEngine, SamplingParams
+from tests.generation.test_engine import draw_prompts
+from tests.models import byte_tokenizer, tiny_model
+
+
+def test_greedy_completions_are_the_native_engines() -> None:
+    prompts, limits = draw_prompts(7), [5, 20, 1, 9, 20, 3, 12]
+    for family in ("llama", "qwen2", "gpt2"):
+        model = tiny_model(family)
+        for params in (
+            SamplingParams(max_new_tokens=20, temperature=0, n=2),
+            SamplingParams(max_new_tokens=20, temperature=0, stop_token_ids=tuple(range(60)), min_new_tokens=3),
+        ):
+            ours = GenerationEngine(model, max_slots=4).generate(prompts, params, token_limits=limits)
+            theirs = HFEngine(model, max_slots=4).generate(prompts, params, token_limits=limits, length_hints=limits)
+            for native, own in zip(ours, theirs, strict=True):
+                assert without_logprobs(own) == without_logprobs(native)
+                torch.testing.assert_close(torch.tensor(own.logprobs), torch.tensor(native.logprobs), atol=1e-5, rtol=0)
+
+
+def without_logprobs(completion: Completion) -> tuple[object, ...]:
+    """Return what both engines say to the bit."""
+    return completion.sample_id, completion.prompt_index, completion.token_ids, completion.finish_reason
+
+
+def test_stop_strings_end_rows_of_a_batch_one_by_one() -> None:
+    model, tokenizer = tiny_model("llama", vocab_size=259), byte_tokenizer()
+    params = SamplingParams(max_new_tokens=30, temperature=0, stop_strings=("a", "7", "Q"))
+    prompts = draw_prompts(6)
+    ours = GenerationEngine(model, tokenizer=tokenizer).generate(prompts, params)
+    theirs = HFEngine(model, tokenizer=tokenizer).generate(prompts, params)
+    assert [c.token_ids for c in theirs] == [c.token_ids for c in ours]
+
+
+def test_draws_follow_the_models_distribution_and_the_seed() -> None:
+    model = tiny_model("llama")
+    engine = HFEngine(model, max_slots=500)
+    params = SamplingParams(max_new_tokens=1, n=4000, temperature=1.3, top_k=6, ignore_eos=True)
+    drawn = torch.tensor([completion.token_ids[0] for completion in engine.generate([[5, 9, 17]], params)])
+    with torch.no_grad():
+        logits = model(torch.tensor([[5, 9, 17]])).logits[0, -1] / 1.3
+    values, tokens = logits.topk(6)
+    counts = (drawn[:, None] == tokens).sum(0).double()
+    assert int(counts.sum()) == 4000
+    expected = 4000 * torch.softmax(values.double(), -1)
+    assert float(((counts - expected) ** 2 / expected).sum()) < 20.5  # 5 degrees of freedom, p = 0.001
+    few = SamplingParams(max_new_tokens=8, seed=3)
+    first, second, other = (
+        engine.generate([[5, 9]], params, sample_ids=[7])[0].token_ids
+        for params in (few, few, SamplingParams(max_new_tokens=8, seed=4))
+    )
+    assert first == second != other
+
+
+def test_it_leaves_modes_and_the_global_random_state_alone() -> None:
+    model = tiny_model("llama").train()
+    model.model.layers[0].eval()
+    state = torch.get_rng_state()
+    HFEngine(model).generate([[5, 9]], SamplingParams(max_new_tokens=4))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert not model.model.layers[0].training
+
+
+def test_what_cannot_work_is_refused() -> None:
+    with pytest.raises(GenerationError, match=r"Linear has no generate\(\) of its own"):
+        HFEngine(torch.nn.Linear(2, 2))
+    with pytest.raises(GenerationError, match="max_slots=0 must be at least 1"):
+        HFEngine(tiny_model("llama"), max_slots=0)
+    with pytest.raises(GenerationError, match="prompt 0 is empty"):
+        HFEngine(tiny_model("llama")).generate([[]])
