@@ -27,6 +27,7 @@ _CHEAP = 0.01
 """Share of a step below which drafting in vain is not worth avoiding."""
 _FEW = 4
 """Samples for which every draft may be as long as it likes: their padding costs little."""
+_DRAFTING_RATE = 0.2
 _AGREE_EVERY = 16
 _BY_DEPTH = tuple(("depth", depth) for depth in range(256))
 
@@ -53,6 +54,8 @@ class _Observation:
     """Most tokens of one draft that were verified."""
     depth: int
     """Most tokens of one draft that were made."""
+    drafted: bool
+    """Whether drafting did not rest."""
     step_s: float
     drafting_s: float
 
@@ -86,6 +89,9 @@ class Speculator:
         """Most tokens of one draft that were verified in the last step."""
         self._drafts: list[Draft] = []
         self._drafting_s = 0.0
+        """Of this rank, in this step."""
+        self._usual_drafting_s = 0.0
+        """Agreed on, and so what decisions may depend on."""
 
     def begin(self, samples: Sequence[Sample], params: SamplingParams, num_slots: int) -> Verification:
         """Start a generation; return its verification rule.
@@ -163,7 +169,9 @@ class Speculator:
         depth = max(map(len, self._drafts), default=0)
         lengths = [len(draft) for draft in verified]
         self._observations.append(
-            _Observation(num_rows, num_rows + sum(lengths), max(lengths), depth, seconds, self._drafting_s)
+            _Observation(
+                num_rows, num_rows + sum(lengths), max(lengths), depth, bool(self._drafts), seconds, self._drafting_s
+            )
         )
         if self._agree is None or len(self._observations) >= _AGREE_EVERY:
             self._take_observations()
@@ -219,7 +227,8 @@ class Speculator:
         step_s, num_verified = self._costs.table(num_rows, width), sum(budget.lengths)
         expected_tokens = budget.tokens_per_s * step_s[num_verified]
         # What the draft took counts for whether to draft again, no longer for what to make of this one.
-        pays = num_verified and expected_tokens * step_s[0] > num_rows * (step_s[num_verified] + self._drafting_s)
+        drafted_s = step_s[num_verified] + self._usual_drafting_s
+        pays = num_verified and expected_tokens * step_s[0] > num_rows * drafted_s
         if pays:
             self._unpaid = self._rests = 0
             self._width = width
@@ -248,7 +257,7 @@ class Speculator:
 
     def _count_unpaid(self, num_rows: int) -> None:
         """Note that a draft did not pay; let drafting rest where that happens time and again and costs something."""
-        if self._drafting_s < _CHEAP * self._costs.table(num_rows, 1)[0]:
+        if self._usual_drafting_s < _CHEAP * self._costs.table(num_rows, 1)[0]:
             return
         self._unpaid += 1
         if self._unpaid >= _PATIENCE:
@@ -261,6 +270,8 @@ class Speculator:
         agreed = iter(seconds if self._agree is None else self._agree(seconds))
         for seen in self._observations:
             step_s, drafting_s = next(agreed), next(agreed)
+            if seen.drafted:
+                self._usual_drafting_s += _DRAFTING_RATE * (drafting_s - self._usual_drafting_s)
             if seen.num_tokens == seen.num_rows:
                 self._costs.plain.observe(seen.num_rows, step_s)
             else:

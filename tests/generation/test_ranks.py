@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams
+from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation
 from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
@@ -52,6 +56,33 @@ def test_tensor_parallel_ranks_agree_to_the_bit_and_draw_what_one_rank_draws(
     results = workers.run(_generate, family, layout, world_size=int(layout[2:]))
     assert all(result == results[0] for result in results)
     assert {completion.sample_id: completion.token_ids for completion in results[0]} == _alone(family)
+
+
+def _generate_by_own_clocks() -> list[list[Completion]]:
+    """Return what two tensor-parallel ranks make while each has a clock of its own that runs at random."""
+    layout = Layout.parse("tp2", world_size=2)
+    meshes = MeshRegistry("cpu")
+    meshes.create([layout])
+    model = tiny_model("llama")
+    model = parallelize(model, ModelLayout(describe_model(model), layout), meshes)
+    group, rng = meshes.group(layout, "tp"), random.Random(dist.get_rank())
+    ticks = itertools.accumulate(rng.uniform(0.0, 1.0) for _ in range(10**6))
+
+    def first_ones(numbers: Sequence[float]) -> list[float]:
+        agreed = torch.tensor(numbers, dtype=torch.float64)
+        dist.broadcast(agreed, group=group, group_src=0)
+        return list(agreed.tolist())
+
+    engine = GenerationEngine(
+        model, max_slots=6, speculation=Speculation(), agree=first_ones, clock=lambda: next(ticks)
+    )
+    params = SamplingParams(max_new_tokens=60, n=2, temperature=0.3, ignore_eos=True)
+    return [engine.generate(PROMPTS, params, sample_ids=range(10)) for _ in range(4)]
+
+
+def test_tensor_parallel_ranks_draft_alike_whatever_their_clocks_say(workers: WorkerPool) -> None:
+    first, second = workers.run(_generate_by_own_clocks, world_size=2)
+    assert first == second
 
 
 @pytest.mark.parametrize("layout", ["fsdp4", "fsdp2.tp2"])
