@@ -110,7 +110,7 @@ def test_a_real_policy_is_reported_by_epoch_and_learns_the_same_at_every_depth(w
 
 
 def _completion(token: int) -> Completion:
-    return Completion(0, 0, (token,), (0.0,), "length")
+    return Completion(0, 0, (token,), (0.0,), "length", model_mask=(True,), versions=(0,), prompt=(5,))
 
 
 def _measured(seconds: dict[str, list[float]]) -> Cell:
