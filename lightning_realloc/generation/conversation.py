@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,10 +16,9 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.samples import Sample
+from lightning_realloc.generation.token_ids import as_token_ids, check_vocabulary
 
 _log = logging.getLogger(__name__)
 _LONGEST_WAIT_S = 3600.0
@@ -170,7 +168,7 @@ class Conversations:
             return None
         said = f"the environment's answer to turn {turn.number}"
         try:
-            tokens = tuple(operator.index(token) for token in (given.tolist() if isinstance(given, Tensor) else given))
+            tokens = as_token_ids(given)
         except TypeError:
             raise GenerationError(
                 f"{said} is {repr(given)[:60]}; return a list of token ids, such as "
@@ -178,9 +176,5 @@ class Conversations:
             ) from None
         if not tokens:
             raise GenerationError(f"{said} holds no tokens; return None to end the response")
-        if not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
-            raise GenerationError(
-                f"{said} holds token ids from {min(tokens)} to {max(tokens)}, the model's vocabulary has "
-                f"{self._vocabulary}; use the model's own tokenizer"
-            )
+        check_vocabulary(said, tokens, self._vocabulary)
         return tokens

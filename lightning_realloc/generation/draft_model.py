@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from itertools import accumulate
 
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from lightning_realloc.generation.attention import check_supported, slot_attenti
 from lightning_realloc.generation.distillation import Distillation
 from lightning_realloc.generation.drafting import Chance, Drafter, Exchange
 from lightning_realloc.generation.kv_cache import SlotCache
+from lightning_realloc.generation.model_facts import text_config_of, vocabulary_of
 from lightning_realloc.generation.runner import ModelRunner, Prefill, Row
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.verification import Draft, Verification
@@ -39,7 +40,7 @@ class ModelDrafter(Drafter):
         Raises:
             GenerationError: where their vocabularies differ, or the engine cannot run the drafter.
         """
-        ours, theirs = (_text_config(of).vocab_size for of in (model, target))
+        ours, theirs = (vocabulary_of(of) for of in (model, target))
         if ours != theirs:
             raise GenerationError(
                 f"the draft model has a vocabulary of {ours} tokens and the target one of {theirs}; drafts are token "
@@ -60,7 +61,7 @@ class ModelDrafter(Drafter):
         self._verification = verification
         longest = max((len(sample.prompt) + sample.max_new_tokens for sample in samples), default=1)
         check_supported(self.model, max_length=longest)
-        self._context = getattr(_text_config(self.model), "max_position_embeddings", longest)
+        self._context = getattr(text_config_of(self.model), "max_position_embeddings", longest)
         self._runner = ModelRunner(self.model, self._cache, num_slots=num_slots, longest=longest)
         self._filled = [0] * num_slots
         self._ahead = [[] for _ in range(num_slots)]
@@ -144,8 +145,7 @@ class ModelDrafter(Drafter):
             self._filled[slot] = sample.position + 1
         prefills += [Prefill(tokens, tuple(slots)) for tokens, slots in prompts.items()]
         logits = self._runner.forward(prefills, rows)
-        ends = [sum(len(row.tokens) for row in rows[: index + 1]) - 1 for index in range(len(rows))]
-        return logits[ends]
+        return logits[[end - 1 for end in accumulate(len(row.tokens) for row in rows)]]
 
     def _read_drafted(self, running: Sequence[Sample], drafts: Sequence[_Draft]) -> Tensor:
         """Return the logits (B, V) behind each draft's newest token; a draft that is done reads it once more."""
@@ -209,8 +209,3 @@ def _with_child(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
     copied._modules = dict(module._modules)
     copied._modules[name] = child
     return copied
-
-
-def _text_config(model: nn.Module) -> Any:
-    config: Any = model.config
-    return config.get_text_config()

@@ -9,12 +9,12 @@ from torch import nn
 
 def vocabulary_of(model: nn.Module) -> int:
     """Return the number of token ids that a model knows."""
-    return int(_text_config(model).vocab_size)
+    return int(text_config_of(model).vocab_size)
 
 
 def length_bounds(model: nn.Module, max_length: int | None) -> dict[str, int]:
     """Return what bounds prompt and response together, and to how many tokens."""
-    context = getattr(_text_config(model), "max_position_embeddings", None)
+    context = getattr(text_config_of(model), "max_position_embeddings", None)
     bounds = {"the model's max_position_embeddings": context, "the engine's max_length": max_length}
     return {name: bound for name, bound in bounds.items() if bound is not None}
 
@@ -28,6 +28,7 @@ def eos_ids_of(model: nn.Module) -> frozenset[int]:
     return frozenset()
 
 
-def _text_config(model: nn.Module) -> Any:
+def text_config_of(model: nn.Module) -> Any:
+    """Return the configuration of the part of a model that reads text."""
     config: Any = model.config
     return config.get_text_config()

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.noise import sample_key
 from lightning_realloc.generation.samples import Completion, Sample
 from lightning_realloc.generation.sampling import SamplingParams
 from lightning_realloc.generation.scheduler import Prompt
+from lightning_realloc.generation.token_ids import as_token_ids, check_vocabulary
 
 _log = logging.getLogger(__name__)
 
@@ -118,11 +116,7 @@ class Requests:
         prompt = _token_ids(name, given)
         if not prompt:
             raise GenerationError(f"{name} is empty; give it at least one token, for example the tokenizer's BOS")
-        if not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
-            raise GenerationError(
-                f"{name} holds token ids from {min(prompt)} to {max(prompt)}, the model's vocabulary has "
-                f"{self.vocabulary}; use the model's own tokenizer"
-            )
+        check_vocabulary(name, prompt, self.vocabulary)
         for what, bound in self.bounds.items():
             if len(prompt) >= bound:
                 raise GenerationError(
@@ -145,7 +139,7 @@ class Requests:
 
 def _token_ids(name: str, given: Any) -> tuple[int, ...]:
     try:
-        return tuple(operator.index(token) for token in (given.tolist() if isinstance(given, Tensor) else given))
+        return as_token_ids(given)
     except TypeError as error:
         text = repr(given)
         raise GenerationError(

@@ -50,11 +50,6 @@ class ModelRunner:
         self._num_slots = num_slots
         self._longest = longest
 
-    @property
-    def device(self) -> torch.device:
-        """Where the model's input and output lie."""
-        return self._device
-
     def forward(self, prefills: Sequence[Prefill], rows: Sequence[Row]) -> Tensor:
         """Return the logits (N, V) of the rows' tokens, those of row 0 first.
 

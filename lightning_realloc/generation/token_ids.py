@@ -1,0 +1,25 @@
+"""Are these token ids, and of this model's vocabulary? Asked of prompts and of environments' answers alike."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_realloc.errors import GenerationError
+
+
+def as_token_ids(given: Any) -> tuple[int, ...]:
+    """Return a list, tensor or other sequence of whole numbers as a tuple; TypeError for anything else."""
+    return tuple(operator.index(token) for token in (given.tolist() if isinstance(given, Tensor) else given))
+
+
+def check_vocabulary(name: str, tokens: Sequence[int], vocabulary: int) -> None:
+    """Raise GenerationError where ``tokens``, at least one, are not all below ``vocabulary``; ``name`` says whose."""
+    if not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        raise GenerationError(
+            f"{name} holds token ids from {min(tokens)} to {max(tokens)}, the model's vocabulary has "
+            f"{vocabulary}; use the model's own tokenizer"
+        )
