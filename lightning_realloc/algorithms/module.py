@@ -44,6 +44,8 @@ class MultiModelModule(L.LightningModule):
         engine: What generates: ``"native"``, continuous batching; ``"hf"``, the model's own ``generate``, for models
             whose attention the native engine refuses.
         speculation: How generating calls draft tokens ahead and verify several at once; None: one token at a time.
+        sample_reallocation: Whether samples move between data-parallel ranks while they are generated, so that all of
+            them end together. Tokens stay the same; log-probabilities are rounded as the other rank's batches are.
         seed: Of random weights, sampling and mini-batch order.
     """
 
@@ -66,6 +68,7 @@ class MultiModelModule(L.LightningModule):
         train_options: TrainOptions | None = None,
         engine: EngineName = "native",
         speculation: Speculation | None = None,
+        sample_reallocation: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -76,8 +79,14 @@ class MultiModelModule(L.LightningModule):
             raise ConfigError(f"engine={engine!r} must be one of {', '.join(map(repr, get_args(EngineName)))}")
         if engine == "hf" and speculation is not None:
             raise ConfigError("engine='hf' does not draft; leave speculation out, or use engine='native'")
+        if engine == "hf" and sample_reallocation:
+            raise ConfigError(
+                "engine='hf' cannot hand samples over in the middle; leave sample_reallocation out, or use "
+                "engine='native'"
+            )
         self.engine = engine
         self.speculation = speculation
+        self.sample_reallocation = sample_reallocation
         self.seed = seed
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
