@@ -13,16 +13,19 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from typing import TypeVar
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.balance import plan_balance
 from lightning_realloc.generation.migration_costs import LengthBook, Pace, Report, as_moved, loads_of
-from lightning_realloc.generation.rank_load import LiveSample, SampleMove
+from lightning_realloc.generation.rank_load import LiveSample, MoveCost, RankLoad, SampleMove
 from lightning_realloc.generation.run import GenerationRun
 from lightning_realloc.generation.shipping import Peers, Shipping
 from lightning_realloc.runtime.exchange import decode_message, encode_message
+from lightning_realloc.runtime.freight import Parcel
 from lightning_realloc.runtime.mailbox import FrameKind
 
 _T = TypeVar("_T")
@@ -84,7 +87,8 @@ class Migration:
         try:
             call.carry_out()
         except BaseException:
-            call.abandon()
+            with suppress(RuntimeError):  # those who cannot be reached are gone, too
+                call.abandon()
             raise
         finally:
             self.stats = call.stats()
@@ -103,6 +107,7 @@ class _Call:
         self._shipping = Shipping(run, peers, pace, migration.agree, migration.clock)
         self._expected = self._book.begin(run.samples, hints)
         self._last: Report | None = None
+        self._on_the_way: list[Parcel] = []
         self._round = self._num_ended = 0
         self._steps_left = PERIOD_STEPS
         self._waited_s = 0.0
@@ -129,18 +134,19 @@ class _Call:
             self._book.keep(sample)
 
     def abandon(self) -> None:
-        """Leave nobody waiting for samples of a rank that failed; of the failure itself the mailbox tells."""
+        """Leave nobody waiting for a rank that failed; of the failure itself the mailbox tells."""
         self._shipping.abandon()
+        number = self._peers.report_number()
+        for other in self._peers.others:
+            self._peers.mailbox.freight.send(other, number, encode_message({}, {}))
 
     # ---- steps
     def _step(self) -> None:
-        run, before = self._run, self._run.stats()
+        run, before = self._run, self._run.counts
         begin = self._clock()
         run.step()
         seconds = self._clock() - begin
-        after = run.stats()
-        rows, read = after.row_steps - before.row_steps, after.prefill_tokens - before.prefill_tokens
-        generated = after.generated_tokens - before.generated_tokens
+        rows, read, generated = (after - then for after, then in zip(run.counts, before, strict=True))
         self._pace.take_step(rows=rows, read=read, generated=generated, seconds=seconds)
         # Where all samples wait for their environments there is time to look around.
         self._steps_left = self._steps_left - 1 if rows or read else 0
@@ -163,72 +169,76 @@ class _Call:
             return False
         if not self._round:
             _check_distinct(reports)
+        self._expected.hear(report.evidence for report in reports)
         self._shipping.hand_over_all()  # nobody waits longer than a round for a sample
         self._round += 1
+        known = loads_of(reports)
+        if known is None:
+            moves, bytes_per_step, self._steps_left = tuple[SampleMove, ...](), inf, PERIOD_STEPS
+        else:
+            moves, bytes_per_step, self._steps_left = self._plan(*known)
         told = (sample for report in reports for sample in (*report.running, *report.waiting))
-        self._shipping.begin(self._plan(reports), told, self._round)
+        self._shipping.begin(moves, told, self._round, bytes_per_step)
         self._tell()
-        self._steps_left = self._steps_until_next(reports)
         return True
 
-    def _tell(self) -> None:
-        report = self._report()
-        self._last = report
-        part = self._peers.num_parts
-        content = encode_message(report.to_json(), {})
-        self._peers.mailbox.send(
-            self._peers.others, FrameKind.LOAD, self._peers.run, self._peers.call, content, part=part
+    def _plan(self, loads: Sequence[RankLoad], cost: MoveCost) -> tuple[tuple[SampleMove, ...], float, int]:
+        """Return the moves of this round, the bytes that travel during a step, and the steps until the next round."""
+        seconds = {load.rank: load.curve.seconds(max(load.rows, 1)) for load in loads}
+        own_s, slowest_s = seconds[self._peers.rank], max(seconds.values())
+        # What was told is a round old, and what is planned takes a round: a gap of less may be none any more.
+        moves = plan_balance(
+            loads, cost, least_gap_s=PERIOD_STEPS * slowest_s, rest_steps=REST_ROUNDS, step=self._round
         )
-        self._peers.num_parts += 1
+        return moves, cost.bytes_per_s * own_s, max(1, round(PERIOD_STEPS * slowest_s / own_s))
+
+    def _tell(self) -> None:
+        """Send the others this rank's report, and begin to receive theirs."""
+        peers, freight = self._peers, self._peers.mailbox.freight
+        number = peers.report_number()
+        self._last = self._report()
+        content = encode_message(self._last.to_json(), {})
+        self._on_the_way = [freight.receive(other, number) for other in peers.others]
+        for other in peers.others:
+            freight.send(other, number, content)
 
     def _hear(self) -> list[Report]:
+        """Return what every rank told in the last round, ranks ascending."""
         peers = self._peers
         assert self._last is not None, "a round begins with a report"
         reports = [self._last]
-        for other in peers.others:
-            content = peers.mailbox.receive(FrameKind.LOAD, peers.run, peers.call, other, part=peers.num_parts - 1)
-            reports.append(Report.from_json(decode_message(content)[0]))
+        for other, parcel in zip(peers.others, self._on_the_way, strict=True):
+            told = decode_message(parcel.wait())[0]
+            if not told:  # that rank failed; the mailbox hears why
+                peers.mailbox.receive(FrameKind.RETURNED, peers.run, peers.call, other, part=peers.num_calls + 1)
+            reports.append(Report.from_json(told))
         return sorted(reports, key=lambda report: report.rank)
 
     def _report(self) -> Report:
         run, incoming, outgoing = self._run, self._shipping.incoming, self._shipping.outgoing
+        begun = [*run.movable, *run.held]
+        self._expected.watch(len(run.samples[index].token_ids) for index in begun)
         # Who is still on the way, or holds a slot and does not run, cannot move now: told as if it had just moved.
         running = [self._live(i) for i in run.movable] + [as_moved(self._live(i), self._round) for i in run.held]
-        running += [as_moved(sample, self._round) for sample in incoming.values()]
         waiting = [self._live(i) for i in run.waiting]
+        for sample in incoming.values():
+            (running if sample.has_begun else waiting).append(as_moved(sample, self._round))
         return Report(
             rank=self._peers.rank,
             running=tuple(sample for sample in running if sample.sample_id not in outgoing),
             waiting=tuple(sample for sample in waiting if sample.sample_id not in outgoing),
-            free_slots=max(run.free_slots - len(incoming), 0),
+            free_slots=max(run.free_slots - sum(sample.has_begun for sample in incoming.values()), 0),
             bytes_per_token=sum(shape.num_bytes for shape in run.describe_cache()),
             pace=self._pace.agreed(self._agree),
+            evidence=self._expected.evidence,
         )
 
     def _live(self, index: int) -> LiveSample:
         sample = self._run.samples[index]
         num_tokens = len(sample.token_ids)
         remaining = self._expected.expected(sample.prompt_index, num_tokens, max_new_tokens=sample.max_new_tokens)
-        return LiveSample(
-            sample.sample_id, sample.position + 1, remaining, self._shipping.moved_in.get(sample.sample_id)
-        )
-
-    def _plan(self, reports: Sequence[Report]) -> tuple[SampleMove, ...]:
-        known = loads_of(reports)
-        if known is None:
-            return ()
-        loads, cost = known
-        # What was told is a round old, and what is planned takes a round: a gap of less may be none any more.
-        period_s = PERIOD_STEPS * max(load.curve.seconds(load.rows) for load in loads)
-        return plan_balance(loads, cost, least_gap_s=period_s, rest_steps=REST_ROUNDS, step=self._round)
-
-    def _steps_until_next(self, reports: Sequence[Report]) -> int:
-        known = loads_of(reports)
-        if known is None:
-            return PERIOD_STEPS
-        seconds = {load.rank: load.curve.seconds(max(load.rows, 1)) for load in known[0]}
-        own_s, slowest_s = seconds[self._peers.rank], max(seconds.values())
-        return max(1, round(PERIOD_STEPS * slowest_s / own_s))
+        moved_in = self._shipping.moved_in.get(sample.sample_id)
+        return LiveSample(sample.sample_id, sample.position + 1, remaining, moved_in, num_tokens > 0)
 
 
 def _check_distinct(reports: Sequence[Report]) -> None:

@@ -48,10 +48,9 @@ class Pace:
             reading_s = max(seconds - decoding_s, seconds / 4)
             self.prefill_tokens_per_s += _RATE * (read / reading_s - self.prefill_tokens_per_s)
 
-    def take_transfer(self, num_bytes: int, seconds: float) -> None:
-        """Take a transfer of keys and values that went on beside decoding."""
-        if num_bytes:
-            self.bytes_per_s += _RATE * (num_bytes / max(seconds - _LATENCY_S, 1e-6) - self.bytes_per_s)
+    def take_transfer(self, *, in_time: bool) -> None:
+        """Take whether keys and values were there when they were expected to be: then links are faster than thought."""
+        self.bytes_per_s *= 1.05 if in_time else 0.7
 
     def take_stall(self, seconds: float) -> None:
         """Take the seconds that packing or unpacking one sample kept this rank from decoding."""
@@ -90,6 +89,8 @@ class Report:
     bytes_per_token: int
     """Of its cache; 0 before the first step."""
     pace: Told
+    evidence: tuple[int, float] = (0, 0.0)
+    """Of lengths, see `RemainingLengths`."""
 
     @property
     def num_live(self) -> int:
@@ -104,6 +105,7 @@ class Report:
             "waiting": [_entry(sample) for sample in self.waiting],
             "free_slots": self.free_slots,
             "bytes_per_token": self.bytes_per_token,
+            "evidence": self.evidence,
             "pace": [list(map(list, self.pace.knots)), self.pace.tokens_per_row_step, self.pace.bytes_per_s,
                      self.pace.prefill_tokens_per_s, self.pace.stall_s],
         }  # fmt: skip
@@ -114,11 +116,15 @@ class Report:
         knots, *numbers = told["pace"]
         running, waiting = (tuple(LiveSample(*entry) for entry in told[name]) for name in ("running", "waiting"))
         pace = Told(tuple((size, seconds) for size, seconds in knots), *numbers)
-        return cls(told["rank"], running, waiting, told["free_slots"], told["bytes_per_token"], pace)
+        return cls(
+            told["rank"], running, waiting, told["free_slots"], told["bytes_per_token"], pace, tuple(told["evidence"])
+        )
 
 
-def _entry(sample: LiveSample) -> tuple[int, int, float, int | None]:
-    return sample.sample_id, sample.context_tokens, sample.remaining_tokens, sample.last_moved_step
+def _entry(sample: LiveSample) -> tuple[int, int, float, int | None, bool]:
+    return (
+        sample.sample_id, sample.context_tokens, sample.remaining_tokens, sample.last_moved_step, sample.has_begun
+    )  # fmt: skip
 
 
 def loads_of(reports: Sequence[Report]) -> tuple[tuple[RankLoad, ...], MoveCost] | None:

@@ -67,6 +67,8 @@ class LiveSample:
     """Expected."""
     last_moved_step: int | None = None
     """When it last changed its rank; None: never."""
+    has_begun: bool = True
+    """Whether it has keys and values somewhere."""
 
     def __post_init__(self) -> None:
         assert self.context_tokens >= 0 and self.remaining_tokens >= 0, f"sample {self.sample_id}: negative tokens"

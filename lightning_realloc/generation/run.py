@@ -119,6 +119,11 @@ class GenerationRun:
         if self._budget.is_spent(self._num_generated):
             self._stop_all()
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Rows, tokens read and tokens generated so far, as in the statistics."""
+        return self._row_steps, self._prefill_tokens, self._num_generated
+
     def stats(self) -> GenerationStats:
         """Return the counts so far."""
         drafting = self._speculator.stats

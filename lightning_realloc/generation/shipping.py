@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 
 from torch import Tensor
 
+from lightning_realloc.generation.kv_cache import LayerShape
 from lightning_realloc.generation.migration_costs import Pace
 from lightning_realloc.generation.rank_load import LiveSample, SampleMove
 from lightning_realloc.generation.run import GenerationRun
@@ -24,7 +26,7 @@ from lightning_realloc.generation.shipment import (
     encode_positions,
     encode_travellers,
 )
-from lightning_realloc.runtime.freight import Journey
+from lightning_realloc.runtime.freight import Parcel
 from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
 
 
@@ -38,13 +40,25 @@ class Peers:
     run: int = 0
     call: int = 0
     """Which names of frames are this call's, see `Mailbox`."""
-    num_parts: int = 0
-    """Rounds of this call so far."""
+    num_calls: int = 0
+    """Generations under these names so far."""
+    num_reports: int = 0
     num_shipments: int = 0
+    """Both so far, whoever sent them; all ranks count alike, since all of them plan the same."""
 
     def at(self, run: int, call: int) -> None:
         """Say that another call begins."""
-        self.run, self.call, self.num_parts = run, call, 0
+        self.run, self.call, self.num_calls = run, call, 0
+
+    def report_number(self) -> int:
+        """Return the number of the next round's messages; see `Freight`."""
+        self.num_reports += 1
+        return 3 * self.num_reports
+
+    def shipment_number(self) -> int:
+        """Return the number of the next shipment's first message; the second one's is one higher."""
+        self.num_shipments += 1
+        return 3 * self.num_shipments + 1
 
 
 @dataclass(slots=True)
@@ -52,12 +66,15 @@ class _Shipment:
     """Samples that go from one rank to another, as planned in one round."""
 
     number: int
+    """Of its first message; the second one's is one higher."""
     moves: tuple[SampleMove, ...]
     step: int
     """The round that planned it."""
-    bulk: Journey | None = None
-    rest: Journey | None = None
+    bulk: Parcel | None = None
+    rest: Parcel | None = None
     """To this rank: what comes when the samples leave."""
+    steps_left: int = 0
+    """From this rank: after how many steps the bulk is taken to have arrived."""
     num_sent: dict[int, int] = field(default_factory=dict)
     """From this rank: sample id -> positions in the bulk."""
 
@@ -69,7 +86,7 @@ class _Shipment:
     @property
     def is_ready(self) -> bool:
         """Whether its next stage waits for nobody."""
-        return all(journey is None or journey.is_over for journey in (self.bulk, self.rest))
+        return self.steps_left <= 0 and all(parcel is None or parcel.has_arrived() for parcel in (self.bulk, self.rest))
 
 
 class Shipping:
@@ -103,6 +120,8 @@ class Shipping:
         """Samples on their way to this rank, by id, as they were told of."""
         self.moved_in: dict[int, int] = {}
         """Sample id -> the round in which it last came to this rank."""
+        self.any_moves = False
+        """Whether samples were to move between any two ranks."""
         self.num_sent = self.num_received = self.bytes_sent = 0
         self.stall_s = 0.0
 
@@ -116,17 +135,24 @@ class Shipping:
         """Whether samples are on their way to this rank."""
         return bool(self._arriving)
 
-    def begin(self, moves: Sequence[SampleMove], told: Iterable[LiveSample], step: int) -> None:
-        """Begin to carry out the moves of a round; ``told`` holds what ranks told of their samples."""
+    def begin(self, moves: Sequence[SampleMove], told: Iterable[LiveSample], step: int, bytes_per_step: float) -> None:
+        """Begin to carry out the moves of a round.
+
+        Args:
+            moves: Of all ranks.
+            told: What ranks told of their samples.
+            step: The round.
+            bytes_per_step: What is taken to travel during a step of this rank.
+        """
         known = {sample.sample_id: sample for sample in told}
         groups: dict[tuple[int, int], list[SampleMove]] = {}
+        self.any_moves |= bool(moves)
         for move in moves:
             groups.setdefault((move.source, move.target), []).append(move)
         for (source, target), group in groups.items():
-            shipment = _Shipment(self._peers.num_shipments, tuple(group), step)
-            self._peers.num_shipments += 1  # of all ranks, so that all of them count alike
+            shipment = _Shipment(self._peers.shipment_number(), tuple(group), step)
             if source == self._peers.rank:
-                self._begin_to_send(shipment)
+                self._begin_to_send(shipment, bytes_per_step)
             elif target == self._peers.rank:
                 self._begin_to_receive(shipment)
                 self.incoming |= {move.sample_id: known[move.sample_id] for move in group}
@@ -136,7 +162,7 @@ class Shipping:
         for shipment in list(self._leaving):
             self._hand_over(shipment)
 
-    def _begin_to_send(self, shipment: _Shipment) -> None:
+    def _begin_to_send(self, shipment: _Shipment, bytes_per_step: float) -> None:
         begin = self._clock()
         self._leaving.append(shipment)
         if not shipment.has_bulk:
@@ -149,14 +175,16 @@ class Shipping:
             if index is not None and move.how == "send":
                 shipment.num_sent[move.sample_id] = end = self._run.samples[index].num_read
                 parts.append(Positions(move.sample_id, 0, end, self._run.read_positions(index, 0, end)))
-        shipment.bulk = self._send(shipment, encode_positions(parts, self._run.describe_cache()), stage=0)
+        content = encode_positions(parts, self._run.describe_cache())
+        self._send(shipment, content, stage=0)
+        shipment.steps_left = ceil(content.numel() / bytes_per_step)
         self.stall_s += self._clock() - begin
 
     def _begin_to_receive(self, shipment: _Shipment) -> None:
         freight, source = self._peers.mailbox.freight, shipment.moves[0].source
         if shipment.has_bulk:
-            shipment.bulk = freight.receive(source, 2 * shipment.number)
-        shipment.rest = freight.receive(source, 2 * shipment.number + 1)
+            shipment.bulk = freight.receive(source, shipment.number)
+        shipment.rest = freight.receive(source, shipment.number + 1)
         self._arriving.append(shipment)
 
     def move_on(self) -> None:
@@ -164,6 +192,8 @@ class Shipping:
         shipments = [*self._leaving, *self._arriving]
         if not shipments:
             return
+        for shipment in self._leaving:
+            shipment.steps_left -= 1
         ready = [float(shipment.is_ready) for shipment in shipments]
         for shipment, is_ready in zip(shipments, ready if self._agree is None else self._agree(ready), strict=True):
             if is_ready and shipment.rest is None:
@@ -196,11 +226,9 @@ class Shipping:
     def _take_in(self, shipment: _Shipment) -> None:
         """Let the samples of a shipment run here, or wait for slots."""
         assert shipment.rest is not None, "a shipment to this rank"
-        parts, shapes = decode_positions(shipment.bulk.wait()) if shipment.bulk is not None else ([], [])
+        parts, shapes = self._bulk_of(shipment)
         travellers, later = decode_travellers(shipment.rest.wait())
         begin = self._clock()
-        if shipment.bulk is not None:
-            self._pace.take_transfer(sum(part.content.numel() for part in parts), shipment.bulk.seconds)
         self._arriving.remove(shipment)
         for move in shipment.moves:
             del self.incoming[move.sample_id]
@@ -222,6 +250,12 @@ class Shipping:
         self.num_received += len(travellers)
         self._note_stall(self._clock() - begin, sum(traveller.num_sent > 0 for traveller in travellers))
 
+    def _bulk_of(self, shipment: _Shipment) -> tuple[list[Positions], list[LayerShape]]:
+        if shipment.bulk is None:
+            return [], []
+        self._pace.take_transfer(in_time=shipment.bulk.has_arrived())
+        return decode_positions(shipment.bulk.wait())
+
     def _settle(self, traveller: Traveller, step: int) -> int:
         """Make a sample one of this rank's; return its index."""
         sample, origin = traveller.sample, traveller.origin
@@ -238,14 +272,13 @@ class Shipping:
     def wait(self) -> None:
         """Wait for the shipment that was begun first, and take it in."""
         shipment = self._arriving[0]
-        for journey in (shipment.bulk, shipment.rest):
-            if journey is not None:
-                journey.wait()
+        assert shipment.rest is not None, "a shipment to this rank"
+        shipment.rest.wait()
         self._take_in(shipment)
 
-    def _send(self, shipment: _Shipment, content: Tensor, *, stage: int) -> Journey:
+    def _send(self, shipment: _Shipment, content: Tensor, *, stage: int) -> None:
         self.bytes_sent += content.numel()
-        return self._peers.mailbox.freight.send(shipment.moves[0].target, 2 * shipment.number + stage, content)
+        self._peers.mailbox.freight.send(shipment.moves[0].target, shipment.number + stage, content)
 
     def _note_stall(self, seconds: float, num_samples: int) -> None:
         self.stall_s += seconds
@@ -255,6 +288,9 @@ class Shipping:
     def bring_back(self) -> list[Sample]:
         """Bring samples that ended elsewhere back to where they were asked for; return those of this rank."""
         peers, run = self._peers, self._run
+        if not self.any_moves:
+            return []
+        peers.num_calls += 1
         for other in peers.others:
             theirs = [
                 Traveller(origin, run.samples[index])
@@ -262,10 +298,10 @@ class Shipping:
                 if origin.rank == other and not run.is_away(index)
             ]
             content = encode_travellers(theirs)
-            peers.mailbox.send([other], FrameKind.RETURNED, peers.run, peers.call, content, part=peers.num_parts)
+            peers.mailbox.send([other], FrameKind.RETURNED, peers.run, peers.call, content, part=peers.num_calls)
         back = []
         for other in peers.others:
-            content = peers.mailbox.receive(FrameKind.RETURNED, peers.run, peers.call, other, part=peers.num_parts)
+            content = peers.mailbox.receive(FrameKind.RETURNED, peers.run, peers.call, other, part=peers.num_calls)
             for traveller in decode_travellers(content)[0]:
                 run.come_back(traveller.origin.index, traveller.sample)
                 back.append(run.samples[traveller.origin.index])

@@ -1,14 +1,14 @@
 """How do large messages travel while both ends do something else?
 
-Either end is told of the message by other means, such as a plan that both of them made; it names the message by a tag.
-A thread waits for every message, since work on gloo cannot be asked whether it is over, only waited for.
+Either end is told of the message by other means, such as a plan that both of them made; it names the message by a
+number. Receiving begins at once, and gloo's own threads go on with it. Whether a message is there can be asked: work on
+gloo only tells by being waited for, so the last byte of every part is a mark, and a buffer begins without it. Where
+memory were to be filled in another order, the mark would come early and `Parcel.wait` would take a moment longer.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
+from collections import deque
 
 import torch
 import torch.distributed as dist
@@ -18,48 +18,64 @@ from lightning_realloc.errors import ReallocError
 
 _FIRST_TAG = 16
 """Those below belong to the mailbox, which has the same group."""
+_FIRST_BYTES = 16_384
+"""Of a message's first part: 8 for the size of its content, the content's first bytes, and the mark."""
+_IN_FIRST = _FIRST_BYTES - 9
+_MARK = 0xA5
+_MOST_POSTED = 1024
 
 
-class Journey:
-    """One message on its way."""
+class Parcel:
+    """A message on its way to this rank."""
 
-    def __init__(self, carry: Callable[[], Tensor]) -> None:
-        """Let ``carry`` run in a thread until it returns what travelled."""
-        self._carry = carry
-        self._over = threading.Event()
-        self._content: Tensor | None = None
-        self._error: RuntimeError | None = None
-        self.seconds = 0.0
-        """From its begin to its end, once it is over."""
-        threading.Thread(target=self._run, name="freight", daemon=True).start()
+    def __init__(self, group: dist.ProcessGroup, source: int, tag: int) -> None:
+        self._group = group
+        self._source = source
+        self._tag = tag
+        self._first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
+        self._rest = torch.empty(0, dtype=torch.uint8)
+        self._first_work = self._receive(self._first)
+        self._rest_work: dist.Work | None = None
+        self._is_open = False
+        """Whether the first part was looked into."""
 
-    @property
-    def is_over(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        return self._over.is_set()
+    def has_arrived(self) -> bool:
+        """Return whether `wait` would return at once."""
+        if not self._is_open:
+            if self._first[-1] != _MARK:
+                return False
+            self._open()
+        return self._rest_work is None or bool(self._rest[-1] == _MARK)
 
     def wait(self) -> Tensor:
-        """Return the content, a (bytes,) uint8 tensor on the host, once it has arrived, or has left for good.
+        """Return the content, a (bytes,) uint8 tensor on the host, once it has arrived.
 
         Raises:
             ReallocError: if the other end is gone.
         """
-        self._over.wait()
-        if self._error is not None:
-            raise ReallocError(
-                f"a rank ended while samples were on their way ({self._error}); see its own log"
-            ) from self._error
-        assert self._content is not None, "a journey ends with its content or with an error"
-        return self._content
+        if not self._is_open:
+            self._open()
+        if self._rest_work is not None:
+            _wait(self._rest_work)
+        size = self._size
+        head = self._first[8 : 8 + min(size, _IN_FIRST)]
+        return torch.cat([head, self._rest[:-1]]) if size > _IN_FIRST else head
 
-    def _run(self) -> None:
-        begin = time.perf_counter()
-        try:
-            self._content = self._carry()
-        except RuntimeError as error:
-            self._error = error
-        self.seconds = time.perf_counter() - begin
-        self._over.set()
+    @property
+    def _size(self) -> int:
+        return int(self._first[:8].view(torch.int64))
+
+    def _open(self) -> None:
+        _wait(self._first_work)
+        self._is_open = True
+        if self._size > _IN_FIRST:
+            self._rest = torch.zeros(self._size - _IN_FIRST + 1, dtype=torch.uint8)
+            self._rest_work = self._receive(self._rest)
+
+    def _receive(self, part: Tensor) -> dist.Work:
+        work = dist.irecv(part, self._source, group=self._group, tag=self._tag)
+        assert work is not None, "this rank is part of the group"
+        return work
 
 
 class Freight:
@@ -71,32 +87,28 @@ class Freight:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self._posted: deque[list[dist.Work]] = deque(maxlen=_MOST_POSTED)
 
-    def send(self, to: int, number: int, content: Tensor) -> Journey:
-        """Begin to send a (bytes,) uint8 tensor on the host; it must not change any more."""
-        size = torch.tensor([content.numel()])
-        parts = [size, content] if content.numel() else [size]
+    def send(self, to: int, number: int, content: Tensor) -> None:
+        """Begin to send a (bytes,) uint8 tensor on the host, to be received before a thousand others are sent."""
+        first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
+        first[:8] = torch.tensor([content.numel()]).view(torch.uint8)
+        head, tail = content[:_IN_FIRST], content[_IN_FIRST:]
+        first[8 : 8 + len(head)] = head
+        first[-1] = _MARK
+        parts = [first]
+        if len(tail):
+            parts.append(torch.cat([tail, torch.tensor([_MARK], dtype=torch.uint8)]))
         works = [dist.isend(part, to, group=self._group, tag=_FIRST_TAG + number) for part in parts]
+        self._posted.append([work for work in works if work is not None])  # or they would be dropped on the way
 
-        def carry() -> Tensor:
-            for work in works:
-                assert work is not None, "this rank is part of the group"
-                work.wait()
-            return content
-
-        return Journey(carry)
-
-    def receive(self, source: int, number: int) -> Journey:
+    def receive(self, source: int, number: int) -> Parcel:
         """Begin to receive what ``source`` sends under this number."""
-        size = torch.empty(1, dtype=torch.int64)
-        work = dist.irecv(size, source, group=self._group, tag=_FIRST_TAG + number)
+        return Parcel(self._group, source, _FIRST_TAG + number)
 
-        def carry() -> Tensor:
-            assert work is not None, "this rank is part of the group"
-            work.wait()
-            content = torch.empty(int(size), dtype=torch.uint8)
-            if content.numel():
-                dist.recv(content, source, group=self._group, tag=_FIRST_TAG + number)
-            return content
 
-        return Journey(carry)
+def _wait(work: dist.Work) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise ReallocError(f"a rank ended while something was on its way from it ({error}); see its own log") from error

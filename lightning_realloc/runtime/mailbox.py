@@ -47,9 +47,7 @@ class FrameKind(IntEnum):
     """Why a rank cannot go on."""
     HISTORY = 5
     """What a rank generated in a call, to the drafters of ranks that generate other samples."""
-    LOAD = 6
-    """What a rank has left to generate, to ranks that may take some of it."""
-    RETURNED = 7
+    RETURNED = 6
     """Responses that a rank finished for another one."""
 
 
@@ -81,13 +79,16 @@ class Mailbox:
         self._arrived: dict[Frame, Tensor] = {}
         self._failures: dict[int, tuple[bool, str, str]] = {}
         self._on_the_way: list[tuple[int, dist.Work, Tensor]] = []
+        self._freight: Freight | None = None
         self.seconds_waited = 0.0
 
     @property
     def freight(self) -> Freight:
         """For what is too large to hold anybody up; between several processes only."""
-        assert self._group is not None, "a single process has nobody to send to"
-        return Freight(self._group)
+        if self._freight is None:
+            assert self._group is not None, "a single process has nobody to send to"
+            self._freight = Freight(self._group)
+        return self._freight
 
     @property
     def others(self) -> tuple[int, ...]:

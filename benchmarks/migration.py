@@ -1,0 +1,248 @@
+"""What does it gain to move samples between data-parallel ranks while they are generated?
+
+Two engines on the same weights in every rank, one of which moves samples; they take turns, with new prompts and lengths
+in every turn. Nobody knows the lengths beforehand: a sample ends at a place that only the stop rule knows, as if by its
+end token. The makespan is from the moment at which all ranks begin to that at which the last one ends, in wall seconds;
+ranks compute on one thread each, so four of them share two cores where a machine has no more.
+
+The lower bound is that of a perfect division: all ranks' seconds of decoding without moves, divided among them, or the
+longest sample alone, whichever is longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from benchmarks.generation import build_model
+from benchmarks.harness import BenchmarkReport, make_parser
+from benchmarks.ranks import answers_of_ranks
+from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams
+from lightning_realloc.generation.samples import Sample
+from lightning_realloc.generation.shipping import Peers
+from lightning_realloc.generation.stopping import StopRule
+from lightning_realloc.runtime.mailbox import Mailbox
+
+LONGEST = 384
+PROMPT_TOKENS = (16, 64)
+MOVING, STAYING = "moving", "staying"
+FASTER_ON_SKEWED, SLOWER_ON_EVEN = 1.15, 0.98
+
+
+Turn = tuple[float, Sequence[Mapping[str, Any]]]
+"""Seconds of the longest sample alone, and what every rank told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """How long responses of which ranks are."""
+
+    name: str
+    means: tuple[float, float]
+    """Mean length on the first rank, and on the others."""
+    spread: str
+    """"geometric", "lognormal" or "uniform"."""
+    at_least: float | None = None
+    """Ratio of makespans to reach."""
+    samples: int = 64
+    """Per rank."""
+    slots: int = 16
+    """Of a rank."""
+
+    def lengths(self, rank: int, count: int, seed: int) -> list[int]:
+        """Return the lengths of a rank's responses."""
+        generator = torch.Generator().manual_seed(1000 * seed + rank)
+        mean = self.means[min(rank, 1)]
+        uniform = torch.rand(count, generator=generator).clamp(1e-9, 1 - 1e-9)
+        if self.spread == "geometric":
+            drawn = uniform.log() / torch.tensor(1 - 1 / mean).log()
+        elif self.spread == "lognormal":  # of which the logarithm deviates by 1
+            drawn = mean * torch.exp(torch.special.ndtri(uniform) - 0.5)
+        else:
+            drawn = mean * (0.85 + 0.3 * uniform)
+        lengths: list[int] = drawn.ceil().clamp(1, LONGEST).long().tolist()
+        return lengths
+
+
+CASES = (
+    Case("skewed", (160.0, 40.0), "geometric", at_least=FASTER_ON_SKEWED),
+    Case("skewed, all begun", (160.0, 40.0), "geometric", at_least=FASTER_ON_SKEWED, samples=32, slots=32),
+    Case("heavy tail", (80.0, 80.0), "lognormal"),
+    Case("alike", (80.0, 80.0), "geometric"),
+    Case("even", (120.0, 120.0), "uniform", at_least=SLOWER_ON_EVEN),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is measured."""
+
+    world_sizes: tuple[int, ...] = (2, 4)
+    model: str = "tiny"
+    turns: int = 8
+    seed: int = 1
+
+
+class _EndsWhereItWill(StopRule):
+    """Ends each sample after a number of tokens that nobody else knows."""
+
+    def __init__(self, lengths: Mapping[int, int]) -> None:
+        super().__init__(token_ids=frozenset())
+        self._lengths = lengths
+
+    def update(self, sample: Sample) -> bool:
+        """See the base."""
+        if len(sample.token_ids) >= self._lengths[sample.sample_id]:
+            sample.finish_reason = "stop"
+        return sample.finish_reason is not None
+
+
+class _Engine(GenerationEngine):
+    """One whose responses have given lengths."""
+
+    lengths: Mapping[int, int] = {}
+
+    def _stop_rule(self, params: SamplingParams) -> StopRule:
+        return _EndsWhereItWill(self.lengths)
+
+
+def measure_on_rank(rank: int, settings: Settings, cases: Sequence[Case], answers: Connection) -> None:
+    """Measure all cases with the other ranks; the first rank sends what every turn came to."""
+    world_size = dist.get_world_size()
+    mailbox = Mailbox(rank, world_size, dist.new_group(backend="gloo"))
+    model = build_model(settings.model, torch.float32)
+    peers = Peers(mailbox, rank, mailbox.others)
+    for case in cases:
+        engines = {
+            MOVING: _Engine(model, max_slots=case.slots, peers=peers),
+            STAYING: _Engine(model, max_slots=case.slots),
+        }
+        for turn in range(-1, settings.turns):
+            work = _draw(case, settings, world_size, turn, model.config.vocab_size)
+            order = (MOVING, STAYING) if turn % 2 else (STAYING, MOVING)
+            made = {arm: _run(engines[arm], work, rank, case, settings.seed) for arm in order}
+            moved = engines[MOVING].migration_stats
+            mine = {
+                "seconds": {arm: made[arm][1] for arm in made},
+                "same": made[MOVING][0] == made[STAYING][0],
+                "busy_s": made[STAYING][2],
+                "moves": asdict(moved),
+            }
+            everybody: list[Any] = [None] * world_size
+            dist.all_gather_object(everybody, mine)
+            if rank == 0 and turn >= 0:  # the first turn warms up, and learns how long steps take
+                longest_s = _seconds_of_one(engines[STAYING], work, max(work.lengths.values()))
+                answers.send((case.name, world_size, turn, longest_s, everybody))
+            mailbox.let_go(peers.run)
+            dist.barrier()
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    prompts: Mapping[int, tuple[int, ...]]
+    """By sample id, those of one rank next to each other."""
+    lengths: Mapping[int, int]
+
+
+def _draw(case: Case, settings: Settings, world_size: int, turn: int, vocabulary: int) -> _Work:
+    seed = 100 * settings.seed + turn
+    generator = torch.Generator().manual_seed(seed)
+    count = case.samples * world_size
+    sizes = torch.randint(PROMPT_TOKENS[0], PROMPT_TOKENS[1] + 1, (count,), generator=generator).tolist()
+    prompts = [tuple(torch.randint(3, vocabulary, (size,), generator=generator).tolist()) for size in sizes]
+    lengths = [n for rank in range(world_size) for n in case.lengths(rank, case.samples, seed)]
+    return _Work(dict(enumerate(prompts)), dict(enumerate(lengths)))
+
+
+def _run(engine: _Engine, work: _Work, rank: int, case: Case, seed: int) -> tuple[list[tuple[int, ...]], float, float]:
+    """Return the tokens, the makespan of all ranks, and this rank's own seconds."""
+    engine.lengths = work.lengths
+    ids = list(range(rank * case.samples, (rank + 1) * case.samples))
+    params = SamplingParams(max_new_tokens=LONGEST, seed=seed)
+    dist.barrier()
+    begin = time.perf_counter()
+    completions: list[Completion] = engine.generate([work.prompts[i] for i in ids], params, sample_ids=ids)
+    own_s = time.perf_counter() - begin
+    dist.barrier()
+    return [completion.token_ids for completion in completions], time.perf_counter() - begin, own_s
+
+
+def _seconds_of_one(engine: _Engine, work: _Work, length: int) -> float:
+    engine.lengths = {0: length}
+    begin = time.perf_counter()
+    engine.generate([work.prompts[0]], SamplingParams(max_new_tokens=LONGEST))
+    return time.perf_counter() - begin
+
+
+def summarise(
+    case: Case, world_size: int, turns: Sequence[tuple[float, Sequence[Mapping[str, Any]]]]
+) -> dict[str, Any]:
+    """Return the row of a case."""
+    makespans = {arm: [max(rank["seconds"][arm] for rank in ranks) for _, ranks in turns] for arm in (MOVING, STAYING)}
+    bounds = [max(sum(rank["busy_s"] for rank in ranks) / world_size, longest_s) for longest_s, ranks in turns]
+    moves = [rank["moves"] for _, ranks in turns for rank in ranks]
+    num_moved = sum(of["num_received"] for of in moves)
+    return {
+        "lengths": case.name,
+        "ranks": world_size,
+        "turns": len(turns),
+        "staying_s": median(makespans[STAYING]),
+        "moving_s": median(makespans[MOVING]),
+        "ratio": median(s / m for s, m in zip(makespans[STAYING], makespans[MOVING], strict=True)),
+        "over_bound": median(m / bound for m, bound in zip(makespans[MOVING], bounds, strict=True)),
+        "staying_over_bound": median(s / bound for s, bound in zip(makespans[STAYING], bounds, strict=True)),
+        "moves_per_turn": num_moved / len(turns),
+        "stall_ms_per_move": 1e3 * sum(of["stall_s"] for of in moves) / num_moved if num_moved else 0.0,
+        "kB_per_move": sum(of["bytes_sent"] for of in moves) / num_moved / 1e3 if num_moved else 0.0,
+        "differing": sum(not rank["same"] for _, ranks in turns for rank in ranks),
+    }
+
+
+def run(settings: Settings, cases: Sequence[Case], report: BenchmarkReport) -> None:
+    """Measure cases on every number of ranks, and judge them."""
+    for world_size in settings.world_sizes:
+        told = _told(answers_of_ranks(measure_on_rank, settings, cases, world_size=world_size))
+        for case in cases:
+            row = summarise(case, world_size, told[case.name])
+            report.add_row(**row)
+            name = f"{case.name}, {world_size} ranks"
+            if case.at_least is not None:
+                report.require_at_least(f"{name}: makespan without moves over with", row["ratio"], case.at_least)
+            report.require_at_most(f"{name}: responses with other tokens", row["differing"], 0)
+
+
+def _told(answers: Iterator[Any]) -> dict[str, list[Turn]]:
+    told: dict[str, list[Turn]] = {}
+    for case, _, _, longest_s, ranks in answers:
+        told.setdefault(case, []).append((longest_s, ranks))
+    return told
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; return the exit code."""
+    parser = make_parser(__doc__ or "")
+    defaults = Settings()
+    parser.add_argument("--turns", type=int, default=defaults.turns, help="of each case, both arms in each")
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(defaults.world_sizes), help="numbers of ranks")
+    parser.add_argument("--only", help="run the cases whose name contains this text")
+    options: argparse.Namespace = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    settings = Settings(world_sizes=tuple(options.ranks), turns=options.turns)
+    report = BenchmarkReport("migration", seeds=(settings.seed,), settings={"clock": "wall time", **asdict(settings)})
+    run(settings, [case for case in CASES if options.only is None or options.only in case.name], report)
+    return report.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
