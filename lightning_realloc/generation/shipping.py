@@ -270,7 +270,11 @@ class Shipping:
         return index
 
     def wait(self) -> None:
-        """Wait for the shipment that was begun first, and take it in."""
+        """Wait for the shipment that was begun first, and take it in.
+
+        Nothing is left to leave, or two ranks could wait for each other.
+        """
+        self.hand_over_all()
         shipment = self._arriving[0]
         assert shipment.rest is not None, "a shipment to this rank"
         shipment.rest.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, migration
 from lightning_realloc.generation.migration import MigrationStats
+from lightning_realloc.generation.rank_load import MoveCost, RankLoad, SampleMove
 from lightning_realloc.generation.shipping import Peers
 from lightning_realloc.runtime.mailbox import Mailbox
 from tests.generation.random_moves import at_random
@@ -99,6 +100,35 @@ def test_samples_that_move_at_random_get_the_tokens_of_one_rank(
             assert completion.logprobs == pytest.approx(alone[completion.sample_id].logprobs, abs=1e-5)
         sent, received = (sum(getattr(rank[call][1], name) for rank in ranks) for name in ("num_sent", "num_received"))
         assert sent == received > 0
+
+
+def _exchange(loads: Sequence[RankLoad], cost: MoveCost, *, step: int, **_: Any) -> tuple[SampleMove, ...]:
+    """Let each of two ranks send its sample to the other in the second round."""
+    return tuple(
+        SampleMove(sample.sample_id, load.rank, 1 - load.rank, "send")
+        for load in loads if step == 2 for sample in load.samples
+    )  # fmt: skip
+
+
+def _end_on_the_way() -> tuple[list[int], MigrationStats]:
+    """Return the lengths of samples that end after their bulk has left, on ranks without any other."""
+    peers, rank = _peers(), dist.get_rank()
+    with mock.patch.multiple(migration, plan_balance=_exchange, PERIOD_STEPS=4):
+        engine = GenerationEngine(tiny_model("llama"), peers=peers, clock=lambda: 0.0)
+        assert engine._migration is not None
+        engine._migration.pace.bytes_per_s = 1e-6  # the bulk is thought to travel for ever
+        engine._migration.pace.steps.observe(1, 1.0)
+        params = SamplingParams(max_new_tokens=10, ignore_eos=True)
+        made = engine.generate([[5 + rank]], params, sample_ids=[rank])
+    peers.mailbox.let_go(0)
+    return [len(completion.token_ids) for completion in made], engine.migration_stats
+
+
+def test_ranks_whose_samples_end_on_the_way_do_not_wait_for_each_other(workers: WorkerPool) -> None:
+    for lengths, stats in workers.run(_end_on_the_way, world_size=2, deadline_s=15.0):
+        assert lengths == [10]
+        assert stats.bytes_sent > 2000  # the bulk left, and nothing followed it
+        assert stats.num_sent == stats.num_received == 0
 
 
 def _ids_used_twice() -> str:
