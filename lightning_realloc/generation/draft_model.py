@@ -86,12 +86,12 @@ class ModelDrafter(Drafter):
         ahead[first], ahead[second] = ahead[second], ahead[first]
 
     def propose(
-        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, *, least_survival: float
+        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
     ) -> list[Draft]:
         for slot, sample in enumerate(running):
             self._keep_what_stood(slot, sample)
         room = [min(limit, self._context - sample.position - 1) for limit, sample in zip(limits, running, strict=True)]
-        drafts = [_Draft(limit, least_survival) for limit in room]
+        drafts = [_Draft(limit, least) for limit, least in zip(room, least_survivals, strict=True)]
         if not any(draft.grows for draft in drafts):
             return [draft.made() for draft in drafts]
         logits = self._read_what_is_new(running)

@@ -29,14 +29,13 @@ class AcceptanceRates:
         self._counts: dict[object, list[float]] = {}
         """Stood and tried, older ones counting less."""
         self._all = [_START * _PRIOR_WEIGHT, _PRIOR_WEIGHT]
+        self._chances: dict[object, float] = {}
+        """As last learnt."""
 
     def __call__(self, kind: object) -> float:
         """Return the chance that a token of this kind stands, given that those before it do."""
-        overall = self._all[0] / self._all[1]
-        counts = self._counts.get(kind)
-        if counts is None:
-            return overall
-        return (counts[0] + _PRIOR_WEIGHT * overall) / (counts[1] + _PRIOR_WEIGHT)
+        chance = self._chances.get(kind)
+        return self._all[0] / self._all[1] if chance is None else chance
 
     def learn(self, kinds: Sequence[object], stood: int) -> None:
         """Take the outcome of a draft whose first ``stood`` tokens stood; those behind the first fallen say nothing."""
@@ -48,6 +47,8 @@ class AcceptanceRates:
             for pair in (counts, self._all):
                 pair[0] = _MEMORY * pair[0] + won
                 pair[1] = _MEMORY * pair[1] + 1.0
+            overall = self._all[0] / self._all[1]
+            self._chances[kind] = (counts[0] + _PRIOR_WEIGHT * overall) / (counts[1] + _PRIOR_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,9 @@ class Budget:
     lengths: tuple[int, ...]
     tokens_per_s: float
     """Expected."""
+    price: float | None
+    """Chance to stand, times weight, between those of the last token in the plan and the first one that is not; None
+    where all are in it, or none."""
 
 
 def plan_budget(
@@ -93,4 +97,5 @@ def plan_budget(
     lengths = [0] * num_rows
     for _, row in slots[:best]:
         lengths[-row] += 1
-    return Budget(tuple(lengths), best_rate)
+    price = (slots[best - 1][0] + slots[best][0]) / 2 if 0 < best < len(slots) else None
+    return Budget(tuple(lengths), best_rate, price)

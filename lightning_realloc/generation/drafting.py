@@ -7,7 +7,7 @@ continued in several ways, that hits the target's choice far more often than the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -54,11 +54,11 @@ class Drafter:
         """New samples are in these slots."""
 
     def propose(
-        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, *, least_survival: float
+        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
     ) -> list[Draft]:
         """Return a draft for each running sample, in the order of slots, of at most ``limits`` tokens.
 
-        A draft may end where the chance that all of its tokens stand falls below ``least_survival``.
+        A draft may end where the chance that all of its tokens stand falls below its ``least_survivals``.
         """
         return [NO_DRAFT] * len(running)
 
@@ -81,30 +81,28 @@ class Followers:
 
     def __init__(self) -> None:
         """Hold nothing yet."""
-        self._seen: dict[tuple[int, ...], list[int]] = {}
+        # Tuples of numbers, which the garbage collector stops to visit: of lists there would be hundreds of thousands.
+        self._seen: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def add(self, tokens: Sequence[int], begin: int) -> None:
         """Take what ``tokens[begin:]`` say, each after those before it."""
+        seen = self._seen
         for place in range(max(begin, 1), len(tokens)):
             follower = tokens[place]
             for order in ORDERS:
-                if order <= place:
-                    self._add(tuple(tokens[place - order : place]), follower)
+                if order > place:
+                    continue
+                context = tuple(tokens[place - order : place])
+                known = seen.get(context)
+                if known is None:
+                    seen[context] = (follower,)
+                elif len(known) < _MOST_FOLLOWERS:
+                    index = bisect_left(known, follower)
+                    seen[context] = (*known[:index], follower, *known[index:])
 
-    def after(self, tokens: Sequence[int]) -> tuple[int, list[int]]:
-        """Return the longest known context that ``tokens`` end with and what followed it, sorted; (0, []) for none."""
-        for order in ORDERS:
-            found = self._seen.get(tuple(tokens[-order:])) if order <= len(tokens) else None
-            if found is not None:
-                return order, found
-        return 0, []
-
-    def _add(self, context: tuple[int, ...], follower: int) -> None:
-        known = self._seen.get(context)
-        if known is None:
-            self._seen[context] = [follower]
-        elif len(known) < _MOST_FOLLOWERS:
-            insort(known, follower)
+    def of(self, context: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return what followed a context, sorted; None where it was not seen."""
+        return self._seen.get(context)
 
 
 class _Lookup(Drafter, ABC):
@@ -119,11 +117,11 @@ class _Lookup(Drafter, ABC):
         self._verification = verification
 
     def propose(
-        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, *, least_survival: float
+        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
     ) -> list[Draft]:
         return [
-            self._draft(sample, limit, chance, least_survival) if limit else NO_DRAFT
-            for sample, limit in zip(running, limits, strict=True)
+            self._draft(sample, limit, chance, least) if limit else NO_DRAFT
+            for sample, limit, least in zip(running, limits, least_survivals, strict=True)
         ]
 
     @abstractmethod
@@ -148,7 +146,7 @@ class _Lookup(Drafter, ABC):
             if self._verification.anticipates:
                 kind += (_sureness(followers, token, index),)
             else:
-                laws.append(tuple(followers))
+                laws.append(followers)
             survival *= chance(kind)
             if survival < least_survival:
                 break
@@ -258,14 +256,16 @@ def _context_of(sample: Sample) -> list[int]:
     return [*sample.prompt[len(taken) - longest :], *taken] if len(taken) < longest else list(taken)
 
 
-def _best(sources: Sequence[tuple[str, Followers]], context: Sequence[int]) -> tuple[str, int, list[int]]:
+def _best(sources: Sequence[tuple[str, Followers]], context: Sequence[int]) -> tuple[str, int, tuple[int, ...]]:
     """Return the name, order and followers of the longest context; of equals that of the first source."""
-    best: tuple[str, int, list[int]] = ("", 0, [])
-    for name, followers in sources:
-        order, found = followers.after(context)
-        if order > best[1]:
-            best = (name, order, found)
-    return best
+    for order in ORDERS:
+        if order <= len(context):
+            own = tuple(context[-order:])
+            for name, followers in sources:
+                found = followers.of(own)
+                if found is not None:
+                    return name, order, found
+    return "", 0, ()
 
 
 def _sureness(followers: Sequence[int], token: int, index: int) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.draft_planner import AcceptanceRates, Budget, plan_budget
+from lightning_realloc.generation.draft_planner import MARGIN, AcceptanceRates, Budget, plan_budget
+from lightning_realloc.generation.draft_worth import Payoff, token_worths
 from lightning_realloc.generation.drafting import Drafter
 from lightning_realloc.generation.remaining_lengths import RemainingLengths
 from lightning_realloc.generation.samples import Sample
@@ -18,16 +19,16 @@ from lightning_realloc.generation.speculation import Speculation
 from lightning_realloc.generation.step_costs import SpeculationCosts, effective_tokens
 from lightning_realloc.generation.verification import NO_DRAFT, Draft, Verification
 
-_EXPLORE_EVERY = 128
-_LONGEST_REST = 64
-_PATIENCE = 4
-"""Steps in a row in which drafting does not pay before it rests."""
+_SETTLED = 6
+"""Plain steps in a row after which another one takes as long as it does among its like: right behind verifying ones it
+takes up to a fifth longer."""
+_PLAN_EVERY = 4
+"""Steps after which a plan is made anew; until then its price and width hold."""
 _LEAST_SURVIVAL = 0.02
-_CHEAP = 0.01
-"""Share of a step below which drafting in vain is not worth avoiding."""
+_DOUBT = 0.5
+"""Share of the chance a token must have to pay, down to which it is drafted: an estimate may be too low."""
 _FEW = 4
 """Samples for which every draft may be as long as it likes: their padding costs little."""
-_DRAFTING_RATE = 0.2
 _AGREE_EVERY = 16
 _BY_DEPTH = tuple(("depth", depth) for depth in range(256))
 
@@ -44,6 +45,21 @@ class SpeculationStats:
     planning_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is drafted and verified until the next plan."""
+
+    num_rows: int
+    until: int
+    """Number of the first step that needs another one."""
+    depth: int
+    """Most tokens of one draft; 0: nothing is drafted."""
+    worths: Sequence[float]
+    """Of a token of each sample, in seconds."""
+    least_survivals: Sequence[float]
+    """For each sample, the chance to stand that a token needs."""
+
+
 @dataclass(slots=True)
 class _Observation:
     """Seconds of one step, to be agreed on before they are learnt from."""
@@ -56,8 +72,13 @@ class _Observation:
     """Most tokens of one draft that were made."""
     drafted: bool
     """Whether drafting did not rest."""
+    is_settled: bool
+    """Whether it is one of many plain steps in a row."""
+    gained_s: float
+    """What its tokens were worth, if drafted."""
     step_s: float
-    drafting_s: float
+    preparing_s: float
+    """Of drafting and planning."""
 
 
 class Speculator:
@@ -84,14 +105,17 @@ class Speculator:
         self._rates = AcceptanceRates()
         self._costs = SpeculationCosts()
         self._observations: list[_Observation] = []
-        self._num_steps = self._unpaid = self._rests = self._rest = 0
+        self._payoff = Payoff()
+        self._num_steps = 0
         self._width = speculation.max_draft_tokens
         """Most tokens of one draft that were verified in the last step."""
         self._drafts: list[Draft] = []
-        self._drafting_s = 0.0
-        """Of this rank, in this step."""
-        self._usual_drafting_s = 0.0
-        """Agreed on, and so what decisions may depend on."""
+        self._plan: _Plan | None = None
+        self._worths: Sequence[float] = ()
+        """Of a token of each sample, in this step; none where nothing is drafted."""
+        self._gained_s = self._preparing_s = 0.0
+        self._num_plain = 0
+        """Steps in a row that verified nothing."""
 
     def begin(self, samples: Sequence[Sample], params: SamplingParams, num_slots: int) -> Verification:
         """Start a generation; return its verification rule.
@@ -109,7 +133,7 @@ class Speculator:
             )
         self.stats = SpeculationStats()
         self._lengths = RemainingLengths()
-        self._rest = 0
+        self._plan = None
         self._anticipates = rule.anticipates
         self.drafter.begin(samples, rule, num_slots)
         return rule
@@ -120,26 +144,13 @@ class Speculator:
         ``is_tail``: no sample waits for a slot, so that the one which takes longest decides when all are done.
         """
         self._num_steps += 1
-        begin = self.clock()
         if self._speculation.num_draft_tokens is not None:
-            limits = self._limits(running, self._speculation.num_draft_tokens)
-            self._drafts = self.drafter.propose(running, limits, self._rates, least_survival=0.0)
-            self._drafting_s = self.clock() - begin
-            chosen = self._drafts
-        elif self._rest:
-            self._rest -= 1
-            self._drafts, self._drafting_s = [], 0.0
-            return [NO_DRAFT] * len(running)
+            chosen = self._draft_fixed(running, self._speculation.num_draft_tokens)
+        elif self._rests(len(running)):
+            self._drafts, self._worths, self._preparing_s = [], (), 0.0
+            chosen = [NO_DRAFT] * len(running)
         else:
-            depth = self._depth(len(running))
-            planned = self.clock()
-            limits = self._limits(running, depth)
-            self._drafts = self.drafter.propose(running, limits, self._rates, least_survival=_LEAST_SURVIVAL)
-            drafted = self.clock()
-            self._drafting_s = drafted - planned
-            chosen = self._choose(self._drafts, self._worth(running) if is_tail else None)
-            self.stats.planning_s += self.clock() - drafted + planned - begin
-        self.stats.drafting_s += self._drafting_s
+            chosen = self._draft_what_pays(running, is_tail)
         self.stats.drafted_tokens += sum(map(len, self._drafts))
         return chosen
 
@@ -149,6 +160,9 @@ class Speculator:
         self.stats.accepted_tokens += sum(map(len, emitted)) - len(emitted)
         if self._speculation.num_draft_tokens is not None:
             return
+        self._num_plain = 0 if any(map(len, verified)) else self._num_plain + 1
+        if self._worths:
+            self._gained_s = self._costs.marginal(len(emitted))[0] * sum(map(len, emitted)) / len(emitted)
         # What a draft was cut off from tells something, too: a token there was right where the target drew the same.
         told = self._drafts if self._anticipates else verified
         few = range(self._num_steps % -(-len(told) // _FEW), len(told), -(-len(told) // _FEW)) if told else ()
@@ -170,9 +184,10 @@ class Speculator:
         lengths = [len(draft) for draft in verified]
         self._observations.append(
             _Observation(
-                num_rows, num_rows + sum(lengths), max(lengths), depth, bool(self._drafts), seconds, self._drafting_s
+                num_rows, num_rows + sum(lengths), max(lengths), depth, bool(self._worths), self._num_plain > _SETTLED,
+                self._gained_s, seconds, self._preparing_s,
             )
-        )
+        )  # fmt: skip
         if self._agree is None or len(self._observations) >= _AGREE_EVERY:
             self._take_observations()
 
@@ -189,58 +204,95 @@ class Speculator:
         """Return how many tokens may be drafted for each sample; its last one is never a draft's."""
         return [min(most, sample.max_new_tokens - len(sample.token_ids) - 1) for sample in running]
 
+    def _draft_fixed(self, running: Sequence[Sample], depth: int) -> list[Draft]:
+        begin = self.clock()
+        limits = self._limits(running, depth)
+        self._drafts = self.drafter.propose(running, limits, self._rates, [0.0] * len(running))
+        self.stats.drafting_s += self.clock() - begin
+        return self._drafts
+
+    def _draft_what_pays(self, running: Sequence[Sample], is_tail: bool) -> list[Draft]:
+        """Draft by the plan that holds, or draft all that may pay and make a plan of that."""
+        begin = self.clock()
+        held = self._held_plan(len(running))
+        plan = self._new_plan(running, is_tail) if held is None else held
+        self._worths = plan.worths
+        planned = self.clock()
+        limits = self._limits(running, plan.depth)
+        self._drafts = self.drafter.propose(running, limits, self._rates, plan.least_survivals)
+        drafted = self.clock()
+        chosen = self._choose(self._drafts, plan) if held is None else self._drafts
+        end = self.clock()
+        self.stats.drafting_s += drafted - planned
+        self.stats.planning_s += planned - begin + end - drafted
+        self._preparing_s = end - begin
+        return chosen
+
+    def _rests(self, num_rows: int) -> bool:
+        """Return whether nothing is drafted in this step."""
+        if not self._costs.plain.knows(num_rows):
+            return True
+        plan = self._held_plan(num_rows)
+        return self._payoff.rests(num_rows) or (plan is not None and not plan.depth)
+
+    def _held_plan(self, num_rows: int) -> _Plan | None:
+        """Return the plan that still holds; None where it is time for another one."""
+        plan = self._plan
+        return plan if plan is not None and plan.num_rows == num_rows and self._num_steps < plan.until else None
+
+    def _new_plan(self, running: Sequence[Sample], is_tail: bool) -> _Plan:
+        """Return a plan to draft all that may pay."""
+        num_rows = len(running)
+        plain_s, row_s, token_s = self._costs.marginal(num_rows)
+        # Without a tail a waiting sample takes the slot: no step is saved, whoever is ahead.
+        worths = token_worths(self._left(running), plain_s, row_s) if is_tail else [plain_s / num_rows] * num_rows
+        least = [max(_DOUBT * token_s / worth, _LEAST_SURVIVAL) for worth in worths]
+        return _Plan(num_rows, self._num_steps + _PLAN_EVERY, self._depth(num_rows), worths, least)
+
     def _depth(self, num_rows: int) -> int:
         """Return how deep to draft: as deep as may be verified, or, by a model, as pays for its forwards."""
         most, drafting = self._speculation.max_draft_tokens, self._costs.drafting
-        if not self.drafter.costs_a_forward:
-            return most if num_rows <= _FEW else min(2 * self._width, most)
-        if not drafting.known:
+        if not self.drafter.costs_a_forward or not drafting.known:
             return most
         drafting_s = float(drafting.seconds(num_rows))
-        best, best_rate, survival, gain = 1, 0.0, 1.0, 1.0
+        rates, survival, gain = [], 1.0, 1.0
         for depth in range(1, most + 1):
             survival *= self._rates(_BY_DEPTH[depth - 1])
             gain += survival
-            rate = gain / (depth * drafting_s + self._costs.table(num_rows, depth)[depth * num_rows])
-            if rate > best_rate:
-                best, best_rate = depth, rate
-        return best
+            rates.append(gain / (depth * drafting_s + self._costs.table(num_rows, depth)[depth * num_rows]))
+        enough = max(rates) / (1.0 + MARGIN)  # of depths about as good the least: samples stay closer together
+        return 1 + next(index for index, rate in enumerate(rates) if rate >= enough)
 
-    def _worth(self, running: Sequence[Sample]) -> list[float]:
-        """Return what a token of each sample is worth beside one of the others: more where more are to come."""
-        left = [self._lengths.expected(sample.prompt_index, len(sample.token_ids), max_new_tokens=sample.max_new_tokens)
+    def _left(self, running: Sequence[Sample]) -> list[float]:
+        """Return how many tokens each sample is expected to get still."""
+        expected = self._lengths.expected
+        return [expected(sample.prompt_index, len(sample.token_ids), max_new_tokens=sample.max_new_tokens)
                 for sample in running]  # fmt: skip
-        scale = len(left) / (sum(left) + len(left))
-        return [scale * (tokens + 1.0) for tokens in left]
 
-    def _choose(self, drafts: list[Draft], worth: Sequence[float] | None) -> list[Draft]:
-        """Return what of each draft to verify, and note whether drafting pays."""
-        num_rows = len(drafts)
+    def _choose(self, drafts: list[Draft], plan: _Plan) -> list[Draft]:
+        """Return what of each draft to verify, and let the next steps go by it."""
+        self._plan = plan
         drafted = max(map(len, drafts))
         if not drafted:
-            self._count_unpaid(num_rows)
             return drafts
-        if not self._costs.plain.knows(num_rows):
-            return [NO_DRAFT] * num_rows  # or it would stay unknown for as long as drafting seems to pay
         survivals = [list(accumulate(map(self._rates, draft.kinds), mul)) for draft in drafts]
-        width, budget = self._best_budget(survivals, drafted, worth)
-        step_s, num_verified = self._costs.table(num_rows, width), sum(budget.lengths)
-        expected_tokens = budget.tokens_per_s * step_s[num_verified]
-        # What the draft took counts for whether to draft again, no longer for what to make of this one.
-        drafted_s = step_s[num_verified] + self._usual_drafting_s
-        pays = num_verified and expected_tokens * step_s[0] > num_rows * drafted_s
-        if pays:
-            self._unpaid = self._rests = 0
-            self._width = width
+        width, budget = self._best_budget(survivals, drafted, plan.worths)
+        lengths: Sequence[int] = budget.lengths
+        if not any(lengths):
+            self._plan = replace(plan, depth=0)
+            if self._payoff.tries_again(len(drafts)):
+                lengths = [1] * len(drafts)  # or what verifying takes would never be learnt anew
         else:
-            self._count_unpaid(num_rows)
-        if self._num_steps % _EXPLORE_EVERY == 0:
-            return [draft.cut(0 if pays else 1) for draft in drafts]
-        return [draft if length == len(draft) else draft.cut(length)
-                for draft, length in zip(drafts, budget.lengths, strict=True)]  # fmt: skip
+            least = plan.least_survivals
+            if budget.price is not None:
+                least = [max(budget.price / worth, _LEAST_SURVIVAL) for worth in plan.worths]
+            self._width = width
+            self._plan = replace(plan, depth=width if width < drafted else plan.depth, least_survivals=least)
+        return [draft if length >= len(draft) else draft.cut(length)
+                for draft, length in zip(drafts, lengths, strict=True)]  # fmt: skip
 
     def _best_budget(
-        self, survivals: Sequence[Sequence[float]], drafted: int, worth: Sequence[float] | None
+        self, survivals: Sequence[Sequence[float]], drafted: int, worths: Sequence[float]
     ) -> tuple[int, Budget]:
         """Return the best budget and the most tokens of one draft in it.
 
@@ -252,31 +304,21 @@ class Speculator:
         plans = []
         for width in sorted(widths):
             step_s = self._costs.table(len(survivals), width)
-            plans.append((width, plan_budget([own[:width] for own in survivals], step_s, weights=worth)))
+            plans.append((width, plan_budget([own[:width] for own in survivals], step_s, weights=worths)))
         return max(plans, key=lambda plan: plan[1].tokens_per_s)
 
-    def _count_unpaid(self, num_rows: int) -> None:
-        """Note that a draft did not pay; let drafting rest where that happens time and again and costs something."""
-        if self._usual_drafting_s < _CHEAP * self._costs.table(num_rows, 1)[0]:
-            return
-        self._unpaid += 1
-        if self._unpaid >= _PATIENCE:
-            self._rest = min(2 ** (self._rests + 2), _LONGEST_REST)
-            self._rests += 1
-            self._unpaid = _PATIENCE - 1
-
     def _take_observations(self) -> None:
-        seconds = [value for seen in self._observations for value in (seen.step_s, seen.drafting_s)]
+        seconds = [value for seen in self._observations for value in (seen.step_s, seen.preparing_s)]
         agreed = iter(seconds if self._agree is None else self._agree(seconds))
         for seen in self._observations:
-            step_s, drafting_s = next(agreed), next(agreed)
+            step_s, preparing_s = next(agreed), next(agreed)
             if seen.drafted:
-                self._usual_drafting_s += _DRAFTING_RATE * (drafting_s - self._usual_drafting_s)
-            if seen.num_tokens == seen.num_rows:
-                self._costs.plain.observe(seen.num_rows, step_s)
-            else:
+                self._payoff.learn(seen.num_rows, seen.gained_s, step_s + preparing_s)
+            if seen.num_tokens > seen.num_rows:
                 size = float(effective_tokens(seen.num_rows, seen.num_tokens, seen.width))
                 self._costs.verifying.observe(size, step_s)
+            elif seen.is_settled or not self._costs.plain.knows(seen.num_rows):
+                self._costs.plain.observe(seen.num_rows, step_s)
             if seen.depth and self.drafter.costs_a_forward:
-                self._costs.drafting.observe(seen.num_rows, drafting_s / seen.depth)
+                self._costs.drafting.observe(seen.num_rows, preparing_s / seen.depth)
         self._observations.clear()

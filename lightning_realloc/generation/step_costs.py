@@ -30,7 +30,7 @@ class StepCosts:
         self._refit_every = refit_every
         self._scale = 1.0
         self._means: dict[int, list[float]] = {}
-        """By bucket: mean size, and mean seconds divided by the scale."""
+        """By bucket: mean size, mean seconds divided by the scale, and how many steps were seen."""
         self._since_refit = 0
         self._sizes = self._seconds = np.zeros(0)
         self.version = 0
@@ -44,25 +44,30 @@ class StepCosts:
     @property
     def smallest(self) -> float | None:
         """The smallest size that was observed."""
-        return min(size for size, _ in self._means.values()) if self._means else None
+        return min(size for size, *_ in self._means.values()) if self._means else None
 
     def knows(self, size: float) -> bool:
-        """Whether a step of about this size was observed."""
-        return _bucket(size) in self._means
+        """Whether a step of about this size was observed, half as large again or two thirds as large at most."""
+        return any(size <= 1.5 * seen and seen <= 1.5 * size for seen, *_ in self._means.values())
 
     def observe(self, num_tokens: float, seconds: float) -> None:
         """Take the seconds of one step."""
         bucket = _bucket(num_tokens)
         mean = self._means.get(bucket)
         if mean is None:
-            self._means[bucket] = [float(num_tokens), seconds / self._scale]
+            seen = seconds / self._scale
+            if self._means and num_tokens < self._sizes[-1]:  # a hiccup must not pass for what a new size takes
+                seen = min(seen, 2.0 * float(self.seconds(num_tokens)) / self._scale)
+            self._means[bucket] = [float(num_tokens), seen, 1.0]
             self._refit()
             return
         ratio = seconds / (self._scale * mean[1])
         self._scale *= min(max(ratio, 1 / _MOST_DRIFT), _MOST_DRIFT) ** self._drift_rate
         observed = min(seconds / self._scale, 2.0 * mean[1])  # one hiccup must not hide a size for long
-        mean[0] += self._rate * (num_tokens - mean[0])
-        mean[1] += self._rate * (observed - mean[1])
+        mean[2] += 1.0
+        rate = max(self._rate, 1.0 / mean[2])
+        mean[0] += rate * (num_tokens - mean[0])
+        mean[1] += rate * (observed - mean[1])
         self._since_refit += 1
         if self._since_refit >= self._refit_every:
             self._refit()
@@ -78,7 +83,7 @@ class StepCosts:
         return list(zip(self._sizes.tolist(), self._seconds.tolist(), strict=True))
 
     def _refit(self) -> None:
-        self._sizes, means = np.array(sorted(self._means.values())).T
+        self._sizes, means, _ = np.array(sorted(self._means.values())).T
         # Larger steps do not take less time: the mean of the two nearest rising sequences around what was seen.
         rising = (np.maximum.accumulate(means) + np.minimum.accumulate(means[::-1])[::-1]) / 2
         self._seconds = self._scale * rising
@@ -98,18 +103,35 @@ class SpeculationCosts:
         self.drafting = StepCosts()
         """Of one token ahead, by samples."""
         self._tables: dict[tuple[int, int], list[float]] = {}
+        self._marginals: dict[int, tuple[float, float, float]] = {}
         self._tables_of = (0, 0)
+
+    def marginal(self, num_rows: int) -> tuple[float, float, float]:
+        """Return the seconds of a plain step of so many samples, and those that one sample and one draft token add."""
+        self._forget_old_tables()
+        marginal = self._marginals.get(num_rows)
+        if marginal is None:
+            half = max(num_rows // 2, 1)
+            step_s, half_s = self.plain.seconds(np.array([num_rows, half])).tolist()
+            row_s = min((step_s - half_s) / (num_rows - half), step_s / num_rows) if num_rows > half else 0.0
+            table = self.table(num_rows, 1)
+            marginal = self._marginals[num_rows] = step_s, row_s, (table[num_rows] - table[0]) / num_rows
+        return marginal
 
     def table(self, num_rows: int, width: int) -> list[float]:
         """Return the seconds of steps that verify 0, 1, 2 … tokens of so many samples, ``width`` of each at most."""
-        version = (self.plain.version, self.verifying.version)
-        if version != self._tables_of:
-            self._tables_of = version
-            self._tables.clear()
+        self._forget_old_tables()
         table = self._tables.get((num_rows, width))
         if table is None:
             table = self._tables[num_rows, width] = self._tabulate(num_rows, width)
         return table
+
+    def _forget_old_tables(self) -> None:
+        version = (self.plain.version, self.verifying.version)
+        if version != self._tables_of:
+            self._tables_of = version
+            self._tables.clear()
+            self._marginals.clear()
 
     def _tabulate(self, num_rows: int, width: int) -> list[float]:
         if not self.plain.known:

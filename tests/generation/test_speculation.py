@@ -37,7 +37,7 @@ class RandomDrafter(Drafter):
         self._vocabulary = vocabulary
 
     def propose(
-        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, *, least_survival: float
+        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
     ) -> list[Draft]:
         drafts = []
         for limit in limits:

@@ -1,0 +1,115 @@
+"""What drafted tokens are worth, in seconds, and whether drafting has paid for itself of late.
+
+A token is worth the seconds of plain steps that it saves. Every sample has to be read in every plain step until it is
+over, and there have to be as many steps as the last sample to be over needs: a token saves its own row, and a whole
+step only if it is that last sample's. Where it is not known which one that is, the step's fixed seconds are shared out
+by how likely each sample is the last. Pure: seconds and outcomes are told, never measured here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_TRIAL = 8
+"""Steps after which it is judged whether drafting pays."""
+_PAUSE = 12
+"""Plain steps in a row that tell what a plain step takes; the first ones behind verifying steps are slower."""
+_COST_OF_TRYING = 0.005
+"""Share of all seconds that drafting in vain may come to."""
+_PAUSE_AFTER = 1200
+"""Steps with drafts, for every second gained per second spent, after which a pause shows what plain steps take now."""
+_LEAST_GAIN = 0.05
+"""What drafting must gain per second spent: samples that get ahead are over early, and the last steps run with few."""
+_RATE = 0.3
+"""Weight of the last trial."""
+_MOST_LOSS = 0.5
+"""Share of its seconds that one step counts as lost at most: a hiccup says nothing about drafting."""
+
+
+def token_worths(left: Sequence[float], plain_s: float, row_s: float) -> list[float]:
+    """Return what one token of each sample is worth, in seconds; all together are worth a plain step.
+
+    Args:
+        left: Tokens that each sample is expected to get still.
+        plain_s: Seconds of a plain step of these samples.
+        row_s: Those of them that one sample adds.
+    """
+    fixed_s = plain_s - row_s * len(left)
+    longest = max(left)
+    # How far samples drift apart while the longest one runs: like the steps of a random walk.
+    spread = math.sqrt(longest + 1.0)
+    chances = [math.exp((tokens - longest) / spread) for tokens in left]
+    share_s = fixed_s / sum(chances)
+    return [row_s + share_s * chance for chance in chances]
+
+
+@dataclass(slots=True)
+class _Record:
+    """How drafting went with about so many samples."""
+
+    balance: float = 0.0
+    """Seconds gained per second spent beyond the least gain, in the last trials."""
+    trial: float = 0.0
+    """The same, summed over the steps of this trial."""
+    num_steps: int = 0
+    """Of this trial."""
+    steps_since_pause: int = 0
+    num_rests: int = 0
+    """In a row, since drafting last paid."""
+    rest: int = 0
+    """Steps to rest still."""
+
+
+class Payoff:
+    """Whether drafting has paid of late, by the number of running samples; where it has not, how long it rests.
+
+    With few samples a verified token costs next to nothing, with many as much as any other, and the end of a generation
+    runs with few: each power of two has a record of its own.
+    """
+
+    def __init__(self) -> None:
+        """Know nothing: plain steps come first, to compare with."""
+        self._records: dict[int, _Record] = {}
+
+    def rests(self, num_rows: int) -> bool:
+        """Count a step; return whether drafting rests in it."""
+        record = self._record(num_rows)
+        if record.rest:
+            record.rest -= 1
+            return True
+        return False
+
+    def tries_again(self, num_rows: int) -> bool:
+        """Whether the next step with drafts is the first one after a rest."""
+        record = self._record(num_rows)
+        return record.balance < 0.0 and not record.num_steps
+
+    def learn(self, num_rows: int, gained_s: float, spent_s: float) -> None:
+        """Take a step with drafts, which did in ``spent_s`` what plain steps do in ``gained_s``."""
+        record = self._record(num_rows)
+        record.trial += max(gained_s / spent_s - 1.0 - _LEAST_GAIN, -_MOST_LOSS)
+        record.num_steps += 1
+        if record.num_steps == _TRIAL:
+            record.balance += _RATE * (record.trial / _TRIAL - record.balance)
+            record.steps_since_pause += _TRIAL
+            record.trial, record.num_steps = 0.0, 0
+            record.rest = _rest(record)
+            if record.rest:
+                record.steps_since_pause = 0
+
+    def _record(self, num_rows: int) -> _Record:
+        key = num_rows.bit_length()
+        if key not in self._records:
+            self._records[key] = _Record(rest=0 if self._records else _PAUSE)
+        return self._records[key]
+
+
+def _rest(record: _Record) -> int:
+    """Return for how many steps drafting rests after a trial."""
+    if record.balance < 0.0:
+        record.num_rests += 1  # the first ones are short: what drafts come to is learnt by drafting
+        return round(_TRIAL * min(-record.balance / _COST_OF_TRYING, 2.0**record.num_rests))
+    record.num_rests = 0
+    return _PAUSE if record.steps_since_pause >= _PAUSE_AFTER * max(record.balance, 0.2) else 0

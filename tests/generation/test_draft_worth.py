@@ -1,0 +1,82 @@
+"""Are tokens priced by the seconds they save, and does drafting rest where it loses and go on where it pays?"""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_realloc.generation.draft_worth import Payoff, token_worths
+
+
+def test_tokens_of_samples_alike_share_a_plain_step() -> None:
+    # Ten seconds, one of them for each row: the fixed six are shared by four.
+    assert token_worths([20.0] * 4, plain_s=10.0, row_s=1.0) == pytest.approx([2.5] * 4)
+
+
+def test_a_token_of_the_last_sample_saves_the_step_and_others_save_their_row() -> None:
+    ahead, last = token_worths([1.0, 400.0], plain_s=10.0, row_s=1.0)
+    assert ahead == pytest.approx(1.0, abs=1e-6)
+    assert last == pytest.approx(9.0, abs=1e-6)
+
+
+def test_worths_come_to_a_plain_step_and_grow_with_what_is_left() -> None:
+    worths = token_worths([3.0, 30.0, 25.0, 28.0], plain_s=7.0, row_s=0.5)
+    assert sum(worths) == pytest.approx(7.0)
+    assert worths[0] < worths[2] < worths[3] < worths[1]
+
+
+def share_of_rests(payoff: Payoff, num_rows: int, gained_s: float, steps: int) -> float:
+    """Return the share of steps in which drafting rests where every step with drafts gains so much in one second."""
+    rests = 0
+    for _ in range(steps):
+        if payoff.rests(num_rows):
+            rests += 1
+        else:
+            payoff.learn(num_rows, gained_s, 1.0)
+    return rests / steps
+
+
+def test_plain_steps_come_first() -> None:
+    payoff = Payoff()
+    assert share_of_rests(payoff, 4, 2.0, steps=12) == 1.0
+    assert not payoff.rests(4)
+    assert not payoff.rests(32)  # another number of samples needs no second comparison
+
+
+@pytest.mark.parametrize("gained_s", [1.1, 1.5, 3.0])
+def test_drafting_that_pays_hardly_ever_rests(gained_s: float) -> None:
+    payoff = Payoff()
+    share_of_rests(payoff, 8, gained_s, steps=100)
+    assert share_of_rests(payoff, 8, gained_s, steps=5000) < 0.06
+
+
+@pytest.mark.parametrize("gained_s", [0.98, 0.9, 0.5])
+def test_drafting_in_vain_loses_less_than_one_percent(gained_s: float) -> None:
+    payoff = Payoff()
+    share_of_rests(payoff, 8, gained_s, steps=1000)
+    tried = 1.0 - share_of_rests(payoff, 8, gained_s, steps=5000)
+    assert 0.0 < tried * (1.0 - gained_s) < 0.01
+
+
+def test_drafting_is_taken_up_again_once_it_pays() -> None:
+    payoff = Payoff()
+    share_of_rests(payoff, 8, 0.9, steps=2000)
+    share_of_rests(payoff, 8, 1.5, steps=1000)
+    assert share_of_rests(payoff, 8, 1.5, steps=1000) < 0.06
+
+
+def test_many_samples_do_not_speak_for_few() -> None:
+    payoff = Payoff()
+    share_of_rests(payoff, 64, 0.5, steps=500)
+    assert share_of_rests(payoff, 2, 2.0, steps=100) == 0.0
+
+
+def test_the_first_draft_after_a_rest_is_told_apart() -> None:
+    payoff = Payoff()
+    for _ in range(12):
+        payoff.rests(1)
+    assert not payoff.tries_again(1)
+    for _ in range(8):
+        payoff.learn(1, 0.5, 1.0)
+    assert payoff.tries_again(1)
+    payoff.learn(1, 0.5, 1.0)
+    assert not payoff.tries_again(1)
