@@ -33,7 +33,7 @@ from lightning_realloc.generation.shipping import Peers
 from lightning_realloc.generation.stopping import StopRule
 from lightning_realloc.runtime.mailbox import Mailbox
 
-LONGEST = 384
+LONGEST = 256
 PROMPT_TOKENS = (16, 64)
 MOVING, STAYING = "moving", "staying"
 FASTER_ON_SKEWED, SLOWER_ON_EVEN = 1.15, 0.98
@@ -54,9 +54,9 @@ class Case:
     """"geometric", "lognormal" or "uniform"."""
     at_least: float | None = None
     """Ratio of makespans to reach."""
-    samples: int = 64
+    samples: int = 48
     """Per rank."""
-    slots: int = 16
+    slots: int = 12
     """Of a rank."""
 
     def lengths(self, rank: int, count: int, seed: int) -> list[int]:
@@ -75,11 +75,11 @@ class Case:
 
 
 CASES = (
-    Case("skewed", (160.0, 40.0), "geometric", at_least=FASTER_ON_SKEWED),
-    Case("skewed, all begun", (160.0, 40.0), "geometric", at_least=FASTER_ON_SKEWED, samples=32, slots=32),
-    Case("heavy tail", (80.0, 80.0), "lognormal"),
-    Case("alike", (80.0, 80.0), "geometric"),
-    Case("even", (120.0, 120.0), "uniform", at_least=SLOWER_ON_EVEN),
+    Case("skewed", (120.0, 30.0), "geometric", at_least=FASTER_ON_SKEWED),
+    Case("skewed, all begun", (120.0, 30.0), "geometric", at_least=FASTER_ON_SKEWED, samples=24, slots=24),
+    Case("heavy tail", (60.0, 60.0), "lognormal"),
+    Case("alike", (60.0, 60.0), "geometric"),
+    Case("even", (90.0, 90.0), "uniform", at_least=SLOWER_ON_EVEN),
 )
 
 
@@ -89,7 +89,7 @@ class Settings:
 
     world_sizes: tuple[int, ...] = (2, 4)
     model: str = "tiny"
-    turns: int = 8
+    turns: int = 6
     seed: int = 1
 
 

@@ -81,8 +81,9 @@ def plan_balance(
 
     Time and again the rank that ends last gives to the one that ends first: waiting samples, which cost nothing, or
     else running ones, those with most work per byte of keys and values, as few as make both end together. It gives
-    only if the two ends lie further apart than ``hysteresis`` times the later, ``least_gap_s`` seconds and three times
-    the cost, and if its own steps get shorter or its queue does: below the knee of the curve fewer rows gain nothing.
+    only if that brings the later end forward by ``least_gap_s`` seconds, if the two ends lie further apart than
+    ``hysteresis`` times the later and three times the cost, and if its own steps get shorter or its queue does: below
+    the knee of the curve fewer rows gain nothing.
 
     A sample that moved less than ``rest_steps`` steps ago stays where it is, and none moves twice. In the order given
     there is always a slot for the next.
@@ -246,7 +247,7 @@ def _next_exchange(
         room = max(receiver.load.free_slots - len(receiver.load.waiting), 0)
         for samples in (_longest_first(queued), _worth_their_cost(running, cost, gap_s)[:room]):
             moves = tuple(_move(donor.load, sample, receiver.load.rank, cost) for sample in samples)
-            if exchange := _as_many_as_help(donor, receiver, moves, cost):
+            if exchange := _as_many_as_help(donor, receiver, moves, cost, least_gap_s):
                 return exchange
     return ()
 
@@ -263,9 +264,10 @@ def _worth_their_cost(samples: Iterable[LiveSample], cost: MoveCost, gap_s: floa
 
 
 def _as_many_as_help(
-    donor: _Outlook, receiver: _Outlook, moves: Sequence[SampleMove], cost: MoveCost
+    donor: _Outlook, receiver: _Outlook, moves: Sequence[SampleMove], cost: MoveCost, least_gain_s: float
 ) -> tuple[SampleMove, ...]:
     """Return the first of ``moves``, as few as make both ranks end together; none if that relieves nobody."""
+    latest_s = donor.finish_s - max(_MIN_GAIN * donor.finish_s, least_gain_s)
     pair = {outlook.load.rank: outlook for outlook in (donor, receiver)}
 
     def after(count: int) -> tuple[_Outlook, _Outlook]:
@@ -281,7 +283,7 @@ def _as_many_as_help(
     counts = [count for count in (crossing - 1, crossing) if 1 <= count <= len(moves)]
     for count in sorted(counts, key=lambda count: max(outlook.finish_s for outlook in after(count))):
         gives, takes = after(count)
-        gains = max(gives.finish_s, takes.finish_s) < (1 - _MIN_GAIN) * donor.finish_s
+        gains = max(gives.finish_s, takes.finish_s) < latest_s
         if gains and _is_relieved(donor.load, gives.load):
             return tuple(moves[:count])
     return ()

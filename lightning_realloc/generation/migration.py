@@ -176,15 +176,18 @@ class _Call:
         if known is None:
             moves, bytes_per_step, self._steps_left = tuple[SampleMove, ...](), inf, PERIOD_STEPS
         else:
-            moves, bytes_per_step, self._steps_left = self._plan(*known)
+            steps_s = {report.rank: report.pace.step_s for report in reports}
+            moves, bytes_per_step, self._steps_left = self._plan(*known, steps_s)
         told = (sample for report in reports for sample in (*report.running, *report.waiting))
         self._shipping.begin(moves, told, self._round, bytes_per_step)
         self._tell()
         return True
 
-    def _plan(self, loads: Sequence[RankLoad], cost: MoveCost) -> tuple[tuple[SampleMove, ...], float, int]:
+    def _plan(
+        self, loads: Sequence[RankLoad], cost: MoveCost, steps_s: Mapping[int, float]
+    ) -> tuple[tuple[SampleMove, ...], float, int]:
         """Return the moves of this round, the bytes that travel during a step, and the steps until the next round."""
-        seconds = {load.rank: load.curve.seconds(max(load.rows, 1)) for load in loads}
+        seconds = {load.rank: steps_s[load.rank] or load.curve.seconds(max(load.rows, 1)) for load in loads}
         own_s, slowest_s = seconds[self._peers.rank], max(seconds.values())
         # What was told is a round old, and what is planned takes a round: a gap of less may be none any more.
         moves = plan_balance(

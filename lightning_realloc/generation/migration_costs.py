@@ -36,9 +36,13 @@ class Pace:
         self.prefill_tokens_per_s = 1e4
         self.stall_s = 1e-3
         """In which one moved sample keeps its rank from decoding."""
+        self._since_told = [0.0, 0.0]
+        """Steps and their seconds."""
 
     def take_step(self, *, rows: int, read: int, generated: int, seconds: float) -> None:
         """Take a step that brought ``rows`` samples ``generated`` tokens further and read ``read`` tokens of others."""
+        self._since_told[0] += 1
+        self._since_told[1] += seconds
         if rows:
             self.tokens_per_row_step += _RATE / 4 * (generated / rows - self.tokens_per_row_step)
         if rows and not read:
@@ -59,10 +63,18 @@ class Pace:
     def agreed(self, agree: Callable[[Sequence[float]], Sequence[float]] | None) -> Told:
         """Return what to tell; ``agree`` makes ranks that work together tell the same."""
         knots = self.steps.knots()
-        numbers = [self.bytes_per_s, self.prefill_tokens_per_s, self.stall_s, *(seconds for _, seconds in knots)]
-        bytes_per_s, prefill, stall_s, *seconds = numbers if agree is None else agree(numbers)
+        num_steps, of_steps_s = self._since_told
+        self._since_told = [0.0, 0.0]
+        rates = [
+            self.bytes_per_s,
+            self.prefill_tokens_per_s,
+            self.stall_s,
+            of_steps_s / num_steps if num_steps else 0.0,
+        ]
+        numbers = [*rates, *(seconds for _, seconds in knots)]
+        bytes_per_s, prefill, stall_s, step_s, *seconds = numbers if agree is None else agree(numbers)
         curve = tuple((size, s) for (size, _), s in zip(knots, seconds, strict=True))
-        return Told(curve, self.tokens_per_row_step, bytes_per_s, prefill, stall_s)
+        return Told(curve, self.tokens_per_row_step, bytes_per_s, prefill, stall_s, step_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +87,8 @@ class Told:
     bytes_per_s: float
     prefill_tokens_per_s: float
     stall_s: float
+    step_s: float = 0.0
+    """Mean of the steps since the round before, reading of prompts included; 0 without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +121,7 @@ class Report:
             "bytes_per_token": self.bytes_per_token,
             "evidence": self.evidence,
             "pace": [list(map(list, self.pace.knots)), self.pace.tokens_per_row_step, self.pace.bytes_per_s,
-                     self.pace.prefill_tokens_per_s, self.pace.stall_s],
+                     self.pace.prefill_tokens_per_s, self.pace.stall_s, self.pace.step_s],
         }  # fmt: skip
 
     @classmethod
@@ -181,7 +195,7 @@ class LengthBook:
             if index not in history:
                 known = self._lengths.get(tuple(sample.prompt), ())
                 history[index] = [hints[index]] if hints.get(index) else list(known)
-        return RemainingLengths({index: lengths for index, lengths in history.items() if lengths})
+        return RemainingLengths({index: lengths for index, lengths in history.items() if lengths}, is_shared=True)
 
 
 def as_moved(sample: LiveSample, step: int) -> LiveSample:

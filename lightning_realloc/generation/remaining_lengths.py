@@ -17,6 +17,8 @@ _PRIOR_OF_SPAN = 1.0
 """Ends that a span is taken to have seen at the rate of all spans."""
 _PRIOR_OF_RANK = 8.0
 """Ends that a rank is taken to have seen at the rate of all ranks."""
+_LEAST_ENDS = 8
+"""Of all ranks, before anything is made of them."""
 
 
 def _edges(first: int = 8, ratio: float = 1.25, longest: int = 1 << 22) -> tuple[int, ...]:
@@ -33,14 +35,19 @@ _SPANS = tuple(pairwise(_EDGES))
 class RemainingLengths:
     """Lengths of responses: finished ones by prompt, and those that still grow."""
 
-    def __init__(self, history: Mapping[int, Iterable[int]] | None = None) -> None:
-        """Start from ``history``: lengths of the responses that each prompt got before, in earlier epochs."""
+    def __init__(self, history: Mapping[int, Iterable[int]] | None = None, *, is_shared: bool = False) -> None:
+        """Start from ``history``: lengths of the responses that each prompt got before, in earlier epochs.
+
+        ``is_shared``: other ranks are heard of, and what one sees alone is not much.
+        """
         self._history = {prompt: _Lengths(lengths) for prompt, lengths in (history or {}).items()}
         self._events = [0] * len(_SPANS)
         self._exposure = [0.0] * len(_SPANS)
         """Tokens of finished responses that lie in each span."""
         self._growing: Sequence[int] = ()
+        self._is_shared = is_shared
         self._common_rate: float | None = None
+        """Ends per token on all ranks; None: not known."""
         self._expected_at_edges: list[float] | None = None
         self._rates: list[float] = []
 
@@ -63,7 +70,7 @@ class RemainingLengths:
     def hear(self, evidence: Iterable[tuple[int, float]]) -> None:
         """Take in the evidence of all ranks, this one among them."""
         ends, tokens = (sum(values) for values in zip(*evidence, strict=True))
-        self._common_rate = ends / max(tokens, 1.0) if ends else None
+        self._common_rate = ends / tokens if ends >= _LEAST_ENDS else None
         self._expected_at_edges = None
 
     def expected(self, prompt: int, num_tokens: int, *, max_new_tokens: int) -> float:
@@ -77,7 +84,7 @@ class RemainingLengths:
         mean = earlier.mean_above(num_tokens) if earlier is not None else None
         if mean is not None:
             return min(mean - num_tokens, left)
-        if not any(self._events) and self._common_rate is None:
+        if self._common_rate is None and (self._is_shared or not any(self._events)):
             return left / 2
         return min(self._expected_of_all(num_tokens), left)
 
