@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.generation.attention import STEP_ARGUMENT, PackedStep, segments_of
-from lightning_realloc.generation.kv_cache import SlotCache
-
-_CAPACITY_MULTIPLE = 32
+from lightning_realloc.generation.kv_cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class ModelRunner:
     Rolling back needs no call: positions behind a sample's last token are masked, and overwritten when it gets there.
     """
 
-    def __init__(self, model: nn.Module, cache: SlotCache, *, num_slots: int, longest: int) -> None:
+    def __init__(self, model: nn.Module, cache: KVCache, *, num_slots: int, longest: int) -> None:
         """Remember the model; ``longest`` bounds the positions that a slot will ever need."""
         self.cache = cache
         self._model = model
@@ -58,12 +56,13 @@ class ModelRunner:
         prefills = prefills if rows or prefills else [Prefill((0,), ())]
         counts = [len(row.tokens) for row in rows]
         lengths = [len(prefill.tokens) for prefill in prefills]
+        row_lengths = [row.position + count for row, count in zip(rows, counts, strict=True)]
         max_length = max(
-            *(row.position + count for row, count in zip(rows, counts, strict=True)),
+            *row_lengths,
             *(prefill.begin + length for prefill, length in zip(prefills, lengths, strict=True)),
             1,
         )
-        self._make_room(max_length)
+        self.cache.make_room(self._num_slots, max_length, longest=self._longest)
         segments = segments_of(
             lengths, [prefill.slots for prefill in prefills], [prefill.begin for prefill in prefills]
         )
@@ -76,7 +75,7 @@ class ModelRunner:
             )
         )
         ids, places = torch.tensor([[tokens], [positions]], device=self._device).unbind()
-        step = PackedStep(self.cache, segments, num_prefill, places[0, num_prefill:], counts, max_length)
+        step = PackedStep(self.cache, segments, num_prefill, places[0, num_prefill:], counts, row_lengths, max_length)
         num_row_tokens = len(tokens) - num_prefill
         # Indices copy the rows; a slice behind prompts has gaps that cost `linear` a copy of the vocabulary's weights.
         # A number of 0 would mean all rows, so without rows the last one is kept and thrown away.
@@ -87,10 +86,3 @@ class ModelRunner:
         )  # fmt: skip
         logits: Tensor = output.logits[0]
         return logits[len(logits) - num_row_tokens :]
-
-    def _make_room(self, length: int) -> None:
-        cache = self.cache
-        if length > cache.capacity or self._num_slots > cache.num_slots:
-            rounded = -(-length // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
-            grown = rounded if length <= cache.capacity else max(rounded, 2 * cache.capacity)
-            cache.reserve(self._num_slots, max(length, min(grown, self._longest)))
