@@ -16,9 +16,6 @@ from typing import Protocol
 from lightning_realloc.generation.pages import PageTables
 from lightning_realloc.generation.scheduler import Admission, Prompt, Scheduler, Step, Unread
 
-_SPARE_POSITIONS = 32
-"""Positions for which every sample must find pages, behind those that it needs at once, when another is admitted."""
-
 
 class Lengths(Protocol):
     """What is asked of samples, by their places in the call."""
@@ -67,9 +64,11 @@ class PagedScheduler(Scheduler):
         tables: PageTables,
         num_slots: int,
         num_ahead: int = 0,
+        num_spare: int = 32,
         max_prefill_tokens: int = 8192,
     ) -> None:
         """Begin as `Scheduler` does; ``num_ahead`` tokens at most are drafted to follow a sample's last one.
+        Another is admitted where that leaves pages for ``num_spare`` positions more of everyone.
 
         All pages together must hold the longest sample.
         """
@@ -77,6 +76,7 @@ class PagedScheduler(Scheduler):
         self._lengths = lengths
         self._tables = tables
         self._num_ahead = num_ahead
+        self._num_spare = num_spare
         self._ages: dict[int, int] = {}
         """When each sample was admitted last, as a number of admissions."""
         self._num_admitted = 0
@@ -222,7 +222,7 @@ class PagedScheduler(Scheduler):
 
     def _spare(self, length: int, sample: int) -> int:
         """Return the pages that a sample of this length takes after a few more steps."""
-        return self._tables.pages_for(min(length + _SPARE_POSITIONS, self._lengths.longest(sample)))
+        return self._tables.pages_for(min(length + self._num_spare, self._lengths.longest(sample)))
 
     def _begin(self, prompt: Prompt, entry: _Entry, samples: Sequence[int], slots: Sequence[int]) -> None:
         """Give samples their pages: full ones of the prompt are theirs together, what they write into is their own."""
