@@ -44,6 +44,8 @@ class MultiModelModule(L.LightningModule):
         engine: What generates: ``"native"``, continuous batching; ``"hf"``, the model's own ``generate``, for models
             whose attention the native engine refuses.
         speculation: How generating calls draft tokens ahead and verify several at once; None: one token at a time.
+        max_cache_bytes: Most bytes of keys and values per rank while it generates; samples beyond that wait. None: as
+            many as ``max_slots`` samples of the longest one's length take.
         seed: Of random weights, sampling and mini-batch order.
     """
 
@@ -66,6 +68,7 @@ class MultiModelModule(L.LightningModule):
         train_options: TrainOptions | None = None,
         engine: EngineName = "native",
         speculation: Speculation | None = None,
+        max_cache_bytes: int | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -77,7 +80,13 @@ class MultiModelModule(L.LightningModule):
         if engine == "hf" and speculation is not None:
             raise ConfigError("engine='hf' does not draft; leave speculation out, or use engine='native'")
         self.engine = engine
+        if max_cache_bytes is not None and (engine == "hf" or max_cache_bytes < 1):
+            raise ConfigError(
+                f"max_cache_bytes={max_cache_bytes} with engine={engine!r}: engine='native' alone bounds its cache, by "
+                f"at least 1; leave max_cache_bytes out, or use engine='native'"
+            )
         self.speculation = speculation
+        self.max_cache_bytes = max_cache_bytes
         self.seed = seed
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler

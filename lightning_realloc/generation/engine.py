@@ -210,6 +210,8 @@ class GenerationEngine:
         if isinstance(cache, SlotCache):
             return Scheduler(waiting, num_slots=num_slots, max_prefill_tokens=most)
         cache.forget_shapes()
+        if self._lockstep is not None:
+            self._lockstep(True)  # this forward, too, is every rank's, unless one of them has failed
         with slot_attention(self._model):
             runner.forward([], [])  # one token: what layers bring is known before any long work
         tables = cache.lay_out([longest_of(sample) for sample in samples], num_slots=num_slots)
