@@ -80,9 +80,9 @@ class GenerationEngine:
         ``max_prefill_tokens`` bounds what one step reads besides the tokens of running samples; longer prompts are
         read in several steps.
 
-        ``max_cache_bytes`` bounds the bytes of the model's keys and values: they are kept in pages, which sequences
-        that begin alike share; samples for which there are none wait, or give theirs back and are read again later.
-        None: every slot has room for the longest sequence. The tokens are the same.
+        ``max_cache_bytes`` bounds the bytes of keys and values, a draft model's among them: they are kept in pages,
+        which sequences that begin alike share; samples for which there are none wait, or give theirs back and are read
+        again later. None: every slot has room for the longest sequence. The tokens are the same.
 
         ``wall_clock`` tells seconds for budgets and deadlines.
 
@@ -214,6 +214,7 @@ class GenerationEngine:
             self._lockstep(True)  # this forward, too, is every rank's, unless one of them has failed
         with slot_attention(self._model):
             runner.forward([], [])  # one token: what layers bring is known before any long work
+        self._speculator.drafter.share_pages(cache)
         tables = cache.lay_out([longest_of(sample) for sample in samples], num_slots=num_slots)
         return PagedScheduler(
             waiting, lengths=SampleLengths(samples, cache.page_size), tables=tables, num_slots=num_slots,

@@ -20,6 +20,8 @@ PAGE_SIZE = 16
 _BUFFER_SHARE = 8
 """The buffer takes one part in so many of the bound, where that is enough to read the longest sample."""
 
+LayerKey = tuple[int, int]
+"""Which layer: of the model that generates (0) or of the one that drafts for it (1), and its number there."""
 Stored = tuple[Tensor, Tensor]
 """Keys and values (pages, page size, heads, head size) of a layer."""
 
@@ -40,9 +42,9 @@ class PagedCache:
         self.buffer_pages = 0
         """Pages of one layer's keys and values that the buffer holds."""
         self._rows = self.table
-        self._shapes: dict[int, Stored] = {}
+        self._shapes: dict[LayerKey, Stored] = {}
         """Empty tensors, of a position's shape, dtype and device."""
-        self._layers: dict[int, Stored] = {}
+        self._layers: dict[LayerKey, Stored] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._num_pages = self._num_defined = 0
 
@@ -64,8 +66,12 @@ class PagedCache:
 
     # ---- the beginning of a call
     def forget_shapes(self) -> None:
-        """Take the layers' shapes from the next forward, which writes nothing; then :meth:`lay_out`."""
+        """Take the layers' shapes from the next forward of every model, which writes nothing; then :meth:`lay_out`."""
         self._shapes = {}
+
+    def for_drafts(self) -> DraftCache:
+        """Return a cache for a draft model, in the same pages."""
+        return DraftCache(self)
 
     def lay_out(self, lengths: Sequence[int], *, num_slots: int) -> PageTables:
         """Return empty tables for samples of these lengths at most, as many pages as fit or as can be of use.
@@ -146,25 +152,28 @@ class PagedCache:
         self.tables.swap(first, second)
 
     def read(self, slot: int, begin: int, end: int) -> Tensor:
-        """Return all that a slot holds at these positions as bytes: layer by layer, keys before values."""
+        """Return what a slot holds of these positions as bytes: layer by layer, keys before values; no drafts."""
         self._renew_table()
         places = self.indices(slot, begin, end)
         parts = [tensor.flatten(0, 1).index_select(0, places).view(-1).view(torch.uint8)
-                 for layer in self._layers.values() for tensor in layer]  # fmt: skip
+                 for layer in self._own_layers() for tensor in layer]  # fmt: skip
         return torch.cat(parts)
 
     def write(self, slot: int, begin: int, content: Tensor) -> None:
         """Take what :meth:`read` returned as the positions from ``begin`` on; the slot takes the pages it lacks."""
-        end = begin + self.page_size * content.numel() // self.page_bytes
+        end = begin + content.numel() // sum(tensor[0, 0].nbytes for layer in self._own_layers() for tensor in layer)
         self.tables.grow(slot, end)
         self.begin_forward()
         places, start = self.indices(slot, begin, end), 0
-        for layer in self._layers.values():
+        for layer in self._own_layers():
             for tensor in layer:
                 stop = start + (end - begin) * tensor[0, 0].nbytes
                 rows = content[start:stop].view(tensor.dtype).view(end - begin, *tensor.shape[2:])
                 tensor.flatten(0, 1).index_copy_(0, places, rows)
                 start = stop
+
+    def _own_layers(self) -> list[Stored]:
+        return [stored for (model, _), stored in self._layers.items() if model == 0]
 
     # ---- within one forward
     def places(self, places: Places) -> PagedPlaces:
@@ -177,11 +186,11 @@ class PagedCache:
         self._define_pages()
         self._renew_table()
 
-    def layer(self, index: int, key: Tensor, value: Tensor) -> Stored | None:
-        """Return the storage of a layer; None in the forward that tells its shape."""
-        if index not in self._shapes:
-            self._shapes[index] = (key.new_empty(0, *key.shape[-2:]), value.new_empty(0, *value.shape[-2:]))
-        return self._layers.get(index)
+    def layer(self, layer: LayerKey, key: Tensor, value: Tensor) -> Stored | None:
+        """Return the storage of a layer; None, or what is not to be used, in the forward that tells its shape."""
+        if layer not in self._shapes:
+            self._shapes[layer] = (key.new_empty(0, *key.shape[-2:]), value.new_empty(0, *value.shape[-2:]))
+        return self._layers.get(layer)
 
     def indices(self, slot: int, begin: int, end: int) -> Tensor:
         """Return where positions of a slot are in storage seen as (pages * page size, …)."""
@@ -219,12 +228,45 @@ class PagedCache:
             self.table = self._rows.to(self._buffer.device)
 
 
+class DraftCache:
+    """Keys and values of a draft model, in the pages of the model that it drafts for.
+
+    Pages go where the sequence goes, whoever's they are; so what happens to slots is that model's cache's to do.
+    """
+
+    num_bytes = 0
+
+    def __init__(self, cache: PagedCache) -> None:
+        self._cache = cache
+
+    def make_room(self, num_slots: int, length: int, *, longest: int) -> None:
+        """Do nothing."""
+
+    def places(self, places: Places) -> PagedPlaces:
+        """Return how a forward of these tokens writes and reads."""
+        self._cache.begin_forward()
+        return PagedPlaces(self._cache, places, model=1)
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        """Do nothing."""
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Do nothing."""
+
+    def swap(self, first: int, second: int, length: int) -> None:
+        """Do nothing."""
+
+    def release(self) -> None:
+        """Do nothing."""
+
+
 class PagedPlaces:
     """One forward's places in a `PagedCache`."""
 
-    def __init__(self, cache: PagedCache, places: Places) -> None:
+    def __init__(self, cache: PagedCache, places: Places, *, model: int = 0) -> None:
         """Find where every token is written, once for all layers, and which pages the rows read."""
         self._cache = cache
+        self._model = model
         size = cache.page_size
         self._sources, self._targets = self._writes(places)
         widths = [cache.tables.pages_for(length) for length in places.row_lengths]
@@ -255,7 +297,7 @@ class PagedPlaces:
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> Stored | None:
         """Keep the packed row's keys and values; return the layer's storage."""
-        stored = self._cache.layer(layer, key, value)
+        stored = self._cache.layer((self._model, layer), key, value)
         if stored is not None and self._targets is not None:
             for storage, new in zip(stored, (key, value), strict=True):
                 written = new if self._sources is None else new.index_select(0, self._sources)

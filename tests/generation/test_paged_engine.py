@@ -14,7 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation import Completion, Conversation, GenerationEngine, SamplingParams, Turn
+from lightning_realloc.generation import Completion, Conversation, GenerationEngine, SamplingParams, Speculation, Turn
+from lightning_realloc.generation.draft_model import ModelDrafter
 from lightning_realloc.generation.kv_cache import Places
 from lightning_realloc.generation.paged_cache import PagedCache
 from tests.generation.dialogues import GREEDY, PROMPTS, SAMPLED, check_same, engine_of, exact_model, expected, tool
@@ -25,13 +26,13 @@ from tests.models import tiny_model
 
 LONG = SamplingParams(max_new_tokens=70, n=2, seed=3, ignore_eos=True)
 """Up to 90 positions: six pages a sample, and growing long enough to run out of them."""
-PAGE_BYTES = 2 * 2 * 2 * 16 * 16
-"""Elements of a page of two layers, keys and values, two heads of 16: to be multiplied by an element's bytes."""
+LAYER_PAGE = 2 * 2 * 16 * 16
+"""Elements of a page of one layer: keys and values of two heads of 16."""
 
 
-def bound_of(num_pages: int, *, longest: int, element_bytes: int = 8) -> int:
-    """Return the bytes of so many pages of the tiny models, and of the buffer, which reads one of their two layers."""
-    return PAGE_BYTES * element_bytes * num_pages + PAGE_BYTES // 2 * element_bytes * longest
+def bound_of(num_pages: int, *, longest: int, element_bytes: int = 8, num_layers: int = 2) -> int:
+    """Return the bytes of so many pages of the tiny models, and of a buffer that reads ``longest`` of one layer."""
+    return LAYER_PAGE * element_bytes * (num_layers * num_pages + longest)
 
 
 @cache
@@ -51,12 +52,15 @@ def tokens_of(completions: Sequence[Completion]) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != "model"])  # "itself" is one, too
 def test_tokens_are_the_same_on_too_few_pages_with_any_drafter(drafter: str) -> None:
-    bound = bound_of(11, longest=6)  # for 6 samples with up to 6 pages each
+    num_layers = {"blocks": 3, "itself": 4}.get(drafter, 2)
+    bound = bound_of(11, longest=6, num_layers=num_layers)  # for 6 samples with up to 6 pages each
     for depth in (3, None) if drafter != "none" else (0,):
         engine = speculating(small_model(), drafter, depth, max_slots=8, max_cache_bytes=bound)
         assert tokens_of(engine.generate(prompts_of(3), LONG)) == long_responses()
         assert engine.stats.num_preemptions > 0
         assert 0 < engine.stats.cache_bytes <= bound
+        if drafter == "itself":  # whatever was shared, lost and read again: it sees what the target sees
+            assert engine.stats.accepted_tokens == engine.stats.verified_tokens > 0
 
 
 @pytest.mark.parametrize(("num_pages", "runs_out"), [(6, True), (10, True), (1000, False)])
@@ -147,7 +151,8 @@ def test_conversations_are_the_same_on_few_pages(params: SamplingParams, specula
     check_same(in_pieces(engine, params, 8, environment=tool), expected(params))
 
 
-def test_a_conversation_goes_on_from_its_own_pages_and_is_read_again_where_it_lost_them() -> None:
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_conversation_goes_on_from_its_own_pages_and_is_read_again_where_it_lost_them(drafts: bool) -> None:
     model = exact_model()
 
     def answer(turn: Turn) -> list[int] | None:
@@ -159,10 +164,16 @@ def test_a_conversation_goes_on_from_its_own_pages_and_is_read_again_where_it_lo
     told = plain.generate([[5] * 17], params, environment=answer, conversation=conversation)
     read = plain.stats.prefill_tokens
     for num_pages, reads_again in ((100, False), (10, True)):
-        engine = GenerationEngine(model, max_slots=6, max_cache_bytes=bound_of(num_pages, longest=8))
+        bound = bound_of(num_pages, longest=8, num_layers=4 if drafts else 2)
+        engine = GenerationEngine(
+            model, max_slots=6, max_cache_bytes=bound,
+            speculation=Speculation(num_draft_tokens=3) if drafts else None,
+            drafter=ModelDrafter(model, model) if drafts else None,
+        )  # fmt: skip
         paged = engine.generate([[5] * 17], params, environment=answer, conversation=conversation)
         assert tokens_of(paged) == tokens_of(told)
         assert (engine.stats.prefill_tokens > read, engine.stats.num_preemptions > 0) == (reads_again, reads_again)
+        assert (engine.stats.accepted_tokens > 0) == drafts
 
 
 def test_a_step_that_another_rank_waits_for_may_have_no_work() -> None:
@@ -183,7 +194,7 @@ def test_positions_of_a_slot_are_read_and_written_as_bytes() -> None:
     shapes = [((2, 3), torch.float32), ((1, 5), torch.bfloat16)]
     for layer, (shape, dtype) in enumerate(shapes):
         brought = torch.zeros(1, *shape, dtype=dtype)
-        cache.layer(layer, brought, brought)
+        cache.layer((0, layer), brought, brought)
     tables = cache.lay_out([24, 24], num_slots=2)
     tables.grow(0, 19)
     positions = torch.arange(19)
