@@ -46,6 +46,8 @@ class MultiModelModule(L.LightningModule):
         speculation: How generating calls draft tokens ahead and verify several at once; None: one token at a time.
         max_cache_bytes: Most bytes of keys and values per rank while it generates; samples beyond that wait. None: as
             many as ``max_slots`` samples of the longest one's length take.
+        sample_reallocation: Whether samples move between data-parallel ranks while they are generated, so that all of
+            them end together. Tokens stay the same; log-probabilities are rounded as the other rank's batches are.
         seed: Of random weights, sampling and mini-batch order.
     """
 
@@ -69,6 +71,7 @@ class MultiModelModule(L.LightningModule):
         engine: EngineName = "native",
         speculation: Speculation | None = None,
         max_cache_bytes: int | None = None,
+        sample_reallocation: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -79,6 +82,11 @@ class MultiModelModule(L.LightningModule):
             raise ConfigError(f"engine={engine!r} must be one of {', '.join(map(repr, get_args(EngineName)))}")
         if engine == "hf" and speculation is not None:
             raise ConfigError("engine='hf' does not draft; leave speculation out, or use engine='native'")
+        if engine == "hf" and sample_reallocation:
+            raise ConfigError(
+                "engine='hf' cannot hand samples over in the middle; leave sample_reallocation out, or use "
+                "engine='native'"
+            )
         self.engine = engine
         if max_cache_bytes is not None and (engine == "hf" or max_cache_bytes < 1):
             raise ConfigError(
@@ -87,6 +95,7 @@ class MultiModelModule(L.LightningModule):
             )
         self.speculation = speculation
         self.max_cache_bytes = max_cache_bytes
+        self.sample_reallocation = sample_reallocation
         self.seed = seed
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler

@@ -69,14 +69,20 @@ def makespan_seconds(loads: Sequence[RankLoad], cost: MoveCost, moves: Iterable[
 
 
 def plan_balance(
-    loads: Sequence[RankLoad], cost: MoveCost, *, hysteresis: float = 0.15, rest_steps: int = 64, step: int
+    loads: Sequence[RankLoad],
+    cost: MoveCost,
+    *,
+    hysteresis: float = 0.15,
+    least_gap_s: float = 0.0,
+    rest_steps: int = 64,
+    step: int,
 ) -> tuple[SampleMove, ...]:
     """Return moves that lower the predicted makespan, none if there are none; ``step`` is the current one.
 
     Time and again the rank that ends last gives to the one that ends first: waiting samples, which cost nothing, or
     else running ones, those with most work per byte of keys and values, as few as make both end together. It gives
-    only if the two ends lie further apart than ``hysteresis`` times the later and three times the cost, and if its own
-    steps get shorter or its queue does: below the knee of the curve fewer rows gain nothing.
+    only if the two ends lie further apart than ``hysteresis`` times the later, ``least_gap_s`` seconds and three times
+    the cost, and if its own steps get shorter or its queue does: below the knee of the curve fewer rows gain nothing.
 
     A sample that moved less than ``rest_steps`` steps ago stays where it is, and none moves twice. In the order given
     there is always a slot for the next.
@@ -90,7 +96,7 @@ def plan_balance(
     }
     moves: list[SampleMove] = []
     lowest, num_useful = _makespan(outlooks), 0
-    while exchange := _next_exchange(outlooks, cost, hysteresis, resting):
+    while exchange := _next_exchange(outlooks, cost, hysteresis, least_gap_s, resting):
         moves += exchange
         resting |= {move.sample_id for move in exchange}
         outlooks = _after(outlooks, exchange, cost)
@@ -224,7 +230,7 @@ def _after(outlooks: Mapping[int, _Outlook], moves: Sequence[SampleMove], cost: 
 
 
 def _next_exchange(
-    outlooks: Mapping[int, _Outlook], cost: MoveCost, hysteresis: float, resting: set[int]
+    outlooks: Mapping[int, _Outlook], cost: MoveCost, hysteresis: float, least_gap_s: float, resting: set[int]
 ) -> tuple[SampleMove, ...]:
     """Return moves from the rank that ends last to the earliest other one that relieves it, none if no rank does.
 
@@ -233,7 +239,7 @@ def _next_exchange(
     donor = max(outlooks.values(), key=lambda outlook: outlook.finish_s)
     for receiver in sorted(outlooks.values(), key=lambda outlook: outlook.finish_s):
         gap_s = donor.finish_s - receiver.finish_s
-        if gap_s <= hysteresis * donor.finish_s:
+        if gap_s <= max(hysteresis * donor.finish_s, least_gap_s):
             break
         queued = [sample for sample in donor.load.waiting if sample.sample_id not in resting]
         running = [sample for sample in donor.load.samples if sample.sample_id not in resting]

@@ -6,6 +6,7 @@ This module checks what it is given and keeps what outlives a call; `run` carrie
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from lightning_realloc.generation.conversation import Conversation, Conversation
 from lightning_realloc.generation.drafters import build_drafter
 from lightning_realloc.generation.drafting import Drafter
 from lightning_realloc.generation.kv_cache import SlotCache
+from lightning_realloc.generation.migration import LONGEST_PAUSE_S, Migration, MigrationStats
 from lightning_realloc.generation.model_facts import length_bounds, vocabulary_of
 from lightning_realloc.generation.packed_linear import packed_linears
 from lightning_realloc.generation.page_names import SampleLengths, longest_of
@@ -31,6 +33,7 @@ from lightning_realloc.generation.runner import ModelRunner
 from lightning_realloc.generation.samples import Completion, Sample
 from lightning_realloc.generation.sampling import SamplingParams
 from lightning_realloc.generation.scheduler import Prompt, Scheduler
+from lightning_realloc.generation.shipping import Peers
 from lightning_realloc.generation.speculation import Speculation
 from lightning_realloc.generation.speculator import Speculator
 from lightning_realloc.generation.stopping import StopRule, Tokenizer, check_possible, stop_rule_of
@@ -62,6 +65,7 @@ class GenerationEngine:
         max_prefill_tokens: int = 8192,
         max_cache_bytes: int | None = None,
         wall_clock: Callable[[], float] = time.monotonic,
+        peers: Peers | None = None,
     ) -> None:
         """Remember the model; nothing is allocated before the first `generate`.
 
@@ -85,6 +89,9 @@ class GenerationEngine:
         again later. None: every slot has room for the longest sequence. The tokens are the same.
 
         ``wall_clock`` tells seconds for budgets and deadlines.
+
+        ``peers`` are ranks that call `generate` at the same time for samples of their own, on the same weights; samples
+        then move between the ranks so that all end together, and every rank returns those that it was asked for.
 
         Raises:
             GenerationError: for a model that the engine cannot run; see :func:`check_supported`.
@@ -112,11 +119,22 @@ class GenerationEngine:
             speculation, drafter or build_drafter(speculation, model), agree=agree, clock=clock
         )
         self._stats = GenerationStats()
+        if peers is not None and lockstep is not None:
+            raise GenerationError(
+                "ranks whose forwards wait for each other make every step together, so moving samples between them "
+                "gains nothing; leave peers or lockstep out"
+            )
+        self._migration = Migration(peers, agree=agree, clock=clock) if peers is not None and peers.others else None
 
     @property
     def stats(self) -> GenerationStats:
         """What the last call did."""
         return self._stats
+
+    @property
+    def migration_stats(self) -> MigrationStats:
+        """What moving samples came to in the last call, on this rank."""
+        return MigrationStats() if self._migration is None else self._migration.stats
 
     def weights_updated(self, version: int | None = None) -> None:
         """Say that the parameters changed, and what to call them: by default by the next number, from 0.
@@ -178,23 +196,30 @@ class GenerationEngine:
         waiting = [prompt for prompt in requests.queue(samples) if not stop.already_ends(samples[prompt.samples[0]])]
         longest = max(map(longest_of, samples), default=1)
         check_supported(self._model, max_length=longest)
-        num_slots = max(1, min(self._max_slots, len(samples)))
-        runner = ModelRunner(self._model, self._cache, num_slots=num_slots, longest=longest)
+        migration, num_own = self._migration, len(samples)
+        num_slots = self._max_slots if migration is not None else max(1, min(self._max_slots, num_own))
+        runner = ModelRunner(self._model, self._cache, num_slots=min(num_slots, max(num_own, 1)), longest=longest)
+        scheduler = self._scheduler(waiting, samples, runner, num_slots)
         run = GenerationRun(
-            runner, self._scheduler(waiting, samples, runner, num_slots), samples, params,
-            stop, self._speculator, self._conversations(environment, conversation), budget,
+            runner, scheduler, samples, params, stop, self._speculator,
+            self._conversations(environment, conversation), budget,
             num_slots=num_slots, may_pause=self._lockstep is None,
+            longest_pause_s=math.inf if migration is None else LONGEST_PAUSE_S,
         )  # fmt: skip
-        num_steps = max((sample.max_new_tokens for sample in samples), default=0) if self._pack_weights else 0
+        idle_steps = 0 if migration is None else params.max_new_tokens
+        num_steps = max((sample.max_new_tokens for sample in samples), default=idle_steps) if self._pack_weights else 0
         packed = packed_linears(self._model, num_slots=num_slots, num_steps=num_steps)
         try:
             with slot_attention(self._model), packed, run:
+                if migration is not None:
+                    migration.carry_out(run, length_hints)
                 while self._anybody_has_work(run.has_work):
                     run.step()
         except BaseException:
             self._cache.release()  # it may hold values that are not finite
             raise
         self._stats = run.stats()
+        del samples[num_own:]  # other ranks'
         _warn_of_failures(samples)
         indices = [*(sample.prompt_index for sample in samples[: len(samples) - len(resume)]),
                    *(completion.prompt_index for completion in resume)]  # fmt: skip
@@ -215,7 +240,9 @@ class GenerationEngine:
         with slot_attention(self._model):
             runner.forward([], [])  # one token: what layers bring is known before any long work
         self._speculator.drafter.share_pages(cache)
-        tables = cache.lay_out([longest_of(sample) for sample in samples], num_slots=num_slots)
+        tables = cache.lay_out(
+            [longest_of(sample) for sample in samples], num_slots=num_slots, may_grow=self._migration is not None
+        )
         return PagedScheduler(
             waiting, lengths=SampleLengths(samples, cache.page_size), tables=tables, num_slots=num_slots,
             num_ahead=self._most_ahead, max_prefill_tokens=most,

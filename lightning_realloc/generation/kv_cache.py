@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -107,9 +107,55 @@ class KVCache(Protocol):
         """Exchange the first ``length`` positions of two slots."""
         ...
 
+    def read(self, slot: int, begin: int, end: int) -> Tensor:
+        """Return the keys and values of all layers at these positions, as one (bytes,) uint8 tensor on the host."""
+        ...
+
+    def write(self, slot: int, begin: int, end: int, content: Tensor) -> None:
+        """Put back what `read` returned, perhaps on another rank."""
+        ...
+
+    def describe(self) -> list[LayerShape]:
+        """Return the shapes of all layers, for `prepare`."""
+        ...
+
+    def prepare(self, shapes: Sequence[LayerShape], device: torch.device) -> None:
+        """Have storage for layers of these shapes before any of them brings keys and values."""
+        ...
+
     def release(self) -> None:
         """Give the storage back."""
         ...
+
+
+class LayerShape(NamedTuple):
+    """What a layer keeps of one position."""
+
+    layer: int
+    key: tuple[int, int]
+    """Heads and head size."""
+    value: tuple[int, int]
+    key_dtype: str
+    """Without ``torch.``."""
+    value_dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one position's key and value."""
+        return sum(like.nbytes for like in self.empty(torch.device("meta")))
+
+    def empty(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return a key and a value of this shape."""
+        key = torch.empty(self.key, dtype=getattr(torch, self.key_dtype), device=device)
+        return key, torch.empty(self.value, dtype=getattr(torch, self.value_dtype), device=device)
+
+
+def shape_of(layer: int, key: Tensor, value: Tensor) -> LayerShape:
+    """Return the shape of a layer that keeps keys and values (…, heads, head size) like these."""
+    return LayerShape(
+        layer, (key.shape[-2], key.shape[-1]), (value.shape[-2], value.shape[-1]),
+        str(key.dtype).removeprefix("torch."), str(value.dtype).removeprefix("torch."),
+    )  # fmt: skip
 
 
 class SlotCache:
@@ -185,6 +231,37 @@ class SlotCache:
                 kept = tensor[first, :length].clone()
                 tensor[first, :length] = tensor[second, :length]
                 tensor[second, :length] = kept
+
+    def read(self, slot: int, begin: int, end: int) -> Tensor:
+        """Return the keys and values of all layers at these positions, as one (bytes,) uint8 tensor on the host."""
+        parts = [
+            tensor[slot, begin:end].reshape(-1).view(torch.uint8) for layer in self._in_order() for tensor in layer
+        ]
+        return torch.cat(parts).cpu() if parts else torch.empty(0, dtype=torch.uint8)
+
+    def write(self, slot: int, begin: int, end: int, content: Tensor) -> None:
+        """Put back what `read` returned, perhaps on another rank."""
+        place = 0
+        for layer in self._in_order():
+            for tensor in layer:
+                target = tensor[slot, begin:end]
+                part = content[place : place + target.nbytes].to(target.device)
+                # A copy begins where its dtype may begin; a part of the content perhaps does not.
+                target.copy_(part.clone().view(target.dtype).view(target.shape))
+                place += target.nbytes
+        assert place == content.numel(), f"positions {begin} to {end} hold {place} bytes, got {content.numel()}"
+
+    def describe(self) -> list[LayerShape]:
+        """Return the shapes of all layers, for `prepare`."""
+        return [shape_of(index, *layer) for index, layer in sorted(self._layers.items())]
+
+    def prepare(self, shapes: Sequence[LayerShape], device: torch.device) -> None:
+        """Have storage for layers of these shapes before any of them brings keys and values."""
+        for shape in shapes:
+            self.layer(shape.layer, *shape.empty(device))
+
+    def _in_order(self) -> list[tuple[Tensor, Tensor]]:
+        return [layer for _, layer in sorted(self._layers.items())]
 
     def _allocate(self, like: Tensor) -> Tensor:
         # Zeros, not empty: attention gives positions beyond a sequence's end the weight 0, and 0 times NaN is NaN.

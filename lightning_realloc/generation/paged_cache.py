@@ -7,12 +7,13 @@ after the other, into a buffer that all layers and forwards share; pages and buf
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.kv_cache import Places, Segment, fits
+from lightning_realloc.generation.kv_cache import LayerShape, Places, Segment, fits, shape_of
 from lightning_realloc.generation.pages import PageTables
 
 PAGE_SIZE = 16
@@ -73,8 +74,10 @@ class PagedCache:
         """Return a cache for a draft model, in the same pages."""
         return DraftCache(self)
 
-    def lay_out(self, lengths: Sequence[int], *, num_slots: int) -> PageTables:
+    def lay_out(self, lengths: Sequence[int], *, num_slots: int, may_grow: bool = False) -> PageTables:
         """Return empty tables for samples of these lengths at most, as many pages as fit or as can be of use.
+
+        ``may_grow``: others may come, of any length that the bound holds.
 
         Raises:
             GenerationError: where the bound does not hold the longest one.
@@ -91,6 +94,9 @@ class PagedCache:
                 f"bytes each in all layers, and {least * buffer_page_bytes} bytes to read one layer, {needed} bytes "
                 f"together; raise max_cache_bytes to at least {needed}, lower max_new_tokens, or shorten prompts"
             )
+        if may_grow:
+            least = self.max_bytes // (page_bytes + buffer_page_bytes)
+            lengths = [least * self.page_size] * num_slots
         share = self.max_bytes // _BUFFER_SHARE // buffer_page_bytes
         left = (self.max_bytes - least * page_bytes) // buffer_page_bytes
         buffer_pages = min(max(share, least), left, num_slots * least)
@@ -152,28 +158,39 @@ class PagedCache:
         self.tables.swap(first, second)
 
     def read(self, slot: int, begin: int, end: int) -> Tensor:
-        """Return what a slot holds of these positions as bytes: layer by layer, keys before values; no drafts."""
+        """Return what a slot holds of these positions as (bytes,) uint8 on the host, without a draft model's part."""
         self._renew_table()
         places = self.indices(slot, begin, end)
         parts = [tensor.flatten(0, 1).index_select(0, places).view(-1).view(torch.uint8)
                  for layer in self._own_layers() for tensor in layer]  # fmt: skip
-        return torch.cat(parts)
+        return torch.cat(parts).cpu()
 
-    def write(self, slot: int, begin: int, content: Tensor) -> None:
-        """Take what :meth:`read` returned as the positions from ``begin`` on; the slot takes the pages it lacks."""
-        end = begin + content.numel() // sum(tensor[0, 0].nbytes for layer in self._own_layers() for tensor in layer)
-        self.tables.grow(slot, end)
+    def write(self, slot: int, begin: int, end: int, content: Tensor) -> None:
+        """Put back what :meth:`read` returned, perhaps on another rank, into pages that the slot has."""
         self.begin_forward()
         places, start = self.indices(slot, begin, end), 0
         for layer in self._own_layers():
             for tensor in layer:
                 stop = start + (end - begin) * tensor[0, 0].nbytes
-                rows = content[start:stop].view(tensor.dtype).view(end - begin, *tensor.shape[2:])
-                tensor.flatten(0, 1).index_copy_(0, places, rows)
+                # A copy begins where its dtype may begin; a part of the content perhaps does not.
+                rows = content[start:stop].to(tensor.device).clone().view(tensor.dtype)
+                tensor.flatten(0, 1).index_copy_(0, places, rows.view(end - begin, *tensor.shape[2:]))
                 start = stop
+        assert start == content.numel(), f"positions {begin} to {end} hold {start} bytes, got {content.numel()}"
+
+    def describe(self) -> list[LayerShape]:
+        """Return the shapes of all layers, without a draft model's."""
+        return [
+            shape_of(index, *shape)
+            for (model, index), shape in sorted(self._shapes.items(), key=itemgetter(0))
+            if model == 0
+        ]
+
+    def prepare(self, shapes: Sequence[LayerShape], device: torch.device) -> None:
+        """Do nothing: this rank's layers are known since its call began."""
 
     def _own_layers(self) -> list[Stored]:
-        return [stored for (model, _), stored in self._layers.items() if model == 0]
+        return [stored for (model, _), stored in sorted(self._layers.items(), key=itemgetter(0)) if model == 0]
 
     # ---- within one forward
     def places(self, places: Places) -> PagedPlaces:
@@ -254,6 +271,20 @@ class DraftCache:
         """Do nothing."""
 
     def swap(self, first: int, second: int, length: int) -> None:
+        """Do nothing."""
+
+    def read(self, slot: int, begin: int, end: int) -> Tensor:
+        """Return nothing: samples move without what was read for drafts."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def write(self, slot: int, begin: int, end: int, content: Tensor) -> None:
+        """Do nothing."""
+
+    def describe(self) -> list[LayerShape]:
+        """Return no layers."""
+        return []
+
+    def prepare(self, shapes: Sequence[LayerShape], device: torch.device) -> None:
         """Do nothing."""
 
     def release(self) -> None:

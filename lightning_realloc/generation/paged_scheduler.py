@@ -92,6 +92,23 @@ class PagedScheduler(Scheduler):
             self._tables.clear(slot)
         super().clear()
 
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody holds, as far as there are pages for samples as large as those that run."""
+        tables, free = self._tables, super().num_free
+        used = tables.num_pages - tables.num_free
+        return min(free, tables.num_free * (self._num_slots - free) // used) if used else free
+
+    def seat(self, sample: int, prompt: int) -> int | None:
+        """Give a sample of another rank a slot and its pages, parked; None where it has to wait like others."""
+        position = self._lengths.position(sample)
+        if not self._num_affordable(Prompt(prompt, position, (sample,)), _Entry(None, (), 0)):
+            return None
+        slot = super().seat(sample, prompt)
+        if slot is not None:
+            self._tables.grow(slot, self._needed(position, sample))
+        return slot
+
     def next_step(self) -> Step:
         """Give those who run the pages they need, at the expense of who was admitted last; then go on as usual."""
         preempted = self._give_pages()

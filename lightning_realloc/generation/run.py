@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from torch import Tensor
+
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.budget import Budget
 from lightning_realloc.generation.conversation import Conversations
+from lightning_realloc.generation.kv_cache import LayerShape
 from lightning_realloc.generation.runner import ModelRunner, Prefill, Row
 from lightning_realloc.generation.samples import FinishReason, Sample
 from lightning_realloc.generation.sampling import Forbidden, SamplingParams
@@ -57,7 +60,7 @@ class GenerationRun:
         self,
         runner: ModelRunner,
         scheduler: Scheduler,
-        samples: Sequence[Sample],
+        samples: list[Sample],
         params: SamplingParams,
         stop: StopRule,
         speculator: Speculator,
@@ -66,8 +69,13 @@ class GenerationRun:
         *,
         num_slots: int,
         may_pause: bool,
+        longest_pause_s: float = math.inf,
     ) -> None:
-        """Begin with nothing admitted; ``may_pause``: nobody waits for a forward of this rank's."""
+        """Begin with nothing admitted.
+
+        ``may_pause``: nobody waits for a forward of this rank's. ``longest_pause_s``: how long a step may wait for the
+        environment.
+        """
         self._runner = runner
         self._scheduler = scheduler
         self._samples = samples
@@ -78,6 +86,12 @@ class GenerationRun:
         self._budget = budget
         self._num_slots = num_slots
         self._may_pause = may_pause
+        self._longest_pause_s = longest_pause_s
+        self._away: set[int] = set()
+        """Samples that are on another rank."""
+        self._is_over = False
+        self.ended: list[Sample] = []
+        """Samples that got their last token here, in this order."""
         self._num_steps = self._row_steps = self._prefill_tokens = self._num_generated = 0
         self._num_preemptions = self._shared_prefill_tokens = 0
 
@@ -106,7 +120,7 @@ class GenerationRun:
         if prefills or running or not self._may_pause:
             self._forward(prefills, running)
         elif self._conversations.waiting:
-            self._conversations.wait(self._budget.seconds_left())
+            self._conversations.wait(min(self._budget.seconds_left(), self._longest_pause_s))
         if self._budget.is_spent(self._num_generated):
             self._stop_all()
 
@@ -127,6 +141,87 @@ class GenerationRun:
             num_preemptions=self._num_preemptions,
             shared_prefill_tokens=self._shared_prefill_tokens,
         )
+
+    # ---- samples that other ranks take over, or bring
+    @property
+    def movable(self) -> list[int]:
+        """Samples that are in the first slots and run."""
+        return [i for i in self._scheduler.slots if i is not None and not self._scheduler.is_parked(i)]
+
+    @property
+    def held(self) -> list[int]:
+        """Samples that hold a slot and do not run: their environment was asked, or they are being read."""
+        return [i for i in self._scheduler.slots if i is not None and self._scheduler.is_parked(i)]
+
+    @property
+    def waiting(self) -> list[int]:
+        """Samples that have no slot yet."""
+        return self._scheduler.waiting
+
+    @property
+    def free_slots(self) -> int:
+        """How many more samples could run."""
+        return 0 if self._is_over else self._scheduler.num_free
+
+    @property
+    def samples(self) -> Sequence[Sample]:
+        """Those of the call, then those that other ranks brought."""
+        return self._samples
+
+    def read_positions(self, index: int, begin: int, end: int) -> Tensor:
+        """Return the keys and values of a sample that has a slot."""
+        return self._runner.cache.read(self._scheduler.slots.index(index), begin, end)
+
+    def describe_cache(self) -> list[LayerShape]:
+        """Return the shapes of the cache's layers."""
+        return self._runner.cache.describe()
+
+    def depart(self, index: int) -> None:
+        """Let another rank go on with a sample that runs or waits."""
+        if index in self._scheduler.slots:
+            self._scheduler.finish(self._scheduler.slots.index(index))
+        else:
+            self._scheduler.withdraw({index})
+        self._away.add(index)
+
+    def is_away(self, index: int) -> bool:
+        """Whether a sample is on another rank."""
+        return index in self._away
+
+    def arrive(self, sample: Sample) -> int:
+        """Take in a sample of another rank; return its index here."""
+        self._samples.append(sample)
+        self._runner.may_need(len(sample.prompt) + sample.max_new_tokens)
+        return len(self._samples) - 1
+
+    def come_back(self, index: int, sample: Sample) -> None:
+        """Take a sample of this rank back, as another one left it."""
+        self._away.remove(index)
+        self._samples[index].adopt(sample)
+
+    def go_on(self, index: int, parts: Sequence[tuple[int, int, Tensor]], shapes: Sequence[LayerShape]) -> None:
+        """Let a sample that came in run here: from its keys and values (begin, end, content), or what there are."""
+        sample = self._samples[index]
+        if self._is_over:
+            sample.finish_reason = "unfinished"
+            return
+        resident = -1 - index  # a prompt of its own, which nobody copies
+        slot = self._scheduler.seat(index, resident) if parts else None
+        if slot is None:
+            sample.num_read = 0
+            self._scheduler.add(Prompt(resident, sample.position, (index,)))
+            return
+        self._runner.write(slot, parts, shapes)
+        self._speculator.drafter.admitted([slot])
+        self._scheduler.read(index, sample.num_read, sample.position)
+
+    def queue(self, indices: Sequence[int]) -> None:
+        """Let samples of one prompt that came in wait for slots; none of them has a token yet."""
+        if self._is_over:
+            for index in indices:
+                self._samples[index].finish_reason = "unfinished"
+        else:
+            self._scheduler.add(Prompt(-1 - indices[0], self._samples[indices[0]].position, tuple(indices)))
 
     def _forward(self, prefills: Sequence[Prefill], running: Sequence[Sample]) -> None:
         drafts = self._speculator.propose(running, is_tail=not self._scheduler.num_waiting) if running else []
@@ -149,6 +244,7 @@ class GenerationRun:
         self._num_preemptions += len(step.preempted)
         for index in step.preempted:
             self._samples[index].num_read = 0
+        self._runner.make_room(0, len(self._scheduler.slots))
         for admission in step.admissions:
             targets = [slot for slot in admission.slots if slot != admission.source]
             self._speculator.drafter.admitted(targets)
@@ -207,7 +303,7 @@ class GenerationRun:
             self._ask(index, sample)
         else:
             self._scheduler.finish(slot)
-            self._speculator.finished(sample)
+            self._end(sample)
 
     def _ask(self, index: int, sample: Sample) -> None:
         sample.finish_reason = None
@@ -236,13 +332,19 @@ class GenerationRun:
         sample.finish_reason = reason
         if self._scheduler.is_parked(index):
             self._scheduler.drop(index)
+        self._end(sample)
+
+    def _end(self, sample: Sample) -> None:
+        self.ended.append(sample)
         self._speculator.finished(sample)
 
     def _stop_all(self) -> None:
         """Leave what is not finished as it is."""
+        self._is_over = True
         self._take_answers()
-        for sample in self._samples:
-            sample.finish_reason = sample.finish_reason or "unfinished"
+        for index, sample in enumerate(self._samples):
+            if index not in self._away:
+                sample.finish_reason = sample.finish_reason or "unfinished"
         self._scheduler.clear()
         self._conversations.close()
 

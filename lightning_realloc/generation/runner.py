@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.generation.attention import STEP_ARGUMENT, PackedStep, segments_of
-from lightning_realloc.generation.kv_cache import KVCache
+from lightning_realloc.generation.kv_cache import KVCache, LayerShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ModelRunner:
             *(prefill.begin + length for prefill, length in zip(prefills, lengths, strict=True)),
             1,
         )
-        self.cache.make_room(self._num_slots, max_length, longest=self._longest)
+        self.make_room(max_length, max(len(rows), *(max(p.slots, default=-1) + 1 for p in prefills), 0))
         segments = segments_of(
             lengths, [prefill.slots for prefill in prefills], [prefill.begin for prefill in prefills]
         )
@@ -86,3 +86,20 @@ class ModelRunner:
         )  # fmt: skip
         logits: Tensor = output.logits[0]
         return logits[len(logits) - num_row_tokens :]
+
+    def may_need(self, longest: int) -> None:
+        """Say that a slot may need so many positions, which was not known at the beginning."""
+        self._longest = max(longest, self._longest)
+
+    def make_room(self, length: int, num_slots: int = 0) -> None:
+        """Have so many positions in every slot, and at least so many slots."""
+        if num_slots > self._num_slots:
+            self._num_slots = max(num_slots, self._num_slots * 3 // 2)
+        self.cache.make_room(self._num_slots, length, longest=self._longest)
+
+    def write(self, slot: int, parts: Sequence[tuple[int, int, Tensor]], shapes: Sequence[LayerShape]) -> None:
+        """Put keys and values (begin, end, content) that another rank computed into a slot; ``shapes`` of its cache."""
+        self.make_room(max(end for _, end, _ in parts), slot + 1)
+        self.cache.prepare(shapes, self._device)
+        for begin, end, content in parts:
+            self.cache.write(slot, begin, end, content)

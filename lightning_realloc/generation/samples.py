@@ -94,6 +94,13 @@ class Sample:
         self.turn += 1
         self.turn_begin = len(self.token_ids)
 
+    def adopt(self, other: Sample) -> None:
+        """Take the response that another rank brought this sample to."""
+        self.token_ids, self.logprobs, self.model_mask = other.token_ids, other.logprobs, other.model_mask
+        self.last_token, self.position, self.num_read = other.last_token, other.position, other.num_read
+        self.turn, self.turn_begin = other.turn, other.turn_begin
+        self.finish_reason, self.error = other.finish_reason, other.error
+
     def tokens(self, begin: int, end: int) -> list[int]:
         """Return the tokens at these positions of prompt and response."""
         length = len(self.prompt)

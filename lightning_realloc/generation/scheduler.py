@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +129,17 @@ class Scheduler:
         return len(self._queue)
 
     @property
+    def waiting(self) -> list[int]:
+        """Samples that have no slot yet, in the order in which they will get one."""
+        begun = [self._begun] + [0] * len(self._queue)
+        return [sample for prompt, first in zip(self._queue, begun, strict=False) for sample in prompt.samples[first:]]
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody holds."""
+        return self._num_slots - sum(sample is not None for sample in self._slots)
+
+    @property
     def has_work(self) -> bool:
         """Whether any sample holds a slot or waits for one."""
         return bool(self._queue) or any(sample is not None for sample in self._slots)
@@ -162,6 +173,26 @@ class Scheduler:
     def add(self, prompt: Prompt) -> None:
         """Let another prompt wait, behind those that wait already."""
         self._queue.append(prompt)
+
+    def withdraw(self, samples: Collection[int]) -> None:
+        """Take samples that wait for a slot out of the queue."""
+        left: deque[Prompt] = deque()
+        for place, prompt in enumerate(self._queue):
+            begun = self._begun if place == 0 else 0
+            stay = (*prompt.samples[:begun], *(s for s in prompt.samples[begun:] if s not in samples))
+            if len(stay) > begun:
+                left.append(replace(prompt, samples=stay))
+            elif place == 0:
+                self._begun = 0
+        self._queue = left
+
+    def seat(self, sample: int, prompt: int) -> int | None:
+        """Give a sample of another rank a slot, parked for :meth:`read`; None where it has to wait like others."""
+        if self._queue or not self.num_free:
+            return None
+        holes = deque(slot for slot, owner in enumerate(self._slots) if owner is None)
+        self._parked.add(sample)
+        return self._take_slot(holes, sample, prompt)
 
     def clear(self) -> None:
         """Drop all samples."""

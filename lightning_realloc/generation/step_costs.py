@@ -73,6 +73,10 @@ class StepCosts:
             return np.ones_like(np.asarray(num_tokens, dtype=float))
         return np.asarray(np.interp(num_tokens, self._sizes, self._seconds))
 
+    def knots(self) -> list[tuple[float, float]]:
+        """Return the sizes observed, ascending, and their expected seconds, which never fall."""
+        return list(zip(self._sizes.tolist(), self._seconds.tolist(), strict=True))
+
     def _refit(self) -> None:
         self._sizes, means = np.array(sorted(self._means.values())).T
         # Larger steps do not take less time: the mean of the two nearest rising sequences around what was seen.

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_realloc import errors
 from lightning_realloc.errors import ReallocError
+from lightning_realloc.runtime.freight import Freight
 
 FAILURE_DEADLINE_S = 10.0
 """How long a rank that failed waits for the others to hear of it; one that is stuck in a collective never does."""
@@ -46,6 +47,10 @@ class FrameKind(IntEnum):
     """Why a rank cannot go on."""
     HISTORY = 5
     """What a rank generated in a call, to the drafters of ranks that generate other samples."""
+    LOAD = 6
+    """What a rank has left to generate, to ranks that may take some of it."""
+    RETURNED = 7
+    """Responses that a rank finished for another one."""
 
 
 class Frame(NamedTuple):
@@ -58,6 +63,8 @@ class Frame(NamedTuple):
     """Which call it belongs to: its place in the dataflow."""
     source: int
     """Rank that sent it."""
+    part: int = 0
+    """Which of several of its kind, in one call and from one rank."""
 
 
 class Mailbox:
@@ -77,25 +84,31 @@ class Mailbox:
         self.seconds_waited = 0.0
 
     @property
+    def freight(self) -> Freight:
+        """For what is too large to hold anybody up; between several processes only."""
+        assert self._group is not None, "a single process has nobody to send to"
+        return Freight(self._group)
+
+    @property
     def others(self) -> tuple[int, ...]:
         """All ranks but this one."""
         return tuple(rank for rank in range(self._world_size) if rank != self._rank)
 
-    def send(self, to: Iterable[int], kind: FrameKind, run: int, call: int, content: Tensor) -> None:
+    def send(self, to: Iterable[int], kind: FrameKind, run: int, call: int, content: Tensor, *, part: int = 0) -> None:
         """Send a (bytes,) uint8 tensor on the host to some ranks, without waiting; it must not change any more."""
-        header = torch.tensor([kind, run, call, content.numel()], dtype=torch.int64)
+        header = torch.tensor([kind, run, call, part, content.numel()], dtype=torch.int64)
         for rank in to:
             self._start(header, rank, _HEADER_TAG, run)
             if content.numel():
                 self._start(content, rank, _CONTENT_TAG, run)
 
-    def receive(self, kind: FrameKind, run: int, call: int, source: int) -> Tensor:
+    def receive(self, kind: FrameKind, run: int, call: int, source: int, *, part: int = 0) -> Tensor:
         """Return the content of a frame, and forget it; waits until it has come.
 
         Raises:
             ReallocError: on every rank the same, when a rank failed; of that error's class if it is this package's.
         """
-        frame = Frame(kind, run, call, source)
+        frame = Frame(kind, run, call, source, part)
         begin = time.perf_counter()
         while frame not in self._arrived:
             self._take_in(None)
@@ -158,11 +171,11 @@ class Mailbox:
 
     def _take_in(self, timeout: timedelta | None) -> None:
         """Receive the next frame, whoever sent it."""
-        header = torch.empty(4, dtype=torch.int64)
+        header = torch.empty(5, dtype=torch.int64)
         work = dist.irecv(header, group=self._group, tag=_HEADER_TAG)
         self._wait(work, timeout)
         source = int(work._source_rank())  # type: ignore[union-attr]
-        kind, run, call, size = header.tolist()
+        kind, run, call, part, size = header.tolist()
         content = torch.empty(size, dtype=torch.uint8)
         if size:
             self._wait(dist.irecv(content, source, group=self._group, tag=_CONTENT_TAG), timeout)
@@ -170,7 +183,7 @@ class Mailbox:
             is_own, name, message = json.loads(bytes(content.tolist()))
             self._failures[source] = (is_own, name, message)
         else:
-            self._arrived[Frame(FrameKind(kind), run, call, source)] = content
+            self._arrived[Frame(FrameKind(kind), run, call, source, part)] = content
 
     def _wait(self, work: dist.Work | None, timeout: timedelta | None) -> None:
         assert work is not None, "this rank is part of the group"

@@ -19,6 +19,8 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import GenerationEngine, HFEngine
 from lightning_realloc.generation.drafters import build_drafter
 from lightning_realloc.generation.drafting import Drafter, Exchange
+from lightning_realloc.generation.migration import MigrationStats
+from lightning_realloc.generation.shipping import Peers
 from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
 from lightning_realloc.strategies.lockstep import Lockstep
 from lightning_realloc.strategies.model_pool import ModelPool
@@ -36,6 +38,22 @@ class Generator:
     drafter: Drafter
     peers: tuple[int, ...]
     """Other ranks that generate other samples with the same part of the same model."""
+    moves: Peers | None = None
+    """Where samples move between them."""
+
+    @property
+    def migration_stats(self) -> MigrationStats | None:
+        """What moving samples came to in the last call; None where none can move."""
+        if self.moves is None or not isinstance(self.engine, GenerationEngine):
+            return None
+        return self.engine.migration_stats
+
+    def begin(self, run: int, index: int) -> None:
+        """Generate in call number ``index`` of a run."""
+        if self.moves is not None:
+            self.moves.at(run, index)
+        if self.lockstep is not None:
+            self.lockstep.begin()
 
 
 class Generators:
@@ -110,6 +128,9 @@ class Generators:
             lockstep = None if group is None else Lockstep(group, self._device)
         speculation = self._module.speculation
         drafter = Drafter() if speculation is None else build_drafter(speculation, replica.model)
+        # Ranks that gather a model's blocks together make every step together: moving samples would gain nothing.
+        may_move = self._module.sample_reallocation and lockstep is None and peers
+        moves = Peers(self._mailbox, self._rank, peers) if may_move else None
         engine = GenerationEngine(
             replica.model,
             tokenizer=tokenizer,
@@ -119,8 +140,9 @@ class Generators:
             drafter=drafter,
             max_cache_bytes=self._module.max_cache_bytes,
             agree=_agreement(self._pool.meshes.group(layout, "tp"), self._device),
+            peers=moves,
         )
-        return Generator(engine, lockstep, drafter, peers)
+        return Generator(engine, lockstep, drafter, peers, moves)
 
     def _check(self, call: ModelFunctionCall, replica: Replica) -> None:
         """Refuse what cannot work where ranks gather a model's blocks together, each step of all ranks at once."""

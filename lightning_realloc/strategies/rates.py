@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning_realloc.generation import GenerationStats
+from lightning_realloc.generation.migration import MigrationStats
 from lightning_realloc.runtime.executor import ReallocationReport
 
 ITERATION_S = "iteration_s"
 """Seconds of the iteration before, as one rank tells them to the others."""
 _GENERATED, _ROW_STEPS, _TOKENS_PER_STEP = "generated/", "row_steps/", "tokens_per_step/"
+_MOVED = "moved_samples/"
 _SECONDS, _BYTES, _RATE = "reallocation_s/", "reallocation_bytes/", "reallocation_GB_per_s/"
 
 
@@ -22,6 +24,11 @@ def facts_of_generation(call: str, stats: GenerationStats, rank: int) -> dict[st
     """Return what one rank tells of a call that drafts tokens."""
     counts = {_GENERATED: stats.generated_tokens, _ROW_STEPS: stats.row_steps}
     return {f"{name}{call}/{rank}": float(count) for name, count in counts.items()}
+
+
+def facts_of_migration(call: str, stats: MigrationStats, rank: int) -> dict[str, float]:
+    """Return what one rank tells of a call whose samples may move."""
+    return {f"{_MOVED}{call}/{rank}": float(stats.num_received)}
 
 
 def with_rates(facts: Mapping[str, float], *, num_tokens: int) -> dict[str, float]:
@@ -37,10 +44,20 @@ def with_rates(facts: Mapping[str, float], *, num_tokens: int) -> dict[str, floa
         seconds, moved = facts[f"{_SECONDS}{call}"], metrics.pop(name)
         metrics[f"{_RATE}{call}"] = moved / seconds / 1e9 if seconds > 0 else 0.0
     metrics |= _tokens_per_step(metrics)
+    metrics |= _moved_samples(metrics)
     seconds = metrics.pop(ITERATION_S, 0.0)
     if seconds > 0:
         metrics["tokens_per_s"] = num_tokens / seconds
     return metrics
+
+
+def _moved_samples(metrics: dict[str, float]) -> dict[str, float]:
+    """Take out how many samples each rank took over, and return the sum by call."""
+    totals: dict[str, float] = {}
+    for name in [name for name in metrics if name.startswith(_MOVED)]:
+        call = name.rpartition("/")[0]
+        totals[call] = totals.get(call, 0.0) + metrics.pop(name)
+    return totals
 
 
 def _tokens_per_step(metrics: dict[str, float]) -> dict[str, float]:

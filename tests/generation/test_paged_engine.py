@@ -205,8 +205,8 @@ def test_positions_of_a_slot_are_read_and_written_as_bytes() -> None:
     content = cache.read(0, 3, 17)
     assert content.dtype == torch.uint8 and content.shape == (14 * 2 * (2 * 3 * 4 + 5 * 2),)
     assert torch.equal(content[: 14 * 24], contents[0][0][3:17].reshape(-1).view(torch.uint8))
-    tables.grow(1, 3)
-    cache.write(1, 3, content)
+    tables.grow(1, 17)
+    cache.write(1, 3, 17, content)
     assert torch.equal(cache.read(1, 3, 17), content)
     assert torch.equal(
         cache.read(0, 0, 19), torch.cat([t.reshape(-1).view(torch.uint8) for pair in contents for t in pair])

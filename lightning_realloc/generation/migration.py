@@ -1,0 +1,241 @@
+"""Moving samples between data-parallel ranks while they generate, so that all of them end at about the same time.
+
+Ranks tell each other their loads in rounds, and nobody waits: what was told in one round is planned by in the next.
+Every rank plans the same moves from the same reports. A sample moves in two stages: the bulk of its keys and values
+travels while it runs on; then, between two steps, it leaves with what came since. Where it is quicker, only its tokens
+travel and the other rank reads them again. Finished samples return to the rank that was asked for them.
+
+Rounds go by the steps of the slowest rank; a rank without samples waits for the others there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.balance import plan_balance
+from lightning_realloc.generation.migration_costs import LengthBook, Pace, Report, as_moved, loads_of
+from lightning_realloc.generation.rank_load import LiveSample, SampleMove
+from lightning_realloc.generation.run import GenerationRun
+from lightning_realloc.generation.shipping import Peers, Shipping
+from lightning_realloc.runtime.exchange import decode_message, encode_message
+from lightning_realloc.runtime.mailbox import FrameKind
+
+_T = TypeVar("_T")
+
+PERIOD_STEPS = 16
+"""Steps of the slowest rank between two rounds."""
+REST_ROUNDS = 4
+"""In which a sample that moved stays where it is."""
+LONGEST_PAUSE_S = 0.05
+"""How long a rank may wait for environments before it looks at what the others tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationStats:
+    """What moving samples came to on this rank, in one call."""
+
+    num_sent: int = 0
+    """Samples that left."""
+    num_received: int = 0
+    bytes_sent: int = 0
+    stall_s: float = 0.0
+    """Seconds in which packing and unpacking samples kept this rank from decoding."""
+    waited_s: float = 0.0
+    """Seconds without a sample, or waiting for what others tell."""
+    num_rounds: int = 0
+
+
+class Migration:
+    """Moves samples of a rank's generations. One per engine.
+
+    Args:
+        peers: The other ranks.
+        agree: Where ranks share a tensor-parallel model: returns the first one's numbers.
+        clock: Tells seconds.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        *,
+        agree: Callable[[Sequence[float]], Sequence[float]] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.stats = MigrationStats()
+        self.peers = peers
+        self.agree = agree
+        self.clock = clock
+        self.pace = Pace()
+        self.lengths = LengthBook()
+
+    def carry_out(self, run: GenerationRun, hints: Sequence[int] | None = None) -> None:
+        """Take all samples of all ranks to their ends. Collective over the peers.
+
+        Args:
+            run: What this rank begins with.
+            hints: Expected response length per prompt, 0 where it is not known.
+        """
+        call = _Call(self, run, dict(enumerate(hints or ())))
+        try:
+            call.carry_out()
+        except BaseException:
+            call.abandon()
+            raise
+        finally:
+            self.stats = call.stats()
+
+
+class _Call:
+    """Steps and rounds of one call."""
+
+    def __init__(self, migration: Migration, run: GenerationRun, hints: Mapping[int, int]) -> None:
+        self._run = run
+        self._peers = peers = migration.peers
+        self._pace = pace = migration.pace
+        self._book = migration.lengths
+        self._agree = migration.agree
+        self._clock = migration.clock
+        self._shipping = Shipping(run, peers, pace, migration.agree, migration.clock)
+        self._expected = self._book.begin(run.samples, hints)
+        self._last: Report | None = None
+        self._round = self._num_ended = 0
+        self._steps_left = PERIOD_STEPS
+        self._waited_s = 0.0
+
+    def stats(self) -> MigrationStats:
+        """Return the counts so far."""
+        shipping = self._shipping
+        return MigrationStats(
+            shipping.num_sent, shipping.num_received, shipping.bytes_sent, shipping.stall_s, self._waited_s, self._round
+        )
+
+    def carry_out(self) -> None:
+        """Make steps and rounds until every sample of every rank is over and back."""
+        self._tell()
+        while True:
+            self._shipping.move_on()
+            if self._run.has_work and self._steps_left > 0:
+                self._step()
+            elif not self._run.has_work and self._shipping.expects:
+                self._wait(self._shipping.wait)
+            elif not self._meet():
+                break
+        for sample in self._shipping.bring_back():
+            self._book.keep(sample)
+
+    def abandon(self) -> None:
+        """Leave nobody waiting for samples of a rank that failed; of the failure itself the mailbox tells."""
+        self._shipping.abandon()
+
+    # ---- steps
+    def _step(self) -> None:
+        run, before = self._run, self._run.stats()
+        begin = self._clock()
+        run.step()
+        seconds = self._clock() - begin
+        after = run.stats()
+        rows, read = after.row_steps - before.row_steps, after.prefill_tokens - before.prefill_tokens
+        generated = after.generated_tokens - before.generated_tokens
+        self._pace.take_step(rows=rows, read=read, generated=generated, seconds=seconds)
+        # Where all samples wait for their environments there is time to look around.
+        self._steps_left = self._steps_left - 1 if rows or read else 0
+        for sample in run.ended[self._num_ended :]:
+            self._expected.finish(sample.prompt_index, len(sample.token_ids))
+            self._book.keep(sample)
+        self._num_ended = len(run.ended)
+
+    def _wait(self, wait: Callable[[], _T]) -> _T:
+        begin = self._clock()
+        result = wait()
+        self._waited_s += self._clock() - begin
+        return result
+
+    # ---- rounds
+    def _meet(self) -> bool:
+        """Plan by what all ranks told in the last round, and tell again; return whether anybody has work."""
+        reports = self._wait(self._hear)
+        if not any(report.num_live for report in reports):
+            return False
+        if not self._round:
+            _check_distinct(reports)
+        self._shipping.hand_over_all()  # nobody waits longer than a round for a sample
+        self._round += 1
+        told = (sample for report in reports for sample in (*report.running, *report.waiting))
+        self._shipping.begin(self._plan(reports), told, self._round)
+        self._tell()
+        self._steps_left = self._steps_until_next(reports)
+        return True
+
+    def _tell(self) -> None:
+        report = self._report()
+        self._last = report
+        part = self._peers.num_parts
+        content = encode_message(report.to_json(), {})
+        self._peers.mailbox.send(
+            self._peers.others, FrameKind.LOAD, self._peers.run, self._peers.call, content, part=part
+        )
+        self._peers.num_parts += 1
+
+    def _hear(self) -> list[Report]:
+        peers = self._peers
+        assert self._last is not None, "a round begins with a report"
+        reports = [self._last]
+        for other in peers.others:
+            content = peers.mailbox.receive(FrameKind.LOAD, peers.run, peers.call, other, part=peers.num_parts - 1)
+            reports.append(Report.from_json(decode_message(content)[0]))
+        return sorted(reports, key=lambda report: report.rank)
+
+    def _report(self) -> Report:
+        run, incoming, outgoing = self._run, self._shipping.incoming, self._shipping.outgoing
+        # Who is still on the way, or holds a slot and does not run, cannot move now: told as if it had just moved.
+        running = [self._live(i) for i in run.movable] + [as_moved(self._live(i), self._round) for i in run.held]
+        running += [as_moved(sample, self._round) for sample in incoming.values()]
+        waiting = [self._live(i) for i in run.waiting]
+        return Report(
+            rank=self._peers.rank,
+            running=tuple(sample for sample in running if sample.sample_id not in outgoing),
+            waiting=tuple(sample for sample in waiting if sample.sample_id not in outgoing),
+            free_slots=max(run.free_slots - len(incoming), 0),
+            bytes_per_token=sum(shape.num_bytes for shape in run.describe_cache()),
+            pace=self._pace.agreed(self._agree),
+        )
+
+    def _live(self, index: int) -> LiveSample:
+        sample = self._run.samples[index]
+        num_tokens = len(sample.token_ids)
+        remaining = self._expected.expected(sample.prompt_index, num_tokens, max_new_tokens=sample.max_new_tokens)
+        return LiveSample(
+            sample.sample_id, sample.position + 1, remaining, self._shipping.moved_in.get(sample.sample_id)
+        )
+
+    def _plan(self, reports: Sequence[Report]) -> tuple[SampleMove, ...]:
+        known = loads_of(reports)
+        if known is None:
+            return ()
+        loads, cost = known
+        # What was told is a round old, and what is planned takes a round: a gap of less may be none any more.
+        period_s = PERIOD_STEPS * max(load.curve.seconds(load.rows) for load in loads)
+        return plan_balance(loads, cost, least_gap_s=period_s, rest_steps=REST_ROUNDS, step=self._round)
+
+    def _steps_until_next(self, reports: Sequence[Report]) -> int:
+        known = loads_of(reports)
+        if known is None:
+            return PERIOD_STEPS
+        seconds = {load.rank: load.curve.seconds(max(load.rows, 1)) for load in known[0]}
+        own_s, slowest_s = seconds[self._peers.rank], max(seconds.values())
+        return max(1, round(PERIOD_STEPS * slowest_s / own_s))
+
+
+def _check_distinct(reports: Sequence[Report]) -> None:
+    ids = [sample.sample_id for report in reports for sample in (*report.running, *report.waiting)]
+    twice = sorted(sample_id for sample_id, count in Counter(ids).items() if count > 1)
+    if twice:
+        raise GenerationError(
+            f"ranks that move samples between them need distinct sample ids, and {twice[:8]} are on several; pass "
+            "generate(sample_ids=...) with ids that no other rank uses"
+        )

@@ -1,0 +1,183 @@
+"""What a rank knows about its own pace and the way to others, and what it tells them of that and of its load.
+
+The numbers outlive a call, since an engine does. Ranks that share a tensor-parallel model tell those of the first one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from lightning_realloc.generation.rank_load import LiveSample, MoveCost, RankLoad, StepCurve
+from lightning_realloc.generation.remaining_lengths import RemainingLengths
+from lightning_realloc.generation.samples import Sample
+from lightning_realloc.generation.step_costs import StepCosts
+
+_RATE = 0.2
+_LATENCY_S = 1e-3
+_OF_ONE_ROW = 0.5
+"""What a step of one row is taken to cost of the smallest step made so far: a guess, and a move or two correct it."""
+_RESPONSES_PER_PROMPT = 8
+_MOST_PROMPTS = 65_536
+
+
+class Pace:
+    """Seconds of this rank's steps, transfers and hand-overs, learnt as they happen."""
+
+    def __init__(self) -> None:
+        """Know guesses, and of steps nothing."""
+        self.steps = StepCosts()
+        """By rows; drafting included."""
+        self.tokens_per_row_step = 1.0
+        self.bytes_per_s = 1e9
+        self.prefill_tokens_per_s = 1e4
+        self.stall_s = 1e-3
+        """In which one moved sample keeps its rank from decoding."""
+
+    def take_step(self, *, rows: int, read: int, generated: int, seconds: float) -> None:
+        """Take a step that brought ``rows`` samples ``generated`` tokens further and read ``read`` tokens of others."""
+        if rows:
+            self.tokens_per_row_step += _RATE / 4 * (generated / rows - self.tokens_per_row_step)
+        if rows and not read:
+            self.steps.observe(rows, seconds)
+        elif read:
+            decoding_s = float(self.steps.seconds(rows)) if rows and self.steps.known else 0.0
+            reading_s = max(seconds - decoding_s, seconds / 4)
+            self.prefill_tokens_per_s += _RATE * (read / reading_s - self.prefill_tokens_per_s)
+
+    def take_transfer(self, num_bytes: int, seconds: float) -> None:
+        """Take a transfer of keys and values that went on beside decoding."""
+        if num_bytes:
+            self.bytes_per_s += _RATE * (num_bytes / max(seconds - _LATENCY_S, 1e-6) - self.bytes_per_s)
+
+    def take_stall(self, seconds: float) -> None:
+        """Take the seconds that packing or unpacking one sample kept this rank from decoding."""
+        self.stall_s += _RATE * (seconds - self.stall_s)
+
+    def agreed(self, agree: Callable[[Sequence[float]], Sequence[float]] | None) -> Told:
+        """Return what to tell; ``agree`` makes ranks that work together tell the same."""
+        knots = self.steps.knots()
+        numbers = [self.bytes_per_s, self.prefill_tokens_per_s, self.stall_s, *(seconds for _, seconds in knots)]
+        bytes_per_s, prefill, stall_s, *seconds = numbers if agree is None else agree(numbers)
+        curve = tuple((size, s) for (size, _), s in zip(knots, seconds, strict=True))
+        return Told(curve, self.tokens_per_row_step, bytes_per_s, prefill, stall_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A rank's pace, as others hear of it."""
+
+    knots: tuple[tuple[float, float], ...]
+    """(rows, seconds) of steps, none if nothing is known."""
+    tokens_per_row_step: float
+    bytes_per_s: float
+    prefill_tokens_per_s: float
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one rank tells in one round."""
+
+    rank: int
+    running: tuple[LiveSample, ...]
+    """With those on their way to it."""
+    waiting: tuple[LiveSample, ...]
+    free_slots: int
+    bytes_per_token: int
+    """Of its cache; 0 before the first step."""
+    pace: Told
+
+    @property
+    def num_live(self) -> int:
+        """Samples that are not finished."""
+        return len(self.running) + len(self.waiting)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` understands."""
+        return {
+            "rank": self.rank,
+            "running": [_entry(sample) for sample in self.running],
+            "waiting": [_entry(sample) for sample in self.waiting],
+            "free_slots": self.free_slots,
+            "bytes_per_token": self.bytes_per_token,
+            "pace": [list(map(list, self.pace.knots)), self.pace.tokens_per_row_step, self.pace.bytes_per_s,
+                     self.pace.prefill_tokens_per_s, self.pace.stall_s],
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Report:
+        """Return the report that another rank made."""
+        knots, *numbers = told["pace"]
+        running, waiting = (tuple(LiveSample(*entry) for entry in told[name]) for name in ("running", "waiting"))
+        pace = Told(tuple((size, seconds) for size, seconds in knots), *numbers)
+        return cls(told["rank"], running, waiting, told["free_slots"], told["bytes_per_token"], pace)
+
+
+def _entry(sample: LiveSample) -> tuple[int, int, float, int | None]:
+    return sample.sample_id, sample.context_tokens, sample.remaining_tokens, sample.last_moved_step
+
+
+def loads_of(reports: Sequence[Report]) -> tuple[tuple[RankLoad, ...], MoveCost] | None:
+    """Return what to plan moves by; None while nobody knows how long steps take.
+
+    Ranks are taken to be alike: steps of a size that one has not made take as long as they took another one.
+    """
+    seen: dict[float, list[float]] = {}
+    for report in reports:
+        for rows, seconds in report.pace.knots:
+            seen.setdefault(float(round(rows)), []).append(seconds)
+    if not seen:
+        return None
+    means = [(rows, sum(seconds) / len(seconds)) for rows, seconds in sorted(seen.items())]
+    if means[0][0] > 1:
+        means.insert(0, (1.0, _OF_ONE_ROW * means[0][1]))
+    curve = StepCurve(tuple(zip((rows for rows, _ in means), accumulate((s for _, s in means), max), strict=True)))
+    loads = tuple(
+        RankLoad(report.rank, report.running, report.waiting, curve, report.free_slots, report.pace.tokens_per_row_step)
+        for report in reports
+    )
+    cost = MoveCost(
+        bytes_per_token=max(report.bytes_per_token for report in reports),
+        bytes_per_s=min(report.pace.bytes_per_s for report in reports),
+        latency_s=_LATENCY_S,
+        prefill_tokens_per_s=min(report.pace.prefill_tokens_per_s for report in reports),
+        stall_s=max(report.pace.stall_s for report in reports),
+    )
+    return loads, cost
+
+
+class LengthBook:
+    """How long responses to which prompts were, over the calls of an engine."""
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self._lengths: dict[tuple[int, ...], deque[int]] = {}
+
+    def keep(self, sample: Sample) -> None:
+        """Take the length of a finished response."""
+        prompt = tuple(sample.prompt)
+        kept = self._lengths.pop(prompt, None)
+        kept = deque(maxlen=_RESPONSES_PER_PROMPT) if kept is None else kept
+        kept.append(len(sample.token_ids))
+        self._lengths[prompt] = kept  # at the end: the prompt seen last
+        if len(self._lengths) > _MOST_PROMPTS:
+            del self._lengths[next(iter(self._lengths))]
+
+    def begin(self, samples: Sequence[Sample], hints: Mapping[int, int]) -> RemainingLengths:
+        """Return expectations for a call's samples; ``hints`` says what a prompt's responses will come to."""
+        history: dict[int, Sequence[int]] = {}
+        for sample in samples:
+            index = sample.prompt_index
+            if index not in history:
+                known = self._lengths.get(tuple(sample.prompt), ())
+                history[index] = [hints[index]] if hints.get(index) else list(known)
+        return RemainingLengths({index: lengths for index, lengths in history.items() if lengths})
+
+
+def as_moved(sample: LiveSample, step: int) -> LiveSample:
+    """Return the sample as one that changed its rank in ``step``."""
+    return replace(sample, last_moved_step=step)

@@ -1,0 +1,279 @@
+"""Carrying out moves of samples: each shipment goes from one rank to another in two stages.
+
+Both ranks know of a shipment from the same plan. The bulk of its keys and values travels while its samples run on;
+then, between two steps, they leave with what came since. Those whose tokens alone travel leave at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lightning_realloc.generation.migration_costs import Pace
+from lightning_realloc.generation.rank_load import LiveSample, SampleMove
+from lightning_realloc.generation.run import GenerationRun
+from lightning_realloc.generation.samples import Sample
+from lightning_realloc.generation.shipment import (
+    Origin,
+    Positions,
+    Traveller,
+    decode_positions,
+    decode_travellers,
+    encode_positions,
+    encode_travellers,
+)
+from lightning_realloc.runtime.freight import Journey
+from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
+
+
+@dataclass(slots=True)
+class Peers:
+    """Ranks that generate other samples with the same part of the same model, and the way to them."""
+
+    mailbox: Mailbox
+    rank: int
+    others: tuple[int, ...]
+    run: int = 0
+    call: int = 0
+    """Which names of frames are this call's, see `Mailbox`."""
+    num_parts: int = 0
+    """Rounds of this call so far."""
+    num_shipments: int = 0
+
+    def at(self, run: int, call: int) -> None:
+        """Say that another call begins."""
+        self.run, self.call, self.num_parts = run, call, 0
+
+
+@dataclass(slots=True)
+class _Shipment:
+    """Samples that go from one rank to another, as planned in one round."""
+
+    number: int
+    moves: tuple[SampleMove, ...]
+    step: int
+    """The round that planned it."""
+    bulk: Journey | None = None
+    rest: Journey | None = None
+    """To this rank: what comes when the samples leave."""
+    num_sent: dict[int, int] = field(default_factory=dict)
+    """From this rank: sample id -> positions in the bulk."""
+
+    @property
+    def has_bulk(self) -> bool:
+        """Whether keys and values travel."""
+        return any(move.how == "send" for move in self.moves)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its next stage waits for nobody."""
+        return all(journey is None or journey.is_over for journey in (self.bulk, self.rest))
+
+
+class Shipping:
+    """What travels to and from one rank in one call.
+
+    Args:
+        run: The rank's samples.
+        peers: The other ranks.
+        pace: Learns how long transfers take.
+        agree: Where ranks share a tensor-parallel model: returns the first one's numbers.
+        clock: Tells seconds.
+    """
+
+    def __init__(
+        self,
+        run: GenerationRun,
+        peers: Peers,
+        pace: Pace,
+        agree: Callable[[Sequence[float]], Sequence[float]] | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._run = run
+        self._peers = peers
+        self._pace = pace
+        self._agree = agree
+        self._clock = clock
+        self._origins = {index: Origin(peers.rank, index, s.prompt_index) for index, s in enumerate(run.samples)}
+        self._arriving: list[_Shipment] = []
+        self._leaving: list[_Shipment] = []
+        self.incoming: dict[int, LiveSample] = {}
+        """Samples on their way to this rank, by id, as they were told of."""
+        self.moved_in: dict[int, int] = {}
+        """Sample id -> the round in which it last came to this rank."""
+        self.num_sent = self.num_received = self.bytes_sent = 0
+        self.stall_s = 0.0
+
+    @property
+    def outgoing(self) -> set[int]:
+        """Ids of samples that are about to leave."""
+        return {move.sample_id for shipment in self._leaving for move in shipment.moves}
+
+    @property
+    def expects(self) -> bool:
+        """Whether samples are on their way to this rank."""
+        return bool(self._arriving)
+
+    def begin(self, moves: Sequence[SampleMove], told: Iterable[LiveSample], step: int) -> None:
+        """Begin to carry out the moves of a round; ``told`` holds what ranks told of their samples."""
+        known = {sample.sample_id: sample for sample in told}
+        groups: dict[tuple[int, int], list[SampleMove]] = {}
+        for move in moves:
+            groups.setdefault((move.source, move.target), []).append(move)
+        for (source, target), group in groups.items():
+            shipment = _Shipment(self._peers.num_shipments, tuple(group), step)
+            self._peers.num_shipments += 1  # of all ranks, so that all of them count alike
+            if source == self._peers.rank:
+                self._begin_to_send(shipment)
+            elif target == self._peers.rank:
+                self._begin_to_receive(shipment)
+                self.incoming |= {move.sample_id: known[move.sample_id] for move in group}
+
+    def hand_over_all(self) -> None:
+        """Let every sample that is to leave do so, whether or not its bulk has arrived."""
+        for shipment in list(self._leaving):
+            self._hand_over(shipment)
+
+    def _begin_to_send(self, shipment: _Shipment) -> None:
+        begin = self._clock()
+        self._leaving.append(shipment)
+        if not shipment.has_bulk:
+            self._hand_over(shipment)
+            return
+        index_of = {self._run.samples[index].sample_id: index for index in self._run.movable}
+        parts = []
+        for move in shipment.moves:
+            index = index_of.get(move.sample_id)
+            if index is not None and move.how == "send":
+                shipment.num_sent[move.sample_id] = end = self._run.samples[index].num_read
+                parts.append(Positions(move.sample_id, 0, end, self._run.read_positions(index, 0, end)))
+        shipment.bulk = self._send(shipment, encode_positions(parts, self._run.describe_cache()), stage=0)
+        self.stall_s += self._clock() - begin
+
+    def _begin_to_receive(self, shipment: _Shipment) -> None:
+        freight, source = self._peers.mailbox.freight, shipment.moves[0].source
+        if shipment.has_bulk:
+            shipment.bulk = freight.receive(source, 2 * shipment.number)
+        shipment.rest = freight.receive(source, 2 * shipment.number + 1)
+        self._arriving.append(shipment)
+
+    def move_on(self) -> None:
+        """Go on with shipments for which nobody has to be waited for."""
+        shipments = [*self._leaving, *self._arriving]
+        if not shipments:
+            return
+        ready = [float(shipment.is_ready) for shipment in shipments]
+        for shipment, is_ready in zip(shipments, ready if self._agree is None else self._agree(ready), strict=True):
+            if is_ready and shipment.rest is None:
+                self._hand_over(shipment)
+            elif is_ready:
+                self._take_in(shipment)
+
+    def _hand_over(self, shipment: _Shipment) -> None:
+        """Let samples leave, with what their bulk lacks; those that ended, or wait for an environment, stay."""
+        begin = self._clock()
+        self._leaving.remove(shipment)
+        run = self._run
+        running, waiting = set(run.movable), set(run.waiting)
+        index_of = {run.samples[index].sample_id: index for index in running | waiting}
+        travellers, parts = [], []
+        for move in shipment.moves:
+            index = index_of.get(move.sample_id)
+            if index is None:
+                continue
+            sample = run.samples[index]
+            # One that had to give its pages back since its bulk left is read again, here or there.
+            num_sent = shipment.num_sent.get(move.sample_id, 0) if index in running else 0
+            if num_sent:
+                end = sample.num_read
+                parts.append(Positions(move.sample_id, num_sent, end, run.read_positions(index, num_sent, end)))
+            travellers.append(Traveller(self._origins[index], sample, num_sent))
+            run.depart(index)
+        self._send(shipment, encode_travellers(travellers, parts), stage=1)
+        self.num_sent += len(travellers)
+        self._note_stall(self._clock() - begin, len(parts))
+
+    def _take_in(self, shipment: _Shipment) -> None:
+        """Let the samples of a shipment run here, or wait for slots."""
+        assert shipment.rest is not None, "a shipment to this rank"
+        parts, shapes = decode_positions(shipment.bulk.wait()) if shipment.bulk is not None else ([], [])
+        travellers, later = decode_travellers(shipment.rest.wait())
+        begin = self._clock()
+        if shipment.bulk is not None:
+            self._pace.take_transfer(sum(part.content.numel() for part in parts), shipment.bulk.seconds)
+        self._arriving.remove(shipment)
+        for move in shipment.moves:
+            del self.incoming[move.sample_id]
+        spans: dict[int, list[tuple[int, int, Tensor]]] = {}
+        for part in (*parts, *later):
+            spans.setdefault(part.sample_id, []).append((part.begin, part.end, part.content))
+        fresh: dict[int, list[int]] = {}
+        for traveller in travellers:
+            index = self._settle(traveller, shipment.step)
+            sample = self._run.samples[index]
+            if traveller.num_sent:
+                self._run.go_on(index, spans[sample.sample_id], shapes)
+            elif sample.token_ids:
+                self._run.go_on(index, [], shapes)
+            else:
+                fresh.setdefault(sample.prompt_index, []).append(index)
+        for indices in fresh.values():  # samples of one prompt read it once
+            self._run.queue(indices)
+        self.num_received += len(travellers)
+        self._note_stall(self._clock() - begin, sum(traveller.num_sent > 0 for traveller in travellers))
+
+    def _settle(self, traveller: Traveller, step: int) -> int:
+        """Make a sample one of this rank's; return its index."""
+        sample, origin = traveller.sample, traveller.origin
+        if origin.rank == self._peers.rank:
+            index = origin.index
+            self._run.come_back(index, sample)
+        else:
+            sample.prompt_index = -1 - (origin.rank << 32) - origin.prompt_index  # no other prompt's here
+            index = self._run.arrive(sample)
+            self._origins[index] = origin
+        self.moved_in[sample.sample_id] = step
+        return index
+
+    def wait(self) -> None:
+        """Wait for the shipment that was begun first, and take it in."""
+        shipment = self._arriving[0]
+        for journey in (shipment.bulk, shipment.rest):
+            if journey is not None:
+                journey.wait()
+        self._take_in(shipment)
+
+    def _send(self, shipment: _Shipment, content: Tensor, *, stage: int) -> Journey:
+        self.bytes_sent += content.numel()
+        return self._peers.mailbox.freight.send(shipment.moves[0].target, 2 * shipment.number + stage, content)
+
+    def _note_stall(self, seconds: float, num_samples: int) -> None:
+        self.stall_s += seconds
+        if num_samples:
+            self._pace.take_stall(seconds / num_samples)
+
+    def bring_back(self) -> list[Sample]:
+        """Bring samples that ended elsewhere back to where they were asked for; return those of this rank."""
+        peers, run = self._peers, self._run
+        for other in peers.others:
+            theirs = [
+                Traveller(origin, run.samples[index])
+                for index, origin in self._origins.items()
+                if origin.rank == other and not run.is_away(index)
+            ]
+            content = encode_travellers(theirs)
+            peers.mailbox.send([other], FrameKind.RETURNED, peers.run, peers.call, content, part=peers.num_parts)
+        back = []
+        for other in peers.others:
+            content = peers.mailbox.receive(FrameKind.RETURNED, peers.run, peers.call, other, part=peers.num_parts)
+            for traveller in decode_travellers(content)[0]:
+                run.come_back(traveller.origin.index, traveller.sample)
+                back.append(run.samples[traveller.origin.index])
+        return back
+
+    def abandon(self) -> None:
+        """Leave nobody waiting for samples of a rank that failed; of the failure itself the mailbox tells."""
+        for shipment in self._leaving:
+            self._send(shipment, encode_travellers([]), stage=1)

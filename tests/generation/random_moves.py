@@ -1,0 +1,25 @@
+"""A policy that moves samples for no reason, to try what becomes of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_realloc.generation.rank_load import MoveCost, RankLoad, SampleMove
+
+
+def at_random(loads: Sequence[RankLoad], cost: MoveCost, *, step: int, **_: Any) -> tuple[SampleMove, ...]:
+    """Move any sample anywhere where there is room, the same on all ranks."""
+    rng, free = random.Random(step), {load.rank: load.free_slots - len(load.waiting) for load in loads}
+    moves = []
+    for load in loads:
+        for sample in load.live:
+            target = rng.choice([other.rank for other in loads])
+            rests = sample.last_moved_step is not None and step - sample.last_moved_step < 2  # perhaps on its way
+            if not rests and target != load.rank and rng.random() < 0.6 and free[target] > 0:
+                free[target] -= 1
+                how = "recompute" if sample in load.waiting else rng.choice(["send", "recompute"])
+                moves.append(SampleMove(sample.sample_id, load.rank, target, how))  # type: ignore[arg-type]
+    rng.shuffle(moves)
+    return tuple(moves)

@@ -1,0 +1,179 @@
+"""Samples that move between ranks in the middle of their generation get the tokens that they would have got at home."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, migration
+from lightning_realloc.generation.migration import MigrationStats
+from lightning_realloc.generation.shipping import Peers
+from lightning_realloc.runtime.mailbox import Mailbox
+from tests.generation.random_moves import at_random
+from tests.models import tiny_model
+from tests.workers import WorkerPool
+
+PARAMS = SamplingParams(max_new_tokens=48, n=2, seed=5, temperature=1.2)
+NUM_PROMPTS = 9
+
+
+def _prompts() -> list[list[int]]:
+    rng = random.Random(3)
+    return [[rng.randrange(4, 120) for _ in range(rng.randrange(1, 14))] for _ in range(NUM_PROMPTS)]
+
+
+def _limits() -> list[int]:
+    """Return bounds that let samples end at all sorts of times, one of them after its first token."""
+    return [1 + (17 * prompt) % 48 for prompt in range(NUM_PROMPTS)]
+
+
+def _peers() -> Peers:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mailbox = Mailbox(rank, world_size, dist.new_group(backend="gloo"))
+    return Peers(mailbox, rank, mailbox.others)
+
+
+def _generate(
+    speculation: Speculation | None, max_slots: int, max_cache_bytes: int | None, calls: int
+) -> list[tuple[list[Completion], Any]]:
+    """Return what each call of this rank's made while samples moved at random, every other step."""
+    with mock.patch.multiple(migration, plan_balance=at_random, PERIOD_STEPS=2):
+        return _calls(speculation, max_slots, max_cache_bytes, calls)
+
+
+def _calls(
+    speculation: Speculation | None, max_slots: int, max_cache_bytes: int | None, calls: int
+) -> list[tuple[list[Completion], Any]]:
+    peers = _peers()
+    engine = GenerationEngine(
+        tiny_model("llama"), max_slots=max_slots, peers=peers, speculation=speculation, max_prefill_tokens=8,
+        max_cache_bytes=max_cache_bytes,
+    )  # fmt: skip
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = [i for i in range(NUM_PROMPTS) if i % (size + 1) == rank or (rank == 0 and i % (size + 1) == size)]
+    ids = [2 * i + k for i in mine for k in range(2)]
+    prompts, limits = _prompts(), _limits()
+    made = []
+    for _ in range(calls):
+        completions = engine.generate(
+            [prompts[i] for i in mine], PARAMS, sample_ids=ids, token_limits=[limits[i] for i in mine]
+        )
+        made.append((completions, engine.migration_stats))
+    peers.mailbox.let_go(0)
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[int, Completion]:
+    made = GenerationEngine(tiny_model("llama")).generate(_prompts(), PARAMS, token_limits=_limits())
+    return {completion.sample_id: completion for completion in made}
+
+
+@pytest.mark.parametrize(
+    ("speculation", "max_slots", "max_cache_bytes", "world_size"),
+    [
+        (None, 4, None, 2),
+        (None, 16, None, 3),
+        (Speculation(drafter="history", num_draft_tokens=3), 5, None, 2),
+        (Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=2), 8, None, 2),
+        (None, 16, 90_000, 2),
+        (Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=2), 8, 130_000, 3),
+    ],
+    ids=["few slots", "three ranks", "look-ups", "draft model", "few pages", "draft model in few pages"],
+)
+def test_samples_that_move_at_random_get_the_tokens_of_one_rank(
+    workers: WorkerPool,
+    alone: dict[int, Completion],
+    speculation: Speculation | None,
+    max_slots: int,
+    max_cache_bytes: int | None,
+    world_size: int,
+) -> None:
+    ranks = workers.run(_generate, speculation, max_slots, max_cache_bytes, 2, world_size=world_size)
+    for call in range(2):
+        completions = [completion for rank in ranks for completion in rank[call][0]]
+        assert {c.sample_id: c.token_ids for c in completions} == {i: c.token_ids for i, c in alone.items()}
+        assert {c.sample_id: (c.finish_reason, c.prompt) for c in completions} == {
+            i: (c.finish_reason, c.prompt) for i, c in alone.items()
+        }
+        for completion in completions:
+            assert completion.logprobs == pytest.approx(alone[completion.sample_id].logprobs, abs=1e-5)
+        sent, received = (sum(getattr(rank[call][1], name) for rank in ranks) for name in ("num_sent", "num_received"))
+        assert sent == received > 0
+
+
+def _ids_used_twice() -> str:
+    peers = _peers()
+    engine = GenerationEngine(tiny_model("llama"), peers=peers)
+    try:
+        engine.generate([[5, 6]], SamplingParams(max_new_tokens=40, ignore_eos=True))
+    except GenerationError as error:
+        peers.mailbox.let_go(0)
+        return str(error)
+    return "nothing"
+
+
+def test_ids_that_several_ranks_use_are_refused_by_all(workers: WorkerPool) -> None:
+    for message in workers.run(_ids_used_twice, world_size=2):
+        assert "[0] are on several" in message
+
+
+def _skewed(peers_move: bool) -> tuple[dict[int, tuple[int, ...]], MigrationStats]:
+    """Return what a rank with all the long responses, or one with none of them, made."""
+    rank = dist.get_rank()
+    peers, model, now = _peers(), tiny_model("llama"), 0.0
+
+    def take_time(_: torch.nn.Module, args: Any, arguments: Mapping[str, Any]) -> None:
+        nonlocal now
+        now += 1e-3 * arguments["input_ids"].shape[1]
+
+    model.register_forward_pre_hook(take_time, with_kwargs=True)  # a millisecond for every token
+    engine = GenerationEngine(model, peers=peers if peers_move else None, max_slots=12, clock=lambda: now)
+    limits = [100] * 12 if rank == 0 else [4] * 12
+    prompts = [[5 + i, 7] for i in range(12)]
+    for _ in range(2):  # steps' seconds are known from the second time on
+        made = engine.generate(
+            prompts, SamplingParams(max_new_tokens=100, ignore_eos=True),
+            sample_ids=range(12 * rank, 12 * rank + 12), token_limits=limits, length_hints=limits,
+        )  # fmt: skip
+    peers.mailbox.let_go(0)
+    return {c.sample_id: c.token_ids for c in made}, engine.migration_stats
+
+
+def test_a_rank_that_is_done_takes_over_from_one_that_is_not(workers: WorkerPool) -> None:
+    moved, stayed = (workers.run(_skewed, peers_move, world_size=2) for peers_move in (True, False))
+    assert [tokens for tokens, _ in moved] == [tokens for tokens, _ in stayed]
+    assert moved[0][1].num_sent == moved[1][1].num_received
+    assert 3 <= moved[0][1].num_sent <= 9
+
+
+def _one_fails() -> str:
+    peers = _peers()
+    model = tiny_model("llama")
+    engine = GenerationEngine(model, peers=peers, max_slots=4)
+    rank, params = dist.get_rank(), SamplingParams(max_new_tokens=100, ignore_eos=True)
+    try:
+        engine.generate([[5]] * 4, params, sample_ids=range(4 * rank, 4 * rank + 4), token_limits=[40 + 60 * rank] * 4)
+        with torch.no_grad():
+            next(model.parameters()).fill_(float("nan") if rank else 0.0)
+        engine.generate([[5]] * 4, params, sample_ids=range(4 * rank, 4 * rank + 4))
+    except Exception as error:
+        if peers.mailbox.has_failed:
+            return str(error)
+        try:
+            peers.mailbox.fail(error)
+        except Exception as heard:
+            return str(heard)
+    return "nothing"
+
+
+def test_a_failure_of_one_rank_reaches_the_others(workers: WorkerPool) -> None:
+    for message in workers.run(_one_fails, world_size=2):
+        assert "not finite" in message
