@@ -196,11 +196,15 @@ class _Call:
         running = [self._live(i) for i in run.movable] + [as_moved(self._live(i), self._round) for i in run.held]
         running += [as_moved(sample, self._round) for sample in incoming.values()]
         waiting = [self._live(i) for i in run.waiting]
+        stays = tuple(sample for sample in running if sample.sample_id not in outgoing)
+        waits = tuple(sample for sample in waiting if sample.sample_id not in outgoing)
+        # Where all who run are about to leave, with the slots and pages that they hold, those who wait will have these.
+        least_free = int(bool(waits) and not stays)
         return Report(
             rank=self._peers.rank,
-            running=tuple(sample for sample in running if sample.sample_id not in outgoing),
-            waiting=tuple(sample for sample in waiting if sample.sample_id not in outgoing),
-            free_slots=max(run.free_slots - len(incoming), 0),
+            running=stays,
+            waiting=waits,
+            free_slots=max(run.free_slots - len(incoming), least_free),
             bytes_per_token=sum(shape.num_bytes for shape in run.describe_cache()),
             pace=self._pace.agreed(self._agree),
         )
