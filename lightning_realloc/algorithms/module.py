@@ -44,6 +44,8 @@ class MultiModelModule(L.LightningModule):
         engine: What generates: ``"native"``, continuous batching; ``"hf"``, the model's own ``generate``, for models
             whose attention the native engine refuses.
         speculation: How generating calls draft tokens ahead and verify several at once; None: one token at a time.
+        max_cache_bytes: Most bytes of keys and values per rank while it generates; samples beyond that wait. None: as
+            many as ``max_slots`` samples of the longest one's length take.
         sample_reallocation: Whether samples move between data-parallel ranks while they are generated, so that all of
             them end together. Tokens stay the same; log-probabilities are rounded as the other rank's batches are.
         seed: Of random weights, sampling and mini-batch order.
@@ -68,6 +70,7 @@ class MultiModelModule(L.LightningModule):
         train_options: TrainOptions | None = None,
         engine: EngineName = "native",
         speculation: Speculation | None = None,
+        max_cache_bytes: int | None = None,
         sample_reallocation: bool = False,
         seed: int = 0,
     ) -> None:
@@ -85,7 +88,13 @@ class MultiModelModule(L.LightningModule):
                 "engine='native'"
             )
         self.engine = engine
+        if max_cache_bytes is not None and (engine == "hf" or max_cache_bytes < 1):
+            raise ConfigError(
+                f"max_cache_bytes={max_cache_bytes} with engine={engine!r}: engine='native' alone bounds its cache, by "
+                f"at least 1; leave max_cache_bytes out, or use engine='native'"
+            )
         self.speculation = speculation
+        self.max_cache_bytes = max_cache_bytes
         self.sample_reallocation = sample_reallocation
         self.seed = seed
         self._make_optimizer = optimizer

@@ -1,4 +1,4 @@
-"""How a Hugging Face model attends to the slot cache, without any model code of ours.
+"""How a Hugging Face model attends to the cache of slots, without any model code of ours.
 
 transformers looks attention up in a registry by the name in the model's config. `slot_attention` puts our name there
 for the time of one generation; the function finds its `PackedStep` among the keyword arguments that models pass on.
@@ -20,11 +20,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.kv_cache import SlotCache
+from lightning_realloc.generation.kv_cache import KVCache, Places, Segment, StepPlaces
 
 IMPLEMENTATION = "realloc_slots"
 STEP_ARGUMENT = "realloc_step"
-_LENGTH_MULTIPLE = 32
 _UNKNOWN_WINDOW = -1
 _QUERY_BLOCK = 1024
 """Queries of one segment that share a mask: it bounds the mask's memory."""
@@ -32,28 +31,11 @@ _CHANGES_ATTENTION = ("softcap", "s_aux", "position_bias")
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Tokens of one sequence in the packed row, to be read into slots."""
-
-    start: int
-    stop: int
-    slots: tuple[int, ...]
-    """Every slot that is to hold them."""
-    begin: int = 0
-    """Position of the first of them in its sequence; the slots hold what is before it."""
-
-    @property
-    def end(self) -> int:
-        """Position behind the last token."""
-        return self.begin + self.stop - self.start
-
-
 @dataclass(slots=True)
 class PackedStep:
     """What the layers of one forward have in common."""
 
-    cache: SlotCache
+    cache: KVCache
     segments: tuple[Segment, ...]
     num_prefill: int
     """Tokens of segments at the front of the row; behind them come the tokens of slot 0, then those of slot 1 …"""
@@ -61,12 +43,14 @@ class PackedStep:
     """(N,) position of each of these tokens."""
     counts: Sequence[int]
     """How many of them are each slot's: one, or more where drafted tokens follow it."""
+    row_lengths: Sequence[int]
+    """Positions of each of these slots, with those of its tokens."""
     max_length: int
     """Largest position + 1."""
     width: int = field(init=False)
     """Most tokens of one slot."""
-    rows: Tensor = field(init=False)
-    """(N,) where each token's key belongs in the cache seen as (slots * capacity, …)."""
+    cached: StepPlaces = field(init=False)
+    """Where tokens are written to the cache, and how slots are read."""
     places: Tensor | None = field(init=False)
     """(N,) where each token stands in a grid of (slots * width), None where the tokens fill it."""
     _masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
@@ -77,16 +61,13 @@ class PackedStep:
         slots = torch.arange(num_slots, device=device)
         if self.width > 1:
             slots = slots.repeat_interleave(torch.tensor(self.counts, device=device), output_size=len(self.positions))
-        self.rows = slots * self.cache.capacity + self.positions
+        self.cached = self.cache.places(
+            Places(self.segments, self.num_prefill, slots, self.positions, num_slots, self.row_lengths, self.max_length)
+        )
         self.places = None
         if len(self.positions) < num_slots * self.width:
             offsets = [offset for count in self.counts for offset in range(count)]
             self.places = slots * self.width + torch.tensor(offsets, device=device)
-
-    @property
-    def attended_length(self) -> int:
-        """Positions that decoding reads: the longest sample's, rounded up."""
-        return min(self.cache.capacity, -(-self.max_length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)
 
     def grid(self, tokens: Tensor) -> Tensor:
         """Return what each token has (N, …) as (slots, width, …), zero where a slot has fewer tokens."""
@@ -108,7 +89,7 @@ class PackedStep:
         repeats = repeats if self.width > 1 else 1  # a single position broadcasts
         mask = self._masks.get((window, repeats, dtype))
         if mask is None:
-            keys = torch.arange(self.attended_length, device=self.positions.device)
+            keys = torch.arange(self.cached.attended_length, device=self.positions.device)
             distance = self.grid(self.positions)[..., None] - keys
             keep = distance >= 0 if window is None else (distance >= 0) & (distance < window)
             mask = torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill_(~keep, float("-inf"))
@@ -166,20 +147,16 @@ def attend_slots(
         _refuse_attention(module, "a mask of its own")
     split = step.num_prefill
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    stored = step.cache.layer(module.layer_idx, keys, values)  # type: ignore[arg-type]
-    for storage, new in zip(stored, (keys, values), strict=True):
-        for segment in step.segments:
-            for slot in segment.slots:
-                storage[slot, segment.begin : segment.end] = new[segment.start : segment.stop]
-        storage.flatten(0, 1).index_copy_(0, step.rows, new[split:])
-    attended = [
-        _read(
-            queries[segment.start : segment.stop], _contents(segment, (keys, values), stored), scaling, sliding_window
-        )
-        for segment in step.segments
-    ]
+    stored = step.cached.store(module.layer_idx, keys, values)  # type: ignore[arg-type]
+    attended = []
+    for segment in step.segments:
+        span = slice(segment.start, segment.stop)
+        whole = (keys[span], values[span])
+        if segment.begin:
+            whole = step.cached.sequence(stored, segment.slots[0], segment.end)
+        attended.append(_read(queries[span], whole, scaling, sliding_window))
     if step.counts:
-        attended.append(_decode(queries[split:], *stored, step, scaling, sliding_window))
+        attended.append(_decode(queries[split:], stored, step, scaling, sliding_window))
     return (torch.cat(attended) if len(attended) > 1 else attended[0])[None], None
 
 
@@ -230,32 +207,26 @@ def _refuse(name: str, reason: str, way_out: str = "use the model's own generate
     raise GenerationError(f"{name} cannot be generated from in process: {reason}; {way_out}")
 
 
-def _decode(
-    queries: Tensor, keys: Tensor, values: Tensor, step: PackedStep, scaling: float | None, window: int | None
-) -> Tensor:
+def _decode(queries: Tensor, stored: Any, step: PackedStep, scaling: float | None, window: int | None) -> Tensor:
     """Attend from the slots' tokens (N, H, D) to the slots' contents; return (N, H, D_v)."""
-    heads, (rows, width) = queries.shape[1], (len(step.counts), step.width)
-    length, groups = step.attended_length, keys.shape[2]
-    # Query heads that share a key-value head become query positions: keys are then read once and never repeated.
-    grid = step.grid(queries).reshape(rows, width, groups, heads // groups, -1).permute(0, 2, 3, 1, 4)
-    attended = scaled_dot_product_attention(
-        grid.reshape(rows, groups, heads // groups * width, -1),
-        keys[:rows, :length].transpose(1, 2),
-        values[:rows, :length].transpose(1, 2),
-        attn_mask=step.decode_mask(window, heads // groups, queries.dtype),
-        scale=scaling,
-    )
-    by_token = attended.reshape(rows, groups, heads // groups, width, -1).permute(0, 3, 1, 2, 4)
+    heads, rows, width = queries.shape[1], len(step.counts), step.width
+    grid, blocks = step.grid(queries), []
+    for index in range(step.cached.num_blocks()):
+        own, keys, values = step.cached.block(stored, index)
+        count, length, groups = keys.shape[:3]
+        # Query heads that share a key-value head become query positions: keys are then read once and never repeated.
+        by_group = grid[own].reshape(count, width, groups, heads // groups, -1).permute(0, 2, 3, 1, 4)
+        mask = step.decode_mask(window, heads // groups, queries.dtype)
+        attended = scaled_dot_product_attention(
+            by_group.reshape(count, groups, heads // groups * width, -1),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=mask[own, ..., :length],
+            scale=scaling,
+        )
+        blocks.append(attended.reshape(count, groups, heads // groups, width, -1).permute(0, 3, 1, 2, 4))
+    by_token = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
     return step.tokens_of(by_token.reshape(rows, width, heads, -1))
-
-
-def _contents(segment: Segment, brought: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return keys and values (begin + T, H_kv, D) that a segment's tokens attend to."""
-    if segment.begin:
-        keys, values = (tensor[segment.slots[0], : segment.end] for tensor in stored)
-    else:
-        keys, values = (tensor[segment.start : segment.stop] for tensor in brought)
-    return keys, values
 
 
 def _read(queries: Tensor, contents: tuple[Tensor, Tensor], scaling: float | None, window: int | None) -> Tensor:

@@ -1,7 +1,8 @@
 """Drafts by a smaller model: another one with the same vocabulary, or the target's own first blocks.
 
-The drafter has a cache of its own, whose slots follow the target's. It is filled when a draft is made: what the target
-took since the last draft is read in one forward, then every drafted token costs one more.
+The drafter has a cache of its own, whose slots follow the target's; where that is paged, a part of every page. It is
+filled when a draft is made: what the target took since the last draft is read in one forward, then every drafted token
+costs one more.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.attention import check_supported, slot_attention
 from lightning_realloc.generation.distillation import Distillation
 from lightning_realloc.generation.drafting import Chance, Drafter, Exchange
-from lightning_realloc.generation.kv_cache import SlotCache
+from lightning_realloc.generation.kv_cache import KVCache, SlotCache
 from lightning_realloc.generation.model_facts import text_config_of, vocabulary_of
+from lightning_realloc.generation.paged_cache import PagedCache
 from lightning_realloc.generation.runner import ModelRunner, Prefill, Row
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.verification import Draft, Verification
@@ -50,12 +52,17 @@ class ModelDrafter(Drafter):
         self.model = model
         self._distillation = distillation
         self._finished: list[Exchange] = []
-        self._cache = SlotCache()
+        self._cache: KVCache = SlotCache()
         self._session = ExitStack()
         self._filled: list[int] = []
         """Positions of each slot whose keys and values are those of its sample."""
         self._ahead: list[list[int]] = []
         """Drafted tokens of each slot that were read behind them."""
+
+    def share_pages(self, cache: PagedCache) -> None:
+        self._cache = cache.for_drafts()
+        with slot_attention(self.model):
+            ModelRunner(self.model, self._cache, num_slots=1, longest=1).forward([], [])
 
     def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
         self._verification = verification

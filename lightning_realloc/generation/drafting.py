@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from lightning_realloc.generation.paged_cache import PagedCache
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.verification import NO_DRAFT, Draft, Verification
 
@@ -40,6 +41,9 @@ class Drafter:
     """Whether every token drafted ahead costs a forward of a model, for all samples together."""
     exchanges: bool = False
     """Whether responses made elsewhere help."""
+
+    def share_pages(self, cache: PagedCache) -> None:
+        """Keep keys and values, if any, in the pages of this cache, and tell it now what they look like."""
 
     def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
         """A generation of these samples begins."""

@@ -24,12 +24,15 @@ from lightning_realloc.generation.kv_cache import SlotCache
 from lightning_realloc.generation.migration import LONGEST_PAUSE_S, Migration, MigrationStats
 from lightning_realloc.generation.model_facts import length_bounds, vocabulary_of
 from lightning_realloc.generation.packed_linear import packed_linears
+from lightning_realloc.generation.page_names import SampleLengths, longest_of
+from lightning_realloc.generation.paged_cache import PagedCache
+from lightning_realloc.generation.paged_scheduler import PagedScheduler
 from lightning_realloc.generation.requests import Requests
 from lightning_realloc.generation.run import GenerationRun, GenerationStats
 from lightning_realloc.generation.runner import ModelRunner
 from lightning_realloc.generation.samples import Completion, Sample
 from lightning_realloc.generation.sampling import SamplingParams
-from lightning_realloc.generation.scheduler import Scheduler
+from lightning_realloc.generation.scheduler import Prompt, Scheduler
 from lightning_realloc.generation.shipping import Peers
 from lightning_realloc.generation.speculation import Speculation
 from lightning_realloc.generation.speculator import Speculator
@@ -60,6 +63,7 @@ class GenerationEngine:
         pack_weights: bool = True,
         clock: Callable[[], float] = time.perf_counter,
         max_prefill_tokens: int = 8192,
+        max_cache_bytes: int | None = None,
         wall_clock: Callable[[], float] = time.monotonic,
         peers: Peers | None = None,
     ) -> None:
@@ -78,7 +82,13 @@ class GenerationEngine:
         ``pack_weights`` lets long generations on CPU copy linear layers' weights into the order that their products
         are fastest with, and drop the copies at the end; False: it saves the memory of the copies.
         ``max_prefill_tokens`` bounds what one step reads besides the tokens of running samples; longer prompts are
-        read in several steps. ``wall_clock`` tells seconds for budgets and deadlines.
+        read in several steps.
+
+        ``max_cache_bytes`` bounds the bytes of keys and values, a draft model's among them: they are kept in pages,
+        which sequences that begin alike share; samples for which there are none wait, or give theirs back and are read
+        again later. None: every slot has room for the longest sequence. The tokens are the same.
+
+        ``wall_clock`` tells seconds for budgets and deadlines.
 
         ``peers`` are ranks that call `generate` at the same time for samples of their own, on the same weights; samples
         then move between the ranks so that all end together, and every rank returns those that it was asked for.
@@ -87,8 +97,9 @@ class GenerationEngine:
             GenerationError: for a model that the engine cannot run; see :func:`check_supported`.
         """
         check_supported(model, max_length=1)
-        for name, value in (("max_slots", max_slots), ("max_prefill_tokens", max_prefill_tokens)):
-            if value < 1:
+        for name, value in (("max_slots", max_slots), ("max_prefill_tokens", max_prefill_tokens),
+                            ("max_cache_bytes", max_cache_bytes)):  # fmt: skip
+            if value is not None and value < 1:
                 raise GenerationError(f"{name}={value} must be at least 1")
         self._model = model
         self._tokenizer = tokenizer
@@ -100,9 +111,10 @@ class GenerationEngine:
         self._wall_clock = wall_clock
         self._version = 0
         self._possible_strings: set[str] = set()
-        self._cache = SlotCache()
+        self._cache = SlotCache() if max_cache_bytes is None else PagedCache(max_cache_bytes)
         self._pack_weights = pack_weights
         speculation = speculation or Speculation(drafter="none", num_draft_tokens=0)
+        self._most_ahead = speculation.most_ahead
         self._speculator = Speculator(
             speculation, drafter or build_drafter(speculation, model), agree=agree, clock=clock
         )
@@ -182,12 +194,12 @@ class GenerationEngine:
         samples = requests.samples()
         stop = self._stop_rule(params)
         waiting = [prompt for prompt in requests.queue(samples) if not stop.already_ends(samples[prompt.samples[0]])]
-        longest = max((len(sample.prompt) + sample.max_new_tokens for sample in samples), default=1)
+        longest = max(map(longest_of, samples), default=1)
         check_supported(self._model, max_length=longest)
         migration, num_own = self._migration, len(samples)
         num_slots = self._max_slots if migration is not None else max(1, min(self._max_slots, num_own))
-        scheduler = Scheduler(waiting, num_slots=num_slots, max_prefill_tokens=self._max_prefill_tokens)
         runner = ModelRunner(self._model, self._cache, num_slots=min(num_slots, max(num_own, 1)), longest=longest)
+        scheduler = self._scheduler(waiting, samples, runner, num_slots)
         run = GenerationRun(
             runner, scheduler, samples, params, stop, self._speculator,
             self._conversations(environment, conversation), budget,
@@ -215,6 +227,26 @@ class GenerationEngine:
             replace(sample.completion(self._version), prompt_index=index)
             for sample, index in zip(samples, indices, strict=True)
         ]
+
+    def _scheduler(
+        self, waiting: Sequence[Prompt], samples: Sequence[Sample], runner: ModelRunner, num_slots: int
+    ) -> Scheduler:
+        cache, most = self._cache, self._max_prefill_tokens
+        if isinstance(cache, SlotCache):
+            return Scheduler(waiting, num_slots=num_slots, max_prefill_tokens=most)
+        cache.forget_shapes()
+        if self._lockstep is not None:
+            self._lockstep(True)  # this forward, too, is every rank's, unless one of them has failed
+        with slot_attention(self._model):
+            runner.forward([], [])  # one token: what layers bring is known before any long work
+        self._speculator.drafter.share_pages(cache)
+        tables = cache.lay_out(
+            [longest_of(sample) for sample in samples], num_slots=num_slots, may_grow=self._migration is not None
+        )
+        return PagedScheduler(
+            waiting, lengths=SampleLengths(samples, cache.page_size), tables=tables, num_slots=num_slots,
+            num_ahead=self._most_ahead, max_prefill_tokens=most,
+        )  # fmt: skip
 
     def _anybody_has_work(self, has_work: bool) -> bool:
         return has_work if self._lockstep is None else self._lockstep(has_work)

@@ -1,5 +1,8 @@
 """Where keys and values of running samples live: one slot per sample, every sequence from the slot's beginning.
 
+A cache (`KVCache`) says what happens to slots between forwards; for one forward it says where tokens are written and
+how slots are read (`StepPlaces`). `SlotCache` gives every slot room for the longest sequence, `PagedCache` pages.
+
 Head counts, head sizes and dtypes are taken from the tensors that a layer brings, never from a config: a
 tensor-parallel rank has fewer key-value heads, and mixed precision may give keys and values different dtypes.
 """
@@ -7,10 +10,122 @@ tensor-parallel rank has fewer key-value heads, and mixed precision may give key
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+_LENGTH_MULTIPLE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens of one sequence in the packed row, to be read into slots."""
+
+    start: int
+    stop: int
+    slots: tuple[int, ...]
+    """Every slot that is to hold them."""
+    begin: int = 0
+    """Position of the first of them in its sequence; the slots hold what is before it."""
+
+    @property
+    def end(self) -> int:
+        """Position behind the last token."""
+        return self.begin + self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Which positions of which slots the tokens of one forward are."""
+
+    segments: tuple[Segment, ...]
+    """At the front of the packed row."""
+    num_prefill: int
+    """Tokens of segments; behind them come the tokens of slot 0, then those of slot 1 …"""
+    slots: Tensor
+    """(N,) slot of each of these."""
+    positions: Tensor
+    """(N,) position of each of them."""
+    num_rows: int
+    """Slots that have such tokens."""
+    row_lengths: Sequence[int]
+    """Positions of each of these slots, with those of this forward."""
+    max_length: int
+    """Most positions of any slot, with those of this forward."""
+
+
+class StepPlaces(Protocol):
+    """Where one forward writes to a cache, and how it reads it."""
+
+    attended_length: int
+    """Positions that decoding reads: the longest sample's, rounded up."""
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> Any:
+        """Keep the packed row's keys and values (N, heads, head size) of a layer; return where, for the others."""
+        ...
+
+    def sequence(self, stored: Any, slot: int, end: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values (end, heads, head size) of a slot's first positions, valid until the next call."""
+        ...
+
+    def num_blocks(self) -> int:
+        """Return in how many parts the rows are read."""
+        ...
+
+    def block(self, stored: Any, index: int) -> tuple[slice, Tensor, Tensor]:
+        """Return some rows, and their keys and values (rows, length, heads, head size), valid until the next call."""
+        ...
+
+
+class KVCache(Protocol):
+    """What the engine asks of a cache."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of storage held."""
+        ...
+
+    def make_room(self, num_slots: int, length: int, *, longest: int) -> None:
+        """Let slots hold so many positions; ``longest`` bounds what they will ever need."""
+        ...
+
+    def places(self, places: Places) -> StepPlaces:
+        """Return how a forward of these tokens writes and reads."""
+        ...
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        """Copy the first ``length`` positions of one slot into others."""
+        ...
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Move the first ``length`` positions of a slot into one that nobody needs."""
+        ...
+
+    def swap(self, first: int, second: int, length: int) -> None:
+        """Exchange the first ``length`` positions of two slots."""
+        ...
+
+    def read(self, slot: int, begin: int, end: int) -> Tensor:
+        """Return the keys and values of all layers at these positions, as one (bytes,) uint8 tensor on the host."""
+        ...
+
+    def write(self, slot: int, begin: int, end: int, content: Tensor) -> None:
+        """Put back what `read` returned, perhaps on another rank."""
+        ...
+
+    def describe(self) -> list[LayerShape]:
+        """Return the shapes of all layers, for `prepare`."""
+        ...
+
+    def prepare(self, shapes: Sequence[LayerShape], device: torch.device) -> None:
+        """Have storage for layers of these shapes before any of them brings keys and values."""
+        ...
+
+    def release(self) -> None:
+        """Give the storage back."""
+        ...
 
 
 class LayerShape(NamedTuple):
@@ -35,6 +150,14 @@ class LayerShape(NamedTuple):
         return key, torch.empty(self.value, dtype=getattr(torch, self.value_dtype), device=device)
 
 
+def shape_of(layer: int, key: Tensor, value: Tensor) -> LayerShape:
+    """Return the shape of a layer that keeps keys and values (…, heads, head size) like these."""
+    return LayerShape(
+        layer, (key.shape[-2], key.shape[-1]), (value.shape[-2], value.shape[-1]),
+        str(key.dtype).removeprefix("torch."), str(value.dtype).removeprefix("torch."),
+    )  # fmt: skip
+
+
 class SlotCache:
     """Keys and values (slots, capacity, key-value heads, head size) of every layer.
 
@@ -51,6 +174,13 @@ class SlotCache:
     def num_bytes(self) -> int:
         """Bytes of storage held."""
         return sum(tensor.nbytes for layer in self._layers.values() for tensor in layer)
+
+    def make_room(self, num_slots: int, length: int, *, longest: int) -> None:
+        """Let slots hold so many positions, and some more, up to ``longest``: room grows by copying what is there."""
+        if length > self.capacity or num_slots > self.num_slots:
+            rounded = -(-length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+            grown = rounded if length <= self.capacity else max(rounded, 2 * self.capacity)
+            self.reserve(num_slots, max(length, min(grown, longest)))
 
     def reserve(self, num_slots: int, capacity: int) -> None:
         """Make room for at least this many slots and positions; what the slots hold is kept."""
@@ -69,10 +199,14 @@ class SlotCache:
         self._layers.clear()
         self.num_slots = self.capacity = 0
 
+    def places(self, places: Places) -> SlotPlaces:
+        """Return how a forward of these tokens writes and reads."""
+        return SlotPlaces(self, places)
+
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the storage of a layer that brings ``key`` and ``value`` (…, heads, head size)."""
         stored = self._layers.get(index)
-        if stored is None or not (_fits(stored[0], key) and _fits(stored[1], value)):
+        if stored is None or not (fits(stored[0], key) and fits(stored[1], value)):
             stored = self._layers[index] = (self._allocate(key), self._allocate(value))
         return stored
 
@@ -85,6 +219,10 @@ class SlotCache:
                 prefix = tensor[source, :length]
                 for target in targets:
                     tensor[target, :length] = prefix
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Move the first ``length`` positions of a slot into one that nobody needs."""
+        self.copy(source, [target], length)
 
     def swap(self, first: int, second: int, length: int) -> None:
         """Exchange the first ``length`` positions of two slots."""
@@ -115,11 +253,7 @@ class SlotCache:
 
     def describe(self) -> list[LayerShape]:
         """Return the shapes of all layers, for `prepare`."""
-        return [
-            LayerShape(index, (key.shape[-2], key.shape[-1]), (value.shape[-2], value.shape[-1]),
-                       str(key.dtype).removeprefix("torch."), str(value.dtype).removeprefix("torch."))
-            for index, (key, value) in sorted(self._layers.items())
-        ]  # fmt: skip
+        return [shape_of(index, *layer) for index, layer in sorted(self._layers.items())]
 
     def prepare(self, shapes: Sequence[LayerShape], device: torch.device) -> None:
         """Have storage for layers of these shapes before any of them brings keys and values."""
@@ -136,5 +270,42 @@ class SlotCache:
         )
 
 
-def _fits(stored: Tensor, brought: Tensor) -> bool:
+class SlotPlaces:
+    """One forward's places in a `SlotCache`."""
+
+    def __init__(self, cache: SlotCache, places: Places) -> None:
+        """Find the rows' tokens in the cache seen as (slots * capacity, …)."""
+        self._cache = cache
+        self._segments = places.segments
+        self._num_prefill = places.num_prefill
+        self._num_rows = places.num_rows
+        self._indices = places.slots * cache.capacity + places.positions
+        rounded = -(-places.max_length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+        self.attended_length = min(cache.capacity, rounded)
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the packed row's keys and values; return the layer's storage."""
+        stored = self._cache.layer(layer, key, value)
+        for storage, new in zip(stored, (key, value), strict=True):
+            for segment in self._segments:
+                for slot in segment.slots:
+                    storage[slot, segment.begin : segment.end] = new[segment.start : segment.stop]
+            storage.flatten(0, 1).index_copy_(0, self._indices, new[self._num_prefill :])
+        return stored
+
+    def sequence(self, stored: tuple[Tensor, Tensor], slot: int, end: int) -> tuple[Tensor, Tensor]:
+        """Return a slot's first positions: views of the storage."""
+        return stored[0][slot, :end], stored[1][slot, :end]
+
+    def num_blocks(self) -> int:
+        """Return 1: all rows are read at once."""
+        return 1
+
+    def block(self, stored: tuple[Tensor, Tensor], index: int) -> tuple[slice, Tensor, Tensor]:
+        """Return all rows: views of the storage."""
+        rows, length = self._num_rows, self.attended_length
+        return slice(rows), stored[0][:rows, :length], stored[1][:rows, :length]
+
+
+def fits(stored: Tensor, brought: Tensor) -> bool:
     return stored.shape[-2:] == brought.shape[-2:] and stored.dtype == brought.dtype and stored.device == brought.device

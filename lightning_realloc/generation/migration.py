@@ -226,11 +226,16 @@ class _Call:
         waiting = [self._live(i) for i in run.waiting]
         for sample in incoming.values():
             (running if sample.has_begun else waiting).append(as_moved(sample, self._round))
+        stays = tuple(sample for sample in running if sample.sample_id not in outgoing)
+        waits = tuple(sample for sample in waiting if sample.sample_id not in outgoing)
+        # Where all who run are about to leave, with the slots and pages that they hold, those who wait will have these.
+        least_free = int(bool(waits) and not stays)
+        seats_taken = sum(sample.has_begun for sample in incoming.values())
         return Report(
             rank=self._peers.rank,
-            running=tuple(sample for sample in running if sample.sample_id not in outgoing),
-            waiting=tuple(sample for sample in waiting if sample.sample_id not in outgoing),
-            free_slots=max(run.free_slots - sum(sample.has_begun for sample in incoming.values()), 0),
+            running=stays,
+            waiting=waits,
+            free_slots=max(run.free_slots - seats_taken, least_free),
             bytes_per_token=sum(shape.num_bytes for shape in run.describe_cache()),
             pace=self._pace.agreed(self._agree),
             evidence=self._expected.evidence,

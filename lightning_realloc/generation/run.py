@@ -47,6 +47,10 @@ class GenerationStats:
     """Of these, those that stood."""
     drafting_s: float = 0.0
     planning_s: float = 0.0
+    num_preemptions: int = 0
+    """Samples that gave their pages back, to be read again; they are part of ``prefill_tokens`` each time."""
+    shared_prefill_tokens: int = 0
+    """Tokens that did not have to be read, since pages of another sequence, or of one before, held them."""
 
 
 class GenerationRun:
@@ -89,6 +93,7 @@ class GenerationRun:
         self.ended: list[Sample] = []
         """Samples that got their last token here, in this order."""
         self._num_steps = self._row_steps = self._prefill_tokens = self._num_generated = 0
+        self._num_preemptions = self._shared_prefill_tokens = 0
 
     def __enter__(self) -> None:
         self._verification = self._speculator.begin(self._samples, self._params, self._num_slots)
@@ -138,6 +143,8 @@ class GenerationRun:
             accepted_tokens=drafting.accepted_tokens,
             drafting_s=drafting.drafting_s,
             planning_s=drafting.planning_s,
+            num_preemptions=self._num_preemptions,
+            shared_prefill_tokens=self._shared_prefill_tokens,
         )
 
     # ---- samples that other ranks take over, or bring
@@ -239,6 +246,9 @@ class GenerationRun:
 
     def _carry_out(self, step: Step) -> list[Prefill]:
         """Copy and move what the scheduler's step says, and return what has to be computed."""
+        self._num_preemptions += len(step.preempted)
+        for index in step.preempted:
+            self._samples[index].num_read = 0
         self._runner.make_room(0, len(self._scheduler.slots))
         for admission in step.admissions:
             targets = [slot for slot in admission.slots if slot != admission.source]
@@ -246,8 +256,11 @@ class GenerationRun:
             if admission.source is not None:
                 length = len(self._samples[admission.samples[0]].prompt) - 1
                 self._copy(admission.source, targets, length)
-                for index in admission.samples:
-                    self._samples[index].num_read = length
+            else:
+                length = admission.num_held
+                self._shared_prefill_tokens += length
+            for index in admission.samples:
+                self._samples[index].num_read = length
         for move in step.moves:
             self._move(move)
         prefills = []
@@ -268,7 +281,8 @@ class GenerationRun:
         cache, slots = self._runner.cache, self._scheduler.slots
         moved = self._samples[slots[move.target]]  # type: ignore[index]
         if isinstance(move, Move):
-            self._copy(move.source, [move.target], moved.num_read)
+            self._speculator.drafter.copied(move.source, [move.target], moved.num_read)
+            cache.move(move.source, move.target, moved.num_read)
         else:
             other = self._samples[slots[move.source]]  # type: ignore[index]
             cache.swap(move.source, move.target, max(moved.num_read, other.num_read))

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.generation.attention import STEP_ARGUMENT, PackedStep, segments_of
-from lightning_realloc.generation.kv_cache import LayerShape, SlotCache
-
-_CAPACITY_MULTIPLE = 32
+from lightning_realloc.generation.kv_cache import KVCache, LayerShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class ModelRunner:
     Rolling back needs no call: positions behind a sample's last token are masked, and overwritten when it gets there.
     """
 
-    def __init__(self, model: nn.Module, cache: SlotCache, *, num_slots: int, longest: int) -> None:
+    def __init__(self, model: nn.Module, cache: KVCache, *, num_slots: int, longest: int) -> None:
         """Remember the model; ``longest`` bounds the positions that a slot will ever need."""
         self.cache = cache
         self._model = model
@@ -58,8 +56,9 @@ class ModelRunner:
         prefills = prefills if rows or prefills else [Prefill((0,), ())]
         counts = [len(row.tokens) for row in rows]
         lengths = [len(prefill.tokens) for prefill in prefills]
+        row_lengths = [row.position + count for row, count in zip(rows, counts, strict=True)]
         max_length = max(
-            *(row.position + count for row, count in zip(rows, counts, strict=True)),
+            *row_lengths,
             *(prefill.begin + length for prefill, length in zip(prefills, lengths, strict=True)),
             1,
         )
@@ -76,7 +75,7 @@ class ModelRunner:
             )
         )
         ids, places = torch.tensor([[tokens], [positions]], device=self._device).unbind()
-        step = PackedStep(self.cache, segments, num_prefill, places[0, num_prefill:], counts, max_length)
+        step = PackedStep(self.cache, segments, num_prefill, places[0, num_prefill:], counts, row_lengths, max_length)
         num_row_tokens = len(tokens) - num_prefill
         # Indices copy the rows; a slice behind prompts has gaps that cost `linear` a copy of the vocabulary's weights.
         # A number of 0 would mean all rows, so without rows the last one is kept and thrown away.
@@ -94,13 +93,9 @@ class ModelRunner:
 
     def make_room(self, length: int, num_slots: int = 0) -> None:
         """Have so many positions in every slot, and at least so many slots."""
-        cache = self.cache
         if num_slots > self._num_slots:
             self._num_slots = max(num_slots, self._num_slots * 3 // 2)
-        if length > cache.capacity or self._num_slots > cache.num_slots:
-            rounded = -(-length // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
-            grown = rounded if length <= cache.capacity else max(rounded, 2 * cache.capacity)
-            cache.reserve(self._num_slots, max(length, min(grown, self._longest)))
+        self.cache.make_room(self._num_slots, length, longest=self._longest)
 
     def write(self, slot: int, parts: Sequence[tuple[int, int, Tensor]], shapes: Sequence[LayerShape]) -> None:
         """Put keys and values (begin, end, content) that another rank computed into a slot; ``shapes`` of its cache."""

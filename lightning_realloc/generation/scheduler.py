@@ -35,6 +35,8 @@ class Admission:
     """One per sample."""
     source: int | None
     """A slot that holds this prompt already; None: the prompt has to be computed."""
+    num_held: int = 0
+    """Positions of it that the slots hold already, in pages of others; in a paged cache alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +73,12 @@ class Step:
     admissions: tuple[Admission, ...] = ()
     moves: tuple[Move | Swap, ...] = ()
     reads: tuple[Read, ...] = ()
+    preempted: tuple[int, ...] = ()
+    """Samples that lost their slot before all that, with all that it held; they will be admitted again."""
 
 
 @dataclass(slots=True)
-class _Unread:
+class Unread:
     """Positions that samples hold nothing of yet."""
 
     samples: tuple[int, ...]
@@ -107,7 +111,7 @@ class Scheduler:
         """Prompt whose keys and values the slot holds."""
         self._num_running = 0
         self._parked: set[int] = set()
-        self._unread: deque[_Unread] = deque()
+        self._unread: deque[Unread] = deque()
 
     @property
     def running(self) -> Sequence[int | None]:
@@ -160,7 +164,7 @@ class Scheduler:
     def read(self, sample: int, begin: int, end: int) -> None:
         """Let a parked sample run again once these positions of it are read."""
         assert sample in self._parked, f"sample {sample} is not parked"
-        self._unread.append(_Unread((sample,), begin, end))
+        self._unread.append(Unread((sample,), begin, end))
 
     def drop(self, sample: int) -> None:
         """Give the slot of a parked sample back."""
@@ -219,17 +223,17 @@ class Scheduler:
                  for part in parts if part.end > part.begin)  # fmt: skip
         return Step(tuple(admissions), moves, tuple(reads))
 
-    def _read_some(self, unread: _Unread, budget: int) -> _Unread:
+    def _read_some(self, unread: Unread, budget: int) -> Unread:
         """Return what of it is read in this step; its samples run if that is all, and are parked otherwise."""
         end = min(unread.end, unread.begin + budget)
         if end == unread.end:
             self._parked.difference_update(unread.samples)
         else:
             self._parked.update(unread.samples)
-            self._unread.append(_Unread(unread.samples, end, unread.end))
-        return _Unread(unread.samples, unread.begin, end)
+            self._unread.append(Unread(unread.samples, end, unread.end))
+        return Unread(unread.samples, unread.begin, end)
 
-    def _admit(self, budget: int, being_read: Collection[int]) -> tuple[list[Admission], list[_Unread]]:
+    def _admit(self, budget: int, being_read: Collection[int]) -> tuple[list[Admission], list[Unread]]:
         """Return who gets slots, and what of their prompts is read at once.
 
         A prompt that samples are still reading in this step cannot be copied from them yet.
@@ -247,7 +251,7 @@ class Scheduler:
             slots = tuple(self._take_slot(holes, sample, prompt.index) for sample in samples)
             admissions.append(Admission(prompt.index, samples, slots, source))
             if source is None:
-                parts.append(self._read_some(_Unread(samples, 0, prompt.num_tokens), budget))
+                parts.append(self._read_some(Unread(samples, 0, prompt.num_tokens), budget))
                 budget -= parts[-1].end
             self._begun += len(samples)
             if self._begun == len(prompt.samples):

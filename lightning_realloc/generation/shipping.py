@@ -213,7 +213,9 @@ class Shipping:
             index = index_of.get(move.sample_id)
             if index is None:
                 continue
-            sample, num_sent = run.samples[index], shipment.num_sent.get(move.sample_id, 0)
+            sample = run.samples[index]
+            # One that had to give its pages back since its bulk left is read again, here or there.
+            num_sent = shipment.num_sent.get(move.sample_id, 0) if index in running else 0
             if num_sent:
                 end = sample.num_read
                 parts.append(Positions(move.sample_id, num_sent, end, run.read_positions(index, num_sent, end)))

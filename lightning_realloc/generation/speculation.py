@@ -55,6 +55,11 @@ class Speculation:
                     f"{'set it, or use another drafter' if wanted else f'leave it out, or set drafter={drafter!r}'}"
                 )
 
+    @property
+    def most_ahead(self) -> int:
+        """Most tokens that a step may verify behind a sample's last one."""
+        return self.max_draft_tokens if self.num_draft_tokens is None else self.num_draft_tokens
+
     def rule(self, params: SamplingParams) -> Verification:
         """Return the verification rule for responses drawn as ``params`` say."""
         rules: dict[str, type[Verification]] = {"match": KeyedDraws, "gumbel": GumbelDraws, "reject": Rejection}

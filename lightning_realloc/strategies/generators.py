@@ -60,7 +60,7 @@ class Generators:
     """Makes engines for replicas, and carries news between their drafters.
 
     Args:
-        module: The algorithm; its ``speculation`` says how to draft.
+        module: The algorithm; its ``speculation`` says how to draft, its ``max_cache_bytes`` what a cache may take.
         pool: Its models.
         mailbox: Between the ranks.
         device: Where tensors are worked on.
@@ -138,6 +138,7 @@ class Generators:
             lockstep=lockstep,
             speculation=speculation,
             drafter=drafter,
+            max_cache_bytes=self._module.max_cache_bytes,
             agree=_agreement(self._pool.meshes.group(layout, "tp"), self._device),
             peers=moves,
         )

@@ -41,17 +41,22 @@ def _peers() -> Peers:
     return Peers(mailbox, rank, mailbox.others)
 
 
-def _generate(speculation: Speculation | None, max_slots: int, calls: int) -> list[tuple[list[Completion], Any]]:
+def _generate(
+    speculation: Speculation | None, max_slots: int, max_cache_bytes: int | None, calls: int
+) -> list[tuple[list[Completion], Any]]:
     """Return what each call of this rank's made while samples moved at random, every other step."""
     with mock.patch.multiple(migration, plan_balance=at_random, PERIOD_STEPS=2):
-        return _calls(speculation, max_slots, calls)
+        return _calls(speculation, max_slots, max_cache_bytes, calls)
 
 
-def _calls(speculation: Speculation | None, max_slots: int, calls: int) -> list[tuple[list[Completion], Any]]:
+def _calls(
+    speculation: Speculation | None, max_slots: int, max_cache_bytes: int | None, calls: int
+) -> list[tuple[list[Completion], Any]]:
     peers = _peers()
     engine = GenerationEngine(
-        tiny_model("llama"), max_slots=max_slots, peers=peers, speculation=speculation, max_prefill_tokens=8
-    )
+        tiny_model("llama"), max_slots=max_slots, peers=peers, speculation=speculation, max_prefill_tokens=8,
+        max_cache_bytes=max_cache_bytes,
+    )  # fmt: skip
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = [i for i in range(NUM_PROMPTS) if i % (size + 1) == rank or (rank == 0 and i % (size + 1) == size)]
     ids = [2 * i + k for i in mine for k in range(2)]
@@ -73,23 +78,26 @@ def alone() -> dict[int, Completion]:
 
 
 @pytest.mark.parametrize(
-    ("speculation", "max_slots", "world_size"),
+    ("speculation", "max_slots", "max_cache_bytes", "world_size"),
     [
-        (None, 4, 2),
-        (None, 16, 3),
-        (Speculation(drafter="history", num_draft_tokens=3), 5, 2),
-        (Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=2), 8, 2),
+        (None, 4, None, 2),
+        (None, 16, None, 3),
+        (Speculation(drafter="history", num_draft_tokens=3), 5, None, 2),
+        (Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=2), 8, None, 2),
+        (None, 16, 90_000, 2),
+        (Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=2), 8, 130_000, 3),
     ],
-    ids=["few slots", "three ranks", "look-ups", "draft model"],
+    ids=["few slots", "three ranks", "look-ups", "draft model", "few pages", "draft model in few pages"],
 )
 def test_samples_that_move_at_random_get_the_tokens_of_one_rank(
     workers: WorkerPool,
     alone: dict[int, Completion],
     speculation: Speculation | None,
     max_slots: int,
+    max_cache_bytes: int | None,
     world_size: int,
 ) -> None:
-    ranks = workers.run(_generate, speculation, max_slots, 2, world_size=world_size)
+    ranks = workers.run(_generate, speculation, max_slots, max_cache_bytes, 2, world_size=world_size)
     for call in range(2):
         completions = [completion for rank in ranks for completion in rank[call][0]]
         assert {c.sample_id: c.token_ids for c in completions} == {i: c.token_ids for i, c in alone.items()}

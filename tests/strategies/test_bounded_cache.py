@@ -1,0 +1,42 @@
+"""Does an iteration come out the same when generation keeps its keys and values in few pages? The unbound judge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation import SamplingParams
+from tests.strategies import runs
+from tests.strategies.test_speculation import run_settings
+from tests.workers import WorkerFailure, WorkerPool
+
+SAMPLING = SamplingParams(n=4, max_new_tokens=40)
+
+
+def run(workers: WorkerPool, layout: str, max_cache_bytes: int | None) -> runs.Outcome:
+    """Return what two iterations on two ranks come to."""
+    settings: dict[str, Any] = {"max_cache_bytes": max_cache_bytes, "sampling": SAMPLING}
+    outcome: runs.Outcome = workers.run(run_settings, layout, settings, world_size=2, init_process_group=False)[0]
+    return outcome
+
+
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
+def test_iterations_learn_the_same_with_a_bound_on_the_cache(workers: WorkerPool, layout: str) -> None:
+    plain, bounded = (run(workers, layout, bound) for bound in (None, 70_000))
+    assert bounded.tokens == plain.tokens
+    assert bounded.rewards == plain.rewards
+    assert runs.largest_difference(bounded.weights, plain.weights) < 1e-4
+
+
+def test_a_bound_below_one_sample_ends_the_run_on_every_rank(workers: WorkerPool) -> None:
+    with pytest.raises(WorkerFailure, match="max_cache_bytes=1000 must hold the longest sample of a call"):
+        run(workers, "fsdp2", 1000)
+
+
+def test_a_bound_is_for_the_native_engine() -> None:
+    with pytest.raises(ConfigError, match="engine='native' alone bounds its cache"):
+        runs.grpo(engine="hf", max_cache_bytes=10**6)
+    with pytest.raises(ConfigError, match="max_cache_bytes=0"):
+        runs.grpo(max_cache_bytes=0)
