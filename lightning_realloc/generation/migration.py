@@ -11,7 +11,7 @@ Rounds go by the steps of the slowest rank; a rank without samples waits for the
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from lightning_realloc.generation.rank_load import LiveSample, MoveCost, RankLoa
 from lightning_realloc.generation.run import GenerationRun
 from lightning_realloc.generation.shipping import Peers, Shipping
 from lightning_realloc.runtime.exchange import decode_message, encode_message
-from lightning_realloc.runtime.freight import Parcel
+from lightning_realloc.runtime.freight import Dispatch, Parcel
 from lightning_realloc.runtime.mailbox import FrameKind
 
 _T = TypeVar("_T")
@@ -108,6 +108,7 @@ class _Call:
         self._expected = self._book.begin(run.samples, hints)
         self._last: Report | None = None
         self._on_the_way: list[Parcel] = []
+        self._told: deque[Dispatch] = deque()
         self._round = self._num_ended = 0
         self._steps_left = PERIOD_STEPS
         self._waited_s = 0.0
@@ -130,6 +131,8 @@ class _Call:
                 self._wait(self._shipping.wait)
             elif not self._meet():
                 break
+        for sent in self._told:
+            sent.wait()
         for sample in self._shipping.bring_back():
             self._book.keep(sample)
 
@@ -202,8 +205,9 @@ class _Call:
         self._last = self._report()
         content = encode_message(self._last.to_json(), {})
         self._on_the_way = [freight.receive(other, number) for other in peers.others]
-        for other in peers.others:
-            freight.send(other, number, content)
+        while len(self._told) >= 2 * len(peers.others):  # of two rounds ago: all have told of one since
+            self._told.popleft().wait()
+        self._told.extend(freight.send(other, number, content) for other in peers.others)
 
     def _hear(self) -> list[Report]:
         """Return what every rank told in the last round, ranks ascending."""

@@ -6,6 +6,7 @@ then, between two steps, they leave with what came since. Those whose tokens alo
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
@@ -26,8 +27,11 @@ from lightning_realloc.generation.shipment import (
     encode_positions,
     encode_travellers,
 )
-from lightning_realloc.runtime.freight import Parcel
+from lightning_realloc.runtime.freight import Dispatch, Parcel
 from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
+
+_ROUNDS_ON_THE_WAY = 3
+"""After so many the other end has looked for what arrived."""
 
 
 @dataclass(slots=True)
@@ -116,6 +120,9 @@ class Shipping:
         self._origins = {index: Origin(peers.rank, index, s.prompt_index) for index, s in enumerate(run.samples)}
         self._arriving: list[_Shipment] = []
         self._leaving: list[_Shipment] = []
+        self._sent: deque[tuple[int, Dispatch]] = deque()
+        """What left, and in which round: it holds memory until it has arrived."""
+        self._step = 0
         self.incoming: dict[int, LiveSample] = {}
         """Samples on their way to this rank, by id, as they were told of."""
         self.moved_in: dict[int, int] = {}
@@ -144,6 +151,8 @@ class Shipping:
             step: The round.
             bytes_per_step: What is taken to travel during a step of this rank.
         """
+        self._step = step
+        self._let_go(step - _ROUNDS_ON_THE_WAY)
         known = {sample.sample_id: sample for sample in told}
         groups: dict[tuple[int, int], list[SampleMove]] = {}
         self.any_moves |= bool(moves)
@@ -284,7 +293,13 @@ class Shipping:
 
     def _send(self, shipment: _Shipment, content: Tensor, *, stage: int) -> None:
         self.bytes_sent += content.numel()
-        self._peers.mailbox.freight.send(shipment.moves[0].target, shipment.number + stage, content)
+        sent = self._peers.mailbox.freight.send(shipment.moves[0].target, shipment.number + stage, content)
+        self._sent.append((self._step, sent))
+
+    def _let_go(self, step: int) -> None:
+        """Free what left in round ``step`` and before, which has arrived by now."""
+        while self._sent and self._sent[0][0] <= step:
+            self._sent.popleft()[1].wait()
 
     def _note_stall(self, seconds: float, num_samples: int) -> None:
         self.stall_s += seconds
@@ -296,6 +311,7 @@ class Shipping:
         peers, run = self._peers, self._run
         if not self.any_moves:
             return []
+        self._let_go(self._step)
         peers.num_calls += 1
         for other in peers.others:
             theirs = [

@@ -8,8 +8,6 @@ memory were to be filled in another order, the mark would come early and `Parcel
 
 from __future__ import annotations
 
-from collections import deque
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,7 +20,6 @@ _FIRST_BYTES = 16_384
 """Of a message's first part: 8 for the size of its content, the content's first bytes, and the mark."""
 _IN_FIRST = _FIRST_BYTES - 9
 _MARK = 0xA5
-_MOST_POSTED = 1024
 
 
 class Parcel:
@@ -78,6 +75,26 @@ class Parcel:
         return work
 
 
+class Dispatch:
+    """A message on its way from this rank; it is kept until :meth:`wait` was called."""
+
+    def __init__(self, works: list[dist.Work], parts: list[Tensor], under_way: set[Dispatch]) -> None:
+        self._works = works
+        self._parts = parts  # work on gloo does not hold the memory that it sends from
+        self._under_way = under_way
+        under_way.add(self)
+
+    def wait(self) -> None:
+        """Return once the message has left for good.
+
+        Raises:
+            ReallocError: if the other end is gone.
+        """
+        for work in self._works:
+            _wait(work)
+        self._under_way.discard(self)
+
+
 class Freight:
     """One rank's large messages; each end names a message by a number that its pair of ranks uses once.
 
@@ -87,10 +104,10 @@ class Freight:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._posted: deque[list[dist.Work]] = deque(maxlen=_MOST_POSTED)
+        self._under_way: set[Dispatch] = set()
 
-    def send(self, to: int, number: int, content: Tensor) -> None:
-        """Begin to send a (bytes,) uint8 tensor on the host, to be received before a thousand others are sent."""
+    def send(self, to: int, number: int, content: Tensor) -> Dispatch:
+        """Begin to send a (bytes,) uint8 tensor on the host; it must not change any more."""
         first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
         first[:8] = torch.tensor([content.numel()]).view(torch.uint8)
         head, tail = content[:_IN_FIRST], content[_IN_FIRST:]
@@ -100,7 +117,7 @@ class Freight:
         if len(tail):
             parts.append(torch.cat([tail, torch.tensor([_MARK], dtype=torch.uint8)]))
         works = [dist.isend(part, to, group=self._group, tag=_FIRST_TAG + number) for part in parts]
-        self._posted.append([work for work in works if work is not None])  # or they would be dropped on the way
+        return Dispatch([work for work in works if work is not None], parts, self._under_way)
 
     def receive(self, source: int, number: int) -> Parcel:
         """Begin to receive what ``source`` sends under this number."""
@@ -111,4 +128,6 @@ def _wait(work: dist.Work) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise ReallocError(f"a rank ended while something was on its way from it ({error}); see its own log") from error
+        raise ReallocError(
+            f"a rank ended while something was on its way from or to it ({error}); see its own log"
+        ) from error

@@ -195,3 +195,53 @@ def test_what_a_waiting_sample_gives_back_goes_to_the_next_prompt() -> None:
     scheduler.drop(0)
     assert scheduler.next_step().admissions == (Admission(2, (2,), (1,), source=None),)
     assert list(scheduler.running) == [1, 2]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    n=st.integers(1, 4),
+    num_slots=st.integers(1, 6),
+    data=st.data(),
+)
+def test_samples_leave_and_come_at_any_time(sizes: list[int], n: int, num_slots: int, data: st.DataObject) -> None:
+    prompts = make_prompts(sizes, n)
+    scheduler, slots = Scheduler(prompts, num_slots=num_slots, max_prefill_tokens=12), Slots(prompts)
+    left = {sample: data.draw(st.integers(1, 6)) for prompt in prompts for sample in prompt.samples}
+    guests = iter(range(1000, 1000 + data.draw(st.integers(0, 5))))
+    while scheduler.has_work or left:
+        what = data.draw(st.sampled_from(["nothing", "leave", "come"]))
+        if what == "come" and (guest := next(guests, None)) is not None:
+            left[guest] = data.draw(st.integers(1, 6))
+            slots.sequences[guest] = [("sample", guest)] * data.draw(st.integers(1, 20))
+            _welcome(scheduler, slots, guest)
+        elif what == "leave" and left:
+            leaver = data.draw(st.sampled_from(sorted(left)))
+            if leaver in scheduler.waiting:
+                scheduler.withdraw({leaver})
+                del left[leaver]
+            elif leaver in scheduler.slots and not scheduler.is_parked(leaver):
+                scheduler.finish(scheduler.slots.index(leaver))
+                del left[leaver]
+        assert scheduler.num_free == num_slots - sum(sample is not None for sample in scheduler.slots)
+        slots.carry_out(scheduler.next_step(), 12)
+        for slot, sample in enumerate(sample for sample in scheduler.running if sample is not None):
+            assert slots.held[slot] == slots.sequences[sample], "a slot holds all that its sample needs"
+            slots.held[slot].append(("sample", sample))
+            slots.sequences[sample].append(("sample", sample))
+            left[sample] -= 1
+            if not left[sample]:
+                scheduler.finish(slot)
+                del left[sample]
+    assert not scheduler.waiting
+
+
+def _welcome(scheduler: Scheduler, slots: Slots, guest: int) -> None:
+    """Let a sample in that brings all that it has read; without a slot it is read again."""
+    length = len(slots.sequences[guest])
+    slot = scheduler.seat(guest, -guest)
+    if slot is None:
+        scheduler.add(Prompt(-guest, length, (guest,)))
+        slots.prompts[-guest] = Prompt(-guest, length, (guest,))
+    else:
+        slots.held[slot] = list(slots.sequences[guest])
+        scheduler.read(guest, length, length)

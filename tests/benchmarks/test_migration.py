@@ -1,0 +1,45 @@
+"""Does the migration benchmark compare equal work, and judge it as it says?"""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import migration
+from benchmarks.harness import BenchmarkReport
+from benchmarks.migration import CASES, Case, Settings, run, summarise
+
+TINY = Case("skewed", (60.0, 10.0), "geometric", at_least=0.01, samples=4, slots=2)
+
+
+def test_both_arms_make_the_same_tokens_and_a_row_tells_of_them() -> None:
+    report = BenchmarkReport("migration")
+    run(Settings(world_sizes=(2,), turns=1), [TINY], report)
+    (row,) = report.rows
+    assert row["lengths"] == "skewed" and row["ranks"] == 2 and row["turns"] == 1
+    assert row["differing_fp64"] == 0
+    assert row["staying_s"] > 0 and row["moving_s"] > 0
+    assert [target.met for target in report.targets] == [True, True]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_lengths_are_as_long_as_they_say_and_differ_from_turn_to_turn(case: Case) -> None:
+    for rank in (0, 1):
+        drawn = [case.lengths(rank, 400, seed) for seed in range(5)]
+        assert drawn[0] != drawn[1]
+        lengths = [length for turn in drawn for length in turn]
+        assert 1 <= min(lengths) <= max(lengths) <= migration.LONGEST
+        assert sum(lengths) / len(lengths) == pytest.approx(case.means[rank], rel=0.2)  # the longest are cut
+
+
+def test_the_bound_is_the_larger_of_shared_work_and_the_longest_sample() -> None:
+    def rank(moving: float, staying: float, busy: float) -> dict[str, object]:
+        moves = {"num_received": 2, "stall_s": 0.01, "bytes_sent": 4000}
+        return {"seconds": {"moving": moving, "staying": staying}, "busy_s": busy, "moves": moves, "differing": 1}
+
+    shared = (1.0, [rank(3.0, 4.0, 4.0), rank(3.0, 4.0, 0.0)])
+    alone = (3.0, [rank(3.0, 4.0, 4.0), rank(3.0, 4.0, 0.0)])
+    row = summarise(CASES[0], 2, [], [shared])
+    assert (row["ratio"], row["over_bound"], row["staying_over_bound"]) == pytest.approx((4 / 3, 1.5, 2.0))
+    assert summarise(CASES[0], 2, [], [alone])["over_bound"] == 1.0
+    assert (row["moves_per_turn"], row["stall_ms_per_move"], row["kB_per_move"]) == pytest.approx((4, 5.0, 2.0))
+    assert (row["differing"], row["differing_fp64"]) == (2, 0)
