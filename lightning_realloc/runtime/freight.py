@@ -54,6 +54,7 @@ class Parcel:
             self._open()
         if self._rest_work is not None:
             _wait(self._rest_work)
+            self._rest_work = None  # who waits twice for work on gloo waits for ever
         size = self._size
         head = self._first[8 : 8 + min(size, _IN_FIRST)]
         return torch.cat([head, self._rest[:-1]]) if size > _IN_FIRST else head
