@@ -91,8 +91,8 @@ class Dispatch:
         Raises:
             ReallocError: if the other end is gone.
         """
-        for work in self._works:
-            _wait(work)
+        while self._works:
+            _wait(self._works.pop(0))
         self._under_way.discard(self)
 
 
