@@ -2,8 +2,11 @@
 
 Two engines on the same weights in every rank, one of which moves samples; they take turns, with new prompts and lengths
 in every turn. Nobody knows the lengths beforehand: a sample ends at a place that only the stop rule knows, as if by its
-end token. The makespan is from the moment at which all ranks begin to that at which the last one ends, in wall seconds;
-ranks compute on one thread each, so four of them share two cores where a machine has no more.
+end token. The makespan is from the moment at which all ranks begin to that at which the last one ends, in wall seconds.
+
+Ranks compute on one core each ("cpu"), as many as there are. Or each has a device of its own that computes while its
+core waits ("waiting"): a small model whose forwards sleep as long as a device would take. Everything else is real:
+ranks, rounds, messages, keys and values.
 
 The lower bound is that of a perfect division: all ranks' seconds of decoding without moves, divided among them, or the
 longest sample alone, whichever is longer.
@@ -15,6 +18,7 @@ any batch does; such responses are counted, too.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.generation import build_model
 from benchmarks.harness import BenchmarkReport, make_parser
@@ -59,9 +65,9 @@ class Case:
     """"geometric", "lognormal" or "uniform"."""
     at_least: float | None = None
     """Ratio of makespans to reach."""
-    samples: int = 48
+    samples: int = 32
     """Per rank."""
-    slots: int = 12
+    slots: int = 8
     """Of a rank."""
 
     def lengths(self, rank: int, count: int, seed: int) -> list[int]:
@@ -81,7 +87,7 @@ class Case:
 
 CASES = (
     Case("skewed", (120.0, 30.0), "geometric", at_least=FASTER_ON_SKEWED),
-    Case("skewed, all begun", (120.0, 30.0), "geometric", at_least=FASTER_ON_SKEWED, samples=24, slots=24),
+    Case("skewed, all begun", (120.0, 30.0), "geometric", samples=16, slots=16),  # the longest sample decides
     Case("heavy tail", (60.0, 60.0), "lognormal"),
     Case("alike", (60.0, 60.0), "geometric"),
     Case("even", (90.0, 90.0), "uniform", at_least=SLOWER_ON_EVEN),
@@ -89,11 +95,38 @@ CASES = (
 
 
 @dataclass(frozen=True, slots=True)
+class Device:
+    """What ranks compute on."""
+
+    name: str
+    model: str
+    """A real one's, or a smaller one's where seconds are made up."""
+    step_s: float = 0.0
+    """Seconds that a forward waits besides computing, as if a device of its own computed."""
+    token_s: float = 0.0
+    """The same for each of its tokens."""
+
+    def slow_down(self, model: nn.Module) -> None:
+        """Let the model's forwards take the device's time."""
+        if self.step_s:
+            model.register_forward_pre_hook(self._wait, with_kwargs=True)
+
+    def _wait(self, module: nn.Module, args: object, arguments: Mapping[str, Any]) -> None:
+        time.sleep(self.step_s + self.token_s * min(arguments["input_ids"].shape[1], _MOST_SLOW_TOKENS))
+
+
+CPU = Device("cpu", "tiny")
+WAITING = Device("waiting", "small", step_s=6e-3, token_s=5e-4)
+_MOST_SLOW_TOKENS = 32
+"""Of one forward: those of prompts are read much faster."""
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """What is measured."""
 
-    world_sizes: tuple[int, ...] = (2, 4)
-    model: str = "tiny"
+    device: Device = CPU
+    world_sizes: tuple[int, ...] = (2,)
     turns: int = 6
     seed: int = 1
 
@@ -125,7 +158,7 @@ def measure_on_rank(rank: int, settings: Settings, cases: Sequence[Case], answer
     """Measure all cases with the other ranks; the first rank sends what every turn came to."""
     world_size = dist.get_world_size()
     mailbox = Mailbox(rank, world_size, dist.new_group(backend="gloo"))
-    models = {dtype: build_model(settings.model, dtype) for dtype in (torch.float64, torch.float32)}
+    models = {dtype: _model(settings.device, dtype) for dtype in (torch.float64, torch.float32)}
     peers = Peers(mailbox, rank, mailbox.others)
     for case in cases:
         engines = {
@@ -150,6 +183,20 @@ def measure_on_rank(rank: int, settings: Settings, cases: Sequence[Case], answer
                 answers.send((case.name, turn < 0, longest_s, everybody))
             mailbox.let_go(peers.run)
             dist.barrier()
+
+
+def _model(device: Device, dtype: torch.dtype) -> PreTrainedModel:
+    if device.model == "tiny":
+        model = build_model("tiny", dtype)
+    else:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=LONGEST + PROMPT_TOKENS[1],
+        )  # fmt: skip
+        model = LlamaForCausalLM(config).to(dtype).eval().requires_grad_(False)
+    device.slow_down(model)
+    return model
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +266,8 @@ def run(settings: Settings, cases: Sequence[Case], report: BenchmarkReport) -> N
         told = _told(answers_of_ranks(measure_on_rank, settings, cases, world_size=world_size))
         for case in cases:
             row = summarise(case, world_size, *told[case.name])
-            report.add_row(**row)
-            name = f"{case.name}, {world_size} ranks"
+            report.add_row(device=settings.device.name, **row)
+            name = f"{settings.device.name}, {case.name}, {world_size} ranks"
             if case.at_least is not None:
                 report.require_at_least(f"{name}: makespan without moves over with", row["ratio"], case.at_least)
             report.require_at_most(f"{name}: responses with other tokens, in float64", row["differing_fp64"], 0)
@@ -237,16 +284,20 @@ def _told(answers: Iterator[Any]) -> dict[str, tuple[list[Turn], list[Turn]]]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
     parser = make_parser(__doc__ or "")
-    defaults = Settings()
-    parser.add_argument("--turns", type=int, default=defaults.turns, help="of each case, both arms in each")
-    parser.add_argument("--ranks", type=int, nargs="+", default=list(defaults.world_sizes), help="numbers of ranks")
+    parser.add_argument("--turns", type=int, default=5, help="of each case, both arms in each")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
     parser.add_argument("--only", help="run the cases whose name contains this text")
+    parser.add_argument("--device", choices=(CPU.name, WAITING.name), help="run on this one alone")
     options: argparse.Namespace = parser.parse_args(arguments)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    settings = Settings(world_sizes=tuple(options.ranks), turns=options.turns)
-    report = BenchmarkReport("migration", seeds=(settings.seed,), settings={"clock": "wall time", **asdict(settings)})
-    run(settings, [case for case in CASES if options.only is None or options.only in case.name], report)
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    report = BenchmarkReport("migration", settings={"clock": "wall time", "turns": options.turns})
+    cases = [case for case in CASES if options.only is None or options.only in case.name]
+    for device in (CPU, WAITING):
+        if options.device in (None, device.name):
+            sizes = tuple(size for size in options.ranks if device is WAITING or size <= num_cores)
+            run(Settings(device, sizes, options.turns), cases, report)
     return report.finish(options)
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks import migration
 from benchmarks.harness import BenchmarkReport
-from benchmarks.migration import CASES, Case, Settings, run, summarise
+from benchmarks.migration import CASES, CPU, WAITING, Case, Device, Settings, run, summarise
 
 TINY = Case("skewed", (60.0, 10.0), "geometric", at_least=0.01, samples=4, slots=2)
 
 
-def test_both_arms_make_the_same_tokens_and_a_row_tells_of_them() -> None:
+@pytest.mark.parametrize("device", [CPU, replace(WAITING, step_s=1e-4, token_s=1e-5)], ids=["cpu", "waiting"])
+def test_both_arms_make_the_same_tokens_and_a_row_tells_of_them(device: Device) -> None:
     report = BenchmarkReport("migration")
-    run(Settings(world_sizes=(2,), turns=1), [TINY], report)
+    run(Settings(device, turns=1), [TINY], report)
     (row,) = report.rows
-    assert row["lengths"] == "skewed" and row["ranks"] == 2 and row["turns"] == 1
+    assert row["device"] == device.name and row["lengths"] == "skewed" and row["ranks"] == 2 and row["turns"] == 1
     assert row["differing_fp64"] == 0
     assert row["staying_s"] > 0 and row["moving_s"] > 0
     assert [target.met for target in report.targets] == [True, True]
