@@ -21,7 +21,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from statistics import median
@@ -263,17 +263,24 @@ def summarise(case: Case, world_size: int, exact: Sequence[Turn], turns: Sequenc
 def run(settings: Settings, cases: Sequence[Case], report: BenchmarkReport) -> None:
     """Measure cases on every number of ranks, and judge them."""
     for world_size in settings.world_sizes:
-        told = _told(answers_of_ranks(measure_on_rank, settings, cases, world_size=world_size))
-        for case in cases:
-            row = summarise(case, world_size, *told[case.name])
-            report.add_row(device=settings.device.name, **row)
-            name = f"{settings.device.name}, {case.name}, {world_size} ranks"
-            if case.at_least is not None:
-                report.require_at_least(f"{name}: makespan without moves over with", row["ratio"], case.at_least)
-            report.require_at_most(f"{name}: responses with other tokens, in float64", row["differing_fp64"], 0)
+        judge(answers_of_ranks(measure_on_rank, settings, cases, world_size=world_size), settings, cases, report)
 
 
-def _told(answers: Iterator[Any]) -> dict[str, tuple[list[Turn], list[Turn]]]:
+def judge(answers: Iterable[Any], settings: Settings, cases: Sequence[Case], report: BenchmarkReport) -> None:
+    """Add a row for every case to the report, from what the first rank told of its turns, and its targets."""
+    told = _told(answers)
+    for case in cases:
+        exact, turns = told[case.name]
+        world_size = len(turns[0][1])
+        row = summarise(case, world_size, exact, turns)
+        report.add_row(device=settings.device.name, **row)
+        name = f"{settings.device.name}, {case.name}, {world_size} ranks"
+        if case.at_least is not None:
+            report.require_at_least(f"{name}: makespan without moves over with", row["ratio"], case.at_least)
+        report.require_at_most(f"{name}: responses with other tokens, in float64", row["differing_fp64"], 0)
+
+
+def _told(answers: Iterable[Any]) -> dict[str, tuple[list[Turn], list[Turn]]]:
     told: dict[str, tuple[list[Turn], list[Turn]]] = {}
     for case, is_exact, longest_s, ranks in answers:
         exact, turns = told.setdefault(case, ([], []))

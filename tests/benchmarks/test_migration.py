@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from benchmarks import migration
 from benchmarks.harness import BenchmarkReport
-from benchmarks.migration import CASES, CPU, WAITING, Case, Device, Settings, run, summarise
+from benchmarks.migration import CASES, WAITING, Case, Settings, judge, measure_on_rank, summarise
+from tests.workers import WorkerPool
 
 TINY = Case("skewed", (60.0, 10.0), "geometric", at_least=0.01, samples=4, slots=2)
 
 
-@pytest.mark.parametrize("device", [CPU, replace(WAITING, step_s=1e-4, token_s=1e-5)], ids=["cpu", "waiting"])
-def test_both_arms_make_the_same_tokens_and_a_row_tells_of_them(device: Device) -> None:
+def _measure(settings: Settings) -> list[Any]:
+    """Return what this rank would tell the process that judges."""
+    told = mock.Mock()
+    measure_on_rank(dist.get_rank(), settings, [TINY], told)
+    return [call.args[0] for call in told.send.call_args_list]
+
+
+def test_both_arms_make_the_same_tokens_and_a_row_tells_of_them(workers: WorkerPool) -> None:
     report = BenchmarkReport("migration")
-    run(Settings(device, turns=1), [TINY], report)
+    settings = Settings(replace(WAITING, step_s=1e-4, token_s=1e-5), turns=1)
+    first, second = workers.run(_measure, settings, world_size=2)
+    assert not second
+    judge(first, settings, [TINY], report)
     (row,) = report.rows
-    assert row["device"] == device.name and row["lengths"] == "skewed" and row["ranks"] == 2 and row["turns"] == 1
+    assert row["device"] == "waiting" and row["lengths"] == "skewed" and row["ranks"] == 2 and row["turns"] == 1
     assert row["differing_fp64"] == 0
     assert row["staying_s"] > 0 and row["moving_s"] > 0
     assert [target.met for target in report.targets] == [True, True]
