@@ -63,6 +63,7 @@ class CallRunner:
         overlap: What may run at the same time.
         max_staleness: How many iterations of training a response's policy may lack of the one that learns from it.
         generation_parts: In how many portions samples go to calls on other ranks while they are generated.
+        frees_copies: Whether copies of models are gone between their calls, to save memory.
         device: Where tensors are worked on.
         rank: This process.
         world_size: All processes.
@@ -80,6 +81,7 @@ class CallRunner:
         overlap: Overlap,
         max_staleness: int,
         generation_parts: int = 1,
+        frees_copies: bool = False,
         device: torch.device,
         rank: int,
         world_size: int,
@@ -92,6 +94,7 @@ class CallRunner:
         self._layout_of = layout_of
         self._overlap = overlap
         self._max_staleness = max_staleness
+        self._frees_copies = frees_copies
         self._num_parts = 1 if overlap == "none" else generation_parts
         self._ahead: tuple[Iteration, ...] = ()
         """Batches with responses that were not trained on yet."""
@@ -191,7 +194,8 @@ class CallRunner:
     def _work_on(self, data: Iteration, calls: Sequence[ModelFunctionCall]) -> None:
         """Run some calls of a batch."""
         last = max((index for index, call in enumerate(data.routes.calls) if call.kind != "train"), default=-1)
-        for group in data.routes.fusion.groups(calls, alone=self._pool.plan.offload):
+        alone = self._pool.roles if self._frees_copies else self._pool.plan.offload
+        for group in data.routes.fusion.groups(calls, alone=alone):
             if group[0].name in data.routes.fusion.sources:
                 seconds = self._infer_together(group, data)
             else:

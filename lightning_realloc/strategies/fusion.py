@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lightning_realloc.runtime.training import MicroBatch, micro_batch_plan
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
-from lightning_realloc.tuning.fusion import fused_first, fused_sources
+from lightning_realloc.tuning.fusion import fused_first, fused_groups, fused_sources
 
 if TYPE_CHECKING:
     from lightning_realloc.strategies.routes import Workplace
@@ -76,19 +76,5 @@ class Fusion:
     def groups(
         self, calls: Sequence[ModelFunctionCall], *, alone: Collection[str] = ()
     ) -> list[tuple[ModelFunctionCall, ...]]:
-        """Return the calls in their order; fused ones of one source that follow each other are worked on together.
-
-        Args:
-            calls: Some of this iteration's.
-            alone: Roles whose models cannot be on the device beside others'.
-        """
-        groups: list[tuple[ModelFunctionCall, ...]] = []
-        for call in calls:
-            source = self.sources.get(call.name)
-            before = groups[-1][-1] if groups else None
-            joins = before is not None and source is not None and self.sources.get(before.name) == source
-            if before is not None and joins and not {call.role, before.role}.intersection(alone):
-                groups[-1] += (call,)
-            else:
-                groups.append((call,))
-        return groups
+        """Return some of the calls in groups that are worked on together; see `fused_groups`."""
+        return fused_groups(calls, self.sources, alone=alone)

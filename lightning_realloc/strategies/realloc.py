@@ -169,7 +169,8 @@ class ReallocStrategy(CheckpointStrategy):
         """Return what other plans are judged by, for iterations of such lengths. Collective over all ranks."""
         callbacks = self.lightning_module.trainer.callbacks  # type: ignore[union-attr]
         return prospects_of(
-            self._builder(), self.plan, iterations, callbacks=callbacks, overlap=self._overlap, profile=profile
+            self._builder(), self.plan, iterations, callbacks=callbacks, overlap=self._overlap,
+            generation_parts=self.generation_parts, profile=profile,
         )  # fmt: skip
 
     # ---- models
@@ -248,7 +249,8 @@ class ReallocStrategy(CheckpointStrategy):
         mailbox = Mailbox(self.global_rank, self.world_size, pool.meshes.new_host_group())
         return CallRunner(
             module, pool, mailbox, self.phase_replica, trainee, layout_of=self._layout_of, overlap=self._overlap,
-            max_staleness=self.max_staleness, generation_parts=self.generation_parts, device=self.root_device,
+            max_staleness=self.max_staleness, generation_parts=self.generation_parts,
+            frees_copies=self._reallocation is not None and self._reallocation.free_after, device=self.root_device,
             rank=self.global_rank, world_size=self.world_size,
         )  # fmt: skip
 

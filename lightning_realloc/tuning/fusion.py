@@ -43,3 +43,25 @@ def fused_first(calls: Sequence[ModelFunctionCall], fused: Collection[str]) -> t
             ordered += [*held, call]
             held = []
     return (*ordered, *held)
+
+
+def fused_groups(
+    calls: Sequence[ModelFunctionCall], sources: Mapping[str, str], *, alone: Collection[str] = ()
+) -> list[tuple[ModelFunctionCall, ...]]:
+    """Return the calls in their order; fused ones of one source that follow each other are worked on together.
+
+    Args:
+        calls: In the order in which they run.
+        sources: Of the fused ones, the generating call.
+        alone: Roles whose models cannot be on the device beside others'.
+    """
+    groups: list[tuple[ModelFunctionCall, ...]] = []
+    for call in calls:
+        source = sources.get(call.name)
+        before = groups[-1][-1] if groups else None
+        joins = before is not None and source is not None and sources.get(before.name) == source
+        if before is not None and joins and not {call.role, before.role}.intersection(alone):
+            groups[-1] += (call,)
+        else:
+            groups.append((call,))
+    return groups
