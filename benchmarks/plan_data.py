@@ -48,12 +48,12 @@ class CountingMailbox(Mailbox):
         super().__init__(rank, world_size, group)
         self.sent: Counter[int] = Counter()
 
-    def send(self, to: Iterable[int], kind: FrameKind, run: int, call: int, content: Tensor) -> None:
+    def send(self, to: Iterable[int], kind: FrameKind, run: int, call: int, content: Tensor, *, part: int = 0) -> None:
         """Send, and count."""
         to = tuple(to)
         if kind == FrameKind.ROWS:
             self.sent.update(dict.fromkeys(to, content.numel()))
-        super().send(to, kind, run, call, content)
+        super().send(to, kind, run, call, content, part=part)
 
 
 def move_data(

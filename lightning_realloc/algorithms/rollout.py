@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.data.rewards import RewardFunctions, Rewards
-from lightning_realloc.generation import GenerationEngine, SamplingParams
+from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams
 from lightning_realloc.runtime.samples import Ragged, Samples
 
 FINISH_REASONS = ("stop", "length", "environment", "unfinished")
@@ -20,14 +22,27 @@ def sample_responses(engine: GenerationEngine, prompts: Samples, sampling: Sampl
     Columns: ``prompt_id`` (B,), ``prompt_ids`` and ``response_ids`` ragged, ``behaviour_logprobs`` ragged float32 of
     the response tokens, ``finish_reason`` (B,) an index into ``FINISH_REASONS``. Sample ids are those of
     ``prompts.repeat(sampling.n)``, so that randomness follows the sample wherever it is generated.
+
+    Where calls wait for these samples on ranks of their own, those that finish early are handed on to them.
     """
     samples = prompts.with_columns(prompt_id=prompts.ids).repeat(sampling.n)
-    completions = engine.generate(prompts.ragged("prompt_ids").to_lists(), sampling, sample_ids=samples.ids.tolist())
+    ids = samples.ids.tolist()
+
+    def responses(completions: Sequence[Completion]) -> Samples:
+        return _rollout(samples.by_ids([c.sample_id for c in completions]), completions)
+
+    on_finished = None if engine.outlet is None else engine.outlet.collect(len(samples), responses)
+    prompt_ids = prompts.ragged("prompt_ids").to_lists()
+    return responses(engine.generate(prompt_ids, sampling, sample_ids=ids, on_finished=on_finished))
+
+
+def _rollout(prompts: Samples, completions: Sequence[Completion]) -> Samples:
+    """Return the columns of a rollout, row by row of ``prompts`` what responds to it."""
     return Samples(
-        samples.ids,
+        prompts.ids,
         {
-            "prompt_id": samples.tensor("prompt_id"),
-            "prompt_ids": samples.ragged("prompt_ids"),
+            "prompt_id": prompts.tensor("prompt_id"),
+            "prompt_ids": prompts.ragged("prompt_ids"),
             "response_ids": Ragged.from_list([c.token_ids for c in completions], dtype=torch.int64),
             "behaviour_logprobs": Ragged.from_list([c.logprobs for c in completions], dtype=torch.float32),
             "finish_reason": torch.tensor(

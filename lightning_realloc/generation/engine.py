@@ -23,6 +23,7 @@ from lightning_realloc.generation.drafting import Drafter
 from lightning_realloc.generation.kv_cache import SlotCache
 from lightning_realloc.generation.migration import LONGEST_PAUSE_S, Migration, MigrationStats
 from lightning_realloc.generation.model_facts import length_bounds, vocabulary_of
+from lightning_realloc.generation.outlet import Announcer, Outlet
 from lightning_realloc.generation.packed_linear import packed_linears
 from lightning_realloc.generation.page_names import SampleLengths, longest_of
 from lightning_realloc.generation.paged_cache import PagedCache
@@ -119,6 +120,8 @@ class GenerationEngine:
             speculation, drafter or build_drafter(speculation, model), agree=agree, clock=clock
         )
         self._stats = GenerationStats()
+        self.outlet: Outlet | None = None
+        """Where callers may hand on what is finished before a call is over; None: nobody waits for that."""
         if peers is not None and lockstep is not None:
             raise GenerationError(
                 "ranks whose forwards wait for each other make every step together, so moving samples between them "
@@ -161,6 +164,7 @@ class GenerationEngine:
         token_budget: int | None = None,
         seconds_budget: float | None = None,
         resume: Sequence[Completion] = (),
+        on_finished: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
         """Return ``params.n`` completions per prompt, those of one prompt adjacent, in the order of the prompts.
 
@@ -176,6 +180,9 @@ class GenerationEngine:
         are then "unfinished" where they are. Given back as ``resume``, with the same ``params``, they go on as if
         nothing had happened, beside the new prompts; their keys and values are computed by the weights of now. They
         are returned behind the others, and come behind the prompts in ``length_hints`` and ``token_limits``.
+
+        ``on_finished`` is called once with each of the completions, between two steps: with those that end on this rank
+        when they do, with all others at the end.
 
         Args:
             prompts: Token ids of each prompt; text is for the tokenizer first.
@@ -209,24 +216,27 @@ class GenerationEngine:
         idle_steps = 0 if migration is None else params.max_new_tokens
         num_steps = max((sample.max_new_tokens for sample in samples), default=idle_steps) if self._pack_weights else 0
         packed = packed_linears(self._model, num_slots=num_slots, num_steps=num_steps)
+        indices = requests.prompt_indices(samples)
+
+        def completion_of(sample: Sample) -> Completion:
+            return replace(sample.completion(self._version), prompt_index=indices[sample.sample_id])
+
+        announcer = Announcer(samples, on_finished, completion_of)
         try:
             with slot_attention(self._model), packed, run:
                 if migration is not None:
                     migration.carry_out(run, length_hints)
                 while self._anybody_has_work(run.has_work):
                     run.step()
+                    announcer.follow(run.ended)
         except BaseException:
             self._cache.release()  # it may hold values that are not finite
             raise
         self._stats = run.stats()
         del samples[num_own:]  # other ranks'
         _warn_of_failures(samples)
-        indices = [*(sample.prompt_index for sample in samples[: len(samples) - len(resume)]),
-                   *(completion.prompt_index for completion in resume)]  # fmt: skip
-        return [
-            replace(sample.completion(self._version), prompt_index=index)
-            for sample, index in zip(samples, indices, strict=True)
-        ]
+        announcer.tell(samples)
+        return [completion_of(sample) for sample in samples]
 
     def _scheduler(
         self, waiting: Sequence[Prompt], samples: Sequence[Sample], runner: ModelRunner, num_slots: int

@@ -6,7 +6,7 @@ padded, a finished row is computed until the last one is done, and log-probabili
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.model_facts import length_bounds, vocabulary_of
+from lightning_realloc.generation.outlet import Announcer, Outlet
 from lightning_realloc.generation.requests import Requests
 from lightning_realloc.generation.run import GenerationStats
 from lightning_realloc.generation.samples import Completion, Sample
@@ -56,6 +57,8 @@ class HFEngine:
         self._max_length = max_length
         self._version = 0
         self._stats = GenerationStats()
+        self.outlet: Outlet | None = None
+        """Where callers may hand on what is finished before a call is over; None: nobody waits for that."""
 
     @property
     def stats(self) -> GenerationStats:
@@ -78,10 +81,12 @@ class HFEngine:
         sample_ids: Sequence[int] | None = None,
         length_hints: Sequence[int] | None = None,
         token_limits: Sequence[int] | None = None,
+        on_finished: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
         """Return ``params.n`` completions per prompt, those of one prompt adjacent, in the order of the prompts.
 
-        Arguments and errors are those of `GenerationEngine.generate`; ``length_hints`` sort prompts into batches.
+        Arguments and errors are those of `GenerationEngine.generate`; ``length_hints`` sort prompts into batches,
+        and ``on_finished`` is called behind each batch.
         """
         params = params or SamplingParams()
         requests = Requests(
@@ -94,13 +99,16 @@ class HFEngine:
         hints = [prompt.length_hint for prompt in requests.queue(samples)]
         order = sorted(samples, key=lambda sample: -hints[sample.prompt_index])
         stats = GenerationStats()
+        announcer = Announcer(samples, on_finished, lambda sample: sample.completion(self._version))
         training = [module for module in self._model.modules() if module.training]
         self._model.eval()
         try:
             with torch.random.fork_rng(devices=_cuda_devices(self._model)):
                 torch.manual_seed(samples[0].key >> 1 if samples else 0)
                 for begin in range(0, len(order), self._max_slots):
-                    stats = self._run_batch(order[begin : begin + self._max_slots], params, stop, stats)
+                    batch = order[begin : begin + self._max_slots]
+                    stats = self._run_batch(batch, params, stop, stats)
+                    announcer.tell(batch)
         finally:
             for module in training:
                 module.training = True

@@ -68,6 +68,11 @@ class Requests:
                  for index in range(num_fresh)]  # fmt: skip
         return begun + fresh
 
+    def prompt_indices(self, samples: Sequence[Sample]) -> dict[int, int]:
+        """Return sample id -> index of its prompt; of those that are resumed, in the call that began them."""
+        indices = {sample.sample_id: sample.prompt_index for sample in samples}
+        return indices | {completion.sample_id: completion.prompt_index for completion in self.resume}
+
     def _sample_ids(self) -> list[int]:
         """Return the ids of the prompts' samples, distinct among themselves and from those that are resumed."""
         total, taken = len(self.prompts) * self.params.n, {completion.sample_id for completion in self.resume}

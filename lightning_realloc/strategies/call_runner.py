@@ -15,18 +15,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.outlet import Outlet
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.mailbox import Mailbox
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.pipeline import PipelineStage, pipeline_infer
-from lightning_realloc.runtime.samples import Column, Ragged, Samples
-from lightning_realloc.runtime.training import MicroBatch, pack_columns
+from lightning_realloc.runtime.samples import Column, Samples
 from lightning_realloc.strategies.generators import Generators
 from lightning_realloc.strategies.idle import IdleClock, merge_idle_shares
-from lightning_realloc.strategies.iteration import Chosen, Iteration
+from lightning_realloc.strategies.inference import Inference
+from lightning_realloc.strategies.iteration import Iteration
 from lightning_realloc.strategies.lockstep import PeerFailure
 from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.rates import facts_of, facts_of_generation, facts_of_migration, with_rates
@@ -63,6 +62,8 @@ class CallRunner:
         layout_of: The layout in which a call's model will be.
         overlap: What may run at the same time.
         max_staleness: How many iterations of training a response's policy may lack of the one that learns from it.
+        generation_parts: In how many portions samples go to calls on other ranks while they are generated.
+        frees_copies: Whether copies of models are gone between their calls, to save memory.
         device: Where tensors are worked on.
         rank: This process.
         world_size: All processes.
@@ -79,6 +80,8 @@ class CallRunner:
         layout_of: Callable[[str], Layout],
         overlap: Overlap,
         max_staleness: int,
+        generation_parts: int = 1,
+        frees_copies: bool = False,
         device: torch.device,
         rank: int,
         world_size: int,
@@ -91,6 +94,8 @@ class CallRunner:
         self._layout_of = layout_of
         self._overlap = overlap
         self._max_staleness = max_staleness
+        self._frees_copies = frees_copies
+        self._num_parts = 1 if overlap == "none" else generation_parts
         self._ahead: tuple[Iteration, ...] = ()
         """Batches with responses that were not trained on yet."""
         self._version = 0
@@ -99,6 +104,7 @@ class CallRunner:
         self._rank = rank
         self._world_size = world_size
         self._generators = Generators(module, pool, mailbox, device=device, rank=rank)
+        self._inference = Inference(module, pool, device=device, rank=rank, precise=self._precise)
         self._run = self._num_tokens = 0
         self.is_running = False
         """Whether calls are under way."""
@@ -128,7 +134,8 @@ class CallRunner:
         with self._failing_together():
             self._idle.begin()
             data = self._begin(batch, calls, iteration)
-            self._work_on(data, [call for call in calls if call.kind == "generate" or not self._max_staleness])
+            now = [call for call in data.routes.calls if call.kind == "generate" or not self._max_staleness]
+            self._work_on(data, now)
             due = (*self._ahead, data) if is_last or not self._max_staleness else self._ahead
             self._ahead = () if is_last or not self._max_staleness else (data,)
             results = tuple(self._conclude(each, is_last=is_last) for each in due)
@@ -142,7 +149,7 @@ class CallRunner:
         """Run calls without training, and return all samples with everything that they made. Collective."""
         with self._failing_together():
             data = self._begin(batch, calls, iteration=0)
-            self._work_on(data, calls)
+            self._work_on(data, data.routes.calls)
             if _has_notes(calls):
                 data.receive_notes()
             self._generators.hear()
@@ -179,7 +186,7 @@ class CallRunner:
         self._run += 1
         self._generators.hear(before=self._run - 1)  # where no call generated since, or nobody would let go of it
         workplaces = {call.name: self._workplace(call, iteration) for call in calls if call.role is not None}
-        routes = Routes(calls, workplaces, self._world_size)
+        routes = Routes(calls, workplaces, self._world_size, self._num_parts)
         data = Iteration(batch, routes, self._mailbox, rank=self._rank, run=self._run, version=self._version)
         data.facts |= self._idle.facts(self._rank)
         return data
@@ -187,23 +194,38 @@ class CallRunner:
     def _work_on(self, data: Iteration, calls: Sequence[ModelFunctionCall]) -> None:
         """Run some calls of a batch."""
         last = max((index for index, call in enumerate(data.routes.calls) if call.kind != "train"), default=-1)
-        for call in calls:
-            begin, waited = time.perf_counter(), self._idle.seconds
-            took_part = self._KINDS[call.kind](self, call, data)
-            moved = self._pool.take_report(call.name)
-            data.facts |= {} if moved is None else facts_of(call.name, moved)
-            if took_part:
-                spent = time.perf_counter() - begin - (self._idle.seconds - waited)
-                self.seconds[call.name] += spent
-                self.counts[call.name] += 1
-                if call.kind == "train":
-                    self._training_metrics.note(data, call, {f"seconds/{call.name}": spent})
-                else:
-                    data.facts[f"seconds/{call.name}"] = spent
-            if data.index(call) == last:
+        alone = self._pool.roles if self._frees_copies else self._pool.plan.offload
+        for group in data.routes.fusion.groups(calls, alone=alone):
+            if group[0].name in data.routes.fusion.sources:
+                seconds = self._infer_together(group, data)
+            else:
+                seconds = self._work_alone(group[0], data)
+            for call in group:
+                self._note(data, call, seconds.get(call.name))
+            if any(data.index(call) == last for call in group):
                 data.send_notes()
             if self._overlap == "none":
                 self._idle.measure(self._mailbox.meet)
+
+    def _work_alone(self, call: ModelFunctionCall, data: Iteration) -> dict[str, float]:
+        """Run one call, and return its seconds where this rank takes part in it."""
+        begin, waited = time.perf_counter(), self._idle.seconds
+        took_part = self._KINDS[call.kind](self, call, data)
+        spent = time.perf_counter() - begin - (self._idle.seconds - waited)
+        return {call.name: spent} if took_part else {}
+
+    def _note(self, data: Iteration, call: ModelFunctionCall, spent: float | None) -> None:
+        """Keep what a call took; None without part in it."""
+        moved = self._pool.take_report(call.name)
+        data.facts |= {} if moved is None else facts_of(call.name, moved)
+        if spent is None:
+            return
+        self.seconds[call.name] += spent
+        self.counts[call.name] += 1
+        if call.kind == "train":
+            self._training_metrics.note(data, call, {f"seconds/{call.name}": spent})
+        else:
+            data.facts[f"seconds/{call.name}"] = spent
 
     def _conclude(self, data: Iteration, *, is_last: bool) -> IterationResult:
         """Run what is left to do of a batch, training included, and gather what every rank is to know."""
@@ -265,6 +287,9 @@ class CallRunner:
     def _generate_share(self, call: ModelFunctionCall, data: Iteration, replica: Replica, prompts: Samples) -> Samples:
         generator = self._generators.of(call, replica)
         generator.begin(data.run, data.index(call))
+        num_parts = data.routes.fusion.parts(call)
+        if num_parts > 1:
+            generator.engine.outlet = Outlet(num_parts, lambda made: data.hand_on(call, made))
         try:
             with self._precise():
                 made: Samples = getattr(self._module, call.method)(generator.engine, prompts)
@@ -282,6 +307,7 @@ class CallRunner:
                 generator.lockstep.give_up()
             raise
         finally:
+            generator.engine.outlet = None
             # Training needs the memory more. And a cache that has grown rounds logprobs differently, in the last bit,
             # than the fresh one of a run that was resumed here.
             generator.engine.release()
@@ -294,41 +320,19 @@ class CallRunner:
             if takes_part:
                 index = replica.layout.data_parallel_index(self._rank)
                 micro_batches = data.routes.micro_batches(call, data.table(call))[index]
-                made = self._infer_share(call, replica, data.chosen(call), micro_batches)
+                made = self._inference.share(call, replica, data.chosen(call), micro_batches)
         data.publish_columns(call, made)
         return takes_part
 
-    def _infer_share(
-        self, call: ModelFunctionCall, replica: Replica, rows: Chosen, micro_batches: Sequence[MicroBatch]
-    ) -> Samples | None:
-        """Return what this rank's micro-batches gave; None when none of them counts, or another stage has it."""
-        method = getattr(self._module, call.method)
-        replica.model.eval()  # the home replica may come from a training call with dropout
-        parts = [rows.at(micro.positions) for micro in micro_batches]
-        with torch.no_grad(), self._precise():
-            values = self._infer_values(method, replica, parts)
-        if values is None:
-            return None
-        counted = [
-            Samples(part.ids, {call.produces[0]: column.to("cpu")})
-            for part, column, micro in zip(parts, values, micro_batches, strict=True) if micro.counts
-        ]  # fmt: skip
-        return Samples.concatenate(counted) if counted else None
-
-    def _infer_values(
-        self, method: Callable[..., Tensor], replica: Replica, parts: Sequence[Samples]
-    ) -> list[Tensor | Ragged] | None:
-        """Return one column per micro-batch; None where another stage of a pipeline has them."""
-
-        def column_of(model: nn.Module, batch: PackedBatch) -> Tensor | Ragged:
-            values = method(model, batch)
-            return values if len(batch) == values.shape[0] != batch.num_tokens else batch.responses(values)
-
-        packs = (pack_columns(part, self._device, share_prompts=self._module.share_prompts) for part in parts)
-        if replica.layout.dims.pp > 1:
-            stage = PipelineStage(replica.model, replica.model_layout, self._pool.meshes)
-            return pipeline_infer(stage, list(packs), column_of)
-        return [column_of(replica.model, batch) for batch in packs]
+    def _infer_together(self, calls: Sequence[ModelFunctionCall], data: Iteration) -> dict[str, float]:
+        """Run fused calls of one source, and return the seconds of those in which this rank takes part."""
+        with ExitStack() as stack:
+            replicas = {call.name: stack.enter_context(self._phase(call.name)) for call in calls}
+            mine = [call for call in calls if self._rank in replicas[call.name].layout]
+            work = self._inference.units(mine, replicas, data) if mine else {}
+        for call in calls:
+            data.publish_columns(call, work[call.name].made if call.name in work else None)
+        return {name: done.seconds for name, done in work.items()}
 
     # ---- compute
     def _compute(self, call: ModelFunctionCall, data: Iteration) -> bool:

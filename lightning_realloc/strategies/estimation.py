@@ -86,6 +86,7 @@ def prospects_of(
     *,
     callbacks: Iterable[object],
     overlap: Overlap,
+    generation_parts: int = 1,
     profile: Profile | None = None,
 ) -> Prospects:
     """Return what other plans of the algorithm that runs under ``plan`` are judged by.
@@ -115,7 +116,7 @@ def prospects_of(
     estimate(typical)  # raises at once what it would raise later
     return Prospects(
         dataflow=dataflow, estimate=estimate, lengths=typical, roles=roles, settings=settings, workload=load,
-        memory_budget=builder.memory_budget, overlap=overlap,
+        memory_budget=builder.memory_budget, overlap=overlap, generation_parts=generation_parts,
     )  # fmt: skip
 
 

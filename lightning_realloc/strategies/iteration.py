@@ -6,29 +6,21 @@ Ranks do not meet for that: whoever has something sends it, whoever needs someth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.runtime.exchange import all_gather_samples, decode_message, encode_message
 from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
-from lightning_realloc.runtime.samples import Column, Ragged, Samples
+from lightning_realloc.runtime.samples import Column, Samples
 from lightning_realloc.strategies.routes import Routes, table_owner
-from lightning_realloc.strategies.sample_table import Holders, SampleTable, outline
+from lightning_realloc.strategies.sample_table import Chosen, Holders, SampleTable, only_columns, outline
+from lightning_realloc.strategies.units import Unit, Units
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
-
-class Chosen:
-    """The rows that this rank works on under one call, by their positions in the table."""
-
-    def __init__(self, rows: Samples, positions: Sequence[int]) -> None:
-        self.rows = rows
-        self._row_of = {position: row for row, position in enumerate(positions)}
-
-    def at(self, positions: Sequence[int]) -> Samples:
-        """Return the samples at these positions of the table, in this order."""
-        return self.rows.select([self._row_of[position] for position in positions])
+REST = -1
+"""The part of a call's rows that did not go with a unit."""
 
 
 class Iteration:
@@ -55,10 +47,10 @@ class Iteration:
         self._batch = SampleTable(batch, is_batch=True)
         self._made: dict[str, SampleTable] = {}
         self._made_by: dict[str, Holders] = {}
-        self._directories: dict[str, Samples | None] = {}
         self._received: set[str] = set()
         self._owners = {call.name: table_owner(call, routes.calls) for call in routes.calls}
         self._index = {call.name: index for index, call in enumerate(routes.calls)}
+        self._units = Units(routes, mailbox, rank=rank, run=run)
         self._mine: dict[str, Samples] = {}
         self._notes: dict[str, Samples] = {}
 
@@ -98,19 +90,38 @@ class Iteration:
         positions = self.routes.worked_on(call, self._rank, self.table(call), self._holders_of_table(call))
         return Chosen(rows, positions)
 
+    def units(self, source: ModelFunctionCall) -> Iterator[Unit]:
+        """Yield what this rank infers on of a generating call's samples, as they come; waits for all of them."""
+        for number in range(self.routes.fusion.parts(source)):
+            for sender in self._senders(source):
+                unit = self._units.unit(source, number, sender)
+                if unit is not None:
+                    yield unit
+
+    def source(self, call: ModelFunctionCall) -> ModelFunctionCall:
+        """Return the generating call that a fused call takes samples of."""
+        name = self.routes.fusion.sources[call.name]
+        return next(source for source in self.routes.calls if source.name == name)
+
+    def over_at(self, source: ModelFunctionCall) -> float:
+        """Return when a generating call was over, by this rank's ``time.perf_counter()``; after its last unit."""
+        return self._units.over_at(source)
+
     def index(self, call: ModelFunctionCall) -> int:
         """Return a call's place in this walk."""
         return self._index[call.name]
 
-    # ---- after a call
+    # ---- during a generating call, and after any
+    def hand_on(self, call: ModelFunctionCall, made: Samples) -> None:
+        """Hand on some of the samples that a generating call makes here, while it makes others."""
+        if self._rank in self._senders(call):
+            self._units.send(call, made)
+
     def publish_samples(self, call: ModelFunctionCall, made: Samples | None) -> None:
         """Hand on what a generating call made here; None on a rank without part in it, or without anything to do."""
         speaks = self._rank in self._senders(call)
         if speaks:
-            outlined = {} if made is None else {"made": outline(made)}
-            content = encode_message({}, outlined)
-            self._mailbox.send(self._mailbox.others, FrameKind.DIRECTORY, self.run, self._index[call.name], content)
-            self._directories[call.name] = outlined.get("made")
+            self._units.send_rest(call, made)
         if made is None and not speaks:
             return
         table = self._made_table(call)
@@ -134,7 +145,7 @@ class Iteration:
     # ---- at the end
     def send_notes(self) -> None:
         """Tell all ranks what was made here per sample, and the facts about the calls."""
-        made = {name: outline(part) for name, part in self._mine.items() if name not in self._directories}
+        made = {name: outline(part) for name, part in self._mine.items() if name not in self._made}
         self._notes = made
         content = encode_message(self.facts, made)
         self._mailbox.send(self._mailbox.others, FrameKind.NOTES, self.run, 0, content)
@@ -193,19 +204,18 @@ class Iteration:
         if call.name in self._made:
             return self._made[call.name]
         parts: list[tuple[tuple[int, ...], Samples]] = []
-        for index, sender in enumerate(self._senders(call)):
-            if sender == self._rank:
-                part = self._directories[call.name]
-            else:
-                content = self._mailbox.receive(FrameKind.DIRECTORY, self.run, self._index[call.name], sender)
-                part = decode_message(content)[1].get("made")
-            if part is not None:
-                parts.append((self.routes.workplaces[call.name].holders(index), part))
+        for number in range(self.routes.fusion.parts(call)):
+            for index, sender in enumerate(self._senders(call)):
+                part = self._units.known(call, number, sender)
+                if part is not None:
+                    parts.append((self.routes.workplaces[call.name].holders(index), part))
         if not parts:
             raise PlanError(f"call {call.name!r} made no samples; it must return at least one response")
         known = _with_objects(Samples.concatenate([part for _, part in parts]).sorted_by_id(), self.table(call).known)
         holder_of = {sample_id: holders for holders, part in parts for sample_id in part.ids.tolist()}
-        self._made[call.name] = SampleTable(known, is_batch=False)
+        row_of = {sample_id: row for row, sample_id in enumerate(known.ids.tolist())}
+        units = [[row_of[sample_id] for sample_id in part.ids.tolist()] for _, part in parts]
+        self._made[call.name] = SampleTable(known, is_batch=False, units=units)
         self._made_by[call.name] = [holder_of[sample_id] for sample_id in known.ids.tolist()]
         return self._made[call.name]
 
@@ -231,7 +241,14 @@ class Iteration:
             if rows:
                 positions.update(rows)
                 names.update(needed)
+        if producer.kind == "generate" and self.routes.fusion.users(producer, rank):
+            names.update(producer.produces)  # as in every unit: what a rank holds of a call has the same columns
         return positions, names
+
+    def _came_early(self, producer: ModelFunctionCall, table: SampleTable, rank: int) -> set[int]:
+        """Return the positions of ``producer`` that ``rank`` got with the units."""
+        users = self.routes.fusion.users(producer, rank)
+        return {p for user in users for p in self.routes.worked_on(user, rank, table, None)}
 
     def _hold_and_send(self, producer: ModelFunctionCall, table: SampleTable, made: Samples) -> None:
         holders = self._holders(producer, table)
@@ -239,13 +256,14 @@ class Iteration:
         mine = [position_of[sample_id] for sample_id in made.ids.tolist()]
         sending = {position for position in mine if holders[position][0] == self._rank}
         _, names = self._wanted(producer, table, self._rank)
-        table.hold(producer.name, _only_columns(made, producer, names))
+        table.hold(producer.name, only_columns(made, producer, names))
         for rank in self._mailbox.others:
             positions, names = self._wanted(producer, table, rank)
-            rows = sorted(p for p in positions & sending if rank not in holders[p])
+            later = (positions & sending) - self._came_early(producer, table, rank)
+            rows = sorted(p for p in later if rank not in holders[p])
             if rows:
-                content = encode_message({}, {"rows": _only_columns(made.by_ids(table.ids(rows)), producer, names)})
-                self._mailbox.send([rank], FrameKind.ROWS, self.run, self._index[producer.name], content)
+                content = encode_message({}, {"rows": only_columns(made.by_ids(table.ids(rows)), producer, names)})
+                self._mailbox.send([rank], FrameKind.ROWS, self.run, self._index[producer.name], content, part=REST)
 
     def _receive(self, producer: ModelFunctionCall, table: SampleTable) -> None:
         """Wait for what other ranks made and this one needs, in this call or a later one."""
@@ -254,9 +272,21 @@ class Iteration:
         self._received.add(producer.name)
         holders = self._holders(producer, table)
         positions, _ = self._wanted(producer, table, self._rank)
+        positions -= self._hold_units(producer, table)
         for sender in sorted({holders[p][0] for p in positions if self._rank not in holders[p]}):
-            content = self._mailbox.receive(FrameKind.ROWS, self.run, self._index[producer.name], sender)
+            content = self._mailbox.receive(FrameKind.ROWS, self.run, self._index[producer.name], sender, part=REST)
             table.hold(producer.name, decode_message(content)[1]["rows"])
+
+    def _hold_units(self, producer: ModelFunctionCall, table: SampleTable) -> set[int]:
+        """Keep the sequences that came with units; return their positions."""
+        early = self._came_early(producer, table, self._rank)
+        if early:
+            for number in range(self.routes.fusion.parts(producer)):
+                for sender in self._senders(producer):
+                    rows = self._units.rows(producer, number, sender)
+                    if rows is not None:
+                        table.hold(producer.name, rows)
+        return early
 
     def _check_complete(self, call: ModelFunctionCall, made: Samples) -> None:
         missing = [name for name in call.produces if name not in made]
@@ -265,20 +295,6 @@ class Iteration:
                 f"call {call.name!r} produces {missing[0]!r}, but its method returned {', '.join(made.columns)}; "
                 f"return a column of that name"
             )
-
-
-def _only_columns(samples: Samples, producer: ModelFunctionCall, names: set[str]) -> Samples:
-    """Return what belongs to these of a call's products; columns that it did not announce belong to its first one.
-
-    What a generating call made per sample is known everywhere already and left out.
-    """
-    kept: dict[str, Column] = {}
-    for name, column in samples.columns.items():
-        product = name if name in producer.produces else producer.produces[0]
-        known = producer.kind == "generate" and not isinstance(column, Ragged)
-        if product in names and not known:
-            kept[name] = column
-    return Samples(samples.ids, kept)
 
 
 def _with_objects(made: Samples, prompts: Samples) -> Samples:

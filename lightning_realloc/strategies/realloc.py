@@ -66,6 +66,8 @@ class ReallocStrategy(CheckpointStrategy):
         max_staleness: 0 learns from responses of the policy as it is. 1 generates the next batch while the last one is
             trained on, on ranks of its own if the plan gives it some; responses then come from the policy before that
             step (arXiv:2410.18252), which losses that weigh by the probability at rollout account for.
+        generation_parts: In how many portions a generating rank hands on its samples to inference on other ranks, which
+            then runs beside the rest of the generation. Losses change by rounding alone. 1 hands on all at the end.
         cluster: Nodes, devices and memory; by default what this machine shows.
         memory_per_device: What a plan may need of one device, as a number of bytes or as in ``"24GiB"``; by default
             what the cluster's devices have. A plan that needs more is refused before models are built.
@@ -86,6 +88,7 @@ class ReallocStrategy(CheckpointStrategy):
         transport: TransportName = "auto",
         overlap: Overlap = "iterations",
         max_staleness: int = 0,
+        generation_parts: int = 1,
         cluster: ClusterSpec | str | None = None,
         memory_per_device: int | str | None = None,
         tp_plans: Mapping[str, Mapping[str, str]] | None = None,
@@ -108,7 +111,12 @@ class ReallocStrategy(CheckpointStrategy):
                 raise ConfigError(f"{name}={value!r} must be one of {', '.join(get_args(choices))}")
         if max_staleness not in (0, 1):
             raise ConfigError(f"max_staleness={max_staleness!r}: generation runs at most one step ahead; use 0 or 1")
+        if generation_parts < 1:
+            raise ConfigError(
+                f"generation_parts={generation_parts} must be at least 1, which hands on all samples at the end"
+            )
         self.max_staleness = max_staleness
+        self.generation_parts = generation_parts
         self._plan_source = read_plan_source(plan)
         self._transport: TransportName = transport
         self._tp_plans = dict(tp_plans or {})
@@ -161,7 +169,8 @@ class ReallocStrategy(CheckpointStrategy):
         """Return what other plans are judged by, for iterations of such lengths. Collective over all ranks."""
         callbacks = self.lightning_module.trainer.callbacks  # type: ignore[union-attr]
         return prospects_of(
-            self._builder(), self.plan, iterations, callbacks=callbacks, overlap=self._overlap, profile=profile
+            self._builder(), self.plan, iterations, callbacks=callbacks, overlap=self._overlap,
+            generation_parts=self.generation_parts, profile=profile,
         )  # fmt: skip
 
     # ---- models
@@ -240,8 +249,9 @@ class ReallocStrategy(CheckpointStrategy):
         mailbox = Mailbox(self.global_rank, self.world_size, pool.meshes.new_host_group())
         return CallRunner(
             module, pool, mailbox, self.phase_replica, trainee, layout_of=self._layout_of, overlap=self._overlap,
-            max_staleness=self.max_staleness, device=self.root_device, rank=self.global_rank,
-            world_size=self.world_size,
+            max_staleness=self.max_staleness, generation_parts=self.generation_parts,
+            frees_copies=self._reallocation is not None and self._reallocation.free_after, device=self.root_device,
+            rank=self.global_rank, world_size=self.world_size,
         )  # fmt: skip
 
     def _layout_of(self, call: str) -> Layout:

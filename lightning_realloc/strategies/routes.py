@@ -12,6 +12,7 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Coordinate, Layout
 from lightning_realloc.runtime.balance import balanced_shares
 from lightning_realloc.runtime.training import MicroBatch, TrainOptions, TrainStep, micro_batch_plan, train_steps
+from lightning_realloc.strategies.fusion import Fusion
 from lightning_realloc.strategies.sample_table import Holders, SampleTable
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
@@ -41,16 +42,24 @@ class Routes:
     """The shares of all calls of one iteration, worked out when first asked for."""
 
     calls: Sequence[ModelFunctionCall]
-    """In the order in which they run."""
+    """In the order in which they run; fused ones may come earlier than they were given."""
     workplaces: Mapping[str, Workplace]
     """Of every call with a model."""
     world_size: int
     """All ranks."""
+    num_parts: int = 1
+    """In how many portions samples are handed on to calls on other ranks while they are generated."""
+    fusion: Fusion = field(init=False)
+    """Which calls take samples in so."""
     _shares: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     _infers: dict[str, tuple[tuple[MicroBatch, ...], ...]] = field(default_factory=dict)
     _trains: dict[str, tuple[TrainStep, ...]] = field(default_factory=dict)
     _computes: dict[str, dict[int, tuple[int, ...]]] = field(default_factory=dict)
     _holders: dict[str, Holders] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.fusion = Fusion.of(self.calls, self.workplaces, self.num_parts)
+        self.calls = self.fusion.calls
 
     # ---- portions
     def prompts(self, call: ModelFunctionCall, table: SampleTable) -> tuple[tuple[int, ...], ...]:
@@ -61,7 +70,9 @@ class Routes:
         return self._shares[call.name]
 
     def micro_batches(self, call: ModelFunctionCall, table: SampleTable) -> tuple[tuple[MicroBatch, ...], ...]:
-        """Return for every data-parallel rank the forward passes of an inference call."""
+        """Return for every data-parallel rank the forward passes of an inference call, of a fused one unit by unit."""
+        if call.name in self.fusion.sources and call.name not in self._infers:
+            self._infers[call.name] = self._unit_micro_batches(call, table)
         if call.name not in self._infers:
             place = self.workplaces[call.name]
             self._infers[call.name] = micro_batch_plan(
@@ -69,6 +80,15 @@ class Routes:
                 equal_counts=place.layout.dims.fsdp > 1,
             )  # fmt: skip
         return self._infers[call.name]
+
+    def _unit_micro_batches(self, call: ModelFunctionCall, table: SampleTable) -> tuple[tuple[MicroBatch, ...], ...]:
+        lengths = table.lengths
+        plans: list[list[MicroBatch]] = [[] for _ in range(self.workplaces[call.name].layout.data_parallel_size)]
+        for unit in table.units:
+            shares = self.fusion.unit_shares(call, [lengths[position] for position in unit])
+            for plan, share in zip(plans, shares, strict=True):
+                plan += [MicroBatch(tuple(unit[row] for row in micro.positions), micro.counts) for micro in share]
+        return tuple(map(tuple, plans))
 
     def train_steps(self, call: ModelFunctionCall, table: SampleTable) -> tuple[TrainStep, ...]:
         """Return the optimizer steps of a training call."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lightning_realloc.errors import PlanError
-from lightning_realloc.runtime.samples import Column, Samples
+from lightning_realloc.runtime.samples import Column, Ragged, Samples
+from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 Holders = Sequence[tuple[int, ...]]
 """For every position the ranks that hold what a call made of that sample; the first one sends it."""
@@ -21,17 +22,45 @@ def outline(samples: Samples) -> Samples:
     return samples.without_columns(*objects).lengths_only()
 
 
+def only_columns(samples: Samples, producer: ModelFunctionCall, names: set[str]) -> Samples:
+    """Return what belongs to these of a call's products; columns that it did not announce belong to its first one.
+
+    What a generating call made per sample is known everywhere already and left out.
+    """
+    kept: dict[str, Column] = {}
+    for name, column in samples.columns.items():
+        product = name if name in producer.produces else producer.produces[0]
+        known = producer.kind == "generate" and not isinstance(column, Ragged)
+        if product in names and not known:
+            kept[name] = column
+    return Samples(samples.ids, kept)
+
+
+class Chosen:
+    """The rows that this rank works on under one call, by their positions in the table."""
+
+    def __init__(self, rows: Samples, positions: Sequence[int]) -> None:
+        self.rows = rows
+        self._row_of = {position: row for row, position in enumerate(positions)}
+
+    def at(self, positions: Sequence[int]) -> Samples:
+        """Return the samples at these positions of the table, in this order."""
+        return self.rows.select([self._row_of[position] for position in positions])
+
+
 class SampleTable:
     """One set of samples: the loader's batch, or what a generating call made of it.
 
     Args:
         known: Ids and what is known of all samples on every rank, in the table's order.
         is_batch: Whether ``known`` holds the sequences too, as the loader's batch does.
+        units: The positions of each portion in which the samples came, ascending; in the order of portions.
     """
 
-    def __init__(self, known: Samples, *, is_batch: bool) -> None:
+    def __init__(self, known: Samples, *, is_batch: bool, units: Sequence[Sequence[int]] = ()) -> None:
         self.known = known
         self.is_batch = is_batch
+        self.units = units
         self._ids = known.ids.tolist()
         self._held: dict[str, list[Samples]] = {}
 

@@ -26,9 +26,9 @@ from lightning_realloc.runtime.training import (
     pack_columns,
 )
 from lightning_realloc.runtime.training_mode import set_training_mode
-from lightning_realloc.strategies.iteration import Chosen
 from lightning_realloc.strategies.random_state import seeded
 from lightning_realloc.strategies.replica import Replica
+from lightning_realloc.strategies.sample_table import Chosen
 
 LossMethod = Callable[..., Loss]
 

@@ -56,6 +56,8 @@ class Prospects:
     memory_budget: int
     """Bytes of a device that a plan may fill."""
     overlap: Overlap
+    generation_parts: int = 1
+    """In how many portions samples go to inference on ranks of its own; the search does not know of it."""
 
     @property
     def models(self) -> dict[str, ModelSpec]:
@@ -66,12 +68,15 @@ class Prospects:
     def seconds(self, plan: ExecutionPlan, estimator: Estimator | None = None) -> float:
         """Return how long an iteration should take."""
         prices = estimator or self.estimate(self.lengths)
-        return simulate(self.dataflow, plan, prices, overlap=self.overlap).seconds_per_iteration
+        timeline = simulate(self.dataflow, plan, prices, overlap=self.overlap, generation_parts=self.generation_parts)
+        return timeline.seconds_per_iteration
 
     def call_seconds(self, plan: ExecutionPlan) -> dict[str, float]:
         """Return how long every call should take, with the move of its weights where one comes before it."""
         prices = self.estimate(self.lengths)
-        timeline = simulate(self.dataflow, plan, prices, iterations=2, overlap=self.overlap)
+        timeline = simulate(
+            self.dataflow, plan, prices, iterations=2, overlap=self.overlap, generation_parts=self.generation_parts
+        )
         seconds: dict[str, float] = {}
         for entry in timeline.entries:
             if entry.iteration == 1:

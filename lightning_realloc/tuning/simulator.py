@@ -7,7 +7,8 @@ be free as well. ``compute`` calls take no time and no ranks. What the runtime d
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, get_args
 
 from lightning_realloc.errors import PlanError
@@ -16,6 +17,7 @@ from lightning_realloc.tuning.crowding import Task, run_tasks
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.tuning.estimate import Estimator
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
+from lightning_realloc.tuning.fusion import fused_first, fused_groups, fused_sources
 
 Overlap = Literal["iterations", "calls", "none"]
 """What may run at the same time on disjoint ranks: calls even of two iterations, calls of one iteration, nothing."""
@@ -108,8 +110,13 @@ def simulate(
     *,
     iterations: int = 8,
     overlap: Overlap = "iterations",
+    generation_parts: int = 1,
 ) -> Timeline:
     """Return when everything runs; every iteration takes what the estimator says.
+
+    Args:
+        generation_parts: In how many portions of the same work samples go to inference on ranks of its own; portion k
+            of that begins when portion k is generated.
 
     Raises:
         PlanError: for a call that the plan does not name, fewer than one iteration, an unknown ``overlap``.
@@ -118,16 +125,28 @@ def simulate(
         raise PlanError(f"iterations={iterations} must be at least 1")
     if overlap not in get_args(Overlap):
         raise PlanError(f"overlap={overlap!r} is not one of {', '.join(get_args(Overlap))}")
-    walk = _Walk(dataflow, plan, estimator, overlap)
+    walk = _Walk(dataflow, plan, estimator, overlap, 1 if overlap == "none" else generation_parts)
     for number in range(iterations):
         walk.iteration(number)
     times = run_tasks([step.task for step in walk.steps], estimator.cluster, estimator.slowdown)
-    entries = tuple(
+    entries = [
         TimelineEntry(step.phase, step.iteration, step.task.ranks, begin, end)
         for step, (begin, end) in zip(walk.steps, times, strict=True)
-    )
+    ]
     ranks = sorted({rank for entry in entries for rank in entry.ranks})
-    return Timeline(entries, iterations, tuple(ranks))
+    return Timeline(_joined(entries), iterations, tuple(ranks))
+
+
+def _joined(entries: Sequence[TimelineEntry]) -> tuple[TimelineEntry, ...]:
+    """Return the entries with portions of a call that follow each other without a pause as one."""
+    joined: list[TimelineEntry] = []
+    for entry in entries:
+        last = joined[-1] if joined else None
+        if last is not None and (last.phase, last.iteration, last.end) == (entry.phase, entry.iteration, entry.start):
+            joined[-1] = replace(last, end=entry.end)
+        else:
+            joined.append(entry)
+    return tuple(joined)
 
 
 class _Step(NamedTuple):
@@ -139,8 +158,17 @@ class _Step(NamedTuple):
 class _Walk:
     """Everything that ranks do, and what each step of it waits for."""
 
-    def __init__(self, dataflow: Dataflow, plan: ExecutionPlan, estimator: Estimator, overlap: Overlap) -> None:
+    def __init__(
+        self, dataflow: Dataflow, plan: ExecutionPlan, estimator: Estimator, overlap: Overlap, num_parts: int
+    ) -> None:
         self.dataflow, self.plan, self.estimator, self.overlap = dataflow, plan, estimator, overlap
+        self.num_parts = num_parts
+        calls = dataflow.iteration_calls
+        ranks = {call.name: plan.layout(call.name).ranks for call in calls if call.role is not None}
+        self._sources = fused_sources(calls, ranks) if num_parts > 1 else {}
+        self._groups = fused_groups(fused_first(calls, self._sources), self._sources, alone=plan.offload)
+        self._parts: dict[str, list[int]] = {}
+        """Generating call -> the steps that make its portions, in this iteration."""
         self.steps: list[_Step] = []
         self._last: dict[int, int] = {}
         """Rank -> its latest step."""
@@ -153,15 +181,47 @@ class _Walk:
         made: dict[str, tuple[int, ...]] = {}
         before = tuple(range(self._begin, len(self.steps))) if self.overlap == "calls" else ()
         self._begin = len(self.steps)
-        for call in self.dataflow.iteration_calls:
+        for group in self._groups:
+            if group[0].name in self._sources:
+                self._run_together(group, number, before)
+                made |= {name: (self._last_of(call),) for call in group for name in call.produces}
+                continue
+            (call,) = group
             known = tuple(dict.fromkeys(maker for name in call.needs for maker in made.get(name, ())))
             if call.role is not None:
-                known = (self._run(call, call.role, number, before, known),)
+                known = (self._run(call, number, before, known),)
             made.update(dict.fromkeys(call.produces, known))
 
-    def _run(
-        self, call: ModelFunctionCall, role: str, number: int, before: tuple[int, ...], known: tuple[int, ...]
-    ) -> int:
+    def _run(self, call: ModelFunctionCall, number: int, before: tuple[int, ...], known: tuple[int, ...]) -> int:
+        """Add a call, in portions where others wait for them; return its last step."""
+        self._move(call, number, before)
+        num_parts = self.num_parts if call.name in self._sources.values() else 1
+        parts = [self._work(call, number, (*before, *known), num_parts) for _ in range(num_parts)]
+        self._parts[call.name] = parts
+        if call.kind == "train":
+            self._copies = {copy for copy in self._copies if copy[0] != call.role}
+        return parts[-1]
+
+    def _run_together(self, group: Sequence[ModelFunctionCall], number: int, before: tuple[int, ...]) -> None:
+        """Add fused calls: each portion goes through all of them as soon as it is there."""
+        for call in group:
+            self._move(call, number, before)
+            self._parts[call.name] = []
+        for known in self._parts[self._sources[group[0].name]]:
+            for call in group:
+                self._parts[call.name].append(self._work(call, number, (*before, known), self.num_parts))
+
+    def _last_of(self, call: ModelFunctionCall) -> int:
+        return self._parts[call.name][-1]
+
+    def _work(self, call: ModelFunctionCall, number: int, after: tuple[int, ...], num_parts: int) -> int:
+        chosen = self.plan.call(call.name)
+        seconds = self.estimator.call_seconds(call.name, chosen).total / num_parts
+        return self._add(call.name, number, chosen.layout.ranks, seconds, after)
+
+    def _move(self, call: ModelFunctionCall, number: int, before: tuple[int, ...]) -> None:
+        """Add the way of a call's weights, where its copy does not hold the newest ones."""
+        role = str(call.role)
         chosen = self.plan.call(call.name)
         home = self.plan.layout(self.dataflow.home_call(role).name)
         if chosen.layout != home and (role, chosen.layout) not in self._copies:
@@ -170,11 +230,6 @@ class _Walk:
             self._add(MOVE_PREFIX + call.name, number, ranks, seconds, before)
             if role not in self.plan.offload:  # copies of offloaded roles are freed after each call
                 self._copies.add((role, chosen.layout))
-        seconds = self.estimator.call_seconds(call.name, chosen).total
-        added = self._add(call.name, number, chosen.layout.ranks, seconds, (*before, *known))
-        if call.kind == "train":
-            self._copies = {copy for copy in self._copies if copy[0] != role}
-        return added
 
     def _add(self, phase: str, number: int, ranks: tuple[int, ...], seconds: float, after: tuple[int, ...]) -> int:
         latest = len(self.steps)

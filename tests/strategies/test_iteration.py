@@ -28,13 +28,20 @@ DEADLINE_S = 20.0
 
 GENERATE = ModelFunctionCall("actor.generate", "generate", "actor", "roll_out", ("batch",), ("rollout",))
 INFER = ModelFunctionCall("critic.infer", "infer", "critic", "value", ("rollout",), ("values",))
+REWARD = ModelFunctionCall("reward.infer", "infer", "reward", "score", ("rollout",), ("scores",))
 JUDGE = ModelFunctionCall("judge", "compute", None, "judge", ("rollout",), ("rewards", "shaped"))
 ESTIMATE = ModelFunctionCall(
-    "estimate", "compute", None, "estimate", ("rollout", "values", "rewards"), ("advantages",), whole_batch=True
+    "estimate",
+    "compute",
+    None,
+    "estimate",
+    ("rollout", "values", "scores", "rewards"),
+    ("advantages",),
+    whole_batch=True,
 )
 ACTOR = ModelFunctionCall("actor.train", "train", "actor", "actor_loss", ("rollout", "advantages"))
 CRITIC = ModelFunctionCall("critic.train", "train", "critic", "critic_loss", ("rollout", "values", "rewards"))
-CALLS = (GENERATE, INFER, JUDGE, ESTIMATE, ACTOR, CRITIC)
+CALLS = (GENERATE, INFER, JUDGE, REWARD, ESTIMATE, ACTOR, CRITIC)
 
 
 class Post:
@@ -54,19 +61,19 @@ class ThreadMailbox:
         self._rank, self._post = rank, post
         self.others = tuple(other for other in range(world_size) if other != rank)
 
-    def send(self, to: Iterable[int], kind: FrameKind, run: int, call: int, content: Tensor) -> None:
+    def send(self, to: Iterable[int], kind: FrameKind, run: int, call: int, content: Tensor, *, part: int = 0) -> None:
         """As `Mailbox.send`."""
         with self._post.arrival:
             for rank in to:
-                self._post.frames[rank, kind, run, call, self._rank] = content
+                self._post.frames[rank, kind, run, call, self._rank, part] = content
                 if kind == FrameKind.ROWS:
                     ids = decode_message(content)[1]["rows"].ids.tolist()
                     self._post.rows.update((rank, call, sample_id) for sample_id in ids)
             self._post.arrival.notify_all()
 
-    def receive(self, kind: FrameKind, run: int, call: int, source: int) -> Tensor:
+    def receive(self, kind: FrameKind, run: int, call: int, source: int, *, part: int = 0) -> Tensor:
         """As `Mailbox.receive`."""
-        name = (self._rank, kind, run, call, source)
+        name = (self._rank, kind, run, call, source, part)
         with self._post.arrival:
             assert self._post.arrival.wait_for(lambda: name in self._post.frames, DEADLINE_S), f"{name} never came"
             return self._post.frames.pop(name)
@@ -101,6 +108,10 @@ def _value(samples: Samples) -> Samples:
     return Samples(samples.ids, {"values": Ragged.from_list(rows, dtype=torch.float32)})
 
 
+def _score(samples: Samples) -> Samples:
+    return Samples(samples.ids, {"scores": samples.ids.float() * 5})
+
+
 def _judge(samples: Samples) -> Samples:
     counts = Counter(samples.tensor("prompt_id").tolist())
     assert set(counts.values()) <= {2}, "the samples of a prompt are judged together"
@@ -116,7 +127,34 @@ def _estimate(samples: Samples) -> Samples:
     )
 
 
-def _walk(rank: int, world_size: int, layouts: dict[str, Layout], num_prompts: int, post: Post) -> dict[str, Any]:
+def _hand_on(data: Iteration, made: Samples) -> None:
+    """Hand on samples in portions as an engine would, the even ones first; some portions stay empty."""
+    num_parts = data.routes.fusion.parts(GENERATE)
+    order = sorted(range(len(made)), key=lambda row: (int(made.ids[row]) % 4, row))
+    for part in range(num_parts - 1):
+        rows = order[part * len(order) // num_parts : (part + 1) * len(order) // num_parts]
+        if rows:
+            data.hand_on(GENERATE, made.select(rows))
+
+
+def _infer(data: Iteration, call: ModelFunctionCall, layout: Layout, rank: int) -> None:
+    """Infer unit by unit where that is how samples come, else all at once."""
+    method, index = {INFER: _value, REWARD: _score}[call], layout.data_parallel_index(rank)
+    if call.name in data.routes.fusion.sources:
+        parts = []
+        for unit in data.units(GENERATE):
+            share = data.routes.fusion.unit_shares(call, unit.lengths)[index]
+            parts += [unit.rows.at(micro.positions) for micro in share if micro.counts]
+        data.publish_columns(call, method(Samples.concatenate(parts)) if parts else None)
+        return
+    place = data.routes.micro_batches(call, data.table(call))[index]
+    counted = sorted({position for micro in place if micro.counts for position in micro.positions})
+    data.publish_columns(call, method(data.chosen(call).at(counted)) if counted else None)
+
+
+def _walk(
+    rank: int, world_size: int, layouts: dict[str, Layout], num_prompts: int, post: Post, num_parts: int = 1
+) -> dict[str, Any]:
     """Do what a rank does in an iteration; return what it saw in every call."""
     options = TrainOptions(num_epochs=2, num_minibatches=2)
     places = {
@@ -124,10 +162,11 @@ def _walk(rank: int, world_size: int, layouts: dict[str, Layout], num_prompts: i
         for name, layout in layouts.items()
     }
     mailbox = cast(Mailbox, ThreadMailbox(rank, world_size, post))
-    data = Iteration(_batch(num_prompts), Routes(CALLS, places, world_size), mailbox, rank=rank, run=1)
+    data = Iteration(_batch(num_prompts), Routes(CALLS, places, world_size, num_parts), mailbox, rank=rank, run=1)
     seen: dict[str, Any] = {}
-    for call in CALLS:
-        if call.kind == "compute" or rank in layouts[call.name]:
+    for call in data.routes.calls:
+        is_fused = call.name in data.routes.fusion.sources
+        if (call.kind == "compute" or rank in layouts[call.name]) and not is_fused:
             seen[call.name] = data.inputs(call)
         rows = seen.get(call.name)
         if call is GENERATE:
@@ -136,11 +175,12 @@ def _walk(rank: int, world_size: int, layouts: dict[str, Layout], num_prompts: i
                 if rank not in layouts[call.name]
                 else _roll_out(data.table(call).known.select([]) if rows is None else rows)
             )
+            if made is not None and layouts[call.name].coordinate(rank).tp == 0:
+                _hand_on(data, made)
             data.publish_samples(call, made)
-        elif call is INFER and rows is not None:
-            place = data.routes.micro_batches(call, data.table(call))[layouts[call.name].data_parallel_index(rank)]
-            counted = sorted({position for micro in place if micro.counts for position in micro.positions})
-            data.publish_columns(call, _value(data.chosen(call).at(counted)) if counted else None)
+        elif call.kind == "infer":
+            if rank in layouts[call.name] and (is_fused or rows is not None):
+                _infer(data, call, layouts[call.name], rank)
         elif call.kind == "compute" and rows is not None:
             data.publish_columns(call, _judge(rows) if call is JUDGE else _estimate(rows))
         if call is ESTIMATE:
@@ -165,27 +205,36 @@ def _layouts(world_size: int, kinds: tuple[str, ...]) -> st.SearchStrategy[Layou
 
 
 @st.composite
-def _cases(draw: st.DrawFn) -> tuple[int, dict[str, Layout], int]:
+def _cases(draw: st.DrawFn) -> tuple[int, dict[str, Layout], int, int]:
     world_size = draw(st.integers(1, 5))
     layouts = {call.name: draw(_layouts(world_size, ("dp", "fsdp"))) for call in CALLS if call.role is not None}
-    return world_size, layouts, draw(st.integers(2, 6))
+    return world_size, layouts, draw(st.integers(2, 6)), draw(st.sampled_from((1, 2, 4)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(_cases())
-def test_every_rank_sees_what_it_works_on_and_gets_it_once(case: tuple[int, dict[str, Layout], int]) -> None:
-    world_size, layouts, num_prompts = case
+def test_every_rank_sees_what_it_works_on_and_gets_it_once(case: tuple[int, dict[str, Layout], int, int]) -> None:
+    world_size, layouts, num_prompts, num_parts = case
     post = Post()
     with ThreadPoolExecutor(world_size) as ranks:
-        everyone = list(ranks.map(lambda rank: _walk(rank, world_size, layouts, num_prompts, post), range(world_size)))
+        walks = [
+            ranks.submit(_walk, rank, world_size, layouts, num_prompts, post, num_parts) for rank in range(world_size)
+        ]
+        everyone = [walk.result() for walk in walks]
 
     rollout = _roll_out(_batch(num_prompts)).sorted_by_id()
     judged, values = _judge(rollout), _value(rollout)
     advantages = _estimate(Samples(rollout.ids, {**judged.columns, **values.columns}))
     names = {sample_id: f"prompt {sample_id // 20}" for sample_id in rollout.ids.tolist()}
-    products = {"rollout": rollout, "values": values, "rewards": judged, "advantages": advantages}
+    products = {
+        "rollout": rollout,
+        "values": values,
+        "scores": _score(rollout),
+        "rewards": judged,
+        "advantages": advantages,
+    }
     for seen in everyone:
-        for call in (INFER, JUDGE, ESTIMATE, ACTOR, CRITIC):
+        for call in (INFER, REWARD, JUDGE, ESTIMATE, ACTOR, CRITIC):
             rows = seen.get(call.name)
             if rows is None:
                 continue
@@ -209,7 +258,7 @@ def test_every_rank_sees_what_it_works_on_and_gets_it_once(case: tuple[int, dict
 def test_all_samples_are_worked_on_and_whole_batches_in_one_place() -> None:
     layouts = {
         "actor.generate": Layout(ParallelDims(dp=2, tp=2), (0, 1, 2, 3)),
-        "critic.infer": Layout(ParallelDims(dp=2), (2, 3)),
+        "critic.infer": Layout(ParallelDims(dp=2), (2, 3)), "reward.infer": Layout(ParallelDims(), (2,)),
         "actor.train": Layout(ParallelDims(fsdp=2), (0, 1)), "critic.train": Layout(ParallelDims(), (3,)),
     }  # fmt: skip
     post = Post()
@@ -227,6 +276,7 @@ def test_stages_before_the_last_get_tokens_alone() -> None:
     layouts = {
         "actor.generate": Layout(ParallelDims(), (0,)),
         "critic.infer": Layout(ParallelDims(), (0,)),
+        "reward.infer": Layout(ParallelDims(), (0,)),
         "actor.train": Layout(ParallelDims(pp=3), (1, 2, 3)),
         "critic.train": Layout(ParallelDims(), (0,)),
     }

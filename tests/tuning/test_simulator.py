@@ -74,6 +74,27 @@ def test_the_next_generation_starts_beside_a_training_that_it_does_not_depend_on
     assert times(timeline, 1)["reward.infer"][0] == pytest.approx(14.25)  # generation has ended
 
 
+def test_inference_apart_begins_with_the_first_portion_and_ends_a_portion_after_the_last() -> None:
+    layouts = SPLIT | {"reference.infer": "dp1@2"}
+    timeline = simulate(PPO_FLOW, plan_of(layouts), FixedEstimator(PPO_FLOW, SECONDS, MOVES), iterations=2,
+                        overlap="calls", generation_parts=2)  # fmt: skip
+    first = [(entry.phase, entry.start, entry.end) for entry in timeline.entries if entry.iteration == 0]
+    # Portions are there at 2.5 and 4.5. On rank 2 the reward and the reference read half a second and a second of each;
+    # the critic reads its second on rank 3 once its weights have come, from 0 to 0.25 on ranks 2 and 3.
+    by_call = {name: [(start, end) for phase, start, end in first if phase == name] for name, _, _ in first}
+    assert by_call["actor.generate"] == [(0.5, 4.5)]
+    assert by_call["-> critic.infer"] == [(0.0, 0.25)]
+    assert by_call["reward.infer"] == [(2.5, 3.0), (4.5, 5.0)]
+    assert by_call["reference.infer"] == [(3.0, 4.0), (5.0, 6.0)]
+    assert by_call["critic.infer"] == [(2.5, 3.0), (4.5, 5.0)]
+    assert by_call["actor.train"] == [(6.0, 12.0)]
+    alone = simulate(PPO_FLOW, plan_of(layouts), FixedEstimator(PPO_FLOW, SECONDS, MOVES), overlap="none",
+                     generation_parts=2)  # fmt: skip
+    assert alone.entries == simulate(
+        PPO_FLOW, plan_of(layouts), FixedEstimator(PPO_FLOW, SECONDS, MOVES), overlap="none"
+    ).entries  # fmt: skip
+
+
 def test_a_copy_moves_once_between_two_trainings() -> None:
     timeline = simulate(PPO_FLOW, plan_of(SPLIT), FixedEstimator(PPO_FLOW, SECONDS, MOVES), iterations=3)
     moved = [(entry.phase, entry.iteration) for entry in timeline.entries if entry.phase.startswith(MOVE_PREFIX)]

@@ -1,0 +1,257 @@
+"""What does it gain to infer on responses that are finished while others are still generated?
+
+PPO with four random Llamas on two ranks: the actor generates and learns on the first one, the reference, the reward and
+the critic read on the second, which is idle until there is something to read. Arms differ in how many portions the
+first rank hands its samples on in; 1 hands on all at the end. They take turns, with the same prompts and seeds: each a
+Trainer of its own, a warm-up iteration and then measured ones, all ranks meeting between iterations.
+
+Responses end at tokens that are a share of the vocabulary, so their lengths are geometric, and fewer of them run at a
+time than there are. Ranks compute on one thread each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import os
+import sys
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from statistics import fmean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness import BenchmarkReport, make_parser, paired_ratio
+from benchmarks.ranks import answers_of_ranks, outlasts
+
+PLAN = {"calls": {
+    "actor.generate": {"layout": "dp1@0", "max_slots": 8},
+    "reference.infer": "dp1@1", "reward.infer": "dp1@1", "critic.infer": "dp1@1",
+    "actor.train": "dp1@0", "critic.train": "dp1@1",
+}}  # fmt: skip
+WORLD_SIZE = 2
+INFER = ("reference.infer", "reward.infer", "critic.infer")
+WHOLE, JUDGED = 1, 4
+"""Numbers of portions that are held against each other."""
+TOLERANCE = 1e-5
+ADAM_EPS = 1e-4
+"""Adam's usual 1e-8 turns the last bit of a tiny gradient, which depends on the order of sums, into a whole step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The four models and one iteration's samples."""
+
+    hidden_size: int = 256
+    intermediate_size: int = 704
+    num_layers: int = 6
+    vocabulary: int = 4096
+    num_prompts: int = 32
+    prompt_tokens: int = 32
+    new_tokens: int = 256
+    """At most, of a response."""
+    mean_tokens: int = 96
+    """About, were responses not cut off."""
+    parts: tuple[int, ...] = (WHOLE, 2, JUDGED, 8)
+    measured: int = 2
+    """Iterations after the first one."""
+
+
+TINY = Workload(
+    hidden_size=64, intermediate_size=128, num_layers=2, vocabulary=512, num_prompts=6, prompt_tokens=8, new_tokens=12,
+    mean_tokens=6, parts=(WHOLE, JUDGED), measured=1,
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Readings:
+    """What one rank noted, of the measured iterations together."""
+
+    seconds: float = 0.0
+    idle_s: float = 0.0
+    hidden_s: float = 0.0
+    """Of all fused calls."""
+    infer_s: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    """The actor's and the critic's, of every iteration."""
+    tokens: list[list[int]] = field(default_factory=list)
+    """Of every response that this rank generated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What one turn of one arm measured, of one iteration."""
+
+    seconds: float
+    infer_s: float
+    """Inference, waiting left out."""
+    hidden_s: float
+    """Inference before the generation was over."""
+    idle_share: float
+    """Mean over ranks."""
+    losses: tuple[float, ...]
+    tokens: tuple[tuple[int, ...], ...]
+
+
+def run_arm(parts: int, work: Workload) -> Turn:
+    """Train one Trainer's iterations on this rank, with the other one, and return what both measured."""
+    import lightning as L
+
+    from benchmarks.workload import random_texts
+    from lightning_realloc import PromptDataModule, ReallocStrategy
+
+    noted = Readings()
+    trainer = L.Trainer(
+        accelerator="cpu", devices=WORLD_SIZE, callbacks=[_make_meter(noted)], max_steps=1 + work.measured,
+        strategy=ReallocStrategy(plan=PLAN, overlap="calls", generation_parts=parts), logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    count = work.num_prompts * (1 + work.measured)
+    rows = [{"prompt": text} for text in random_texts(count, length=work.prompt_tokens, seed=1)]
+    trainer.fit(_make_module(work, noted), PromptDataModule(rows, batch_size=work.num_prompts))
+    ranks: list[Any] = [None] * WORLD_SIZE
+    dist.all_gather_object(ranks, noted)
+    return merge(ranks, work.measured)
+
+
+def merge(ranks: Sequence[Readings], measured: int) -> Turn:
+    """Return all ranks' readings as one."""
+    return Turn(
+        seconds=max(rank.seconds for rank in ranks) / measured,
+        infer_s=sum(rank.infer_s for rank in ranks) / measured,
+        hidden_s=max(rank.hidden_s for rank in ranks) / measured,  # the same on all ranks
+        idle_share=fmean(rank.idle_s / rank.seconds for rank in ranks),
+        losses=tuple(ranks[0].losses),
+        tokens=tuple(tuple(tokens) for rank in ranks for tokens in rank.tokens),
+    )
+
+
+def _make_module(work: Workload, noted: Readings) -> Any:
+    from transformers import LlamaConfig
+
+    from benchmarks.workload import byte_tokenizer
+    from lightning_realloc import PPO, SamplingParams
+
+    class Recorded(PPO):
+        def roll_out(self, actor: Any, prompts: Any) -> Any:
+            made = super().roll_out(actor, prompts)
+            noted.tokens += made.ragged("response_ids").to_lists()
+            return made
+
+    config = LlamaConfig(
+        vocab_size=work.vocabulary, hidden_size=work.hidden_size, intermediate_size=work.intermediate_size,
+        num_hidden_layers=work.num_layers, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512,
+        tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    ends = tuple(range(work.vocabulary - max(1, work.vocabulary // work.mean_tokens), work.vocabulary))
+    sampling = SamplingParams(max_new_tokens=work.new_tokens, stop_token_ids=ends)
+
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-5, eps=ADAM_EPS, weight_decay=0.0, fused=True)
+
+    return Recorded(config, config, tokenizer=byte_tokenizer(), sampling=sampling, optimizer=adam)
+
+
+def _make_meter(noted: Readings) -> Any:
+    from lightning.pytorch.callbacks import Callback
+
+    class Meter(Callback):
+        """Takes the times of every iteration but the first."""
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            dist.barrier()
+            self._begin = self._totals(trainer)
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            known = trainer.callback_metrics
+            noted.losses += [float(known[name]) for name in ("actor/loss", "critic/loss")]
+            if batch_idx:
+                spent = [after - before for after, before in zip(self._totals(trainer), self._begin, strict=True)]
+                noted.seconds += spent[0]
+                noted.idle_s += spent[1]
+                noted.infer_s += spent[2]
+                noted.hidden_s += sum(float(known.get(f"hidden_s/{call}", 0.0)) for call in INFER)
+
+        def _totals(self, trainer: Any) -> tuple[float, float, float]:
+            runner = trainer.strategy.runner
+            return time.perf_counter(), runner.seconds_idle, sum(runner.seconds.get(call, 0.0) for call in INFER)
+
+    return Meter()
+
+
+def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None:
+    """Run every turn of every arm on this rank; rank 0 sends them on."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    work, begin = workload(options), time.monotonic()
+    for number in range(options.turns):
+        if number and outlasts(begin, number, options.limit_s):
+            break
+        order = work.parts if number % 2 == 0 else work.parts[::-1]
+        for parts in order:
+            turn = run_arm(parts, work)
+            gc.collect()
+            if rank == 0:
+                answers.send((parts, turn))
+
+
+def workload(options: argparse.Namespace) -> Workload:
+    """Return the workload that the options ask for."""
+    return TINY if options.tiny else Workload()
+
+
+def loss_difference(turn: Turn, other: Turn) -> float:
+    """Return the largest relative difference of losses, those below 1 by what they differ."""
+    pairs = zip(turn.losses, other.losses, strict=True)
+    return max(abs(ours - theirs) / max(1.0, abs(theirs)) for ours, theirs in pairs)
+
+
+def fill(report: BenchmarkReport, turns: Mapping[int, Sequence[Turn]]) -> None:
+    """Add a row for each number of portions, and the targets."""
+    whole = turns[WHOLE]
+    for parts, made in sorted(turns.items()):
+        report.add_row(
+            parts=parts,
+            seconds=round(median(turn.seconds for turn in made), 2),
+            over_whole=round(paired_ratio([t.seconds for t in whole], [t.seconds for t in made]), 3),
+            infer_s=round(median(turn.infer_s for turn in made), 2),
+            hidden_s=round(median(turn.hidden_s for turn in made), 2),
+            idle=round(median(turn.idle_share for turn in made), 3),
+            loss_diff=max(loss_difference(turn, whole[0]) for turn in made),
+            equal=all(turn.tokens == whole[0].tokens for turn in made),
+        )
+    ratio = paired_ratio([turn.seconds for turn in whole], [turn.seconds for turn in turns[JUDGED]])
+    report.require_at_least(f"iteration in 1 portion over {JUDGED}", ratio, 1.0)
+    every = [turn for made in turns.values() for turn in made]
+    report.require_at_most(
+        "largest difference of losses", max(loss_difference(turn, whole[0]) for turn in every), TOLERANCE
+    )
+    report.require_at_least("share of runs with the same tokens", fmean(t.tokens == whole[0].tokens for t in every), 1)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run every arm in turn and report."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--turns", type=int, default=4, help="turns that each arm has")
+    parser.add_argument("--tiny", action="store_true", help="models of 100,000 weights, for a quick look")
+    parser.add_argument("--limit-s", type=float, default=240.0, help="fewer turns if they would last longer")
+    options = parser.parse_args(arguments)
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+    report = BenchmarkReport("fusion", settings={"world_size": WORLD_SIZE, "plan": PLAN} | asdict(workload(options)))
+    turns: defaultdict[int, list[Turn]] = defaultdict(list)
+    for parts, turn in answers_of_ranks(work_on, options, world_size=WORLD_SIZE):
+        turns[parts].append(turn)
+        sys.stderr.write(f"{parts} portions: {turn.seconds:.2f} s an iteration, {turn.hidden_s:.2f} s hidden\n")
+    fill(report, turns)
+    return report.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""Does the benchmark of fused inference put its ranks' readings together, and run at all?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.fusion import JUDGED, TINY, WHOLE, Readings, Turn, fill, loss_difference, merge, run_arm
+from benchmarks.harness import BenchmarkReport
+from tests.workers import WorkerPool
+
+TURN = Turn(seconds=4.0, infer_s=2.0, hidden_s=0.0, idle_share=0.5, losses=(0.5, 100.0), tokens=((1, 2), (3,)))
+
+
+def test_an_iteration_is_a_share_of_the_slowest_ranks_seconds() -> None:
+    first = Readings(seconds=8.0, idle_s=2.0, hidden_s=1.0, losses=[0.5, 2.0], tokens=[[1], [2, 3]])
+    second = Readings(seconds=10.0, idle_s=5.0, hidden_s=1.0, infer_s=3.0, losses=[0.5, 2.0])
+    expected = Turn(
+        seconds=5.0, infer_s=1.5, hidden_s=0.5, idle_share=(0.25 + 0.5) / 2, losses=(0.5, 2.0), tokens=((1,), (2, 3))
+    )
+    assert merge([first, second], 2) == expected
+
+
+def test_losses_count_by_their_size_and_missed_targets_are_told() -> None:
+    near = replace(TURN, losses=(0.5 + 2**-20, 100.0 + 2**-17), seconds=5.0, hidden_s=1.0)
+    assert loss_difference(near, TURN) == 2**-20  # of 0.5; of 100 it is 2**-17 / 100
+    report = BenchmarkReport("fusion")
+    fill(report, {WHOLE: [TURN], JUDGED: [near]})
+    assert [row["over_whole"] for row in report.rows] == [1.0, 0.8]
+    assert [target.met for target in report.targets] == [False, True, True]
+
+
+def run_tiny() -> tuple[Turn, Turn]:
+    """Run both judged arms."""
+    return run_arm(WHOLE, TINY), run_arm(JUDGED, TINY)
+
+
+def test_a_tiny_run_hides_inference_and_learns_the_same(workers: WorkerPool) -> None:
+    whole, parts = workers.run(run_tiny, world_size=2, deadline_s=60.0)[0]
+    assert whole.tokens == parts.tokens
+    assert loss_difference(parts, whole) <= 1e-5
+    assert whole.hidden_s == 0.0 < parts.hidden_s < parts.infer_s
+    assert pytest.approx(0.5, abs=0.5) == parts.idle_share
