@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -102,6 +102,11 @@ class Conversations:
     def waiting(self) -> bool:
         """Whether any question is open."""
         return bool(self._asked)
+
+    @property
+    def asked(self) -> Collection[int]:
+        """Indices of the samples whose question is open."""
+        return self._asked.keys()
 
     def goes_on_after(self, sample: Sample) -> bool:
         """Return whether the environment is to be asked about a turn that ended by its stop rule."""

@@ -155,8 +155,9 @@ class GenerationRun:
 
     @property
     def held(self) -> list[int]:
-        """Samples that hold a slot and do not run: their environment was asked, or they are being read."""
-        return [i for i in self._scheduler.slots if i is not None and self._scheduler.is_parked(i)]
+        """Samples that neither run nor wait for a slot: their environment was asked, or they are being read."""
+        parked = [i for i in self._scheduler.slots if i is not None and self._scheduler.is_parked(i)]
+        return parked + [i for i in self._conversations.asked if i not in parked]
 
     @property
     def waiting(self) -> list[int]:

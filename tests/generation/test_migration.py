@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, migration
+from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, Turn, migration
 from lightning_realloc.generation.migration import MigrationStats
 from lightning_realloc.generation.rank_load import MoveCost, RankLoad, SampleMove
 from lightning_realloc.generation.shipping import Peers
@@ -108,6 +109,41 @@ def test_samples_that_move_at_random_get_the_tokens_of_one_rank(
             assert completion.logprobs == pytest.approx(alone[completion.sample_id].logprobs, abs=1e-5)
         sent, received = (sum(getattr(rank[call][1], name) for rank in ranks) for name in ("num_sent", "num_received"))
         assert sent == received > 0
+
+
+TALK = SamplingParams(max_new_tokens=40, n=2, seed=5, stop_token_ids=tuple(range(90, 128)))
+"""A third of the vocabulary ends a turn."""
+
+
+def _answer(turn: Turn) -> list[int] | None:
+    """Say something that depends on the turn, after a while; after a few turns nothing."""
+    time.sleep(0.002 * (turn.sample_id % 3))
+    return None if turn.number + turn.sample_id % 3 > 4 else [5 + turn.number, turn.token_ids[-1] % 80 + 3]
+
+
+def _talk(max_cache_bytes: int | None) -> tuple[list[Completion], MigrationStats]:
+    """Return conversations that move at random, in slots or in few pages."""
+    with mock.patch.multiple(migration, plan_balance=at_random, PERIOD_STEPS=1):
+        peers, rank = _peers(), dist.get_rank()
+        engine = GenerationEngine(tiny_model("llama"), max_slots=6, peers=peers, max_cache_bytes=max_cache_bytes)
+        mine = range(rank, NUM_PROMPTS, dist.get_world_size())
+        made = engine.generate(
+            [_prompts()[i] for i in mine], TALK, sample_ids=[2 * i + k for i in mine for k in range(2)],
+            environment=_answer,
+        )  # fmt: skip
+    peers.mailbox.let_go(0)
+    return made, engine.migration_stats
+
+
+@pytest.mark.parametrize("max_cache_bytes", [None, 60_000], ids=["slots", "pages"])
+def test_conversations_move_between_their_turns_and_within(workers: WorkerPool, max_cache_bytes: int | None) -> None:
+    alone = GenerationEngine(tiny_model("llama")).generate(_prompts(), TALK, environment=_answer)
+    expected = {c.sample_id: (c.token_ids, c.model_mask, c.finish_reason) for c in alone}
+    assert any(not all(c.model_mask) for c in alone)
+    ranks = workers.run(_talk, max_cache_bytes, world_size=2)
+    made = {c.sample_id: (c.token_ids, c.model_mask, c.finish_reason) for rank in ranks for c in rank[0]}
+    assert made == expected
+    assert sum(stats.num_sent for _, stats in ranks) == sum(stats.num_received for _, stats in ranks) > 0
 
 
 def _exchange(loads: Sequence[RankLoad], cost: MoveCost, *, step: int, **_: Any) -> tuple[SampleMove, ...]:
