@@ -9,7 +9,8 @@ tensor-parallel rank has fewer key-value heads, and mixed precision may give key
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -158,6 +159,24 @@ def shape_of(layer: int, key: Tensor, value: Tensor) -> LayerShape:
     )  # fmt: skip
 
 
+def parts_of(content: Tensor, num_positions: int, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield what ``content``, as `KVCache.read` returns it, holds (positions, heads, head size) of each tensor in turn.
+
+    Args:
+        content: (bytes,) uint8.
+        num_positions: How many it holds.
+        tensors: (…, heads, head size), in the order in which they were read.
+    """
+    place = 0
+    for tensor in tensors:
+        shape = (num_positions, *tensor.shape[-2:])
+        stop = place + math.prod(shape) * tensor.element_size()
+        # A copy begins where its dtype may begin; a part of the content perhaps does not.
+        yield content[place:stop].to(tensor.device).clone().view(tensor.dtype).view(shape)
+        place = stop
+    assert place == content.numel(), f"{num_positions} positions hold {place} bytes, got {content.numel()}"
+
+
 class SlotCache:
     """Keys and values (slots, capacity, key-value heads, head size) of every layer.
 
@@ -241,15 +260,9 @@ class SlotCache:
 
     def write(self, slot: int, begin: int, end: int, content: Tensor) -> None:
         """Put back what `read` returned, perhaps on another rank."""
-        place = 0
-        for layer in self._in_order():
-            for tensor in layer:
-                target = tensor[slot, begin:end]
-                part = content[place : place + target.nbytes].to(target.device)
-                # A copy begins where its dtype may begin; a part of the content perhaps does not.
-                target.copy_(part.clone().view(target.dtype).view(target.shape))
-                place += target.nbytes
-        assert place == content.numel(), f"positions {begin} to {end} hold {place} bytes, got {content.numel()}"
+        tensors = [tensor for layer in self._in_order() for tensor in layer]
+        for tensor, part in zip(tensors, parts_of(content, end - begin, tensors), strict=True):
+            tensor[slot, begin:end] = part
 
     def describe(self) -> list[LayerShape]:
         """Return the shapes of all layers, for `prepare`."""

@@ -223,10 +223,10 @@ class _Call:
 
     def _report(self) -> Report:
         run, incoming, outgoing = self._run, self._shipping.incoming, self._shipping.outgoing
-        begun = [*run.movable, *run.held]
-        self._expected.watch(len(run.samples[index].token_ids) for index in begun)
+        movable, held = run.movable, run.held
+        self._expected.watch(len(run.samples[index].token_ids) for index in (*movable, *held))
         # Who is still on the way, or holds a slot and does not run, cannot move now: told as if it had just moved.
-        running = [self._live(i) for i in run.movable] + [as_moved(self._live(i), self._round) for i in run.held]
+        running = [self._live(i) for i in movable] + [as_moved(self._live(i), self._round) for i in held]
         waiting = [self._live(i) for i in run.waiting]
         for sample in incoming.values():
             (running if sample.has_begun else waiting).append(as_moved(sample, self._round))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.kv_cache import LayerShape, Places, Segment, fits, shape_of
+from lightning_realloc.generation.kv_cache import LayerShape, Places, Segment, fits, parts_of, shape_of
 from lightning_realloc.generation.pages import PageTables
 
 PAGE_SIZE = 16
@@ -168,15 +168,10 @@ class PagedCache:
     def write(self, slot: int, begin: int, end: int, content: Tensor) -> None:
         """Put back what :meth:`read` returned, perhaps on another rank, into pages that the slot has."""
         self.begin_forward()
-        places, start = self.indices(slot, begin, end), 0
-        for layer in self._own_layers():
-            for tensor in layer:
-                stop = start + (end - begin) * tensor[0, 0].nbytes
-                # A copy begins where its dtype may begin; a part of the content perhaps does not.
-                rows = content[start:stop].to(tensor.device).clone().view(tensor.dtype)
-                tensor.flatten(0, 1).index_copy_(0, places, rows.view(end - begin, *tensor.shape[2:]))
-                start = stop
-        assert start == content.numel(), f"positions {begin} to {end} hold {start} bytes, got {content.numel()}"
+        places = self.indices(slot, begin, end)
+        tensors = [tensor for layer in self._own_layers() for tensor in layer]
+        for tensor, part in zip(tensors, parts_of(content, end - begin, tensors), strict=True):
+            tensor.flatten(0, 1).index_copy_(0, places, part)
 
     def describe(self) -> list[LayerShape]:
         """Return the shapes of all layers, without a draft model's."""
