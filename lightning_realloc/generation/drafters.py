@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from copy import deepcopy
 
 import torch
 from torch import nn
@@ -25,7 +25,9 @@ def build_drafter(speculation: Speculation, target: nn.Module) -> Drafter:
         rate = speculation.draft_learning_rate
         # Steps of learning are too small for the precision that a target may generate in.
         dtype = next(target.parameters()).dtype if rate is None else torch.float32
-        model = _load(str(speculation.draft_model), target, dtype)
+        source = speculation.draft_model
+        model = deepcopy(source) if isinstance(source, nn.Module) else _load(str(source))
+        model.to(next(target.parameters()).device, dtype).eval().requires_grad_(False)
         distillation = None if rate is None else Distillation(model, learning_rate=rate)
         return ModelDrafter(model, target, distillation=distillation)
     if speculation.drafter == "blocks":
@@ -34,13 +36,12 @@ def build_drafter(speculation: Speculation, target: nn.Module) -> Drafter:
     return lookups[speculation.drafter]()
 
 
-def _load(name: str, target: nn.Module, dtype: torch.dtype) -> nn.Module:
+def _load(name: str) -> nn.Module:
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise GenerationError(
-            f"draft_model={name!r} could not be loaded ({error}); give a Hugging Face name, or a folder with "
-            f"config.json and weights"
+            f"draft_model={name!r} could not be loaded ({error}); give a Hugging Face name, a folder with "
+            f"config.json and weights, or the model itself"
         ) from error
-    moved: nn.Module = model.to(next(target.parameters()).device).eval().requires_grad_(False)
-    return moved
+    return model

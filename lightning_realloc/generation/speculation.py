@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
+
+from torch import nn
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.sampling import SamplingParams
@@ -28,8 +31,8 @@ class Speculation:
     """None: as many as pay in each step; a number: always so many."""
     max_draft_tokens: int = 8
     """Most tokens drafted ahead of one sample in a step."""
-    draft_model: str | None = None
-    """Name or folder of a causal language model with the same tokenizer."""
+    draft_model: str | Path | nn.Module | None = None
+    """A causal language model with the same tokenizer: its name or folder, or the model itself, which is copied."""
     draft_learning_rate: float | None = None
     """At which ``draft_model`` learns from every generation's responses; None: it stays as it is."""
     draft_blocks: int | None = None

@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -307,10 +306,10 @@ def test_a_draft_model_with_a_shorter_context_drafts_as_far_as_it_reaches() -> N
     assert engine.stats.drafted_tokens > 0
 
 
-def test_a_draft_model_that_learns_drafts_better_and_changes_no_token(tmp_path: Path) -> None:
+def test_a_draft_model_that_learns_drafts_better_and_changes_no_token() -> None:
     small = tiny_model("llama", vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
-    small.save_pretrained(tmp_path)
-    learning = Speculation(drafter="model", draft_model=str(tmp_path), draft_learning_rate=1e-2, num_draft_tokens=3)
+    before = {name: weight.clone() for name, weight in small.state_dict().items()}
+    learning = Speculation(drafter="model", draft_model=small, draft_learning_rate=1e-2, num_draft_tokens=3)
     engine, plain = GenerationEngine(target(), speculation=learning), GenerationEngine(target())
     prompts, rates = prompts_of(24), []
     for seed in range(5):  # the same prompts, so that little data is enough
@@ -320,6 +319,7 @@ def test_a_draft_model_that_learns_drafts_better_and_changes_no_token(tmp_path: 
     # A model with random weights hits one token in 32.
     assert rates[0] < 1.2
     assert rates[-1] > rates[0] + 0.3
+    assert all(torch.equal(weight, before[name]) for name, weight in small.state_dict().items())  # a copy learns
 
 
 def test_distillation_learns_from_the_last_responses_and_from_them_alone() -> None:
@@ -339,7 +339,7 @@ def test_distillation_learns_from_the_last_responses_and_from_them_alone() -> No
 # ---- what cannot work
 def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
     with pytest.raises(GenerationError, match=r"vocabulary of 128 tokens and the target one of 32; .* tokenizer"):
-        ModelDrafter(tiny_model("llama"), target())
+        GenerationEngine(target(), speculation=Speculation(drafter="model", draft_model=tiny_model("llama")))
 
 
 @pytest.mark.parametrize("count", [0, 2, 5])
