@@ -28,7 +28,7 @@ from lightning_realloc.strategies.inference import Inference
 from lightning_realloc.strategies.iteration import Iteration
 from lightning_realloc.strategies.lockstep import PeerFailure
 from lightning_realloc.strategies.model_pool import ModelPool
-from lightning_realloc.strategies.rates import facts_of, facts_of_generation, facts_of_migration, with_rates
+from lightning_realloc.strategies.rates import facts_of, with_rates
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.routes import Routes, Workplace
 from lightning_realloc.strategies.trainer_step import Trainee
@@ -294,11 +294,7 @@ class CallRunner:
             with self._precise():
                 made: Samples = getattr(self._module, call.method)(generator.engine, prompts)
             self._generators.tell(generator, data.run, data.index(call))
-            if self._module.speculation is not None:
-                data.facts |= facts_of_generation(call.name, generator.engine.stats, self._rank)
-            moved = generator.migration_stats
-            if moved is not None and not replica.layout.coordinate(self._rank).tp:  # tp ranks move the same samples
-                data.facts |= facts_of_migration(call.name, moved, self._rank)
+            data.facts |= self._generators.facts(call.name, replica)
             return made
         except PeerFailure:
             raise
