@@ -347,7 +347,7 @@ class CallRunner:
                 table = data.table(call)
                 steps = data.routes.train_steps(call, table)
                 measured = self._trainee.train(
-                    getattr(self._module, call.method), replica, data.chosen(call), steps, table.response_lengths
+                    getattr(self._module, call.method), replica, data.chosen(call), steps, table.token_counts
                 )
                 self._training_metrics.note(data, call, measured)
             self._pool.weights_changed(str(call.role))
