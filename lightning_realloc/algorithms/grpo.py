@@ -58,11 +58,12 @@ class GRPO(PolicyModule):
         clip_high: How far it may rise above 1 and still be pushed up.
         normalize_by_std: Divide advantages by the group's standard deviation.
         loss_average: ``"sequence"`` means each response's tokens, then the responses; ``"token"`` means all tokens.
-        settings: Of :class:`PolicyModule`: environment, conversation; of :class:`MultiModelModule`:
+        settings: Of :class:`PolicyModule`: environment, conversation, rollout budget; of :class:`MultiModelModule`:
             learning rate, optimizer, schedule, training options, seed.
     """
 
     evaluation_calls = ("actor.generate", "judge")
+    learns_whole_groups = True
     share_prompts = True
 
     def __init__(

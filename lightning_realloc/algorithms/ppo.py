@@ -101,7 +101,7 @@ class PPO(PolicyModule):
         critic_warmup: Iterations in which the critic learns alone.
         critic_learning_rate: By default the actor's.
         critic_train_options: Epochs, mini-batches, clipping and limits of the critic; by default the actor's.
-        settings: Of :class:`PolicyModule`: environment, conversation; of :class:`MultiModelModule`:
+        settings: Of :class:`PolicyModule`: environment, conversation, rollout budget; of :class:`MultiModelModule`:
             learning rate, optimizer, schedule, training options, seed.
     """
 

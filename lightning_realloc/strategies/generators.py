@@ -78,8 +78,10 @@ class Generators:
         self._told: list[tuple[Generator, int, int]] = []
         """Whose peers sent news, in which run, for which call."""
 
-    def of(self, call: ModelFunctionCall, replica: Replica) -> Generator:
+    def of(self, call: ModelFunctionCall, replica: Replica, *, version: int) -> Generator:
         """Return what to generate with; its drafter has heard what the peers made before.
+
+        ``version`` is that of the weights: iterations that they were trained in.
 
         Raises:
             GenerationError: for a layout that cannot generate, or cannot draft as the algorithm asks.
@@ -93,7 +95,7 @@ class Generators:
         known = self._generators.get(id(replica.model))
         if known is None:
             known = self._generators[id(replica.model)] = self._make(call, replica)
-        known.engine.weights_updated()
+        known.engine.weights_updated(version)
         return known
 
     def facts(self, call: str, replica: Replica) -> dict[str, float]:
