@@ -38,9 +38,12 @@ if TYPE_CHECKING:
     from lightning_realloc.errors import ReallocError as ReallocError
     from lightning_realloc.errors import RewardError as RewardError
     from lightning_realloc.generation import Completion as Completion
+    from lightning_realloc.generation import Conversation as Conversation
     from lightning_realloc.generation import GenerationEngine as GenerationEngine
+    from lightning_realloc.generation import RolloutBudget as RolloutBudget
     from lightning_realloc.generation import SamplingParams as SamplingParams
     from lightning_realloc.generation import Speculation as Speculation
+    from lightning_realloc.generation import Turn as Turn
     from lightning_realloc.layout import ClusterSpec as ClusterSpec
     from lightning_realloc.layout import Layout as Layout
     from lightning_realloc.layout import ModelLayout as ModelLayout
@@ -81,9 +84,12 @@ _HOMES = {
     "ExecutionPlan": "tuning.execution_plan",
     "search_plan": "tuning.search",
     "Completion": "generation",
+    "Conversation": "generation",
     "GenerationEngine": "generation",
+    "RolloutBudget": "generation",
     "SamplingParams": "generation",
     "Speculation": "generation",
+    "Turn": "generation",
     "PromptDataModule": "data.prompts",
     "exact_match": "data.rewards",
     "SFTDataModule": "data.sft",

@@ -6,7 +6,6 @@ Left out here, because it is the runtime's: micro-batches, backward, clipping of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.averages import LossAverage, averaged_loss
-from lightning_realloc.algorithms.calls import compute, generate, infer, train
+from lightning_realloc.algorithms.calls import compute, train
 from lightning_realloc.algorithms.functional import (
     KLEstimator,
     clipped_policy_loss,
@@ -22,26 +21,25 @@ from lightning_realloc.algorithms.functional import (
     kl_estimate,
     masked_sum,
 )
-from lightning_realloc.algorithms.module import MultiModelModule
+from lightning_realloc.algorithms.policy import PolicyModule
 from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.rollout import (
     judged_responses,
     response_summary,
     reward_columns,
     reward_summary,
-    sample_responses,
 )
-from lightning_realloc.algorithms.settings import check_choice, check_minibatches, check_not_negative, check_sampling
+from lightning_realloc.algorithms.settings import check_choice, check_minibatches, check_not_negative
 from lightning_realloc.data.rewards import RewardFunction, RewardFunctions
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.generation import GenerationEngine, SamplingParams
+from lightning_realloc.generation import SamplingParams
 from lightning_realloc.runtime.packed_forward import token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.samples import Column, Samples
 from lightning_realloc.runtime.training import Average, Loss, Totals
 
 
-class GRPO(MultiModelModule):
+class GRPO(PolicyModule):
     """Train an actor on rewards, each compared with those of other responses to the same prompt.
 
     Source: Shao et al., arXiv:2402.03300.
@@ -60,11 +58,12 @@ class GRPO(MultiModelModule):
         clip_high: How far it may rise above 1 and still be pushed up.
         normalize_by_std: Divide advantages by the group's standard deviation.
         loss_average: ``"sequence"`` means each response's tokens, then the responses; ``"token"`` means all tokens.
-        settings: Of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+        settings: Of :class:`PolicyModule`: environment, conversation, rollout budget; of :class:`MultiModelModule`:
+            learning rate, optimizer, schedule, training options, seed.
     """
 
     evaluation_calls = ("actor.generate", "judge")
-    optional_roles = ("reference",)
+    learns_whole_groups = True
     share_prompts = True
 
     def __init__(
@@ -85,9 +84,7 @@ class GRPO(MultiModelModule):
         loss_average: LossAverage = "sequence",
         **settings: Any,
     ) -> None:
-        super().__init__(**settings)
-        check_sampling(sampling, evaluation_sampling)
-        self.sampling = sampling or SamplingParams(n=8)
+        super().__init__(sampling=sampling or SamplingParams(n=8), evaluation_sampling=evaluation_sampling, **settings)
         if self.sampling.n < 2:
             raise ConfigError(f"sampling.n={self.sampling.n}: a group needs 2 or more responses to compare; set n >= 2")
         if self.sampling.temperature == 0:
@@ -95,7 +92,6 @@ class GRPO(MultiModelModule):
         check_choice("kl_estimator", kl_estimator, get_args(KLEstimator))
         check_choice("loss_average", loss_average, get_args(LossAverage))
         check_not_negative(kl_coef=kl_coef, clip_low=clip_low, clip_high=clip_high)
-        self.evaluation_sampling = evaluation_sampling or replace(self.sampling, n=1, temperature=0.0)
         self._rewards = RewardFunctions(reward, weights=reward_weights)
         self.kl_coef = kl_coef
         self.kl_estimator = kl_estimator
@@ -112,17 +108,6 @@ class GRPO(MultiModelModule):
         actor = Role(name="actor", source=self._actor_source, trained=True)
         reference = Role(name="reference", source=self._reference_source, trained=False)
         return (actor, reference) if self.kl_coef else (actor,)
-
-    @generate("actor", produces="rollout")
-    def roll_out(self, actor: GenerationEngine, prompts: Samples) -> Samples:
-        """Sample a group of responses to every prompt; of held-out prompts, one."""
-        sampling = self.sampling if self.training_now else self.evaluation_sampling
-        return sample_responses(actor, prompts, replace(sampling, seed=sampling.seed + self.seed))
-
-    @infer("reference", needs="rollout", produces="ref_logprobs")
-    def score_reference(self, reference: nn.Module, batch: PackedBatch) -> Tensor:
-        """Return the reference's log-probability of every response token."""
-        return token_logprobs(reference, batch, temperature=self.sampling.temperature, only_responses=True).logprobs
 
     @compute(needs="rollout", produces=("rewards", "advantages"))
     def judge(self, samples: Samples) -> Mapping[str, Column]:
@@ -159,8 +144,3 @@ class GRPO(MultiModelModule):
         if self.training_now:
             check_minibatches(len(batch) * self.sampling.n, self.train_options_of("actor"))
         self._rewards.check_columns([name for name, column in batch.columns.items() if isinstance(column, tuple)])
-
-    @property
-    def training_now(self) -> bool:
-        """Whether a rollout is made to learn from."""
-        return bool(self.trainer.training)

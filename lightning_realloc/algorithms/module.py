@@ -137,6 +137,19 @@ class MultiModelModule(L.LightningModule):
         """
         return {}
 
+    def with_carried(self, batch: Samples) -> Samples:
+        """Return what an iteration works on: the loader's batch, and prompts of earlier ones that it goes on with.
+
+        The same on every rank.
+        """
+        return batch
+
+    def on_samples_carried(self, samples: Samples | None, *, num_learnt: int) -> None:
+        """Take what generating calls left for the next iteration, the same on every rank; None: nothing.
+
+        ``num_learnt`` samples were learnt from.
+        """
+
     def on_iteration_end(self, samples: Samples) -> None:
         """Update what the algorithm keeps between iterations, from the same samples as :meth:`summarize` gets.
 
@@ -226,7 +239,7 @@ class MultiModelModule(L.LightningModule):
     def training_step(self, batch: Samples, batch_idx: int) -> None:
         """Run one iteration of the dataflow."""
         self.check_batch(batch)
-        for samples in self._strategy.run_iteration(batch):
+        for samples in self._strategy.run_iteration(self.with_carried(batch)):
             self.log_dict(self.summarize(samples), prog_bar=True, batch_size=len(samples))
             self.on_iteration_end(samples)
 

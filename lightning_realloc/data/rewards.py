@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.data.chat import is_conversation
-from lightning_realloc.errors import RewardError
+from lightning_realloc.errors import ReallocError, RewardError
 
 RewardFunction = Callable[..., Sequence[float | None]]
 _GIVEN = frozenset({"prompts", "completions", "completion_ids"})
@@ -126,22 +126,24 @@ def exact_match(
     return [float(text.strip() == str(right).strip()) for text, right in zip(texts, answer, strict=True)]
 
 
-def import_function(path: str) -> RewardFunction:
+def import_function(
+    path: str, *, what: str = "reward function", error: type[ReallocError] = RewardError
+) -> Callable[..., Any]:
     """Return what ``package.module:name`` or ``package.module.name`` names.
 
     Raises:
-        RewardError: when the module cannot be imported or has no such name.
+        RewardError: (or another ``error``, about a ``what``) when the module cannot be imported or has no such name.
     """
     module_name, _, name = path.replace(":", ".").rpartition(".")
     if not module_name or not name:
-        raise RewardError(f"a reward function's import path is 'package.module:name'; got {path!r}")
+        raise error(f"a {what}'s import path is 'package.module:name'; got {path!r}")
     try:
         function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise RewardError(
-            f"reward function {path!r} cannot be imported ({error}); "
+    except (ImportError, AttributeError) as problem:
+        raise error(
+            f"{what} {path!r} cannot be imported ({problem}); "
             f"check the spelling and that its folder is installed or on PYTHONPATH"
-        ) from error
+        ) from problem
     return function  # type: ignore[no-any-return]
 
 

@@ -37,7 +37,8 @@ class PackedBatch:
     response_lengths: tuple[int, ...]
     """Tokens of each sequence's response, which is its end."""
     response_mask: Tensor
-    """(N,) bool: True where the token belongs to a response and has a token before it to be predicted from."""
+    """(N,) bool: True where the model chose the token, and there is a token before it to be predicted from: in the
+    responses, less what an environment said in them."""
     sample_index: Tensor
     """(N,) int64: which of the B sequences a token belongs to."""
     predecessors: Tensor
@@ -94,9 +95,10 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
     """Return all ``samples`` in one pack, with these of their columns beside the tokens.
 
     The samples need ``prompt_ids`` and ``response_ids``; either may be empty for a sample, but not both. A ragged
-    column must be as long as the response, sample by sample, and lands on the response's tokens. With
-    ``share_prompts``, samples next to each other with the same prompt hold it once: what a model says about the
-    responses stays the same as long as it only looks back.
+    column must be as long as the response, sample by sample, and lands on the response's tokens. Where there is a
+    column ``model_mask``, response tokens that are False in it are read and do not count. With ``share_prompts``,
+    samples next to each other with the same prompt hold it once: what a model says about the responses stays the same
+    as long as it only looks back.
 
     Raises:
         DataError: when there is nothing to pack, or a column does not fit.
@@ -116,6 +118,9 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
     starts = lengths.cumsum(0) - lengths
     positions = torch.arange(int(lengths.sum())) - starts[sample_index] + shared[sample_index]
     in_response = positions >= prompts.lengths[sample_index]
+    counted = in_response & (positions > 0)
+    if "model_mask" in samples:
+        counted &= _packed_column(samples, "model_mask", responses, in_response).to(counted.device)
     order = _interleaved(held, responses)
     input_ids = torch.cat([held.values.to(device), responses.values])[order.to(device)]
     return PackedBatch(
@@ -125,7 +130,7 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
         cu_seqlens=pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32),
         lengths=tuple(lengths.tolist()),
         response_lengths=tuple(responses.lengths.tolist()),
-        response_mask=(in_response & (positions > 0)).to(device),
+        response_mask=counted.to(device),
         sample_index=sample_index.to(device),
         predecessors=_predecessors(starts, shared, positions).to(device),
         shared=tuple(shared.tolist()),

@@ -47,7 +47,7 @@ class Totals:
     num_sequences: int
     """Sequences."""
     num_tokens: int
-    """Response tokens, the ones that count in the loss."""
+    """Response tokens that the model chose, the ones that count in the loss."""
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1:

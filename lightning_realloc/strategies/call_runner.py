@@ -21,14 +21,14 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.outlet import Outlet
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.mailbox import Mailbox
-from lightning_realloc.runtime.samples import Column, Samples
+from lightning_realloc.runtime.samples import Column, Divided, Samples
 from lightning_realloc.strategies.generators import Generators
 from lightning_realloc.strategies.idle import IdleClock, merge_idle_shares
 from lightning_realloc.strategies.inference import Inference
 from lightning_realloc.strategies.iteration import Iteration
 from lightning_realloc.strategies.lockstep import PeerFailure
 from lightning_realloc.strategies.model_pool import ModelPool
-from lightning_realloc.strategies.rates import facts_of, facts_of_generation, facts_of_migration, with_rates
+from lightning_realloc.strategies.rates import facts_of, with_rates
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.routes import Routes, Workplace
 from lightning_realloc.strategies.trainer_step import Trainee
@@ -48,6 +48,8 @@ class IterationResult:
     metrics: Mapping[str, Tensor]
     """What calls measured, the same on all ranks. Of training calls that not all ranks take part in, perhaps what they
     measured in the iteration before: nobody waits for them."""
+    carried: Samples | None = None
+    """What generating calls left for the next iteration, from all ranks; None: nothing."""
 
 
 class CallRunner:
@@ -99,7 +101,7 @@ class CallRunner:
         self._ahead: tuple[Iteration, ...] = ()
         """Batches with responses that were not trained on yet."""
         self._version = 0
-        """Batches that were trained on."""
+        """Iterations that were trained in."""
         self._device = device
         self._rank = rank
         self._world_size = world_size
@@ -133,6 +135,7 @@ class CallRunner:
         """
         with self._failing_together():
             self._idle.begin()
+            self._version = iteration - len(self._ahead)
             data = self._begin(batch, calls, iteration)
             now = [call for call in data.routes.calls if call.kind == "generate" or not self._max_staleness]
             self._work_on(data, now)
@@ -239,7 +242,7 @@ class CallRunner:
         metrics |= self._training_metrics.exchange(data, wait=is_last)
         self._num_tokens = _count_tokens(known)
         self._version += 1
-        return IterationResult(known, {name: torch.tensor(value) for name, value in metrics.items()})
+        return IterationResult(known, {name: torch.tensor(value) for name, value in metrics.items()}, data.carried)
 
     def _workplace(self, call: ModelFunctionCall, iteration: int) -> Workplace:
         options = self._module.train_options_of(str(call.role))
@@ -285,21 +288,20 @@ class CallRunner:
         return takes_part
 
     def _generate_share(self, call: ModelFunctionCall, data: Iteration, replica: Replica, prompts: Samples) -> Samples:
-        generator = self._generators.of(call, replica)
+        generator = self._generators.of(call, replica, version=data.version)
         generator.begin(data.run, data.index(call))
         num_parts = data.routes.fusion.parts(call)
         if num_parts > 1:
             generator.engine.outlet = Outlet(num_parts, lambda made: data.hand_on(call, made))
         try:
             with self._precise():
-                made: Samples = getattr(self._module, call.method)(generator.engine, prompts)
+                made: Samples | Divided = getattr(self._module, call.method)(generator.engine, prompts)
             self._generators.tell(generator, data.run, data.index(call))
-            if self._module.speculation is not None:
-                data.facts |= facts_of_generation(call.name, generator.engine.stats, self._rank)
-            moved = generator.migration_stats
-            if moved is not None and not replica.layout.coordinate(self._rank).tp:  # tp ranks move the same samples
-                data.facts |= facts_of_migration(call.name, moved, self._rank)
-            return made
+            data.facts |= self._generators.facts(call.name, replica)
+            if isinstance(made, Samples):
+                return made
+            data.carry(call, made.carried)
+            return made.finished
         except PeerFailure:
             raise
         except Exception:
@@ -351,7 +353,7 @@ class CallRunner:
                 table = data.table(call)
                 steps = data.routes.train_steps(call, table)
                 measured = self._trainee.train(
-                    getattr(self._module, call.method), replica, data.chosen(call), steps, table.response_lengths
+                    getattr(self._module, call.method), replica, data.chosen(call), steps, table.token_counts
                 )
                 self._training_metrics.note(data, call, measured)
             self._pool.weights_changed(str(call.role))

@@ -24,6 +24,7 @@ from lightning_realloc.generation.shipping import Peers
 from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
 from lightning_realloc.strategies.lockstep import Lockstep
 from lightning_realloc.strategies.model_pool import ModelPool
+from lightning_realloc.strategies.rates import facts_of_generation, facts_of_migration, facts_of_preemptions
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
@@ -77,8 +78,10 @@ class Generators:
         self._told: list[tuple[Generator, int, int]] = []
         """Whose peers sent news, in which run, for which call."""
 
-    def of(self, call: ModelFunctionCall, replica: Replica) -> Generator:
+    def of(self, call: ModelFunctionCall, replica: Replica, *, version: int) -> Generator:
         """Return what to generate with; its drafter has heard what the peers made before.
+
+        ``version`` is that of the weights: iterations that they were trained in.
 
         Raises:
             GenerationError: for a layout that cannot generate, or cannot draft as the algorithm asks.
@@ -92,8 +95,26 @@ class Generators:
         known = self._generators.get(id(replica.model))
         if known is None:
             known = self._generators[id(replica.model)] = self._make(call, replica)
-        known.engine.weights_updated()
+        known.engine.weights_updated(version)
         return known
+
+    def facts(self, call: str, replica: Replica) -> dict[str, float]:
+        """Return what this rank tells of the call that it has just made with a replica.
+
+        Of ranks in tensor parallelism, which make the same samples, the first one tells what became of them.
+        """
+        generator = self._generators[id(replica.model)]
+        stats, moved = generator.engine.stats, generator.migration_stats
+        told: dict[str, float] = {}
+        if self._module.speculation is not None:
+            told |= facts_of_generation(call, stats, self._rank)
+        if replica.layout.coordinate(self._rank).tp:
+            return told
+        if self._module.max_cache_bytes is not None:
+            told |= facts_of_preemptions(call, stats, self._rank)
+        if moved is not None:
+            told |= facts_of_migration(call, moved, self._rank)
+        return told
 
     def tell(self, generator: Generator, run: int, index: int) -> None:
         """Send the peers what was generated in call number ``index`` of a run; nobody waits."""

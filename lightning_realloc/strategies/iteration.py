@@ -21,6 +21,8 @@ from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 REST = -1
 """The part of a call's rows that did not go with a unit."""
+_CARRIED = "carried over"
+"""Beside the names of calls: what generating calls left for the next iteration."""
 
 
 class Iteration:
@@ -51,6 +53,9 @@ class Iteration:
         self._owners = {call.name: table_owner(call, routes.calls) for call in routes.calls}
         self._index = {call.name: index for index, call in enumerate(routes.calls)}
         self._units = Units(routes, mailbox, rank=rank, run=run)
+        self.carried: Samples | None = None
+        """What generating calls left for the next iteration on all ranks, by id, once notes were received."""
+        self._my_carried: list[Samples] = []
         self._mine: dict[str, Samples] = {}
         self._notes: dict[str, Samples] = {}
 
@@ -130,6 +135,11 @@ class Iteration:
                 self._mine[call.name] = made
             self._hold_and_send(call, table, made)
 
+    def carry(self, call: ModelFunctionCall, samples: Samples) -> None:
+        """Leave some of what a generating call made here for the next iteration; all ranks will be told of it."""
+        if len(samples) and self._rank in self._senders(call):
+            self._my_carried.append(samples.sorted_by_id())
+
     def publish_columns(self, call: ModelFunctionCall, made: Samples | None) -> None:
         """Hand on what an infer or compute call made here of its samples; None without part in it."""
         if made is None:
@@ -144,8 +154,10 @@ class Iteration:
 
     # ---- at the end
     def send_notes(self) -> None:
-        """Tell all ranks what was made here per sample, and the facts about the calls."""
+        """Tell all ranks what was made here per sample, what is carried on, and the facts about the calls."""
         made = {name: outline(part) for name, part in self._mine.items() if name not in self._made}
+        if self._my_carried:
+            made[_CARRIED] = Samples.concatenate(self._my_carried)
         self._notes = made
         content = encode_message(self.facts, made)
         self._mailbox.send(self._mailbox.others, FrameKind.NOTES, self.run, 0, content)
@@ -162,6 +174,8 @@ class Iteration:
             facts |= {name: max(value, facts.get(name, value)) for name, value in told.items()}
             for name, part in made.items():
                 parts.setdefault(name, []).append(part)
+        if _CARRIED in parts:
+            self.carried = Samples.concatenate(parts[_CARRIED]).sorted_by_id()
         for call in self.routes.calls:
             if call.name in parts:
                 table = self.table(call)

@@ -334,6 +334,7 @@ class ReallocStrategy(CheckpointStrategy):
         for result in results:
             self.lengths = lengths_of(result.samples)
             module.log_dict(dict(result.metrics), batch_size=1)
+            module.on_samples_carried(result.carried, num_learnt=len(result.samples))
         progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         progress.increment_ready()
         progress.increment_completed()

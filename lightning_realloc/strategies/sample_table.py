@@ -78,8 +78,10 @@ class SampleTable:
         return [int(n) for n in sum(self.known.ragged(name).lengths for name in columns).tolist()]  # type: ignore[union-attr]
 
     @property
-    def response_lengths(self) -> list[int]:
-        """Response tokens of every sample."""
+    def token_counts(self) -> list[int]:
+        """Response tokens of every sample that the model chose: those to learn from."""
+        if "num_model_tokens" in self.known:
+            return [int(count) for count in self.known.tensor("num_model_tokens").tolist()]
         return [int(length) for length in self.known.ragged("response_ids").lengths.tolist()]
 
     @property

@@ -87,9 +87,12 @@ class Trainee:
 
     def train(
         self, method: LossMethod, replica: Replica, chosen: Chosen, steps: Sequence[TrainStep],
-        response_lengths: Sequence[int],
+        token_counts: Sequence[int],
     ) -> dict[str, float]:  # fmt: skip
-        """Take the optimizer steps of one iteration; return their mean loss, metrics and gradient norm."""
+        """Take the optimizer steps of one iteration; return their mean loss, metrics and gradient norm.
+
+        ``token_counts`` are of the samples' response tokens, by position, those to learn from.
+        """
         set_training_mode(replica.model, dropout=self._dropout)
         sums = _MetricSums()
         # Dropout: the same masks on all ranks of a tensor-parallel group, whose activations must stay equal, others on
@@ -98,7 +101,7 @@ class Trainee:
         share = layout.data_parallel_index(self._rank) + layout.data_parallel_size * layout.coordinate(self._rank).pp
         with seeded(hash((self._seed, self._stepper.iteration, share)) % 2**63, self._device):
             for step in steps:
-                tokens = sum(response_lengths[position] for position in step.positions)
+                tokens = sum(token_counts[position] for position in step.positions)
                 totals = Totals(num_sequences=len(step.positions), num_tokens=tokens)
                 mine = step.shares[layout.data_parallel_index(self._rank)]
                 if not self._step(method, replica, chosen, mine, totals, sums):
