@@ -2,7 +2,7 @@
 
 Both have the same weights, but not the same arithmetic: the engine that draws tokens multiplies other shapes, perhaps
 in another dtype or layout. Ratios to its log-probabilities correct for that, and are rounded as its batches happened to
-be; ratios to the trained model's own are exactly 1 before the first optimizer step, whatever the engine did.
+be; ratios to the trained model's own are 1 before the first optimizer step, whatever the engine did.
 """
 
 from __future__ import annotations
