@@ -22,6 +22,13 @@ from lightning_realloc.algorithms.functional import (
     masked_sum,
 )
 from lightning_realloc.algorithms.policy import PolicyModule
+from lightning_realloc.algorithms.proximal import (
+    RatioTo,
+    learns_in_one_step,
+    old_logprobs,
+    refuse_stale,
+    with_proximal_call,
+)
 from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.rollout import (
     judged_responses,
@@ -33,10 +40,10 @@ from lightning_realloc.algorithms.settings import check_choice, check_minibatche
 from lightning_realloc.data.rewards import RewardFunction, RewardFunctions
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
-from lightning_realloc.runtime.packed_forward import token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.samples import Column, Samples
 from lightning_realloc.runtime.training import Average, Loss, Totals
+from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 
 class GRPO(PolicyModule):
@@ -56,6 +63,9 @@ class GRPO(PolicyModule):
         kl_estimator: k1, k2 or k3.
         clip_low: How far a token's probability ratio may fall below 1 and still be pushed down.
         clip_high: How far it may rise above 1 and still be pushed up.
+        ratio_to: ``"behaviour"``: that probability is over the one with which the token was drawn; ``"proximal"``:
+            over the trained model's own before the iteration's first step, in one more inference call
+            (``actor.infer``) where there are several steps. How the engine rounds then makes no difference.
         normalize_by_std: Divide advantages by the group's standard deviation.
         loss_average: ``"sequence"`` means each response's tokens, then the responses; ``"token"`` means all tokens.
         settings: Of :class:`PolicyModule`: environment, conversation, rollout budget; of :class:`MultiModelModule`:
@@ -80,6 +90,7 @@ class GRPO(PolicyModule):
         kl_estimator: KLEstimator = "k3",
         clip_low: float = 0.2,
         clip_high: float = 0.2,
+        ratio_to: RatioTo = "behaviour",
         normalize_by_std: bool = True,
         loss_average: LossAverage = "sequence",
         **settings: Any,
@@ -91,12 +102,15 @@ class GRPO(PolicyModule):
             raise ConfigError("sampling.temperature=0 gives every response of a group the same tokens; set it above 0")
         check_choice("kl_estimator", kl_estimator, get_args(KLEstimator))
         check_choice("loss_average", loss_average, get_args(LossAverage))
+        check_choice("ratio_to", ratio_to, get_args(RatioTo))
         check_not_negative(kl_coef=kl_coef, clip_low=clip_low, clip_high=clip_high)
         self._rewards = RewardFunctions(reward, weights=reward_weights)
         self.kl_coef = kl_coef
         self.kl_estimator = kl_estimator
         self.clip_low = clip_low
         self.clip_high = clip_high
+        self.ratio_to = ratio_to
+        refuse_stale(ratio_to, 0 if self.rollout_budget is None else self.rollout_budget.max_staleness)
         self.normalize_by_std = normalize_by_std
         self.loss_average = loss_average
         self.tokenizer = tokenizer
@@ -109,6 +123,16 @@ class GRPO(PolicyModule):
         reference = Role(name="reference", source=self._reference_source, trained=False)
         return (actor, reference) if self.kl_coef else (actor,)
 
+    def calls(self) -> tuple[ModelFunctionCall, ...]:
+        """Score the actor's own tokens before it learns, where ratios need that."""
+        calls = super().calls()
+        scores = self.ratio_to == "proximal" and not learns_in_one_step(self.train_options_of("actor"))
+        return with_proximal_call(calls, method="score_actor") if scores else calls
+
+    def score_actor(self, actor: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return the actor's own, before it learns; a call where ``ratio_to="proximal"`` needs one."""
+        return self._logprobs(actor, batch)
+
     @compute(needs="rollout", produces=("rewards", "advantages"))
     def judge(self, samples: Samples) -> Mapping[str, Column]:
         """Reward every response and compare it with its group."""
@@ -120,13 +144,12 @@ class GRPO(PolicyModule):
     @train("actor", needs=("rollout", "advantages", "ref_logprobs"))
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
         """Return the clipped surrogate and the divergence penalty of one micro-batch."""
-        temperature = self.sampling.temperature
-        logprobs = token_logprobs(actor, batch, temperature=temperature, only_responses=True).logprobs
+        logprobs = self._logprobs(actor, batch)
+        one_step = learns_in_one_step(self.train_options_of("actor"))
+        before = old_logprobs(logprobs, batch, ratio_to=self.ratio_to, one_step=one_step)
         advantages = batch.per_token(batch["advantages"])
         mask = batch.response_mask
-        surrogate = clipped_policy_loss(
-            logprobs, batch["behaviour_logprobs"], advantages, clip_low=self.clip_low, clip_high=self.clip_high
-        )
+        surrogate = clipped_policy_loss(logprobs, before, advantages, clip_low=self.clip_low, clip_high=self.clip_high)
         values = surrogate.values
         metrics = {"clip_fraction": Average(masked_sum(surrogate.clipped.float(), mask), mask.sum())}
         if self.kl_coef:
@@ -143,4 +166,5 @@ class GRPO(PolicyModule):
         """Refuse data without a column that a reward function asks for, and fewer samples than mini-batches."""
         if self.training_now:
             check_minibatches(len(batch) * self.sampling.n, self.train_options_of("actor"))
+            refuse_stale(self.ratio_to, self._strategy.max_staleness)
         self._rewards.check_columns([name for name, column in batch.columns.items() if isinstance(column, tuple)])

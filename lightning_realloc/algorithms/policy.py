@@ -109,7 +109,11 @@ class PolicyModule(MultiModelModule):
     @infer("reference", needs="rollout", produces="ref_logprobs")
     def score_reference(self, reference: nn.Module, batch: PackedBatch) -> Tensor:
         """Return the reference's log-probability of every token that the actor chose."""
-        return token_logprobs(reference, batch, temperature=self.sampling.temperature, only_responses=True).logprobs
+        return self._logprobs(reference, batch)
+
+    def _logprobs(self, model: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return (N,) the log-probability of every response token, zero for the others."""
+        return token_logprobs(model, batch, temperature=self.sampling.temperature, only_responses=True).logprobs
 
     def _dialogue(self) -> Dialogue | None:
         if self._environment is None:
