@@ -79,7 +79,7 @@ class PartialRollout:
     def run(
         self, engine: GenerationEngine, prompts: Samples, sampling: SamplingParams, earlier: Samples | None
     ) -> Divided:
-        """Answer prompts, going on with what there is from ``earlier`` iterations, of these prompts and others."""
+        """Answer prompts, going on with what there is of responses to them from ``earlier`` iterations."""
         done, going_on = _begun(earlier, prompts)
         seen = {prompt for part in (*done, *going_on) for prompt in part.tensor("prompt_id").tolist()}
         fresh = prompts.select([row for row, prompt in enumerate(prompts.ids.tolist()) if prompt not in seen])
@@ -102,6 +102,7 @@ class PartialRollout:
         return self._divide(Samples.concatenate([made, *done]))
 
     def _divide(self, made: Samples) -> Divided:
+        """Return what is learnt from now, and what goes on; whatever waits for a sample goes with it."""
         units = self._unit_of(made)
         unfinished = {
             units[sample]
@@ -109,9 +110,9 @@ class PartialRollout:
             if reason == _UNFINISHED
         }
         dropped = set() if self.budget.late == "finish" else {units[sample] for sample in self._expiring(made)}
-        kept = [units[sample] for sample in made.ids.tolist()]
-        finished = made.select([row for row, unit in enumerate(kept) if unit not in unfinished])
-        carried = made.select([row for row, unit in enumerate(kept) if unit in unfinished and unit not in dropped])
+        by_row = [units[sample] for sample in made.ids.tolist()]
+        finished = made.select([row for row, unit in enumerate(by_row) if unit not in unfinished])
+        carried = made.select([row for row, unit in enumerate(by_row) if unit in unfinished - dropped])
         return Divided(self._with_staleness(finished).without_columns("began_in"), carried)
 
     def _with_staleness(self, samples: Samples) -> Samples:

@@ -15,7 +15,7 @@ from lightning_realloc.algorithms.environments import EnvironmentSource, import_
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.rollout import Dialogue, sample_responses
 from lightning_realloc.algorithms.settings import check_sampling
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.generation import Conversation, Environment, GenerationEngine, RolloutBudget, SamplingParams
 from lightning_realloc.runtime.packed_forward import token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch
@@ -167,7 +167,11 @@ class PolicyModule(MultiModelModule):
             checkpoint[_CHECKPOINT_KEY] = self._carried.state()
 
     def on_load_checkpoint(self, checkpoint: MutableMapping[str, Any]) -> None:
-        """Go on with what was not finished."""
+        """Go on with what was not finished.
+
+        Raises:
+            CheckpointError: for responses that began with an environment where there is none now, or without.
+        """
         state = checkpoint.get(_CHECKPOINT_KEY)
         if state is None:
             return
@@ -178,4 +182,11 @@ class PolicyModule(MultiModelModule):
                 f"give the rollout_budget of the run that saved it to go on with them"
             )
             return
+        talked, talks = "model_mask" in carried.responses, self._environment is not None
+        if talked != talks:
+            raise CheckpointError(
+                f"the {len(carried.responses)} responses that go on from the checkpoint began "
+                f"{'with' if talked else 'without'} an environment, and this run has {'one' if talks else 'none'}; "
+                f"resume with the environment of the run that saved it, or leave rollout_budget out to drop them"
+            )
         self._carried = carried

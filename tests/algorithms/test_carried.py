@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_realloc.algorithms.carried import Carried, PartialRollout, Progress
-from lightning_realloc.errors import ConfigError, DataError
+from lightning_realloc.errors import CheckpointError, ConfigError, DataError
 from lightning_realloc.generation import Completion, GenerationEngine, RolloutBudget, SamplingParams
 from lightning_realloc.runtime.samples import Divided, Ragged, Samples
 from tests.models import tiny_model
@@ -142,6 +142,22 @@ def test_what_goes_on_survives_a_file_of_plain_data() -> None:
     assert read.prompts.equals(carried.prompts) and read.responses.equals(carried.responses)
     with pytest.raises(DataError, match="must count ids on from epoch to epoch where a rollout_budget carries"):
         read.before(prompts)
+
+
+def test_a_checkpoint_without_place_for_its_responses_says_so() -> None:
+    engine = GenerationEngine(tiny_model("llama").double())
+    made = part(0, tokens=20).run(engine, prompts_of(0, 1), SAMPLING, None)
+    checkpoint = {"carried_rollout": Carried.of(made.carried, prompts_of(0, 1)).state()}
+    budget = RolloutBudget(tokens=5)
+    with pytest.raises(CheckpointError, match="began without an environment, and this run has one; resume with the"):
+        runs.grpo(rollout_budget=budget, environment=len).on_load_checkpoint(checkpoint)
+    with pytest.warns(UserWarning, match=f"holds {len(made.carried)} responses that were to go on, and they are left"):
+        runs.grpo().on_load_checkpoint(checkpoint)
+    module = runs.grpo(rollout_budget=budget)
+    module.on_load_checkpoint(checkpoint)
+    saved: dict[str, Any] = {}
+    module.on_save_checkpoint(saved)
+    assert Carried.from_state(saved["carried_rollout"]).responses.equals(made.carried)
 
 
 @pytest.mark.parametrize(
