@@ -32,9 +32,9 @@ from lightning_realloc.algorithms.rollout import (
     sample_responses,
 )
 from lightning_realloc.algorithms.settings import check_choice, check_minibatches, check_not_negative, check_sampling
-from lightning_realloc.data.rewards import RewardFunction, RewardFunctions
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import GenerationEngine, SamplingParams
+from lightning_realloc.rewards.functions import RewardFunction, RewardFunctions
 from lightning_realloc.runtime.packed_forward import token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.samples import Column, Samples

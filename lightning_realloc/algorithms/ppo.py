@@ -48,9 +48,9 @@ from lightning_realloc.algorithms.settings import (
     check_share,
 )
 from lightning_realloc.algorithms.vocabulary import require_same_vocabulary, required_tokenizer, retokenized
-from lightning_realloc.data.rewards import RewardFunction, RewardFunctions
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import GenerationEngine, SamplingParams
+from lightning_realloc.rewards.functions import RewardFunction, RewardFunctions
 from lightning_realloc.runtime.packed_forward import packed_logits, sequence_scores, token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.samples import Column, Ragged, Samples

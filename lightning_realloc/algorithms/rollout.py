@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.data.rewards import RewardFunctions, Rewards
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams
+from lightning_realloc.rewards.functions import RewardFunctions, Rewards
 from lightning_realloc.runtime.samples import Ragged, Samples
 
 FINISH_REASONS = ("stop", "length", "environment", "unfinished")
