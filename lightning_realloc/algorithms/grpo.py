@@ -32,6 +32,7 @@ from lightning_realloc.algorithms.rollout import (
     sample_responses,
 )
 from lightning_realloc.algorithms.settings import check_choice, check_minibatches, check_not_negative, check_sampling
+from lightning_realloc.algorithms.unjudged import judged_only
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.rewards.functions import RewardFunction, RewardFunctions
@@ -137,6 +138,7 @@ class GRPO(MultiModelModule):
         """Return the clipped surrogate and the divergence penalty of one micro-batch."""
         temperature = self.sampling.temperature
         logprobs = token_logprobs(actor, batch, temperature=temperature, only_responses=True).logprobs
+        batch = judged_only(batch, "advantages")
         advantages = batch.per_token(batch["advantages"])
         mask = batch.response_mask
         surrogate = clipped_policy_loss(
@@ -152,7 +154,7 @@ class GRPO(MultiModelModule):
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
         """Return mean rewards, mean response length, and the share of responses that ended by themselves."""
-        return {"reward": samples.tensor("rewards").mean(), **reward_summary(samples), **response_summary(samples)}
+        return {"reward": samples.tensor("rewards").nanmean(), **reward_summary(samples), **response_summary(samples)}
 
     def check_batch(self, batch: Samples) -> None:
         """Refuse data without a column that a reward function asks for, and fewer samples than mini-batches."""
