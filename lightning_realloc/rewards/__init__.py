@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_realloc.rewards.functions import RewardFunction as RewardFunction
     from lightning_realloc.rewards.functions import RewardFunctions as RewardFunctions
     from lightning_realloc.rewards.functions import Rewards as Rewards
+    from lightning_realloc.rewards.pooled import PooledReward as PooledReward
     from lightning_realloc.rewards.verifiers import exact_match as exact_match
 
 # Public name -> the module of this package it lives in; the imports above say the same to type checkers.
@@ -21,6 +22,7 @@ _HOMES = {
     "RewardFunction": "functions",
     "RewardFunctions": "functions",
     "Rewards": "functions",
+    "PooledReward": "pooled",
     "exact_match": "verifiers",
 }
 
