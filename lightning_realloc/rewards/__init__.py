@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from lightning_realloc.rewards.functions import RewardFunctions as RewardFunctions
     from lightning_realloc.rewards.functions import Rewards as Rewards
     from lightning_realloc.rewards.pooled import PooledReward as PooledReward
+    from lightning_realloc.rewards.remote import RemoteReward as RemoteReward
+    from lightning_realloc.rewards.retries import Retries as Retries
     from lightning_realloc.rewards.verifiers import exact_match as exact_match
 
 # Public name -> the module of this package it lives in; the imports above say the same to type checkers.
@@ -23,6 +25,8 @@ _HOMES = {
     "RewardFunctions": "functions",
     "Rewards": "functions",
     "PooledReward": "pooled",
+    "RemoteReward": "remote",
+    "Retries": "retries",
     "exact_match": "verifiers",
 }
 
