@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from lightning_realloc.callbacks import PhaseCallback as PhaseCallback
     from lightning_realloc.callbacks import SaveHuggingFace as SaveHuggingFace
     from lightning_realloc.data.prompts import PromptDataModule as PromptDataModule
-    from lightning_realloc.data.rewards import exact_match as exact_match
     from lightning_realloc.data.sft import SFTDataModule as SFTDataModule
     from lightning_realloc.errors import CheckpointError as CheckpointError
     from lightning_realloc.errors import ConfigError as ConfigError
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from lightning_realloc.layout import ParallelDims as ParallelDims
     from lightning_realloc.realloc import ReallocationPlan as ReallocationPlan
     from lightning_realloc.realloc import plan_reallocation as plan_reallocation
+    from lightning_realloc.rewards.verifiers import exact_match as exact_match
     from lightning_realloc.runtime.training import TrainOptions as TrainOptions
     from lightning_realloc.strategies import ReallocStrategy as ReallocStrategy
     from lightning_realloc.tuning.dataflow import Dataflow as Dataflow
@@ -91,7 +91,7 @@ _HOMES = {
     "Speculation": "generation",
     "Turn": "generation",
     "PromptDataModule": "data.prompts",
-    "exact_match": "data.rewards",
+    "exact_match": "rewards.verifiers",
     "SFTDataModule": "data.sft",
     "MultiModelModule": "algorithms.module",
     "Role": "algorithms.role",

@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.data.rewards import import_function
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Environment
+from lightning_realloc.rewards.signatures import import_function
 
 EnvironmentSource = str | Callable[..., Any]
 """An environment; a class of environments, made from the tokenizer; or the import path of either."""

@@ -37,9 +37,10 @@ from lightning_realloc.algorithms.rollout import (
     reward_summary,
 )
 from lightning_realloc.algorithms.settings import check_choice, check_minibatches, check_not_negative
-from lightning_realloc.data.rewards import RewardFunction, RewardFunctions
+from lightning_realloc.algorithms.unjudged import judged_only
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
+from lightning_realloc.rewards.functions import RewardFunction, RewardFunctions
 from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.samples import Column, Samples
 from lightning_realloc.runtime.training import Average, Loss, Totals
@@ -147,6 +148,7 @@ class GRPO(PolicyModule):
         logprobs = self._logprobs(actor, batch)
         one_step = learns_in_one_step(self.train_options_of("actor"))
         before = old_logprobs(logprobs, batch, ratio_to=self.ratio_to, one_step=one_step)
+        batch = judged_only(batch, "advantages")
         advantages = batch.per_token(batch["advantages"])
         mask = batch.response_mask
         surrogate = clipped_policy_loss(logprobs, before, advantages, clip_low=self.clip_low, clip_high=self.clip_high)
@@ -160,7 +162,7 @@ class GRPO(PolicyModule):
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
         """Return mean rewards, mean response length, and the share of responses that ended by themselves."""
-        return {"reward": samples.tensor("rewards").mean(), **reward_summary(samples), **response_summary(samples)}
+        return {"reward": samples.tensor("rewards").nanmean(), **reward_summary(samples), **response_summary(samples)}
 
     def check_batch(self, batch: Samples) -> None:
         """Refuse data without a column that a reward function asks for, and fewer samples than mini-batches."""

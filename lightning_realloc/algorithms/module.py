@@ -16,13 +16,14 @@ import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainerState
 
 from lightning_realloc.algorithms.calls import declared_calls
 from lightning_realloc.algorithms.role import Role
 from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.errors import CheckpointError, ConfigError, PlanError
 from lightning_realloc.generation import Speculation
+from lightning_realloc.rewards.functions import RewardFunctions
 from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
@@ -207,6 +208,17 @@ class MultiModelModule(L.LightningModule):
         self._tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
 
     # ---- Lightning's hooks
+    def setup(self, stage: str) -> None:
+        """Let reward functions make sure that they can work, before any weights are loaded."""
+        for functions in self._reward_functions_kept():
+            functions.trainer_state = self._trainer_state
+            functions.start()
+
+    def release(self) -> None:
+        """End what reward functions keep running; the strategy calls it when a run is over, however it ended."""
+        for functions in self._reward_functions_kept():
+            functions.close()
+
     def configure_model(self) -> None:
         """Build every model that is not built yet; called again before validate and test."""
         for role in self.roles():
@@ -276,6 +288,15 @@ class MultiModelModule(L.LightningModule):
         optimizer.step()
         kept = (value for value in optimizer.state[weight].values() if isinstance(value, Tensor) and value.dim())
         return sum(value.nbytes for value in kept) // weight.numel()
+
+    def _reward_functions_kept(self) -> list[RewardFunctions]:
+        return [kept for kept in vars(self).values() if isinstance(kept, RewardFunctions)]
+
+    def _trainer_state(self) -> TrainerState:
+        trainer = self.trainer
+        return TrainerState(
+            global_step=trainer.global_step, max_steps=int(trainer.max_steps), epoch=float(trainer.current_epoch)
+        )
 
     @property
     def _strategy(self) -> Any:

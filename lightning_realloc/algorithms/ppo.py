@@ -49,10 +49,11 @@ from lightning_realloc.algorithms.settings import (
     check_positive,
     check_share,
 )
+from lightning_realloc.algorithms.unjudged import judged_only, of_judged
 from lightning_realloc.algorithms.vocabulary import require_same_vocabulary, required_tokenizer, retokenized
-from lightning_realloc.data.rewards import RewardFunction, RewardFunctions
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
+from lightning_realloc.rewards.functions import RewardFunction, RewardFunctions
 from lightning_realloc.runtime.packed_forward import packed_logits, sequence_scores, token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.samples import Column, Ragged, Samples
@@ -285,7 +286,11 @@ class PPO(PolicyModule):
 
         An environment's tokens are part of the states that the next token is chosen in, and no steps of their own.
         With ``normalize_values``, returns come in the critic's units, these returns being part of the running moments.
+        All are NaN for a response without a score.
         """
+        return of_judged(samples, samples.tensor("scores"), self._estimates)
+
+    def _estimates(self, samples: Samples) -> dict[str, Column]:
         mask = model_mask(samples)
         behaviour = kept_tokens(samples.ragged("behaviour_logprobs"), mask)
         columns: dict[str, Column] = {}
@@ -322,6 +327,7 @@ class PPO(PolicyModule):
         statistics = token_logprobs(
             actor, batch, temperature=self.sampling.temperature, with_entropy=True, only_responses=True
         )
+        batch = judged_only(batch, "advantages")
         logprobs, entropy, mask = statistics.logprobs, statistics.entropy, batch.response_mask
         assert entropy is not None, "asked for with_entropy"
         behaviour = batch["behaviour_logprobs"]
@@ -346,7 +352,9 @@ class PPO(PolicyModule):
     @train("critic", needs=("rollout", "values", "returns"))
     def critic_loss(self, critic: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
         """Return the clipped squared error of the values."""
-        error = clipped_value_loss(self._values(critic, batch), batch["values"], batch["returns"], clip=self.value_clip)
+        values = self._values(critic, batch)
+        batch = judged_only(batch, "returns")
+        error = clipped_value_loss(values, batch["values"], batch["returns"], clip=self.value_clip)
         mask = batch.response_mask
         clipped = Average(masked_sum(error.clipped.float(), mask), mask.sum())
         loss = averaged_loss(error.values, batch, totals, average=self.loss_average)
@@ -355,20 +363,23 @@ class PPO(PolicyModule):
     # ---- after an iteration
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
         """Return mean scores, rewards, divergences (nats per response) and lengths, and how good the critic was."""
-        summary = {"score": samples.tensor("scores").float().mean(), **reward_summary(samples)}
+        summary = {"score": samples.tensor("scores").float().nanmean(), **reward_summary(samples)}
         names = {"reward": "rewards", "kl_k1": "kl_k1", "kl_k3": "kl_k3", "explained_variance": "explained_variance"}
-        summary |= {name: samples.tensor(column).mean() for name, column in names.items() if column in samples}
+        summary |= {name: samples.tensor(column).nanmean() for name, column in names.items() if column in samples}
         if "kl_k1" in samples:
             summary["kl_coef"] = self.kl_controller.coefficient.float().clone()
         return summary | response_summary(samples)
 
     def on_iteration_end(self, samples: Samples) -> None:
         """Steer the divergence's weight, and take the returns into the running moments."""
+        judged = ~samples.tensor("scores").isnan().cpu()
+        if not bool(judged.any()):
+            return
         if self.has_reference:
-            self.kl_controller.update(samples.tensor("kl_k1").mean())
+            self.kl_controller.update(samples.tensor("kl_k1").nanmean())
         if self.normalize_values:
-            sums = (samples.tensor(name).sum() for name in ("return_sums", "return_square_sums"))
-            self.return_moments.update(num_model_tokens(samples).sum(), *sums)
+            sums = (samples.tensor(name).nansum() for name in ("return_sums", "return_square_sums"))
+            self.return_moments.update(num_model_tokens(samples)[judged].sum(), *sums)
 
     def check_batch(self, batch: Samples) -> None:
         """Refuse data without a column that a reward function asks for, and fewer samples than mini-batches."""

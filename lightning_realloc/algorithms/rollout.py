@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.data.rewards import RewardFunctions, Rewards
 from lightning_realloc.generation import Completion, Conversation, Environment, GenerationEngine, SamplingParams
+from lightning_realloc.rewards.functions import RewardFunctions, Rewards
 from lightning_realloc.runtime.samples import Column, Ragged, Samples
 
 FINISH_REASONS = ("stop", "length", "environment", "unfinished")
 """What a rollout's ``finish_reason`` column counts in."""
+_FAILURES = "reward_failures/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +114,16 @@ def judged_responses(functions: RewardFunctions, samples: Samples, tokenizer: Pr
 
 
 def reward_columns(rewards: Rewards) -> dict[str, Tensor]:
-    """Return the column of every function's rewards, where there are several."""
+    """Return the column of every function's rewards, where there are several, and of failures, where there may be."""
     several = rewards.by_function if len(rewards.by_function) > 1 else {}
-    return {f"reward/{name}": values for name, values in several.items()}
+    failures = {f"{_FAILURES}{name}": failed.float() for name, failed in rewards.failed.items()}
+    return {f"reward/{name}": values for name, values in several.items()} | failures
 
 
 def reward_summary(samples: Samples) -> dict[str, Tensor]:
-    """Return the mean of every function's rewards over the responses that it applied to."""
-    return {name: samples.tensor(name).nanmean() for name in samples.columns if name.startswith("reward/")}
+    """Return the mean of every function's rewards over the responses that it applied to, and how often it failed."""
+    means = {name: samples.tensor(name).nanmean() for name in samples.columns if name.startswith("reward/")}
+    return means | {name: samples.tensor(name).sum() for name in samples.columns if name.startswith(_FAILURES)}
 
 
 def response_summary(samples: Samples) -> dict[str, Tensor]:

@@ -376,6 +376,9 @@ class ReallocStrategy(CheckpointStrategy):
         if self._offloader is not None:
             self._offloader.close()
             self._offloader = None
+        module: Any = self.lightning_module
+        if hasattr(module, "release"):
+            module.release()
         super().teardown()
         give_back_freed_memory()
 
