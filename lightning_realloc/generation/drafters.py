@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.distillation import Distillation
@@ -34,13 +34,32 @@ def build_drafter(speculation: Speculation, target: nn.Module) -> Drafter:
     return lookups[speculation.drafter]()
 
 
+def describe_draft_model(name: str) -> nn.Module:
+    """Return a draft model as far as its shapes go: on the meta device, from its configuration alone.
+
+    Raises:
+        GenerationError: for a configuration that cannot be read.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise _not_loaded(name, error) from error
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    return model
+
+
 def _load(name: str, target: nn.Module, dtype: torch.dtype) -> nn.Module:
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     except (OSError, ValueError) as error:
-        raise GenerationError(
-            f"draft_model={name!r} could not be loaded ({error}); give a Hugging Face name, or a folder with "
-            f"config.json and weights"
-        ) from error
+        raise _not_loaded(name, error) from error
     moved: nn.Module = model.to(next(target.parameters()).device).eval().requires_grad_(False)
     return moved
+
+
+def _not_loaded(name: str, error: Exception) -> GenerationError:
+    return GenerationError(
+        f"draft_model={name!r} could not be loaded ({error}); give a Hugging Face name, or a folder with config.json "
+        f"and weights"
+    )
