@@ -98,7 +98,6 @@ class Problem:
         self._since_training = tuple(self._calls_since_training(i) for i in self.numbers)
         self._needs, self._carried = _dependencies(dataflow, self.calls)
         self.portions: Portions | None = None
-        """How calls are cut where some begin with the first samples of a generation; None where none does."""
         if generation_parts > 1 and overlap != "none":
             self.portions = Portions(dataflow, self.calls, self._needs, self._carried, generation_parts)
         self._layouts: dict[tuple[ParallelDims, int], int] = {}
@@ -197,23 +196,34 @@ class Problem:
         """Return what a state costs; with calls not chosen yet, a bound from below on what it can come to."""
         moves = [self.move_seconds(i, state) for i in self.numbers]
         durations = self._durations(state, moves, offload)
-        work = self._work(state, durations) if None in state else 0.0
-        steps = None
         if self.portions is not None:
-            steps = self.portions.steps(self._masks(state, moves), offload)
-            durations = steps.spread(durations)
-        waits = self._waits_of(state, moves) if steps is None else steps.waits
-        seconds = seconds_per_iteration(durations, waits, self.overlap)
+            seconds = self._seconds_in_portions(state, moves, durations, offload, self.portions)
+        elif self.is_crowded and None not in state:
+            seconds = self._crowded_seconds(durations, self._masks(state, moves), self._needs, self._carried)
+        else:
+            seconds = seconds_per_iteration(durations, self._waits_of(state, moves), self.overlap)
         if None in state:
-            return Score(self._excess(state, offload)[0], 0, max(seconds, work / self.capacity))
-        if self.is_crowded:
-            needs, carried = (self._needs, self._carried) if steps is None else (steps.needs, steps.carried)
-            masks = self._masks(state, moves) if steps is None else steps.masks
-            seconds = crowded_seconds_per_iteration(
-                durations, masks, needs, carried, self.overlap, self.cluster, self.estimator.slowdown
-            )
-        excess, idle = self._excess(state, offload)
-        return Score(excess, idle, seconds)
+            seconds = max(seconds, self._work(state, durations) / self.capacity)
+            return Score(self._excess(state, offload)[0], 0, seconds)
+        return Score(*self._excess(state, offload), seconds)
+
+    def _seconds_in_portions(
+        self, state: State, moves: Sequence[float], durations: Sequence[float], offload: frozenset[str],
+        portions: Portions,
+    ) -> float:  # fmt: skip
+        steps = portions.steps(self._masks(state, moves), offload)
+        spread = steps.spread(durations)
+        if self.is_crowded and None not in state:
+            return self._crowded_seconds(spread, steps.masks, steps.needs, steps.carried)
+        return seconds_per_iteration(spread, steps.waits, self.overlap)
+
+    def _crowded_seconds(
+        self, durations: Sequence[float], masks: Sequence[int], needs: Sequence[Sequence[int]],
+        carried: Sequence[Sequence[int]],
+    ) -> float:  # fmt: skip
+        return crowded_seconds_per_iteration(
+            durations, masks, needs, carried, self.overlap, self.cluster, self.estimator.slowdown
+        )
 
     def move_seconds(self, i: int, state: State) -> float:
         """Return how long weights take to a call in an iteration; 0 where they lie there already, or may.
