@@ -65,3 +65,14 @@ def fused_groups(
         else:
             groups.append((call,))
     return groups
+
+
+BEFORE_FIRST_FINISHED = 0.5
+"""The share of a generation's seconds after which samples begin to finish. An assumption: lengths decide, and slots."""
+
+
+def portion_shares(num_parts: int) -> tuple[float, ...]:
+    """Return what each portion takes of a generating call's seconds, from the one before it: samples finish evenly
+    once the first of them do."""
+    each = (1 - BEFORE_FIRST_FINISHED) / num_parts
+    return (BEFORE_FIRST_FINISHED + each, *[each] * (num_parts - 1))
