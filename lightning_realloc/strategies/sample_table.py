@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from lightning_realloc.errors import PlanError
 from lightning_realloc.runtime.samples import Column, Ragged, Samples
+from lightning_realloc.runtime.training import Totals
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 Holders = Sequence[tuple[int, ...]]
@@ -78,14 +81,27 @@ class SampleTable:
         return [int(n) for n in sum(self.known.ragged(name).lengths for name in columns).tolist()]  # type: ignore[union-attr]
 
     @property
-    def response_lengths(self) -> list[int]:
-        """Response tokens of every sample."""
-        return [int(length) for length in self.known.ragged("response_ids").lengths.tolist()]
+    def learnt(self) -> list[int]:
+        """The positions that training calls work on: all but those whose ``trained`` is False."""
+        if "trained" not in self.known:
+            return list(range(len(self)))
+        return [int(position) for position in self.known.tensor("trained").nonzero().flatten().tolist()]
 
-    @property
-    def groups(self) -> list[int]:
-        """The prompt that every sample answers; the sample itself where it answers none."""
-        return self.known.tensor("prompt_id").tolist() if "prompt_id" in self.known else list(self._ids)
+    def groups(self, group_size: int = 1) -> list[int]:
+        """Return what stays together: the samples of a prompt or, where none is named, each ``group_size`` in a row."""
+        if "prompt_id" in self.known:
+            return [int(prompt_id) for prompt_id in self.known.tensor("prompt_id").tolist()]
+        return [position // group_size for position in range(len(self))]
+
+    def totals(self, positions: Sequence[int], *, group_size: int, sums_of: Sequence[str]) -> Totals:
+        """Return what losses of a mini-batch of these positions divide by."""
+        rows, lengths = torch.tensor(positions), self.known.ragged("response_ids").lengths
+        return Totals(
+            num_sequences=len(positions),
+            num_tokens=int(lengths[rows].sum()),
+            group_size=group_size,
+            sums={name: float(self.known.tensor(name)[rows].sum()) for name in sums_of},
+        )
 
     def ids(self, positions: Iterable[int]) -> list[int]:
         """Return the ids at these positions."""
