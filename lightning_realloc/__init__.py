@@ -16,9 +16,14 @@ if TYPE_CHECKING:
     from lightning_realloc.algorithms.calls import generate as generate
     from lightning_realloc.algorithms.calls import infer as infer
     from lightning_realloc.algorithms.calls import train as train
+    from lightning_realloc.algorithms.dpo import DPO as DPO
     from lightning_realloc.algorithms.grpo import GRPO as GRPO
+    from lightning_realloc.algorithms.kto import KTO as KTO
     from lightning_realloc.algorithms.module import MultiModelModule as MultiModelModule
+    from lightning_realloc.algorithms.orpo import ORPO as ORPO
     from lightning_realloc.algorithms.ppo import PPO as PPO
+    from lightning_realloc.algorithms.process_reward import ProcessReward as ProcessReward
+    from lightning_realloc.algorithms.reward_model import RewardModel as RewardModel
     from lightning_realloc.algorithms.role import Role as Role
     from lightning_realloc.algorithms.sft import SFT as SFT
     from lightning_realloc.callbacks import AutoTuner as AutoTuner
@@ -96,6 +101,11 @@ _HOMES = {
     "GRPO": "algorithms.grpo",
     "PPO": "algorithms.ppo",
     "SFT": "algorithms.sft",
+    "DPO": "algorithms.dpo",
+    "KTO": "algorithms.kto",
+    "ORPO": "algorithms.orpo",
+    "RewardModel": "algorithms.reward_model",
+    "ProcessReward": "algorithms.process_reward",
     "TrainOptions": "runtime.training",
     "ReallocStrategy": "strategies",
     "AutoTuner": "callbacks",

@@ -190,8 +190,9 @@ class MultiModelModule(L.LightningModule):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the first language model that is loaded from a name or folder, unless one was set."""
         if self._tokenizer is None:
-            # Not of a classifier: it may read tokens of another vocabulary.
-            speakers = [role for role in self.roles() if role.task == "causal_lm"]
+            # Not of a classifier beside a language model: it may read tokens of another vocabulary.
+            roles = self.roles()
+            speakers = [role for role in roles if role.task == "causal_lm"] or roles
             sources = [role.source for role in speakers if isinstance(role.source, str | Path)]
             if not sources:
                 raise ConfigError(

@@ -265,7 +265,7 @@ def kto_loss(
     ratios: Tensor, desirable: Tensor, kl: Tensor | float, *, beta: float, desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """Return ``w * (1 - s(beta * (ratio - kl)))`` for each desirable one of the (B,) log-ratios, else with ``kl - ratio``.
+    """Return ``w * (1 - s(beta * (ratio - kl)))`` for the desirable ones of (B,) log-ratios, else with ``kl - ratio``.
 
     Args:
         desirable: (B,) bool.
@@ -294,7 +294,7 @@ def odds_ratio_loss(chosen_means: Tensor, rejected_means: Tensor) -> Tensor:
 
 
 def _log1mexp(values: Tensor) -> Tensor:
-    """Return ``log(1 - exp(x))`` of x < 0 without cancellation. Source: Mächler, vignette of R's package Rmpfr, 2012."""
+    """Return ``log(1 - exp(x))`` of x < 0 without cancellation. Source: Mächler, vignette of R's Rmpfr, 2012."""
     # The half that is not taken gets a harmless value, or its infinite gradient would make the sum NaN.
     near = values > -math.log(2)
     for_near, for_far = torch.where(near, values, -0.5), torch.where(near, -1.0, values)

@@ -56,3 +56,17 @@ def check_minibatches(num_samples: int, options: TrainOptions, *, group_size: in
             f"num_minibatches={options.num_minibatches} needs as many {what}s in an iteration, and this one makes "
             f"{found}; lower num_minibatches, {more}, or leave drop_last on"
         )
+
+
+def check_single_step(why: str, options: TrainOptions) -> None:
+    """Raise ConfigError for options that take several optimizer steps from one batch.
+
+    Args:
+        why: What is worked out over the whole batch before the step.
+    """
+    if options.num_epochs != 1 or options.num_minibatches != 1:
+        raise ConfigError(
+            f"{why}, by the weights before the step: it takes one step a batch, not num_epochs={options.num_epochs} "
+            f"and num_minibatches={options.num_minibatches}; set both to 1 and choose batch_size as large as a step "
+            f"(micro_batch_tokens bounds memory)"
+        )
