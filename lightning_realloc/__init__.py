@@ -31,9 +31,12 @@ if TYPE_CHECKING:
     from lightning_realloc.callbacks import ParameterReallocation as ParameterReallocation
     from lightning_realloc.callbacks import PhaseCallback as PhaseCallback
     from lightning_realloc.callbacks import SaveHuggingFace as SaveHuggingFace
+    from lightning_realloc.data.feedback import BinaryFeedbackDataModule as BinaryFeedbackDataModule
+    from lightning_realloc.data.preferences import PreferenceDataModule as PreferenceDataModule
     from lightning_realloc.data.prompts import PromptDataModule as PromptDataModule
     from lightning_realloc.data.rewards import exact_match as exact_match
     from lightning_realloc.data.sft import SFTDataModule as SFTDataModule
+    from lightning_realloc.data.steps import StepDataModule as StepDataModule
     from lightning_realloc.errors import CheckpointError as CheckpointError
     from lightning_realloc.errors import ConfigError as ConfigError
     from lightning_realloc.errors import DataError as DataError
@@ -92,6 +95,9 @@ _HOMES = {
     "PromptDataModule": "data.prompts",
     "exact_match": "data.rewards",
     "SFTDataModule": "data.sft",
+    "PreferenceDataModule": "data.preferences",
+    "BinaryFeedbackDataModule": "data.feedback",
+    "StepDataModule": "data.steps",
     "MultiModelModule": "algorithms.module",
     "Role": "algorithms.role",
     "compute": "algorithms.calls",
