@@ -189,7 +189,7 @@ class CallRunner:
         self._run += 1
         self._generators.hear(before=self._run - 1)  # where no call generated since, or nobody would let go of it
         workplaces = {call.name: self._workplace(call, iteration) for call in calls if call.role is not None}
-        routes = Routes(calls, workplaces, self._world_size, self._num_parts)
+        routes = Routes(calls, workplaces, self._world_size, self._num_parts, self._module.group_size)
         data = Iteration(batch, routes, self._mailbox, rank=self._rank, run=self._run, version=self._version)
         data.facts |= self._idle.facts(self._rank)
         return data
@@ -353,7 +353,7 @@ class CallRunner:
                 table = data.table(call)
                 steps = data.routes.train_steps(call, table)
                 measured = self._trainee.train(
-                    getattr(self._module, call.method), replica, data.chosen(call), steps, table.token_counts
+                    getattr(self._module, call.method), replica, data.chosen(call), steps, table
                 )
                 self._training_metrics.note(data, call, measured)
             self._pool.weights_changed(str(call.role))

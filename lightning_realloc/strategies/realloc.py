@@ -245,6 +245,7 @@ class ReallocStrategy(CheckpointStrategy):
         trainee = Trainee(
             self, pool.meshes, module.train_options_of, device=self.root_device, rank=self.global_rank,
             seed=module.seed, dropout=module.dropout, share_prompts=module.share_prompts,
+            group_size=module.group_size, sums_of=module.totals_of,
         )  # fmt: skip
         mailbox = Mailbox(self.global_rank, self.world_size, pool.meshes.new_host_group())
         return CallRunner(

@@ -49,6 +49,8 @@ class Routes:
     """All ranks."""
     num_parts: int = 1
     """In how many portions samples are handed on to calls on other ranks while they are generated."""
+    group_size: int = 1
+    """How many neighbours stay together in training, in computations and, where they came together, in inference."""
     fusion: Fusion = field(init=False)
     """Which calls take samples in so."""
     _shares: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
@@ -77,7 +79,7 @@ class Routes:
             place = self.workplaces[call.name]
             self._infers[call.name] = micro_batch_plan(
                 table.lengths, place.layout.data_parallel_size, max_tokens=place.micro_batch_tokens,
-                equal_counts=place.layout.dims.fsdp > 1,
+                equal_counts=place.layout.dims.fsdp > 1, group_size=self.group_size,
             )  # fmt: skip
         return self._infers[call.name]
 
@@ -93,12 +95,13 @@ class Routes:
     def train_steps(self, call: ModelFunctionCall, table: SampleTable) -> tuple[TrainStep, ...]:
         """Return the optimizer steps of a training call."""
         if call.name not in self._trains:
-            place = self.workplaces[call.name]
-            self._trains[call.name] = train_steps(
-                table.lengths, place.train_options, place.layout.data_parallel_size,
+            place, positions, lengths = self.workplaces[call.name], table.learnt, table.lengths
+            steps = train_steps(
+                [lengths[position] for position in positions], place.train_options, place.layout.data_parallel_size,
                 max_tokens=place.micro_batch_tokens, equal_counts=place.layout.dims.fsdp > 1,
-                order_seeds=place.order_seeds,
+                order_seeds=place.order_seeds, group_size=self.group_size,
             )  # fmt: skip
+            self._trains[call.name] = tuple(step.at(positions) for step in steps)
         return self._trains[call.name]
 
     def computed(
@@ -122,8 +125,9 @@ class Routes:
         for position in range(len(table)):
             teams.setdefault(tuple(range(self.world_size)) if made is None else made[position], []).append(position)
         shares: dict[int, tuple[int, ...]] = {}
+        group_of = table.groups(self.group_size)
         for team, positions in teams.items():
-            groups = [table.groups[position] for position in positions]
+            groups = [group_of[position] for position in positions]
             for rank, rows in zip(team, balanced_shares([1] * len(positions), len(team), groups=groups), strict=True):
                 shares[rank] = tuple(positions[row] for row in rows)
         return shares

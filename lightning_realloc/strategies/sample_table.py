@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from lightning_realloc.errors import PlanError
 from lightning_realloc.runtime.samples import Column, Ragged, Samples
+from lightning_realloc.runtime.training import Totals
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 Holders = Sequence[tuple[int, ...]]
@@ -85,9 +88,27 @@ class SampleTable:
         return [int(length) for length in self.known.ragged("response_ids").lengths.tolist()]
 
     @property
-    def groups(self) -> list[int]:
-        """The prompt that every sample answers; the sample itself where it answers none."""
-        return self.known.tensor("prompt_id").tolist() if "prompt_id" in self.known else list(self._ids)
+    def learnt(self) -> list[int]:
+        """The positions that training calls work on: all but those whose ``trained`` is False."""
+        if "trained" not in self.known:
+            return list(range(len(self)))
+        return [int(position) for position in self.known.tensor("trained").nonzero().flatten().tolist()]
+
+    def groups(self, group_size: int = 1) -> list[int]:
+        """Return what stays together: the samples of a prompt or, where none is named, each ``group_size`` in a row."""
+        if "prompt_id" in self.known:
+            return [int(prompt_id) for prompt_id in self.known.tensor("prompt_id").tolist()]
+        return [position // group_size for position in range(len(self))]
+
+    def totals(self, positions: Sequence[int], *, group_size: int, sums_of: Sequence[str]) -> Totals:
+        """Return what losses of a mini-batch of these positions divide by."""
+        rows, counts = torch.tensor(positions), self.token_counts
+        return Totals(
+            num_sequences=len(positions),
+            num_tokens=sum(counts[position] for position in positions),
+            group_size=group_size,
+            sums={name: float(self.known.tensor(name)[rows].sum()) for name in sums_of},
+        )
 
     def ids(self, positions: Iterable[int]) -> list[int]:
         """Return the ids at these positions."""
