@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.fusion import JUDGED, TINY, WHOLE, Readings, Turn, fill, loss_difference, merge, run_arm
+from benchmarks.fusion import FREEING, JUDGED, TINY, WHOLE, Readings, Turn, fill, loss_difference, merge, run_arm
 from benchmarks.harness import BenchmarkReport
 from tests.workers import WorkerPool
 
@@ -31,14 +31,16 @@ def test_losses_count_by_their_size_and_missed_targets_are_told() -> None:
     assert [target.met for target in report.targets] == [False, True, True]
 
 
-def run_tiny() -> tuple[Turn, Turn]:
-    """Run both judged arms."""
-    return run_arm(WHOLE, TINY), run_arm(JUDGED, TINY)
+def run_tiny() -> tuple[Turn, Turn, Turn]:
+    """Run the judged arms."""
+    return run_arm(WHOLE, TINY), run_arm(JUDGED, TINY), run_arm(FREEING, TINY)
 
 
 def test_a_tiny_run_hides_inference_and_learns_the_same(workers: WorkerPool) -> None:
-    whole, parts = workers.run(run_tiny, world_size=2, deadline_s=60.0)[0]
+    whole, parts, together = workers.run(run_tiny, world_size=2, deadline_s=60.0)[0]
     assert whole.tokens == parts.tokens
     assert loss_difference(parts, whole) <= 1e-5
     assert whole.hidden_s == 0.0 < parts.hidden_s < parts.infer_s
     assert pytest.approx(0.5, abs=0.5) == parts.idle_share
+    assert sorted(together.tokens) == sorted(whole.tokens)
+    assert loss_difference(together, whole) <= 1e-5
