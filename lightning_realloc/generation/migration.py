@@ -338,7 +338,7 @@ class _Call:
         assert self._waiting_calls is not None, "who has nothing else to do is not freed"
         try:
             self._finish_up()
-            while not over.has_arrived() and self._waiting_calls.work():
+            while self._waiting_calls.work() and not over.has_arrived():
                 pass
         except Exception:
             self._shipping.abandon()
