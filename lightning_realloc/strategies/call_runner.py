@@ -303,6 +303,7 @@ class CallRunner:
             if self._module.speculation is not None:
                 data.facts |= facts_of_generation(call.name, generator.engine.stats, self._rank)
             moved = generator.migration_stats
+            self._idle.add(0.0 if moved is None else moved.waited_s)
             if moved is not None and not replica.layout.coordinate(self._rank).tp:  # tp ranks move the same samples
                 data.facts |= facts_of_migration(call.name, moved, self._rank)
             return made
