@@ -9,8 +9,9 @@ and a rank is idle once it has nothing left to generate: "still" leaves it so, "
 Arms take turns, with the same prompts and seeds: each a Trainer of its own, a warm-up iteration and then measured ones,
 all ranks meeting between iterations.
 
-Responses end at tokens that are a share of the vocabulary, so their lengths are geometric, and fewer of them run at a
-time than there are. Ranks compute on one thread each.
+Responses end at tokens that are a share of the vocabulary, so their lengths are geometric. Apart, fewer of them run at
+a time than there are; together, all of them do, and a few long ones are left at the end. Ranks compute on one thread
+each.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ PLAN = {"calls": {
     "actor.train": "dp1@0", "critic.train": "dp1@1",
 }}  # fmt: skip
 TOGETHER_PLAN = {"calls": {
-    "actor.generate": {"layout": "dp2", "max_slots": 8},
+    "actor.generate": {"layout": "dp2", "max_slots": 32},
     "reference.infer": "dp2", "reward.infer": "dp2", "critic.infer": "dp2", "actor.train": "dp2", "critic.train": "dp2",
 }}  # fmt: skip
 WORLD_SIZE = 2
@@ -91,6 +92,8 @@ class Workload:
     """At most, of a response."""
     mean_tokens: int = 96
     """About, were responses not cut off."""
+    mean_together: int = 48
+    """The same where all calls run on both ranks: there all samples begin at once, and the longest ones decide."""
     arms: tuple[Arm, ...] = (WHOLE, apart(2), JUDGED, apart(8), STILL, MOVING, FREEING)
     measured: int = 2
     """Iterations after the first one."""
@@ -98,7 +101,7 @@ class Workload:
 
 TINY = Workload(
     hidden_size=64, intermediate_size=128, num_layers=2, vocabulary=512, num_prompts=6, prompt_tokens=8, new_tokens=12,
-    mean_tokens=6, arms=(WHOLE, JUDGED, STILL, FREEING), measured=1,
+    mean_tokens=6, mean_together=6, arms=(WHOLE, JUDGED, STILL, FREEING), measured=1,
 )  # fmt: skip
 
 
@@ -183,7 +186,8 @@ def _make_module(arm: Arm, work: Workload, noted: Readings) -> Any:
         num_hidden_layers=work.num_layers, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512,
         tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    ends = tuple(range(work.vocabulary - max(1, work.vocabulary // work.mean_tokens), work.vocabulary))
+    mean_tokens = work.mean_tokens if arm.ranks == "apart" else work.mean_together
+    ends = tuple(range(work.vocabulary - max(1, work.vocabulary // mean_tokens), work.vocabulary))
     sampling = SamplingParams(max_new_tokens=work.new_tokens, stop_token_ids=ends)
 
     def adam(parameters: Any) -> torch.optim.Optimizer:
