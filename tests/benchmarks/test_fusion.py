@@ -29,6 +29,11 @@ def test_losses_count_by_their_size_and_missed_targets_are_told() -> None:
     fill(report, {WHOLE: [TURN], JUDGED: [near]})
     assert [row["over_whole"] for row in report.rows] == [1.0, 0.8]
     assert [target.met for target in report.targets] == [False, True, True]
+    tipped = replace(near, tokens=((1, 2), (4,)), losses=(0.5, 1.0))
+    report = BenchmarkReport("fusion")
+    fill(report, {WHOLE: [TURN, TURN], JUDGED: [near, tipped]})
+    assert report.rows[1]["same"] == 0.5
+    assert [target.met for target in report.targets] == [False, True, False]  # losses count where tokens are the same
 
 
 def run_tiny() -> tuple[Turn, Turn, Turn]:
