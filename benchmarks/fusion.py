@@ -48,7 +48,7 @@ TOGETHER_PLAN = {"calls": {
 WORLD_SIZE = 2
 INFER = ("reference.infer", "reward.infer", "critic.infer")
 TOLERANCE = 1e-5
-SAME_RESPONSES = 0.99
+SAME_RESPONSES = 0.98
 """In float32 the rounding of another batch, or of a weight, tips a draw now and then: about one in 10,000."""
 ADAM_EPS = 1e-4
 """Adam's usual 1e-8 turns the last bit of a tiny gradient, which depends on the order of sums, into a whole step."""
