@@ -68,6 +68,7 @@ class ReallocStrategy(CheckpointStrategy):
             step (arXiv:2410.18252), which losses that weigh by the probability at rollout account for.
         generation_parts: In how many portions a generating rank hands on its samples to inference on other ranks, which
             then runs beside the rest of the generation. Losses change by rounding alone. 1 hands on all at the end.
+            Where samples move between ranks, it also lets ranks be freed for inference that waits for their samples.
         cluster: Nodes, devices and memory; by default what this machine shows.
         memory_per_device: What a plan may need of one device, as a number of bytes or as in ``"24GiB"``; by default
             what the cluster's devices have. A plan that needs more is refused before models are built.

@@ -72,9 +72,14 @@ class Routes:
         return self._shares[call.name]
 
     def micro_batches(self, call: ModelFunctionCall, table: SampleTable) -> tuple[tuple[MicroBatch, ...], ...]:
-        """Return for every data-parallel rank the forward passes of an inference call, of a fused one unit by unit."""
+        """Return for every data-parallel rank the forward passes of an inference call, of a fused one unit by unit.
+
+        Those that a rank made while others generated come first; what nobody did is shared out.
+        """
         if call.name in self.fusion.sources and call.name not in self._infers:
             self._infers[call.name] = self._unit_micro_batches(call, table)
+        if call.name in table.early and call.name not in self._infers:
+            self._infers[call.name] = self._early_and_rest(call, table)
         if call.name not in self._infers:
             place = self.workplaces[call.name]
             self._infers[call.name] = micro_batch_plan(
@@ -90,6 +95,23 @@ class Routes:
             shares = self.fusion.unit_shares(call, [lengths[position] for position in unit])
             for plan, share in zip(plans, shares, strict=True):
                 plan += [MicroBatch(tuple(unit[row] for row in micro.positions), micro.counts) for micro in share]
+        return tuple(map(tuple, plans))
+
+    def _early_and_rest(self, call: ModelFunctionCall, table: SampleTable) -> tuple[tuple[MicroBatch, ...], ...]:
+        place, early = self.workplaces[call.name], table.early[call.name]
+        num_shares = place.layout.data_parallel_size
+        plans: list[list[MicroBatch]] = [[] for _ in range(num_shares)]
+        for rank, packs in early.items():
+            plans[place.layout.data_parallel_index(rank)] += [MicroBatch(tuple(pack), True) for pack in packs]
+        done = {position for packs in early.values() for pack in packs for position in pack}
+        rest = [position for position in range(len(table)) if position not in done]
+        if rest:
+            all_lengths = table.lengths
+            lengths = [all_lengths[position] for position in rest]
+            shares = micro_batch_plan(lengths, num_shares, max_tokens=place.micro_batch_tokens, equal_counts=False)
+            for plan, share in zip(plans, shares, strict=True):
+                counted = (micro for micro in share if micro.counts)
+                plan += [MicroBatch(tuple(rest[row] for row in micro.positions), True) for micro in counted]
         return tuple(map(tuple, plans))
 
     def train_steps(self, call: ModelFunctionCall, table: SampleTable) -> tuple[TrainStep, ...]:

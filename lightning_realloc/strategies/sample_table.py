@@ -6,7 +6,7 @@ sequences are held where they were made and where they are worked on, and nowher
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -58,12 +58,21 @@ class SampleTable:
         known: Ids and what is known of all samples on every rank, in the table's order.
         is_batch: Whether ``known`` holds the sequences too, as the loader's batch does.
         units: The positions of each portion in which the samples came, ascending; in the order of portions.
+        early: Call -> rank -> what it worked on while others generated: the positions of each forward pass.
     """
 
-    def __init__(self, known: Samples, *, is_batch: bool, units: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(
+        self,
+        known: Samples,
+        *,
+        is_batch: bool,
+        units: Sequence[Sequence[int]] = (),
+        early: Mapping[str, Mapping[int, Sequence[tuple[int, ...]]]] | None = None,
+    ) -> None:
         self.known = known
         self.is_batch = is_batch
         self.units = units
+        self.early = early or {}
         self._ids = known.ids.tolist()
         self._held: dict[str, list[Samples]] = {}
 
