@@ -30,7 +30,7 @@ def run_epochs(world_size: int, everything: bool, ratio_to: str, num_minibatches
     options = TrainOptions(num_minibatches=num_minibatches)
     module = runs.grpo(ratio_to=ratio_to, train_options=options, sampling=LONGER, learning_rate=1e-3, **features)
     plan = {"calls": {call.name: f"dp{world_size}" for call in module.dataflow.model_calls}}
-    strategy = ReallocStrategy(plan, generation_parts=4 if everything else 1)
+    strategy = ReallocStrategy(plan)
     with mock.patch.multiple(migration, plan_balance=at_random, PERIOD_STEPS=1):
         outcome = runs.train(module, strategy, world_size, Batches(2), max_epochs=3)
     moved = sum(logged.pop("moved_samples/actor.generate", 0.0) for logged in outcome.logged)
