@@ -125,6 +125,7 @@ class PolicyModule(MultiModelModule):
     # ---- responses that go on in the next iteration
     def setup(self, stage: str) -> None:
         """Refuse a strategy under which nothing can be carried on; begin a fit with nothing."""
+        super().setup(stage)
         if stage != "fit" or self.rollout_budget is None:
             return
         self._carried = None
