@@ -28,6 +28,7 @@ CASES: Mapping[str, tuple[str, str, Mapping[str, Any], Sequence[Any]]] = {
          "label_smoothing": 0.1, "train_options": runs.options(**SMALL)},
         REFERENCE_PLANS,
     ),
+    "dpo with adapters": ("dpo_with_adapters", "pairs", {"train_options": runs.options(**SMALL)}, REFERENCE_PLANS),
     "aot": ("dpo", "pairs", {"loss": "aot_unpaired", "train_options": runs.options(**SMALL)}, REFERENCE_PLANS),
     "kto": ("kto", "judged", {"train_options": runs.options(**SMALL)}, REFERENCE_PLANS),
     "kto from zero": (
