@@ -62,7 +62,7 @@ def test_a_pair_becomes_two_samples_with_one_prompt(row: dict[str, Any], expecte
     batch = batch_of(PreferenceDataModule, row)
     prompt, chosen, rejected = expected
     assert texts(batch) == [(prompt, chosen), (prompt, rejected)]
-    assert batch.objects("chosen") == (row["chosen"],) * 2
+    assert batch.objects("prompt") == ("1+1=" if prompt == "1+1=" else ASK,) * 2
 
 
 def test_a_batch_counts_pairs_and_margins_belong_to_both_sides() -> None:
@@ -82,8 +82,11 @@ def test_the_prompt_is_what_both_sides_begin_with() -> None:
     assert implied_prompt("ab", ASK) is None
 
 
-def test_equal_prompts_are_held_out_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("implied", [False, True])
+def test_equal_prompts_are_held_out_together(implied: bool, tmp_path: Path) -> None:
     rows = [{"prompt": f"{n % 5}", "chosen": f"a{n}", "rejected": f"b{n}"} for n in range(20)]
+    if implied:
+        rows = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in rows]
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     module = PreferenceDataModule(file, batch_size=2, val_fraction=0.4, seed=3, tokenizer=byte_tokenizer())
