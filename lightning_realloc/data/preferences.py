@@ -72,7 +72,7 @@ class PreferenceDataModule(ResponseDataModule):
         """Return all rows, each with a prompt: what both sides begin with, where the data name none."""
         rows = super().read(source)
         self.require(rows, "chosen", "rejected")
-        return tuple(_with_prompt(row) for row in rows)
+        return tuple(with_prompt(row) for row in rows)
 
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
         """Return both samples of every pair that fits."""
@@ -112,7 +112,7 @@ def implied_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | None:
     return chosen[:length], chosen[length:], rejected[length:]
 
 
-def _with_prompt(row: Row) -> Row:
+def with_prompt(row: Row) -> Row:
     """Return the row with its prompt.
 
     Raises:

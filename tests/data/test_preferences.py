@@ -147,6 +147,17 @@ def test_judged_responses_keep_their_labels() -> None:
     assert batch.tensor("label").tolist() == [True, False]
 
 
+def test_pairs_are_judged_responses_too() -> None:
+    rows = [{"chosen": "1+1=2", "rejected": "1+1=3", "by": "me"}]
+    module = BinaryFeedbackDataModule(rows, batch_size=2, tokenizer=chat(), shuffle=False)
+    module.setup()
+    (batch,) = module.train_dataloader()
+    assert texts(batch) == [("1+1=", "2<eos>"), ("1+1=", "3<eos>")]
+    assert batch.tensor("label").tolist() == [True, False] and batch.objects("by") == ("me", "me")
+    with pytest.raises(DataError, match="row 0 of the data set: chosen and rejected are equal"):
+        batch_of(BinaryFeedbackDataModule, {**PAIR, "rejected": "2"})
+
+
 @pytest.mark.parametrize(
     ("row", "rule"),
     [
