@@ -20,10 +20,13 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _InstantiatorFn
 
 # Imported for their names: a configuration may say GRPO or SFTDataModule without the module.
-from lightning_realloc.algorithms import GRPO, PPO, SFT
+from lightning_realloc.algorithms import DPO, GRPO, KTO, ORPO, PPO, SFT, ProcessReward, RewardModel
 from lightning_realloc.callbacks import AutoTuner, MemoryMonitor, ParameterReallocation, SaveHuggingFace
+from lightning_realloc.data.feedback import BinaryFeedbackDataModule
+from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.sft import SFTDataModule
+from lightning_realloc.data.steps import StepDataModule
 from lightning_realloc.report.plan_command import run_plan
 from lightning_realloc.report.plan_request import PLAN_HELP, plan_parser
 from lightning_realloc.strategies import ReallocStrategy
@@ -36,8 +39,16 @@ SHORT_NAMES = (
     GRPO,
     PPO,
     SFT,
+    DPO,
+    KTO,
+    ORPO,
+    RewardModel,
+    ProcessReward,
     PromptDataModule,
     SFTDataModule,
+    PreferenceDataModule,
+    BinaryFeedbackDataModule,
+    StepDataModule,
     ReallocStrategy,
     ParameterReallocation,
     SaveHuggingFace,

@@ -290,7 +290,7 @@ def test_a_plan_is_checked_without_weights(workers: WorkerPool, folder: Path) ->
         [*both, "--cluster", "h100:1x8", "--prompt-length", "100", "--response-length", "100"],
         [*both, "--memory-per-device", "2MiB", "--batch", "8"],
         lines,
-        [*both, "--algorithm", "dpo"],
+        [*both, "--algorithm", "other"],
         ["plan", "--check", "eight.yaml", "--model", "shape"],
     )
 
@@ -302,5 +302,5 @@ def test_a_plan_is_checked_without_weights(workers: WorkerPool, folder: Path) ->
     assert "on rank 0 in actor.train, and a device has 2.00 MiB" in exceeds.errors
     assert lacks.code == unknown.code == unnamed.code == 2
     assert "the plan names reference.infer, which this algorithm has not" in lacks.errors
-    assert "--algorithm=dpo is not one of grpo, ppo, sft" in unknown.errors
+    assert "--algorithm=other is not one of grpo, ppo, sft" in unknown.errors
     assert "--model=shape must name a role and its model" in unnamed.errors

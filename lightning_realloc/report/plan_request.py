@@ -10,14 +10,16 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from lightning_realloc.algorithms import GRPO, PPO, SFT
+from lightning_realloc.algorithms import DPO, GRPO, KTO, ORPO, PPO, SFT, RewardModel
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.memory_parts import Workload, parse_bytes
 
-ALGORITHMS: dict[str, type[MultiModelModule]] = {"grpo": GRPO, "ppo": PPO, "sft": SFT}
+ALGORITHMS: dict[str, type[MultiModelModule]] = {
+    "grpo": GRPO, "ppo": PPO, "sft": SFT, "dpo": DPO, "kto": KTO, "orpo": ORPO, "reward": RewardModel,
+}  # fmt: skip
 """What ``--algorithm`` may name."""
 ROLES = ("actor", "critic", "reference", "reward")
 """Roles with flags of their own."""
