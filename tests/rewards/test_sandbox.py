@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -114,6 +115,33 @@ def test_no_more_processes_than_allowed_and_none_is_left(tmp_path: Path, namespa
         assert running_in(tmp_path) == []
     assert (tmp_path / "there").exists()  # there was a daemon
     assert time.monotonic() - began < 15.0
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from lightning_realloc.rewards.sandbox import run_limited
+from lightning_realloc.rewards.supervisor import Limits
+code = "import time; open('here', 'w').close(); time.sleep(60)"
+limits = Limits(60.0, 5, 2**28, 2**16, 6, 2**12)
+command = [sys.executable, "-I", "-S", "-c", code]
+run_limited(command, folder=Path(sys.argv[1]), limits=limits, namespaces=len(sys.argv) < 3)
+"""
+
+
+@linux
+@pytest.mark.parametrize("without", [[], ["namespaces"]])
+def test_a_program_ends_with_a_run_that_is_killed(tmp_path: Path, without: list[str]) -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), *without]) as killed:
+        until = time.monotonic() + 20.0
+        while not (tmp_path / "here").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert len(running_in(tmp_path)) == 1
+        killed.kill()
+    until = time.monotonic() + 5.0
+    while running_in(tmp_path) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert running_in(tmp_path) == []
 
 
 @linux
