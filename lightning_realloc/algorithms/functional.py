@@ -181,6 +181,23 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, 0.0).sum()
 
 
+def kept_tokens(values: Ragged, mask: Ragged | None) -> Ragged:
+    """Return every sequence without the values whose ``mask`` is False; None keeps all."""
+    if mask is None:
+        return values
+    counts = sequence_sums(Ragged(mask.values.long(), mask.lengths)).cpu()
+    return Ragged(values.values[mask.values.to(values.values.device)], counts)
+
+
+def spread_tokens(values: Ragged, mask: Ragged | None) -> Ragged:
+    """Return what :func:`kept_tokens` was given, with zeros where the ``mask`` is False."""
+    if mask is None:
+        return values
+    whole = values.values.new_zeros(mask.num_tokens)
+    whole[mask.values.to(whole.device)] = values.values
+    return Ragged(whole, mask.lengths)
+
+
 def sequence_sums(values: Ragged) -> Tensor:
     """Return the (B,) sums of the sequences' values, zero for an empty one."""
     owner = torch.repeat_interleave(torch.arange(len(values)), values.lengths).to(values.values.device)

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning_realloc.errors import RewardError
+from lightning_realloc.errors import ReallocError, RewardError
 
 RewardFunction = Callable[..., Any]
 """``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, plain or ``async``."""
@@ -19,22 +19,24 @@ SERVICES = frozenset({"trainer_state", "log_extra", "log_metric"})
 """What TRL hands to functions besides data: how far the run is, and two functions that take down values."""
 
 
-def import_function(path: str) -> RewardFunction:
+def import_function(
+    path: str, *, what: str = "reward function", error: type[ReallocError] = RewardError
+) -> Callable[..., Any]:
     """Return what ``package.module:name`` or ``package.module.name`` names.
 
     Raises:
-        RewardError: when the module cannot be imported or has no such name.
+        RewardError: (or another ``error``, about a ``what``) when the module cannot be imported or has no such name.
     """
     module_name, _, name = path.replace(":", ".").rpartition(".")
     if not module_name or not name:
-        raise RewardError(f"a reward function's import path is 'package.module:name'; got {path!r}")
+        raise error(f"a {what}'s import path is 'package.module:name'; got {path!r}")
     try:
         function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise RewardError(
-            f"reward function {path!r} cannot be imported ({error}); "
+    except (ImportError, AttributeError) as problem:
+        raise error(
+            f"{what} {path!r} cannot be imported ({problem}); "
             f"check the spelling and that its folder is installed or on PYTHONPATH"
-        ) from error
+        ) from problem
     return function  # type: ignore[no-any-return]
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from lightning_realloc.algorithms.role import Role
 from lightning_realloc.callbacks import MemoryMonitor
 from lightning_realloc.errors import PlanError
-from lightning_realloc.generation import SamplingParams
+from lightning_realloc.generation import SamplingParams, Speculation
 from lightning_realloc.runtime.live_memory import StorageMeter
 from lightning_realloc.runtime.samples import Ragged, Samples
 from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.strategies.memory import engine_memory
 from lightning_realloc.tuning.memory import forecast_memory
 from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory, Workload
 from lightning_realloc.tuning.model_shape import ModelShape
@@ -53,14 +56,17 @@ class EvenBatches:
             yield Samples(torch.arange(8) + 8 * index, columns)
 
 
-def compare(plan: dict[str, Any], family: str = "llama", **sizes: Any) -> Comparison:
+def compare(
+    plan: dict[str, Any], family: str = "llama", generation: dict[str, Any] | None = None, **sizes: Any
+) -> Comparison:
     """Train for two iterations and return what this rank needed beside what was worked out."""
     world_size, monitor = runs.world_size(), MemoryMonitor()
     standing = _bytes_alive()  # what earlier tests left in this process
     config = tiny_model(family, **sizes).config
     sampling = SamplingParams(n=LOAD.samples_per_prompt, max_new_tokens=LOAD.response_tokens, ignore_eos=True)
     options = runs.options(micro_batch_tokens=LOAD.micro_batch_tokens)
-    module = runs.grpo(actor=config, reference=config, sampling=sampling, train_options=options)
+    given = {"sampling": sampling, "train_options": options, **(generation or {})}
+    module = runs.grpo(actor=config, reference=config, **given)
     module.share_prompts = False
     trainer = runs.trainer(ReallocStrategy(plan), world_size, callbacks=[monitor])
     trainer.fit(module, EvenBatches())  # type: ignore[arg-type]
@@ -70,7 +76,10 @@ def compare(plan: dict[str, Any], family: str = "llama", **sizes: Any) -> Compar
         model = pool.home(role).model_layout.model
         roles[role] = RoleMemory(model=model, shape=ModelShape.read(config, model))
     rank = trainer.global_rank
-    forecast = forecast_memory(pool.dataflow, pool.plan, roles, SETTINGS, LOAD, ranks=(rank,))
+    settings = replace(SETTINGS, engine=engine_memory(module, torch.device("cpu"), torch.float32))
+    forecast = forecast_memory(pool.dataflow, pool.plan, roles, settings, LOAD, ranks=(rank,))
+    draft = None if module.speculation is None else module.speculation.draft_model
+    standing -= 0 if draft is None else _mapped_bytes(draft)
     return {call: (forecast.at(call, rank).total, peak - standing) for call, peak in monitor.phases.items()}
 
 
@@ -79,6 +88,12 @@ def _bytes_alive() -> int:
     meter.start()
     meter.stop()
     return meter.current_bytes
+
+
+def _mapped_bytes(folder: str) -> int:
+    """Return the bytes of weights that lie in memory which torch did not allocate, and the monitor does not count."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder)
+    return sum(weight.nbytes for weight in loaded.parameters() if not weight.untyped_storage().resizable())
 
 
 def check(found: list[Comparison]) -> None:
@@ -108,6 +123,16 @@ def test_peaks_are_predicted_where_a_role_is_absent(workers: WorkerPool) -> None
 def test_peaks_of_other_families_are_predicted(workers: WorkerPool, family: str) -> None:
     plan = calls(actor_train="dp1", actor_generate="dp1", reference_infer="dp1")
     check(workers.run(compare, plan, family, world_size=1, init_process_group=False, deadline_s=120.0))
+
+
+def test_peaks_are_predicted_where_a_draft_model_learns_and_the_cache_is_bounded(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    tiny_model("llama", hidden_size=96, num_hidden_layers=3).save_pretrained(tmp_path)
+    drafts = Speculation(drafter="model", draft_model=str(tmp_path), draft_learning_rate=1e-3, num_draft_tokens=2)
+    plan = calls(actor_train="dp2", actor_generate="dp2", reference_infer="dp2")
+    settings = {"speculation": drafts, "max_cache_bytes": 300_000}
+    check(workers.run(compare, plan, "llama", settings, world_size=2, init_process_group=False))
 
 
 @pytest.mark.slow
