@@ -61,9 +61,9 @@ def test_what_takes_too_long_is_ended(tmp_path: Path, namespaces: bool) -> None:
     began = time.monotonic()
     waits = run("import time; print('here', flush=True); time.sleep(60)", tmp_path, wall_s=0.5, namespaces=namespaces)
     assert (waits.exit_code, waits.reason, waits.output) == (None, "it took more than 0.5 seconds", "here\n")
-    computes = run("while True: pass", tmp_path, cpu_s=1, namespaces=namespaces)
+    computes = run("while True: pass", tmp_path, cpu_s=1, wall_s=60.0, namespaces=namespaces)
     assert computes.exit_code == -24  # SIGXCPU
-    assert time.monotonic() - began < 8.0
+    assert time.monotonic() - began < 40.0
     assert running_in(tmp_path) == []
 
 
@@ -114,7 +114,7 @@ def test_no_more_processes_than_allowed_and_none_is_left(tmp_path: Path, namespa
         assert (ending.exit_code, ending.reason) == (0, ""), ending
         assert running_in(tmp_path) == []
     assert (tmp_path / "there").exists()  # there was a daemon
-    assert time.monotonic() - began < 15.0
+    assert time.monotonic() - began < 40.0  # daemons sleep for 60
 
 
 KILLED = """
