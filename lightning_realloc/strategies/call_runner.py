@@ -194,7 +194,7 @@ class CallRunner:
     def _work_on(self, data: Iteration, calls: Sequence[ModelFunctionCall]) -> None:
         """Run some calls of a batch."""
         last = max((index for index, call in enumerate(data.routes.calls) if call.kind != "train"), default=-1)
-        alone = self._pool.roles if self._frees_copies else self._pool.plan.offload
+        alone = self._pool.alone(frees_copies=self._frees_copies)
         for group in data.routes.fusion.groups(calls, alone=alone):
             if group[0].name in data.routes.fusion.sources:
                 seconds = self._infer_together(group, data)
@@ -291,7 +291,7 @@ class CallRunner:
         if num_parts > 1:
             generator.engine.outlet = Outlet(num_parts, lambda made: data.hand_on(call, made))
         try:
-            with self._precise():
+            with self._precise(), self._pool.adapted_for(call, replica.model):
                 made: Samples = getattr(self._module, call.method)(generator.engine, prompts)
             self._generators.tell(generator, data.run, data.index(call))
             if self._module.speculation is not None:
@@ -354,7 +354,7 @@ class CallRunner:
                     getattr(self._module, call.method), replica, data.chosen(call), steps, table.response_lengths
                 )
                 self._training_metrics.note(data, call, measured)
-            self._pool.weights_changed(str(call.role))
+            self._pool.weights_trained(str(call.role))
             self._pool.weights_followed(str(call.role))
         return takes_part
 
