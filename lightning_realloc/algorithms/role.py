@@ -170,7 +170,8 @@ class Role:
     def describe_adapters(self) -> tuple[Any, ...]:
         """Return what the time of its passes depends on besides the model's config; () without adapters."""
         config = self._adapter_config()
-        return () if config is None else (config.to_dict(),)
+        options = {} if config is None else config.to_dict()  # sets are in another order on every rank
+        return tuple((name, sorted(v) if isinstance(v, set) else v) for name, v in options.items())
 
     def _adapter_config(self) -> Any | None:
         """Return the configuration of the adapters that are trained, None for none."""
