@@ -125,6 +125,35 @@ def test_a_configuration_is_printed_whole_and_read_again(workers: WorkerPool, fo
     assert altered["trainer"]["strategy"]["init_args"]["plan"] == {"calls": {"actor.train": "fsdp2"}}
 
 
+TOOLS = """
+class Digits:
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def __call__(self, turn):
+        return self.tokenizer("3", add_special_tokens=False)["input_ids"]
+"""
+
+
+def test_conversations_and_budgets_are_settings_of_a_file(workers: WorkerPool, folder: Path) -> None:
+    (folder / "tools.py").write_text(TOOLS)
+    model = json.loads(json.dumps(CONFIG["model"]))
+    model["init_args"] |= {
+        "sampling": {"n": 2, "max_new_tokens": 8, "stop_token_ids": list(range(160, 320))},
+        "environment": "tools:Digits", "conversation": {"max_turns": 3}, "rollout_budget": {"tokens": 10},
+    }  # fmt: skip
+    (folder / "talking.yaml").write_text(yaml.safe_dump(CONFIG | {"model": model}))
+    line = ["fit", "--config", "talking.yaml"]
+    fitted, printed, refused = _run(
+        workers, folder, line, [*line, "--print_config"], [*line, "--model.rollout_budget.tokens", "0"]
+    )
+    assert fitted.code == 0, fitted.errors
+    settings = yaml.safe_load(printed.output)["model"]["init_args"]
+    assert settings["environment"] == "tools:Digits" and settings["conversation"]["deadline_s"] == 60.0
+    assert settings["rollout_budget"] == {"tokens": 10, "seconds": None, "max_staleness": 4, "late": "finish"}
+    assert refused.code == 2 and "RolloutBudget(tokens=0) must be at least 1" in refused.errors
+
+
 def test_realloc_is_the_strategy_unless_a_file_says_otherwise(workers: WorkerPool, folder: Path) -> None:
     printed = _run(workers, folder, ["fit", "--print_config"])[0]
 

@@ -15,7 +15,10 @@ Names = str | tuple[str, ...]
 
 
 def generate(role: str, *, produces: Names, needs: Names = "batch") -> Callable[[Method], Method]:
-    """Declare ``method(self, engine, prompts) -> Samples``: this rank's prompts in, their responses out."""
+    """Declare ``method(self, engine, prompts) -> Samples``: this rank's prompts in, their responses out.
+
+    A method that leaves some of them for the next iteration returns :class:`Divided`; see ``on_samples_carried``.
+    """
     return _declare("generate", role, needs, produces)
 
 

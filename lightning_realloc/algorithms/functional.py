@@ -37,6 +37,7 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, std_eps: float | None =
     """Return how much better each of the (B,) rewards is than its group: ``(r - mean) / (std + std_eps)``.
 
     The standard deviation is the unbiased one, zero in a group of one. All samples of a group must be here.
+    A reward of NaN is missing: it is left out of its group, and its own advantage is NaN.
 
     Args:
         groups: (B,) integers; samples with the same one answer the same prompt.
@@ -45,12 +46,13 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, std_eps: float | None =
     Source: Shao et al., arXiv:2402.03300, §4.1.2; without the deviation: Liu et al., arXiv:2503.20783, eq. 3.
     """
     members, index = torch.unique(groups.to(rewards.device), return_inverse=True)
-    counts = rewards.new_zeros(members.shape[0]).index_add_(0, index, torch.ones_like(rewards))
-    mean = rewards.new_zeros(members.shape[0]).index_add_(0, index, rewards) / counts
+    there = ~rewards.isnan()
+    counts = rewards.new_zeros(members.shape[0]).index_add_(0, index, there.to(rewards))
+    mean = rewards.new_zeros(members.shape[0]).index_add_(0, index, rewards.nan_to_num()) / counts
     centred = rewards - mean[index]
     if std_eps is None:
         return centred
-    squares = rewards.new_zeros(members.shape[0]).index_add_(0, index, centred.square())
+    squares = rewards.new_zeros(members.shape[0]).index_add_(0, index, torch.where(there, centred, 0.0).square())
     std = (squares / (counts - 1).clamp(min=1)).sqrt()
     return centred / (std[index] + std_eps)
 
@@ -177,6 +179,23 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLEstimato
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Return the sum of the ``values`` whose ``mask`` is True; what the others hold, even NaN, does not matter."""
     return torch.where(mask, values, 0.0).sum()
+
+
+def kept_tokens(values: Ragged, mask: Ragged | None) -> Ragged:
+    """Return every sequence without the values whose ``mask`` is False; None keeps all."""
+    if mask is None:
+        return values
+    counts = sequence_sums(Ragged(mask.values.long(), mask.lengths)).cpu()
+    return Ragged(values.values[mask.values.to(values.values.device)], counts)
+
+
+def spread_tokens(values: Ragged, mask: Ragged | None) -> Ragged:
+    """Return what :func:`kept_tokens` was given, with zeros where the ``mask`` is False."""
+    if mask is None:
+        return values
+    whole = values.values.new_zeros(mask.num_tokens)
+    whole[mask.values.to(whole.device)] = values.values
+    return Ragged(whole, mask.lengths)
 
 
 def sequence_sums(values: Ragged) -> Tensor:

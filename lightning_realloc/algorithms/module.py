@@ -16,7 +16,7 @@ import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainerState
 
 from lightning_realloc.algorithms.adapters import AdapterSource
 from lightning_realloc.algorithms.calls import declared_calls
@@ -24,6 +24,7 @@ from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.errors import CheckpointError, ConfigError, PlanError
 from lightning_realloc.generation import Speculation
+from lightning_realloc.rewards.functions import RewardFunctions
 from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
@@ -61,6 +62,11 @@ class MultiModelModule(L.LightningModule):
     share_prompts: bool = False
     """Whether samples next to each other in a pack may hold the same prompt once; models must look back only, and
     methods find the token before a token by ``PackedBatch.predecessors``, as ``token_logprobs`` does."""
+    group_size: int = 1
+    """How many samples next to each other belong together, as a chosen response and the rejected one do: they are in
+    one micro-batch, in this order, and in one mini-batch. Batches hold whole groups."""
+    totals_of: tuple[str, ...] = ()
+    """The batch's columns of one number per sample whose sums over a mini-batch a loss gets in ``totals.sums``."""
     dropout: bool = False
     """Whether dropout is active in training; policies are trained on the distribution that they were sampled from."""
 
@@ -151,12 +157,32 @@ class MultiModelModule(L.LightningModule):
     def check_batch(self, batch: Samples) -> None:
         """Raise for a batch that the algorithm cannot use; called before any of its calls."""
 
+    def prepare_batch(self, batch: Samples) -> Samples:
+        """Return the batch as the calls take it: the same one, unless samples or columns are to be added.
+
+        Every rank does it alike. Samples whose column ``trained`` (B,) is False are no part of training calls.
+        """
+        return batch
+
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
         """Return what to log about an iteration's or an evaluation's samples; the same on every rank.
 
         The samples have every column of one value per sample; sequences come as their lengths alone.
         """
         return {}
+
+    def with_carried(self, batch: Samples) -> Samples:
+        """Return what an iteration works on: the loader's batch, and prompts of earlier ones that it goes on with.
+
+        The same on every rank.
+        """
+        return batch
+
+    def on_samples_carried(self, samples: Samples | None, *, num_learnt: int) -> None:
+        """Take what generating calls left for the next iteration, the same on every rank; None: nothing.
+
+        ``num_learnt`` samples were learnt from.
+        """
 
     def on_iteration_end(self, samples: Samples) -> None:
         """Update what the algorithm keeps between iterations, from the same samples as :meth:`summarize` gets.
@@ -199,8 +225,9 @@ class MultiModelModule(L.LightningModule):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the first language model that is loaded from a name or folder, unless one was set."""
         if self._tokenizer is None:
-            # Not of a classifier: it may read tokens of another vocabulary.
-            speakers = [role for role in self.roles() if role.task == "causal_lm"]
+            # Not of a classifier beside a language model: it may read tokens of another vocabulary.
+            roles = self.roles()
+            speakers = [role for role in roles if role.task == "causal_lm"] or roles
             sources = [role.source for role in speakers if isinstance(role.source, str | Path)]
             if not sources:
                 raise ConfigError(
@@ -215,6 +242,17 @@ class MultiModelModule(L.LightningModule):
         self._tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
 
     # ---- Lightning's hooks
+    def setup(self, stage: str) -> None:
+        """Let reward functions make sure that they can work, before any weights are loaded."""
+        for functions in self._reward_functions_kept():
+            functions.trainer_state = self._trainer_state
+            functions.start()
+
+    def release(self) -> None:
+        """End what reward functions keep running; the strategy calls it when a run is over, however it ended."""
+        for functions in self._reward_functions_kept():
+            functions.close()
+
     def configure_model(self) -> None:
         """Build every model that is not built yet; called again before validate and test."""
         self._check_adapted_roles()
@@ -260,7 +298,7 @@ class MultiModelModule(L.LightningModule):
     def training_step(self, batch: Samples, batch_idx: int) -> None:
         """Run one iteration of the dataflow."""
         self.check_batch(batch)
-        for samples in self._strategy.run_iteration(batch):
+        for samples in self._strategy.run_iteration(self.with_carried(self.prepare_batch(batch))):
             self.log_dict(self.summarize(samples), prog_bar=True, batch_size=len(samples))
             self.on_iteration_end(samples)
 
@@ -274,14 +312,14 @@ class MultiModelModule(L.LightningModule):
 
     def predict_step(self, batch: Samples, batch_idx: int) -> Samples:
         """Return the samples with what the evaluation calls made of them."""
-        samples: Samples = self._strategy.run_calls(batch, self.evaluation_calls)
+        samples: Samples = self._strategy.run_calls(self.prepare_batch(batch), self.evaluation_calls)
         return samples
 
     def _evaluate(self, batch: Samples, prefix: str) -> None:
         if not self.evaluation_calls:
             raise ConfigError(f"{type(self).__name__} declares no evaluation_calls; leave the validation data out")
         self.check_batch(batch)
-        samples = self._strategy.run_calls(batch, self.evaluation_calls).lengths_only()
+        samples = self._strategy.run_calls(self.prepare_batch(batch), self.evaluation_calls).lengths_only()
         metrics = {f"{prefix}/{name}": value for name, value in self.summarize(samples).items()}
         self.log_dict(metrics, prog_bar=True, batch_size=len(samples), sync_dist=True)
 
@@ -297,6 +335,15 @@ class MultiModelModule(L.LightningModule):
         optimizer.step()
         kept = (value for value in optimizer.state[weight].values() if isinstance(value, Tensor) and value.dim())
         return sum(value.nbytes for value in kept) // weight.numel()
+
+    def _reward_functions_kept(self) -> list[RewardFunctions]:
+        return [kept for kept in vars(self).values() if isinstance(kept, RewardFunctions)]
+
+    def _trainer_state(self) -> TrainerState:
+        trainer = self.trainer
+        return TrainerState(
+            global_step=trainer.global_step, max_steps=int(trainer.max_steps), epoch=float(trainer.current_epoch)
+        )
 
     @property
     def _strategy(self) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.averages import LossAverage, averaged_loss
-from lightning_realloc.algorithms.calls import compute, generate, infer, train
+from lightning_realloc.algorithms.calls import compute, infer, train
 from lightning_realloc.algorithms.controllers import KLController, RunningMoments
 from lightning_realloc.algorithms.functional import (
     KLEstimator,
@@ -23,34 +23,37 @@ from lightning_realloc.algorithms.functional import (
     clipped_value_loss,
     explained_variance,
     generalized_advantages,
+    kept_tokens,
     kl_estimate,
     masked_sum,
     sequence_sums,
     shaped_scores,
+    spread_tokens,
     token_rewards,
     whiten,
 )
-from lightning_realloc.algorithms.module import MultiModelModule
+from lightning_realloc.algorithms.policy import PolicyModule
 from lightning_realloc.algorithms.role import ModelSource, Role, is_model_source
 from lightning_realloc.algorithms.rollout import (
     judged_responses,
+    model_mask,
+    num_model_tokens,
     response_summary,
     reward_columns,
     reward_summary,
-    sample_responses,
 )
 from lightning_realloc.algorithms.settings import (
     check_choice,
     check_minibatches,
     check_not_negative,
     check_positive,
-    check_sampling,
     check_share,
 )
+from lightning_realloc.algorithms.unjudged import judged_only, of_judged
 from lightning_realloc.algorithms.vocabulary import require_same_vocabulary, required_tokenizer, retokenized
-from lightning_realloc.data.rewards import RewardFunction, RewardFunctions
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.generation import GenerationEngine, SamplingParams
+from lightning_realloc.generation import SamplingParams
+from lightning_realloc.rewards.functions import RewardFunction, RewardFunctions
 from lightning_realloc.runtime.packed_forward import packed_logits, sequence_scores, token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.samples import Column, Ragged, Samples
@@ -62,7 +65,7 @@ RewardSource = ModelSource | Sequence[str | RewardFunction] | RewardFunction
 """A sequence classifier of one label, as a name, folder, config or module; or reward functions, or import paths."""
 
 
-class PPO(MultiModelModule):
+class PPO(PolicyModule):
     """Train an actor on rewards, each token's compared with what a critic expected.
 
     Source: Schulman et al., arXiv:1707.06347; for language models: Ziegler et al., arXiv:1909.08593.
@@ -99,7 +102,8 @@ class PPO(MultiModelModule):
         critic_warmup: Iterations in which the critic learns alone.
         critic_learning_rate: By default the actor's.
         critic_train_options: Epochs, mini-batches, clipping and limits of the critic; by default the actor's.
-        settings: Of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+        settings: Of :class:`PolicyModule`: environment, conversation, rollout budget; of :class:`MultiModelModule`:
+            learning rate, optimizer, schedule, training options, seed.
     """
 
     optional_roles = ("reference", "reward")
@@ -138,9 +142,7 @@ class PPO(MultiModelModule):
         critic_train_options: TrainOptions | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(**settings)
-        check_sampling(sampling, evaluation_sampling)
-        self.sampling = sampling or SamplingParams()
+        super().__init__(sampling=sampling or SamplingParams(), evaluation_sampling=evaluation_sampling, **settings)
         if self.sampling.temperature == 0:
             raise ConfigError("sampling.temperature=0 explores nothing: no token is drawn; set it above 0")
         check_choice("kl_place", kl_place, get_args(KLPlace))
@@ -159,7 +161,6 @@ class PPO(MultiModelModule):
             raise ConfigError(
                 f"kl_target={kl_target} steers kl_coef, which is 0 and leaves the reference out; raise it"
             )
-        self.evaluation_sampling = evaluation_sampling or replace(self.sampling, n=1, temperature=0.0)
         self.has_reference = kl_coef > 0
         self.kl_place = kl_place
         self.kl_estimator = kl_estimator
@@ -257,17 +258,6 @@ class PPO(MultiModelModule):
             require_same_vocabulary(role, actor, tokenizer, way_out=way_out)
 
     # ---- the calls
-    @generate("actor", produces="rollout")
-    def roll_out(self, actor: GenerationEngine, prompts: Samples) -> Samples:
-        """Sample responses to every prompt; of held-out prompts, one."""
-        sampling = self.sampling if self.trainer.training else self.evaluation_sampling
-        return sample_responses(actor, prompts, replace(sampling, seed=sampling.seed + self.seed))
-
-    @infer("reference", needs="rollout", produces="ref_logprobs")
-    def score_reference(self, reference: nn.Module, batch: PackedBatch) -> Tensor:
-        """Return the reference's log-probability of every response token."""
-        return token_logprobs(reference, batch, temperature=self.sampling.temperature, only_responses=True).logprobs
-
     @infer("reward", needs="rollout", produces="scores")
     def score_sequences(self, reward: nn.Module, batch: PackedBatch) -> Tensor:
         """Return the reward model's score of every sequence."""
@@ -293,13 +283,19 @@ class PPO(MultiModelModule):
     def estimate_advantages(self, samples: Samples) -> Mapping[str, Column]:
         """Return every token's advantage and return, and every sample's reward, divergence and moments of returns.
 
+        An environment's tokens are part of the states that the next token is chosen in, and no steps of their own.
         With ``normalize_values``, returns come in the critic's units, these returns being part of the running moments.
+        All are NaN for a response without a score.
         """
-        behaviour = samples.ragged("behaviour_logprobs")
+        return of_judged(samples, samples.tensor("scores"), self._estimates)
+
+    def _estimates(self, samples: Samples) -> dict[str, Column]:
+        mask = model_mask(samples)
+        behaviour = kept_tokens(samples.ragged("behaviour_logprobs"), mask)
         columns: dict[str, Column] = {}
         penalties = torch.zeros_like(behaviour.values)
         if self.has_reference:
-            reference = samples.ragged("ref_logprobs").values.to(behaviour.values)
+            reference = kept_tokens(samples.ragged("ref_logprobs"), mask).values.to(behaviour.values)
             k1 = kl_estimate(behaviour.values, reference, estimator="k1")
             k3 = kl_estimate(behaviour.values, reference, estimator="k3")
             columns["kl_k1"] = sequence_sums(Ragged(k1, behaviour.lengths))
@@ -308,17 +304,17 @@ class PPO(MultiModelModule):
                 penalties = self.kl_controller.coefficient.to(k1) * k1
         scores = shaped_scores(samples.tensor("scores"), scale=self.reward_scale, clip=self.reward_clip)
         rewards = token_rewards(scores, Ragged(penalties, behaviour.lengths))
-        estimates = samples.ragged("values").to(penalties.device)
+        estimates = kept_tokens(samples.ragged("values"), mask).to(penalties.device)
         # Moments into which nothing was ever taken, as without normalize_values, change nothing.
         values = Ragged(self.return_moments.denormalize(estimates.values), estimates.lengths)
         advantages = generalized_advantages(rewards, values, discount=self.discount, gae_lambda=self.gae_lambda)
         returns = Ragged(advantages.values + values.values, values.lengths)
+        if self.normalize_advantages:
+            advantages = Ragged(whiten(advantages.values), values.lengths)
         return columns | {
             "rewards": sequence_sums(rewards),
-            "advantages": Ragged(whiten(advantages.values), values.lengths)
-            if self.normalize_advantages
-            else advantages,
-            "returns": self._in_critic_units(returns),
+            "advantages": spread_tokens(advantages, mask),
+            "returns": spread_tokens(self._in_critic_units(returns), mask),
             "return_sums": sequence_sums(Ragged(returns.values.double(), returns.lengths)),
             "return_square_sums": sequence_sums(Ragged(returns.values.double().square(), returns.lengths)),
             "explained_variance": explained_variance(values.values, returns.values).expand(len(samples)).clone(),
@@ -330,6 +326,7 @@ class PPO(MultiModelModule):
         statistics = token_logprobs(
             actor, batch, temperature=self.sampling.temperature, with_entropy=True, only_responses=True
         )
+        batch = judged_only(batch, "advantages")
         logprobs, entropy, mask = statistics.logprobs, statistics.entropy, batch.response_mask
         assert entropy is not None, "asked for with_entropy"
         behaviour = batch["behaviour_logprobs"]
@@ -354,7 +351,9 @@ class PPO(MultiModelModule):
     @train("critic", needs=("rollout", "values", "returns"))
     def critic_loss(self, critic: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
         """Return the clipped squared error of the values."""
-        error = clipped_value_loss(self._values(critic, batch), batch["values"], batch["returns"], clip=self.value_clip)
+        values = self._values(critic, batch)
+        batch = judged_only(batch, "returns")
+        error = clipped_value_loss(values, batch["values"], batch["returns"], clip=self.value_clip)
         mask = batch.response_mask
         clipped = Average(masked_sum(error.clipped.float(), mask), mask.sum())
         loss = averaged_loss(error.values, batch, totals, average=self.loss_average)
@@ -363,24 +362,27 @@ class PPO(MultiModelModule):
     # ---- after an iteration
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
         """Return mean scores, rewards, divergences (nats per response) and lengths, and how good the critic was."""
-        summary = {"score": samples.tensor("scores").float().mean(), **reward_summary(samples)}
+        summary = {"score": samples.tensor("scores").float().nanmean(), **reward_summary(samples)}
         names = {"reward": "rewards", "kl_k1": "kl_k1", "kl_k3": "kl_k3", "explained_variance": "explained_variance"}
-        summary |= {name: samples.tensor(column).mean() for name, column in names.items() if column in samples}
+        summary |= {name: samples.tensor(column).nanmean() for name, column in names.items() if column in samples}
         if "kl_k1" in samples:
             summary["kl_coef"] = self.kl_controller.coefficient.float().clone()
         return summary | response_summary(samples)
 
     def on_iteration_end(self, samples: Samples) -> None:
         """Steer the divergence's weight, and take the returns into the running moments."""
+        judged = ~samples.tensor("scores").isnan().cpu()
+        if not bool(judged.any()):
+            return
         if self.has_reference:
-            self.kl_controller.update(samples.tensor("kl_k1").mean())
+            self.kl_controller.update(samples.tensor("kl_k1").nanmean())
         if self.normalize_values:
-            sums = (samples.tensor(name).sum() for name in ("return_sums", "return_square_sums"))
-            self.return_moments.update(samples.ragged("response_ids").num_tokens, *sums)
+            sums = (samples.tensor(name).nansum() for name in ("return_sums", "return_square_sums"))
+            self.return_moments.update(num_model_tokens(samples)[judged].sum(), *sums)
 
     def check_batch(self, batch: Samples) -> None:
         """Refuse data without a column that a reward function asks for, and fewer samples than mini-batches."""
-        if self.trainer.training:
+        if self.training_now:
             for role in ("actor", "critic"):
                 check_minibatches(len(batch) * self.sampling.n, self.train_options_of(role))
         if self._reward_functions is not None:

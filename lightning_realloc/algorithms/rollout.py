@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.data.rewards import RewardFunctions, Rewards
-from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams
-from lightning_realloc.runtime.samples import Ragged, Samples
+from lightning_realloc.generation import Completion, Conversation, Environment, GenerationEngine, SamplingParams
+from lightning_realloc.rewards.functions import RewardFunctions, Rewards
+from lightning_realloc.runtime.samples import Column, Ragged, Samples
 
 FINISH_REASONS = ("stop", "length", "environment", "unfinished")
 """What a rollout's ``finish_reason`` column counts in."""
+_FAILURES = "reward_failures/"
 
 
-def sample_responses(engine: GenerationEngine, prompts: Samples, sampling: SamplingParams) -> Samples:
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """With whom the model talks, and how long."""
+
+    environment: Environment
+    conversation: Conversation
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What an engine is told of it."""
+        return {"environment": self.environment, "conversation": self.conversation}
+
+
+def sample_responses(
+    engine: GenerationEngine, prompts: Samples, sampling: SamplingParams, *, dialogue: Dialogue | None = None
+) -> Samples:
     """Return ``sampling.n`` responses per prompt, with the columns of a rollout.
 
     Columns: ``prompt_id`` (B,), ``prompt_ids`` and ``response_ids`` ragged, ``behaviour_logprobs`` ragged float32 of
     the response tokens, ``finish_reason`` (B,) an index into ``FINISH_REASONS``. Sample ids are those of
-    ``prompts.repeat(sampling.n)``, so that randomness follows the sample wherever it is generated.
+    ``prompts.repeat(sampling.n)``, so that randomness follows the sample wherever it is generated. With a ``dialogue``,
+    those of :func:`spoken_columns` too.
 
     Where calls wait for these samples on ranks of their own, those that finish early are handed on to them.
     """
@@ -29,16 +49,17 @@ def sample_responses(engine: GenerationEngine, prompts: Samples, sampling: Sampl
     ids = samples.ids.tolist()
 
     def responses(completions: Sequence[Completion]) -> Samples:
-        return _rollout(samples.by_ids([c.sample_id for c in completions]), completions)
+        return rollout_of(samples.by_ids([c.sample_id for c in completions]), completions, dialogue)
 
     on_finished = None if engine.outlet is None else engine.outlet.collect(len(samples), responses)
     prompt_ids = prompts.ragged("prompt_ids").to_lists()
-    return responses(engine.generate(prompt_ids, sampling, sample_ids=ids, on_finished=on_finished))
+    talk = {} if dialogue is None else dialogue.settings
+    return responses(engine.generate(prompt_ids, sampling, sample_ids=ids, on_finished=on_finished, **talk))
 
 
-def _rollout(prompts: Samples, completions: Sequence[Completion]) -> Samples:
+def rollout_of(prompts: Samples, completions: Sequence[Completion], dialogue: Dialogue | None) -> Samples:
     """Return the columns of a rollout, row by row of ``prompts`` what responds to it."""
-    return Samples(
+    made = Samples(
         prompts.ids,
         {
             "prompt_id": prompts.tensor("prompt_id"),
@@ -50,6 +71,39 @@ def _rollout(prompts: Samples, completions: Sequence[Completion]) -> Samples:
             ),
         },
     )
+    return made if dialogue is None else made.with_columns(**spoken_columns(completions, dialogue.conversation))
+
+
+def spoken_columns(completions: Sequence[Completion], conversation: Conversation) -> Mapping[str, Column]:
+    """Return who said what in B conversations.
+
+    ``model_mask`` ragged bool: True where the model chose the response's token; ``num_model_tokens`` and ``num_turns``
+    (B,) int64 of the model; ``ended_by_environment`` (B,) bool: whether it was asked, and said that this is all.
+    """
+    turns = [_num_turns(c.model_mask) for c in completions]
+    ended = [c.finish_reason == "stop" and n < conversation.max_turns for c, n in zip(completions, turns, strict=True)]
+    return {
+        "model_mask": Ragged.from_list([c.model_mask for c in completions], dtype=torch.bool),
+        "num_model_tokens": torch.tensor([sum(c.model_mask) for c in completions], dtype=torch.int64),
+        "num_turns": torch.tensor(turns, dtype=torch.int64),
+        "ended_by_environment": torch.tensor(ended, dtype=torch.bool),
+    }
+
+
+def _num_turns(model_mask: Sequence[bool]) -> int:
+    return sum(chosen and not before for before, chosen in pairwise((False, *model_mask)))
+
+
+def model_mask(samples: Samples) -> Ragged | None:
+    """Return which response tokens the model chose; None where it chose all."""
+    return samples.ragged("model_mask") if "model_mask" in samples else None
+
+
+def num_model_tokens(samples: Samples) -> Tensor:
+    """Return (B,) int64: how many tokens of each response the model chose."""
+    return (
+        samples.tensor("num_model_tokens") if "num_model_tokens" in samples else samples.ragged("response_ids").lengths
+    )
 
 
 def judged_responses(functions: RewardFunctions, samples: Samples, tokenizer: PreTrainedTokenizerBase) -> Rewards:
@@ -60,22 +114,36 @@ def judged_responses(functions: RewardFunctions, samples: Samples, tokenizer: Pr
 
 
 def reward_columns(rewards: Rewards) -> dict[str, Tensor]:
-    """Return the column of every function's rewards, where there are several."""
+    """Return the column of every function's rewards, where there are several, and of failures, where there may be."""
     several = rewards.by_function if len(rewards.by_function) > 1 else {}
-    return {f"reward/{name}": values for name, values in several.items()}
+    failures = {f"{_FAILURES}{name}": failed.float() for name, failed in rewards.failed.items()}
+    return {f"reward/{name}": values for name, values in several.items()} | failures
 
 
 def reward_summary(samples: Samples) -> dict[str, Tensor]:
-    """Return the mean of every function's rewards over the responses that it applied to."""
-    return {name: samples.tensor(name).nanmean() for name in samples.columns if name.startswith("reward/")}
+    """Return the mean of every function's rewards over the responses that it applied to, and how often it failed."""
+    means = {name: samples.tensor(name).nanmean() for name in samples.columns if name.startswith("reward/")}
+    return means | {name: samples.tensor(name).sum() for name in samples.columns if name.startswith(_FAILURES)}
 
 
 def response_summary(samples: Samples) -> dict[str, Tensor]:
-    """Return the mean length of responses and the share of them that ended by themselves."""
-    return {
-        "response_length": samples.ragged("response_ids").lengths.float().mean(),
-        "finished": (samples.tensor("finish_reason") == FINISH_REASONS.index("stop")).float().mean(),
+    """Return the mean length of responses, in tokens of the model, and the share of them that ended by themselves.
+
+    Of conversations also the mean number of turns, and the shares that the environment ended, and that its failures
+    ended. Where responses are carried on, also how many iterations their tokens are old.
+    """
+    reasons = samples.tensor("finish_reason")
+    summary = {
+        "response_length": num_model_tokens(samples).float().mean(),
+        "finished": (reasons == FINISH_REASONS.index("stop")).float().mean(),
     }
+    if "num_turns" in samples:
+        summary["turns"] = samples.tensor("num_turns").float().mean()
+        summary["ended_by_environment"] = samples.tensor("ended_by_environment").float().mean()
+        summary["environment_failures"] = (reasons == FINISH_REASONS.index("environment")).float().mean()
+    if "stale_tokens" in samples:
+        summary["staleness"] = samples.tensor("stale_tokens").sum() / num_model_tokens(samples).sum()
+    return summary
 
 
 def response_texts(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -1,1 +1,1 @@
-"""What comes in: prompts, supervised pairs and rewards, as samples that are the same on every rank."""
+"""What comes in: prompts and supervised pairs, as samples that are the same on every rank."""

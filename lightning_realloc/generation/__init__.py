@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_realloc.generation.budget import RolloutBudget
 from lightning_realloc.generation.conversation import Conversation, Environment, Turn
 from lightning_realloc.generation.engine import GenerationEngine
 from lightning_realloc.generation.hf_engine import HFEngine
@@ -17,6 +18,7 @@ __all__ = [
     "GenerationEngine",
     "GenerationStats",
     "HFEngine",
+    "RolloutBudget",
     "SamplingParams",
     "Speculation",
     "Turn",

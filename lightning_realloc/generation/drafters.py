@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.distillation import Distillation
@@ -36,12 +37,35 @@ def build_drafter(speculation: Speculation, target: nn.Module) -> Drafter:
     return lookups[speculation.drafter]()
 
 
+def describe_draft_model(source: str | Path | nn.Module) -> nn.Module:
+    """Return a draft model as far as its shapes go: on the meta device, from its configuration alone.
+
+    One that is loaded already is returned as it is.
+
+    Raises:
+        GenerationError: for a configuration that cannot be read.
+    """
+    if isinstance(source, nn.Module):
+        return source
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise _not_loaded(str(source), error) from error
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    return model
+
+
 def _load(name: str) -> nn.Module:
     try:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise GenerationError(
-            f"draft_model={name!r} could not be loaded ({error}); give a Hugging Face name, a folder with "
-            f"config.json and weights, or the model itself"
-        ) from error
+        raise _not_loaded(name, error) from error
     return model
+
+
+def _not_loaded(name: str, error: Exception) -> GenerationError:
+    return GenerationError(
+        f"draft_model={name!r} could not be loaded ({error}); give a Hugging Face name, a folder with config.json and "
+        f"weights, or the model itself"
+    )

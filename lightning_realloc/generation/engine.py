@@ -21,7 +21,7 @@ from lightning_realloc.generation.conversation import Conversation, Conversation
 from lightning_realloc.generation.drafters import build_drafter
 from lightning_realloc.generation.drafting import Drafter
 from lightning_realloc.generation.kv_cache import SlotCache
-from lightning_realloc.generation.migration import LONGEST_PAUSE_S, Migration, MigrationStats
+from lightning_realloc.generation.migration import LONGEST_PAUSE_S, Migration, MigrationStats, WaitingCalls
 from lightning_realloc.generation.model_facts import length_bounds, vocabulary_of
 from lightning_realloc.generation.outlet import Announcer, Outlet
 from lightning_realloc.generation.packed_linear import packed_linears
@@ -122,6 +122,8 @@ class GenerationEngine:
         self._stats = GenerationStats()
         self.outlet: Outlet | None = None
         """Where callers may hand on what is finished before a call is over; None: nobody waits for that."""
+        self.waiting_calls: WaitingCalls | None = None
+        """What this rank may do instead while others generate, where samples move between ranks."""
         if peers is not None and lockstep is not None:
             raise GenerationError(
                 "ranks whose forwards wait for each other make every step together, so moving samples between them "
@@ -165,6 +167,7 @@ class GenerationEngine:
         seconds_budget: float | None = None,
         resume: Sequence[Completion] = (),
         on_finished: Callable[[Completion], None] | None = None,
+        may_stop: Callable[[], bool] | None = None,
     ) -> list[Completion]:
         """Return ``params.n`` completions per prompt, those of one prompt adjacent, in the order of the prompts.
 
@@ -182,7 +185,8 @@ class GenerationEngine:
         are returned behind the others, and come behind the prompts in ``length_hints`` and ``token_limits``.
 
         ``on_finished`` is called once with each of the completions, between two steps: with those that end on this rank
-        when they do, with all others at the end.
+        when they do, with all others at the end. A budget ends the call only where ``may_stop`` returns True, which is
+        asked after ``on_finished``; under tensor parallelism it must tell all ranks the same.
 
         Args:
             prompts: Token ids of each prompt; text is for the tokenizer first.
@@ -197,8 +201,19 @@ class GenerationEngine:
             token_limits=token_limits, vocabulary=vocabulary_of(self._model),
             bounds=length_bounds(self._model, self._max_length),
         )  # fmt: skip
-        budget = self._budget(token_budget, seconds_budget)
         samples = requests.samples()
+        indices = requests.prompt_indices(samples)
+
+        def completion_of(sample: Sample) -> Completion:
+            return replace(sample.completion(self._version), prompt_index=indices[sample.sample_id])
+
+        announcer = Announcer(samples, on_finished, completion_of)
+
+        def may_end() -> bool:
+            announcer.follow(run.ended)
+            return may_stop is None or may_stop()
+
+        budget = self._budget(token_budget, seconds_budget, may_end)
         stop = self._stop_rule(params)
         waiting = [prompt for prompt in requests.queue(samples) if not stop.already_ends(samples[prompt.samples[0]])]
         longest = max(map(longest_of, samples), default=1)
@@ -216,16 +231,10 @@ class GenerationEngine:
         idle_steps = 0 if migration is None else params.max_new_tokens
         num_steps = max((sample.max_new_tokens for sample in samples), default=idle_steps) if self._pack_weights else 0
         packed = packed_linears(self._model, num_slots=num_slots, num_steps=num_steps)
-        indices = requests.prompt_indices(samples)
-
-        def completion_of(sample: Sample) -> Completion:
-            return replace(sample.completion(self._version), prompt_index=indices[sample.sample_id])
-
-        announcer = Announcer(samples, on_finished, completion_of)
         try:
             with slot_attention(self._model), packed, run:
                 if migration is not None:
-                    migration.carry_out(run, length_hints)
+                    migration.carry_out(run, length_hints, follow=announcer.follow, waiting_calls=self.waiting_calls)
                 while self._anybody_has_work(run.has_work):
                     run.step()
                     announcer.follow(run.ended)
@@ -261,16 +270,16 @@ class GenerationEngine:
     def _anybody_has_work(self, has_work: bool) -> bool:
         return has_work if self._lockstep is None else self._lockstep(has_work)
 
-    def _budget(self, tokens: int | None, seconds: float | None) -> Budget:
+    def _budget(self, tokens: int | None, seconds: float | None, may_stop: Callable[[], bool]) -> Budget:
         agree, clock = self._agree, self._wall_clock
         if agree is not None:
-            return Budget(tokens, seconds, lambda: agree([clock()])[0])  # ranks must stop after the same step
+            return Budget(tokens, seconds, lambda: agree([clock()])[0], may_stop)  # ranks must stop after the same step
         if seconds is not None and self._is_tensor_parallel:
             raise GenerationError(
                 "seconds_budget needs ranks in tensor parallelism to go by one clock; pass "
                 "GenerationEngine(agree=...), or bound the call by token_budget"
             )
-        return Budget(tokens, seconds, clock)
+        return Budget(tokens, seconds, clock, may_stop)
 
     def _conversations(self, environment: Environment | None, conversation: Conversation | None) -> Conversations:
         if environment is not None and (self._agree is not None or self._is_tensor_parallel):

@@ -1,23 +1,44 @@
 """Linear layers on copies of their weights in oneDNN's own order, for the time of one generation on CPU.
 
 A step of decoding multiplies a few rows with every weight, and oneDNN would put a weight that lies in torch's order
-into its own each time. The copies cost about three such products, and as much memory as the weights. Both operators
-are private to torch: this module alone knows them, and leaves a model as it is where they do not answer.
+into its own each time. The copies cost about three such products, and as much memory as the weights. Layers that read
+the same tensor, such as a block's queries, keys and values, share one copy and one product: that costs no memory more,
+which one weight made of theirs would on other devices. Both operators are private to torch: this module alone knows
+them, and leaves a model as it is where they do not answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightning_realloc.runtime.tensor_parallel import multiplies_alone
+
+_READ_THE_SAME = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Siblings of these names share a product where they are called with the same tensor, as they are in most families."""
 _LEAST_STEPS = 32
 _LEAST_SLOTS = 8
-_LEAST_ROWS = 4
-_LEAST_FLOAT32_WEIGHTS = 2**20
+_FLOAT32_ROWS = range(4, 129)
+"""Rows of a product in float32 for which a packed weight is faster; that of more takes as long either way."""
+_LEAST_FLOAT32_WEIGHTS = 768 * 768
+
+
+class _Group(NamedTuple):
+    """Layers that share a packed weight; most often one."""
+
+    layers: tuple[nn.Linear, ...]
+    dtype: torch.dtype
+    """In which they multiply: autocast's where that is on."""
+
+    def pays(self, num_slots: int) -> bool:
+        """Return whether steps of so many samples get faster: in float32 those of few rows or small weights do not."""
+        num_weights = sum(layer.weight.numel() for layer in self.layers)
+        return self.dtype is not torch.float32 or (num_slots >= _LEAST_SLOTS and num_weights >= _LEAST_FLOAT32_WEIGHTS)
 
 
 @contextmanager
@@ -25,17 +46,18 @@ def packed_linears(model: nn.Module, *, num_slots: int, num_steps: int) -> Itera
     """Let the linear layers for which it pays multiply with packed copies of the weights they hold now.
 
     ``num_slots`` bounds the samples that run at a time, ``num_steps`` the tokens of one response. Layers are left alone
-    that are not plain `nn.Linear` (tensor parallelism, quantization), whose weights are sharded, or whose forward
-    somebody replaced; hooks stay in force.
+    whose forward is more than the product with their own weight or was replaced by somebody, and those whose weights
+    are sharded or quantized; hooks stay in force.
     """
-    layers = _packable_layers(model, num_slots) if num_steps >= _LEAST_STEPS else {}
+    groups = [group for group in _packable_groups(model) if group.pays(num_slots)] if num_steps >= _LEAST_STEPS else []
     try:
-        for layer, dtype in layers.items():
-            vars(layer)["forward"] = _packed_forward(layer, dtype, num_slots)
+        for group in groups:
+            _pack_group(group, num_slots)
         yield
     finally:
-        for layer in layers:
-            vars(layer).pop("forward", None)
+        for group in groups:
+            for layer in group.layers:
+                vars(layer).pop("forward", None)
 
 
 @cache
@@ -53,37 +75,90 @@ def packs(dtype: torch.dtype) -> bool:
     return torch.equal(product, rows[:, :16] + rows[0, :16])
 
 
-def _packable_layers(model: nn.Module, num_slots: int) -> dict[nn.Linear, torch.dtype]:
-    """Return the layers for which packing pays, each with the dtype it multiplies in: autocast's where that is on."""
+def _packable_groups(model: nn.Module) -> list[_Group]:
+    """Return the layers that can be packed, those that read the same tensor together."""
     if any(hasattr(module, "unshard") for module in model.modules()):  # FSDP frees weights between two uses
-        return {}
+        return []
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-    layers = {}
+    dtypes: dict[nn.Module, torch.dtype] = {}
     for module in model.modules():
-        if type(module) is nn.Linear and "forward" not in vars(module) and type(module.weight.data) is Tensor:
+        if multiplies_alone(module) and type(module.weight.data) is Tensor and module.weight.device.type == "cpu":
             dtype = autocast or module.weight.dtype
-            if module.weight.device.type == "cpu" and packs(dtype) and _pays(module.weight, dtype, num_slots):
-                layers[module] = dtype
-    return layers
+            if packs(dtype) and module.weight.numel():
+                dtypes[module] = dtype
+    groups = []
+    for layers in _reading_the_same(model):
+        if all(layer in dtypes for layer in layers) and _can_be_joined(layers):
+            groups.append(_Group(layers, dtypes[layers[0]]))
+            for layer in layers:
+                del dtypes[layer]
+    return groups + [_Group((layer,), dtype) for layer, dtype in dtypes.items()]  # type: ignore[arg-type]
 
 
-def _pays(weight: Tensor, dtype: torch.dtype, num_slots: int) -> bool:
-    """Return whether products get faster: in float32 those of few rows or with small weights do not."""
-    return dtype is not torch.float32 or (num_slots >= _LEAST_SLOTS and weight.numel() >= _LEAST_FLOAT32_WEIGHTS)
+def _reading_the_same(model: nn.Module) -> Iterator[tuple[nn.Linear, ...]]:
+    """Yield siblings that go by the names of layers that read the same tensor."""
+    if torch.is_inference_mode_enabled():  # tensors do not say there whether they were written to since
+        return
+    for module in model.modules():
+        for names in _READ_THE_SAME:
+            layers = tuple(getattr(module, name, None) for name in names)
+            if all(isinstance(layer, nn.Linear) for layer in layers):
+                yield layers  # type: ignore[misc]
 
 
-def _packed_forward(layer: nn.Linear, dtype: torch.dtype, num_slots: int) -> Callable[[Tensor], Tensor]:
-    packed = _pack(layer.weight.detach().to(dtype).contiguous(), num_slots)
-    bias = None if layer.bias is None else layer.bias.detach().to(dtype)
-    plain, least_rows = layer.forward, _LEAST_ROWS if dtype is torch.float32 else 1
+def _can_be_joined(layers: Sequence[nn.Linear]) -> bool:
+    """Return whether the layers' weights, and their biases, can lie below each other in one."""
+    kinds = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}
+    return len(kinds) == 1 and len(set(layers)) == len(layers)
+
+
+def _pack_group(group: _Group, num_slots: int) -> None:
+    """Give every layer of the group a forward by the packed product, for steps in which that is faster."""
+    layers, dtype = group.layers, group.dtype
+    weight = _joined([layer.weight.detach().to(dtype) for layer in layers])
+    biases = [layer.bias.detach().to(dtype) for layer in layers if layer.bias is not None]
+    multiply = partial(_multiply_packed, _pack(weight, num_slots), _joined(biases) if biases else None)
+    product = _SharedProduct(multiply, [layer.weight.shape[0] for layer in layers])
+    for index, layer in enumerate(layers):
+        own = multiply if len(layers) == 1 else partial(product.part, index)
+        vars(layer)["forward"] = _forward_from(own, layer) if dtype is torch.float32 else own
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0].contiguous()
+
+
+def _forward_from(packed: Callable[[Tensor], Tensor], layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """Return a forward in float32: packed for the numbers of rows that suits."""
+    plain, in_features = layer.forward, layer.in_features
 
     def forward(input: Tensor) -> Tensor:
-        rows = input.reshape(-1, layer.in_features)
-        if rows.shape[0] < least_rows:
-            return plain(input)
-        return _multiply(rows.to(dtype), packed, bias).view(*input.shape[:-1], -1)
+        return packed(input) if input.numel() // in_features in _FLOAT32_ROWS else plain(input)
 
     return forward
+
+
+class _SharedProduct:
+    """What layers make of one tensor: the first of them that is called with it multiplies for all."""
+
+    def __init__(self, multiply: Callable[[Tensor], Tensor], widths: list[int]) -> None:
+        """Split what ``multiply`` returns (…, sum of widths) into parts."""
+        self._multiply = multiply
+        self._widths = widths
+        self._parts: dict[int, Tensor] = {}
+        """Those that nobody took yet."""
+        self._input: Tensor | None = None
+        self._version = 0
+
+    def part(self, index: int, input: Tensor) -> Tensor:
+        """Return the product of one layer with ``input``."""
+        if self._input is not input or self._version != input._version or index not in self._parts:
+            self._input, self._version = input, input._version
+            self._parts = dict(enumerate(torch.split(self._multiply(input), self._widths, -1)))
+        part = self._parts.pop(index)
+        if not self._parts:
+            self._input = None
+        return part
 
 
 def _pack(weight: Tensor, num_rows: int) -> Tensor:
@@ -95,3 +170,9 @@ def _pack(weight: Tensor, num_rows: int) -> Tensor:
 def _multiply(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
     return product
+
+
+def _multiply_packed(packed: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
+    """Return the product (…, out) with ``input`` (…, in), in the packed weight's dtype."""
+    rows = input.reshape(-1, input.shape[-1]).to(packed.dtype)
+    return _multiply(rows, packed, bias).view(*input.shape[:-1], -1)

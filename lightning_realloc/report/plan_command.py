@@ -207,7 +207,7 @@ def _task(request: PlanRequest) -> PlanningTask:
     roles = read_roles(request.sources, request.dataflow, is_priced=True)
     return PlanningTask(
         dataflow=request.dataflow, roles=roles, cluster=cluster, settings=settings, workload=request.workload,
-        memory_budget=budget,
+        memory_budget=budget, generation_parts=request.flags.generation_parts,
     )  # fmt: skip
 
 

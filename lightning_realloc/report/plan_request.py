@@ -56,6 +56,7 @@ def plan_parser() -> ArgumentParser:
     add("--batch", type=int, default=64, help="Sequences of an iteration: prompts times responses.")
     add("--responses-per-prompt", type=int, default=1, help="Which share a prompt's prefill.")
     add("--num-minibatches", type=int, default=1, help="Optimizer steps of an iteration.")
+    add("--generation-parts", type=int, default=1, help="As of ReallocStrategy: portions that inference begins with.")
     add("--micro-batch-tokens", type=int, default=None, help="Where a plan of --check or --compare sets none: 8192.")
     add("--seconds", type=float, default=None, help=f"CPU seconds of search at each size; {DEFAULT_SECONDS:g}.")
     add("--seed", type=int, default=None, help="Of the search (default: 0).")
@@ -170,7 +171,14 @@ def _refuse_contradictions(flags: Any) -> None:
         value = flags[name]
         if value is not None and not 0 < value < float("inf"):
             raise PlanError(f"--{name.replace('_', '-')}={value:g} must be a positive number")
-    for name in ("batch", "prompt_length", "response_length", "responses_per_prompt", "num_minibatches"):
+    for name in (
+        "batch",
+        "prompt_length",
+        "response_length",
+        "responses_per_prompt",
+        "num_minibatches",
+        "generation_parts",
+    ):
         if flags[name] < 1:
             raise PlanError(f"--{name.replace('_', '-')}={flags[name]} must be at least 1")
     if flags.num_minibatches > flags.batch:

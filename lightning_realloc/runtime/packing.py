@@ -37,7 +37,8 @@ class PackedBatch:
     response_lengths: tuple[int, ...]
     """Tokens of each sequence's response, which is its end."""
     response_mask: Tensor
-    """(N,) bool: True where the token belongs to a response and has a token before it to be predicted from."""
+    """(N,) bool: True where the model chose the token, and there is a token before it to be predicted from: in the
+    responses, less what an environment said in them."""
     sample_index: Tensor
     """(N,) int64: which of the B sequences a token belongs to."""
     predecessors: Tensor
@@ -94,9 +95,10 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
     """Return all ``samples`` in one pack, with these of their columns beside the tokens.
 
     The samples need ``prompt_ids`` and ``response_ids``; either may be empty for a sample, but not both. A ragged
-    column must be as long as the response, sample by sample, and lands on the response's tokens. With
-    ``share_prompts``, samples next to each other with the same prompt hold it once: what a model says about the
-    responses stays the same as long as it only looks back.
+    column must be as long as the response, sample by sample, and lands on the response's tokens. Where there is a
+    column ``model_mask``, response tokens that are False in it are read and do not count. With ``share_prompts``,
+    samples next to each other with the same prompt hold it once: what a model says about the responses stays the same
+    as long as it only looks back.
 
     Raises:
         DataError: when there is nothing to pack, or a column does not fit.
@@ -116,6 +118,9 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
     starts = lengths.cumsum(0) - lengths
     positions = torch.arange(int(lengths.sum())) - starts[sample_index] + shared[sample_index]
     in_response = positions >= prompts.lengths[sample_index]
+    counted = in_response & (positions > 0)
+    if "model_mask" in samples:
+        counted &= _packed_column(samples, "model_mask", responses, in_response).to(counted.device)
     order = _interleaved(held, responses)
     input_ids = torch.cat([held.values.to(device), responses.values])[order.to(device)]
     return PackedBatch(
@@ -125,7 +130,7 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
         cu_seqlens=pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32),
         lengths=tuple(lengths.tolist()),
         response_lengths=tuple(responses.lengths.tolist()),
-        response_mask=(in_response & (positions > 0)).to(device),
+        response_mask=counted.to(device),
         sample_index=sample_index.to(device),
         predecessors=_predecessors(starts, shared, positions).to(device),
         shared=tuple(shared.tolist()),
@@ -133,11 +138,14 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
     )
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
+def micro_batches(lengths: Sequence[int], max_tokens: int, *, what: str = "sequence") -> list[tuple[int, ...]]:
     """Return which positions go into one pack of at most ``max_tokens`` tokens: few packs, each ascending.
 
     The longest goes first, each into the first pack with room: at most 11/9 of the fewest possible packs, plus one.
     Packs come in the order of their first positions. Source: Johnson et al., SIAM J. Comput. 3 (1974).
+
+    Args:
+        what: The name of what has these lengths, for error messages.
 
     Raises:
         DataError: when one sequence alone is longer than ``max_tokens``.
@@ -145,7 +153,7 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ..
     longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
     if longest is not None and lengths[longest] > max_tokens:
         raise DataError(
-            f"a sequence must fit one micro-batch; sequence {longest} has {lengths[longest]} tokens and "
+            f"a {what} must fit one micro-batch; {what} {longest} has {lengths[longest]} tokens and "
             f"max_tokens={max_tokens}, raise it to at least {lengths[longest]} or shorten prompts and responses"
         )
     packs: list[list[int]] = []

@@ -215,6 +215,16 @@ class Samples:
         return all(_columns_equal(column, other.columns[name], atol) for name, column in self.columns.items())
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Divided:
+    """What a generating call may return in place of samples: those of this iteration, and what is left for the next."""
+
+    finished: Samples
+    """What the other calls work on."""
+    carried: Samples
+    """What all ranks are told of, sequences included, and no call works on."""
+
+
 def _check_host_integers(tensor: Tensor, what: str) -> None:
     if tensor.dim() != 1 or tensor.dtype != torch.int64 or tensor.device.type != "cpu":
         raise DataError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -140,6 +140,11 @@ class _SplitRowwiseLinear(_RowwiseLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(split_last_dim(input, self.tp_group))
+
+
+def multiplies_alone(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether, without gradients, the module multiplies with the weight it holds and does nothing else."""
+    return type(module) in (nn.Linear, _ColwiseLinear, _SharedHeadLinear) and "forward" not in vars(module)
 
 
 class _VocabularyEmbedding(_TensorParallelModule, nn.Embedding):

@@ -12,7 +12,7 @@ import torch
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.runtime.profile_subject import Machine
 from lightning_realloc.runtime.samples import Samples
-from lightning_realloc.strategies.memory import memory_settings, with_callbacks
+from lightning_realloc.strategies.memory import with_callbacks
 from lightning_realloc.strategies.pool_builder import PoolBuilder
 from lightning_realloc.strategies.profiling import Profile, ProfileRequest, num_cores, profile_models
 from lightning_realloc.tuning.dataflow import Dataflow
@@ -101,8 +101,7 @@ def prospects_of(
     dataflow, module = builder.dataflow, builder.module
     cluster = cluster_of(builder.cluster, builder.world_size)
     roles = builder.describe_roles()
-    settings = memory_settings(builder.options, builder.master_dtype, optimizer_bytes=module.optimizer_bytes)
-    _, settings = with_callbacks(callbacks, dataflow, plan, settings)
+    _, settings = with_callbacks(callbacks, dataflow, plan, builder.memory_settings())
     typical = TypicalLengths.of(iterations)
     longest = max(*typical.responses, _longest_allowed(module, dataflow))
     load = _workload(module, dataflow, typical, prompt_tokens=typical.longest_prompt, response_tokens=longest)

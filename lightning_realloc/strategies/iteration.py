@@ -6,7 +6,7 @@ Ranks do not meet for that: whoever has something sends it, whoever needs someth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -16,11 +16,14 @@ from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
 from lightning_realloc.runtime.samples import Column, Samples
 from lightning_realloc.strategies.routes import Routes, table_owner
 from lightning_realloc.strategies.sample_table import Chosen, Holders, SampleTable, only_columns, outline
-from lightning_realloc.strategies.units import Unit, Units
+from lightning_realloc.strategies.unit_work import UnitWork
+from lightning_realloc.strategies.units import Early, Unit, Units
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 REST = -1
 """The part of a call's rows that did not go with a unit."""
+_CARRIED = "carried over"
+"""Beside the names of calls: what generating calls left for the next iteration."""
 
 
 class Iteration:
@@ -51,7 +54,11 @@ class Iteration:
         self._owners = {call.name: table_owner(call, routes.calls) for call in routes.calls}
         self._index = {call.name: index for index, call in enumerate(routes.calls)}
         self._units = Units(routes, mailbox, rank=rank, run=run)
+        self.carried: Samples | None = None
+        """What generating calls left for the next iteration on all ranks, by id, once notes were received."""
+        self._my_carried: list[Samples] = []
         self._mine: dict[str, Samples] = {}
+        self._early: dict[str, UnitWork] = {}
         self._notes: dict[str, Samples] = {}
 
     # ---- before a call
@@ -117,11 +124,26 @@ class Iteration:
         if self._rank in self._senders(call):
             self._units.send(call, made)
 
+    def work_early(self, work: Mapping[str, UnitWork]) -> None:
+        """Keep what calls made here of samples that were finished, while other ranks generated."""
+        self._early |= work
+        self.facts |= {f"hidden_s/{name}": done.seconds for name, done in work.items()}
+
+    def early(self, call: ModelFunctionCall) -> UnitWork:
+        """Return what was done of a call before its turn."""
+        return self._early.get(call.name, UnitWork())
+
+    def early_seconds(self, call: ModelFunctionCall) -> float:
+        """Return the seconds of a call that passed before its turn; for a generating call, less what others took."""
+        tails = self.routes.fusion.tails
+        others = sum(work.seconds for name, work in self._early.items() if tails[name] == call.name)
+        return self.early(call).seconds - others
+
     def publish_samples(self, call: ModelFunctionCall, made: Samples | None) -> None:
         """Hand on what a generating call made here; None on a rank without part in it, or without anything to do."""
         speaks = self._rank in self._senders(call)
         if speaks:
-            self._units.send_rest(call, made)
+            self._units.send_rest(call, made, self._early_of(call))
         if made is None and not speaks:
             return
         table = self._made_table(call)
@@ -129,6 +151,11 @@ class Iteration:
             if speaks:
                 self._mine[call.name] = made
             self._hold_and_send(call, table, made)
+
+    def carry(self, call: ModelFunctionCall, samples: Samples) -> None:
+        """Leave some of what a generating call made here for the next iteration; all ranks will be told of it."""
+        if len(samples) and self._rank in self._senders(call):
+            self._my_carried.append(samples.sorted_by_id())
 
     def publish_columns(self, call: ModelFunctionCall, made: Samples | None) -> None:
         """Hand on what an infer or compute call made here of its samples; None without part in it."""
@@ -144,8 +171,10 @@ class Iteration:
 
     # ---- at the end
     def send_notes(self) -> None:
-        """Tell all ranks what was made here per sample, and the facts about the calls."""
+        """Tell all ranks what was made here per sample, what is carried on, and the facts about the calls."""
         made = {name: outline(part) for name, part in self._mine.items() if name not in self._made}
+        if self._my_carried:
+            made[_CARRIED] = Samples.concatenate(self._my_carried)
         self._notes = made
         content = encode_message(self.facts, made)
         self._mailbox.send(self._mailbox.others, FrameKind.NOTES, self.run, 0, content)
@@ -162,6 +191,8 @@ class Iteration:
             facts |= {name: max(value, facts.get(name, value)) for name, value in told.items()}
             for name, part in made.items():
                 parts.setdefault(name, []).append(part)
+        if _CARRIED in parts:
+            self.carried = Samples.concatenate(parts[_CARRIED]).sorted_by_id()
         for call in self.routes.calls:
             if call.name in parts:
                 table = self.table(call)
@@ -188,6 +219,14 @@ class Iteration:
         return complete.with_columns(**objects)
 
     # ---- inside
+    def _early_of(self, source: ModelFunctionCall) -> Early:
+        tails = self.routes.fusion.tails
+        return {
+            name: [part.ids.tolist() for part in work.parts]
+            for name, work in self._early.items()
+            if work.parts and tails[name] == source.name
+        }
+
     def _last_table(self) -> SampleTable:
         tables = [self._made_table(call) for call in self.routes.calls if call.kind == "generate"]
         return tables[-1] if tables else self._batch
@@ -215,7 +254,11 @@ class Iteration:
         holder_of = {sample_id: holders for holders, part in parts for sample_id in part.ids.tolist()}
         row_of = {sample_id: row for row, sample_id in enumerate(known.ids.tolist())}
         units = [[row_of[sample_id] for sample_id in part.ids.tolist()] for _, part in parts]
-        self._made[call.name] = SampleTable(known, is_batch=False, units=units)
+        early: dict[str, dict[int, list[tuple[int, ...]]]] = {}
+        for sender in self._senders(call):
+            for name, packs in self._units.early(call, sender).items():
+                early.setdefault(name, {})[sender] = [tuple(row_of[sample_id] for sample_id in pack) for pack in packs]
+        self._made[call.name] = SampleTable(known, is_batch=False, units=units, early=early)
         self._made_by[call.name] = [holder_of[sample_id] for sample_id in known.ids.tolist()]
         return self._made[call.name]
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.errors import PlanError
+from lightning_realloc.generation import Speculation
+from lightning_realloc.generation.drafters import describe_draft_model
+from lightning_realloc.generation.packed_linear import packs
 from lightning_realloc.runtime.model_spec import describe_model
 from lightning_realloc.runtime.objects import gather_objects
 from lightning_realloc.runtime.shared_memory import shared_memory_obstacle
@@ -18,7 +22,7 @@ from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.memory import forecast_memory
 from lightning_realloc.tuning.memory_advice import find_excess
-from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory
+from lightning_realloc.tuning.memory_parts import DraftMemory, EngineMemory, MemorySettings, RoleMemory
 from lightning_realloc.tuning.model_shape import ModelShape
 
 
@@ -46,8 +50,40 @@ def describe_roles(roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str
     return described
 
 
-def memory_settings(options: PoolOptions, master: torch.dtype, *, optimizer_bytes: int) -> MemorySettings:
-    """Return how the pool keeps tensors; ``optimizer_bytes`` are those of an fp32 weight."""
+def engine_memory(module: Any, device: torch.device, copy_dtype: torch.dtype) -> EngineMemory:
+    """Return what an algorithm's settings make the generation engine keep.
+
+    Raises:
+        GenerationError: for a draft model whose configuration cannot be read.
+    """
+    if module.engine != "native":
+        return EngineMemory()
+    speculation = module.speculation
+    return EngineMemory(
+        max_cache_bytes=module.max_cache_bytes,
+        moves_samples=module.sample_reallocation,
+        num_ahead=0 if speculation is None else speculation.most_ahead,
+        draft=None if speculation is None else _draft_memory(speculation),
+        packs_weights=device.type == "cpu" and packs(copy_dtype),
+    )
+
+
+@lru_cache(maxsize=8)  # every change of plans asks
+def _draft_memory(speculation: Speculation) -> DraftMemory | None:
+    if speculation.draft_blocks is not None:
+        return DraftMemory(num_blocks=speculation.draft_blocks)
+    if speculation.draft_model is None:
+        return None
+    model: Any = describe_draft_model(speculation.draft_model)
+    spec = describe_model(model)
+    described = RoleMemory(model=spec, shape=ModelShape.read(model.config, spec))
+    return DraftMemory(model=described, learns=speculation.draft_learning_rate is not None)
+
+
+def memory_settings(
+    options: PoolOptions, master: torch.dtype, *, optimizer_bytes: int, engine: EngineMemory | None = None
+) -> MemorySettings:
+    """Return how the pool and the engine keep tensors; ``optimizer_bytes`` are those of an fp32 weight."""
     on_cpu = options.device.type == "cpu"
     return MemorySettings(
         master_bytes=master.itemsize,
@@ -56,6 +92,7 @@ def memory_settings(options: PoolOptions, master: torch.dtype, *, optimizer_byte
         optimizer_bytes=optimizer_bytes * master.itemsize // 4,
         shares_memory=on_cpu and options.transport != "direct" and shared_memory_obstacle() is None,
         builds_on_device=on_cpu,
+        engine=engine or EngineMemory(),
     )
 
 

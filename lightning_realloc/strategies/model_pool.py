@@ -22,11 +22,11 @@ from lightning_realloc.runtime.executor import Reallocation, ReallocationReport
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
 from lightning_realloc.runtime.objects import gather_objects
-from lightning_realloc.runtime.parallelize import needs_fsdp, parallelize, tensor_parallelize
+from lightning_realloc.runtime.parallelize import needs_fsdp, parallelize
 from lightning_realloc.runtime.shards import bind_tensors, local_tensors, own_storage, reshard, vacate
-from lightning_realloc.runtime.stage import cut_stage
 from lightning_realloc.runtime.training_mode import enable_activation_checkpointing
 from lightning_realloc.runtime.twin import make_skeleton
+from lightning_realloc.strategies.copies import prepare_copy
 from lightning_realloc.strategies.delivery import Delivery, refuse_thawed
 from lightning_realloc.strategies.pool_options import Following, PoolOptions
 from lightning_realloc.strategies.precision import cast_parameters
@@ -112,7 +112,8 @@ class ModelPool:
         for layout in sorted(wanted, key=str):
             if (role, layout) not in self._copies:
                 copy = ModelLayout(home.model, layout)
-                self._copies[role, layout] = Replica(role, copy, self._prepare_copy(role, self._blanks[role], copy))
+                model = prepare_copy(role, self._blanks[role], copy, self.meshes, self._options)
+                self._copies[role, layout] = Replica(role, copy, model)
 
     def _is_read_at_home(self, role: str, home: Layout) -> bool:
         """Return whether calls other than training run where replicas are trained, and need not go through FSDP.
@@ -166,22 +167,6 @@ class ModelPool:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in frozen)
         return model.train(old.model.training)
-
-    def _prepare_copy(self, role: str, model: nn.Module, target: ModelLayout) -> nn.Module:
-        skeleton = make_skeleton(model).eval().requires_grad_(False)
-        rank, tp_plan = self._options.rank, self._options.tp_plans.get(role)
-        if rank not in target.layout.ranks:
-            return skeleton
-        if target.layout.dims.fsdp > 1:
-            bind_tensors(skeleton, {
-                spec.name: torch.empty(spec.shape, dtype=self._options.copy_dtype, device=self._options.device)
-                for spec in target.model.params
-            })  # fmt: skip
-            return parallelize(skeleton, target, self.meshes, tp_plan=tp_plan)
-        tensor_parallelize(skeleton, target.layout, self.meshes, tp_plan=tp_plan)
-        if target.layout.dims.pp > 1:
-            cut_stage(skeleton, target, rank)
-        return skeleton
 
     # ---- reading
     @property
@@ -294,9 +279,7 @@ class ModelPool:
             return None
         reshard(home.model)
         if target.layout == home.layout:
-            if target.version == 0 and self._options.rank in home.layout:
-                bind_tensors(target.model, local_tensors(home.model))
-            target.version, target.frozen_version = home.version, home.frozen_version
+            self._share(home, target)
             return None
         if target.delivery is None:
             target.delivery = self._connect(home, target)
@@ -310,6 +293,27 @@ class ModelPool:
         reshard(target.model)
         self._reports[call] = report
         return report
+
+    def _share(self, home: Replica, target: Replica) -> None:
+        """Let a replica in the home's layout read the home's storage."""
+        if target.version == 0 and self._options.rank in home.layout:
+            bind_tensors(target.model, local_tensors(home.model))
+        target.version, target.frozen_version = home.version, home.frozen_version
+
+    def ready(self, call: str) -> Replica | None:
+        """Return the replica of ``call`` if it can be read at any time and without any other rank, else None.
+
+        So it is where nothing has to be moved, no weights are gathered, none are away between calls, and no adapters
+        may be merged into them for a generation that is under way.
+        """
+        target = self.target(call)
+        home, may_be_merged = self.home(target.role), adapter_config(target.model) is not None
+        if may_be_merged or needs_fsdp(target.model, target.layout) or target.role in self.plan.offload:
+            return None
+        if target.layout == home.layout and target is not home:
+            reshard(home.model)
+            self._share(home, target)
+        return target if target is home or target.version == home.version else None
 
     def take_report(self, call: str) -> ReallocationReport | None:
         """Return what was moved for ``call`` since this was asked last, None for nothing."""
@@ -367,16 +371,11 @@ class ModelPool:
             )
         options = self._options
         return Reallocation(
-            leader.model_layout,
-            local_tensors(leader.model) if options.rank in leader.layout else {},
-            follower.model_layout,
-            rank=options.rank,
-            world_size=options.world_size,
-            dtype=next(follower.model.parameters()).dtype,
-            device=options.device,
-            cluster=options.cluster,
+            leader.model_layout, local_tensors(leader.model) if options.rank in leader.layout else {},
+            follower.model_layout, rank=options.rank, world_size=options.world_size,
+            dtype=next(follower.model.parameters()).dtype, device=options.device, cluster=options.cluster,
             transport=options.transport,
-        )
+        )  # fmt: skip
 
     def _connect(self, home: Replica, target: Replica) -> Delivery:
         options = self._options

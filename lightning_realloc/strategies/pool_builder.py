@@ -22,14 +22,20 @@ from lightning_realloc.runtime.agreement import TransportName
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
 from lightning_realloc.strategies.headroom import require_room
-from lightning_realloc.strategies.memory import describe_roles, memory_settings, refuse_too_large, with_callbacks
+from lightning_realloc.strategies.memory import (
+    describe_roles,
+    engine_memory,
+    memory_settings,
+    refuse_too_large,
+    with_callbacks,
+)
 from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.plan_source import NamedPlan, agree_on, work_out_plan
 from lightning_realloc.strategies.pool_options import Following, PoolOptions
 from lightning_realloc.strategies.precision import cast_parameters
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
-from lightning_realloc.tuning.memory_parts import RoleMemory
+from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory
 from lightning_realloc.tuning.transition import transition_bytes
 
 _POOL_ATTRIBUTE = "_realloc_pool"
@@ -120,12 +126,20 @@ class PoolBuilder:
         """
         roles = self.describe_roles()
         plan = self.plan(source, {name: role.model for name, role in roles.items()})
-        settings = memory_settings(self.options, self.master_dtype, optimizer_bytes=self.module.optimizer_bytes)
+        settings = self.memory_settings()
         plan, settings = with_callbacks(callbacks, self.dataflow, plan, settings)
         refuse_too_large(self.dataflow, plan, roles, settings, rank=self.rank, budget_bytes=self.memory_budget)
         if running is not None and self.device.type != "cpu":
             extra = transition_bytes(self.dataflow, running, plan, roles, settings, rank=self.rank)
             require_room(extra, self.device, what="moving to the new plan")
+
+    def memory_settings(self) -> MemorySettings:
+        """Return how tensors are kept, by the Trainer's settings and the algorithm's. Raises GenerationError for a
+        draft model whose configuration cannot be read."""
+        return memory_settings(
+            self.options, self.master_dtype, optimizer_bytes=self.module.optimizer_bytes,
+            engine=engine_memory(self.module, self.device, self.options.copy_dtype),
+        )  # fmt: skip
 
     def describe_roles(self) -> dict[str, RoleMemory]:
         """Return what memory and time of each role depend on; once models are laid out it is kept with them."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from lightning_realloc.tuning.dataflow import CallKind
 from lightning_realloc.tuning.execution_plan import CallPlan
+from lightning_realloc.tuning.generation_memory import MOST_PREFILL_TOKENS, Cache, draft_shape, learning, packed_bytes
 from lightning_realloc.tuning.memory_parts import MemoryParts, MemorySettings, RoleMemory, Workload
 from lightning_realloc.tuning.role_elements import RankElements
 
@@ -18,8 +19,6 @@ CHUNK_ELEMENTS = 1 << 23
 """Logits that are worked on in fp32 at a time; ``runtime.token_logprobs`` has the same number."""
 GATHERED_SUM_BYTES = 256 << 10
 """Up to this size CPU ranks gather what they add up; ``runtime.tp_group`` has the same number."""
-CACHE_MULTIPLE = 32
-"""What the engine rounds the first capacity of its cache to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,29 +179,58 @@ class CallMemory:
 
     def _generate(self) -> list[MemoryParts]:
         body = MemoryParts(gathered=self._root + self._block + self._buffer(self._block))
-        shape, load = self.role.shape, self.workload
-        if shape is None or load is None:
+        shape, load, cache, engine = self.role.shape, self.workload, self.cache, self.settings.engine
+        if shape is None or load is None or cache is None:
             return [*self._gathering(0), body]
-        share = math.ceil(load.num_sequences / self._shares)
-        slots = min(self.plan.max_slots, share)
-        position = slots * shape.kv_cache_elements(self._tp) * self.activation_bytes
-        longest = load.prompt_tokens + load.response_tokens
-        first = min(longest, -(-load.prompt_tokens // CACHE_MULTIPLE) * CACHE_MULTIPLE)
-        # The cache grows layer by layer, at the end by at most half: one layer's old keys and values are still there.
-        growth = position * longest // (2 * shape.num_layers) if longest > first else 0
-        prefill = math.ceil(slots / load.samples_per_prompt) * (load.prompt_tokens - 1) + slots
+        share, slots, last = self._generated, cache.slots, cache.at_last
+        prompts = math.ceil(slots / load.samples_per_prompt) * (load.prompt_tokens - 1)
+        prefill = min(MOST_PREFILL_TOKENS, prompts if cache.positions is None else cache.positions) + slots
+        # Where samples wait for slots, prompts are still read when the cache has grown.
+        read = MemoryParts(kv_cache=cache.at_first if share == slots else last, activations=self._working(prefill))
+        verified = slots * (1 + engine.num_ahead)
+        packed = MemoryParts(packed=self._packed(slots, load.response_tokens))
         drawing = MemoryParts(  # logits, and their probabilities in fp32
             gathered=self._root + self._buffer(self._block),
-            kv_cache=position * longest,
-            activations=self._hidden(slots),
-            logits=self._joined_logits(slots) + slots * shape.num_outputs * 4,
+            kv_cache=last,
+            activations=self._hidden(verified),
+            logits=self._joined_logits(verified) + verified * shape.num_outputs * 4,
         )
-        return [
-            *self._gathering(slots, kv_cache=position * longest),
-            body + MemoryParts(kv_cache=position * first, activations=self._working(prefill)),
-            body + MemoryParts(kv_cache=position * longest + growth, activations=self._working(slots)),
+        moments = [
+            *self._gathering(verified, kv_cache=last),
+            body + read,
+            body + MemoryParts(kv_cache=last + cache.growth, activations=self._working(verified)),
             drawing,
+            MemoryParts(kv_cache=cache.while_learning) + learning(engine.draft, samples=share, longest=cache.longest),
         ]
+        return [moment + packed for moment in moments]
+
+    @property
+    def _generated(self) -> int:
+        """Sequences that a generating rank begins with."""
+        return 0 if self.workload is None else math.ceil(self.workload.num_sequences / self._shares)
+
+    @property
+    def cache(self) -> Cache | None:
+        """Keys and values of a generating call; None where its lengths or the model's shape are not known."""
+        shape, load, engine = self.role.shape, self.workload, self.settings.engine
+        if shape is None or load is None:
+            return None
+        own = engine.draft is not None and engine.draft.model is not None
+        return Cache(
+            target=shape, draft=draft_shape(engine.draft, shape), tp=self._tp, draft_tp=1 if own else self._tp,
+            element_bytes=self.activation_bytes, slots=min(self.plan.max_slots, self._generated),
+            prompt_tokens=load.prompt_tokens, longest=load.prompt_tokens + load.response_tokens,
+            most_bytes=engine.max_cache_bytes,
+            fills=engine.moves_samples and self._shares > 1 and not self.is_wrapped,
+        )  # fmt: skip
+
+    def _packed(self, slots: int, num_steps: int) -> int:
+        if self.is_wrapped:
+            return 0  # FSDP frees weights between two uses
+        return packed_bytes(
+            self.role, self.settings.engine, tp=self._tp, element_bytes=self.activation_bytes, slots=slots,
+            num_steps=num_steps,
+        )  # fmt: skip
 
     def _train(self) -> list[MemoryParts]:
         """Return the moments of a training call's last micro-batch, when gradients of the others are there."""

@@ -16,6 +16,7 @@ from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.tuning.call_memory import CallMemory
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.tuning.execution_plan import OPTIMIZER_SUFFIX, ExecutionPlan
+from lightning_realloc.tuning.generation_memory import draft_bytes
 from lightning_realloc.tuning.memory_parts import MemoryParts, MemorySettings, RoleMemory, Workload
 from lightning_realloc.tuning.offload import OffloadSchedule
 from lightning_realloc.tuning.role_elements import RoleElements
@@ -132,6 +133,7 @@ class _Forecaster:
     def of_rank(self, rank: int) -> Iterator[PhaseMemory]:
         copies = {(role, layout): self._copy(role, layout, rank) for role, layout in self._copied_layouts()}
         kept = sum((copy for (role, _), copy in copies.items() if not self._frees_copies(role)), MemoryParts())
+        kept += MemoryParts(drafts=self._drafts(rank))
         schedule = OffloadSchedule(self.dataflow, self.plan, rank, self._leaders, self._sharers)
         yield PhaseMemory(SET_UP, rank, self._set_up(rank))
         for call in self.dataflow.iteration_calls:
@@ -164,6 +166,19 @@ class _Forecaster:
 
     def _frees_copies(self, role: str) -> bool:
         return self.settings.frees_copies or role in self.plan.offload
+
+    def _drafts(self, rank: int) -> int:
+        """Return what draft models keep: every replica that generates has one of its own."""
+        calls = [call for call in self.dataflow.iteration_calls if call.kind == "generate"]
+        generating = {(str(call.role), self.plan.layout(call.name)) for call in calls}
+        return sum(
+            draft_bytes(
+                self.settings.engine.draft,
+                element_bytes=self._home_bytes(role) if layout == self._home(role) else self.settings.copy_bytes,
+            )
+            for role, layout in generating
+            if rank in layout
+        )
 
     def _homes(self, rank: int, *, away: Set[str]) -> MemoryParts:
         """Return weights and optimizer states, but for what is offloaded and away."""

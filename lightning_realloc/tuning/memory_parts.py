@@ -33,6 +33,33 @@ class RoleMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftMemory:
+    """A model that drafts for those that generate."""
+
+    model: RoleMemory | None = None
+    """One with weights of its own, whole on every rank; None: the first blocks of the model that generates."""
+    num_blocks: int = 0
+    """How many these are."""
+    learns: bool = False
+    """Whether it learns from every generation: in fp32, by AdamW."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """What the engine keeps while it generates; the same for all generating calls."""
+
+    max_cache_bytes: int | None = None
+    """Which keys and values may take on a rank, a draft model's with them; None: room for the longest in every slot."""
+    moves_samples: bool = False
+    """Whether samples come from other ranks, for which a bounded cache takes all that it may."""
+    num_ahead: int = 0
+    """Most drafted tokens of a sample that one step verifies."""
+    draft: DraftMemory | None = None
+    packs_weights: bool = False
+    """Whether linear layers' weights are copied into the order that CPUs multiply fastest with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySettings:
     """How tensors are kept, the same for all roles."""
 
@@ -50,6 +77,7 @@ class MemorySettings:
     """Whether a copy is freed when its call ends."""
     builds_on_device: bool = False
     """Whether models are built in the memory that is counted, all roles before the first is laid out (CPU)."""
+    engine: EngineMemory = EngineMemory()
 
     def home_bytes(self, role: RoleMemory, *, is_trained: bool) -> int:
         """Bytes of one weight of a role's home replica; a follower keeps it as exactly as a trained role."""
@@ -103,6 +131,10 @@ class MemoryParts:
     activations: int = 0
     logits: int = 0
     kv_cache: int = 0
+    packed: int = 0
+    """Copies of linear layers' weights while a CPU generates."""
+    drafts: int = 0
+    """A draft model with weights of its own, and what it learns with."""
     staging: int = 0
     """Of reallocations."""
 

@@ -40,6 +40,8 @@ class PlanningTask:
     workload: Workload
     memory_budget: int
     """Bytes of a device that a plan may fill."""
+    generation_parts: int = 1
+    """In how many portions samples go to inference on ranks of its own."""
 
     @property
     def models(self) -> dict[str, ModelSpec]:
@@ -102,7 +104,7 @@ class PlanPricer:
         forecast = forecast_memory(
             task.dataflow, plan, task.roles, task.settings, task.workload, ranks=range(world_size)
         )
-        timeline = simulate(task.dataflow, plan, self.estimator)
+        timeline = simulate(task.dataflow, plan, self.estimator, generation_parts=task.generation_parts)
         return PricedPlan(plan=plan, timeline=timeline, forecast=forecast, memory_budget=task.memory_budget)
 
     def search(
@@ -118,6 +120,7 @@ class PlanPricer:
             found = search_plan(
                 task.dataflow, task.models, task.cluster, self.estimator, seed=seed, seconds=seconds,
                 memory_budget=budget, options=self.options, clock=clock, max_evaluations=max_evaluations,
+                generation_parts=task.generation_parts,
             )  # fmt: skip
             priced = self.price(found.plan)
             if not priced.missing_bytes:

@@ -57,7 +57,7 @@ class Prospects:
     """Bytes of a device that a plan may fill."""
     overlap: Overlap
     generation_parts: int = 1
-    """In how many portions samples go to inference on ranks of its own; the search does not know of it."""
+    """In how many portions samples go to inference on ranks of its own."""
 
     @property
     def models(self) -> dict[str, ModelSpec]:
@@ -160,6 +160,7 @@ class Prospects:
             found = search_plan(
                 self.dataflow, self.models, prices.cluster, prices, seed=seed, seconds=allowed,
                 memory_budget=self.memory_budget, overlap=self.overlap, options=options, clock=clock,
+                generation_parts=self.generation_parts,
             )  # fmt: skip
             if best is not None and found.seconds > (1 - WORTH_SEARCHING) * best.seconds:
                 return min(best, found, key=lambda one: one.seconds).plan

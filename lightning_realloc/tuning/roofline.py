@@ -10,9 +10,10 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Coordinate, Layout, ParallelDims
 from lightning_realloc.tuning.call_memory import CallMemory
 from lightning_realloc.tuning.cost import CallCost, Placement, Tokens
-from lightning_realloc.tuning.dataflow import Dataflow
+from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.tuning.estimate import CallSeconds
 from lightning_realloc.tuning.execution_plan import CallPlan
+from lightning_realloc.tuning.generation_memory import draft_bytes
 from lightning_realloc.tuning.hardware import Device, Efficiency, Links
 from lightning_realloc.tuning.kernels import Kernels
 from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory, Workload
@@ -166,13 +167,21 @@ class RooflineEstimator:
             return 0
         role = chosen.role
         is_home, is_trained = chosen == self.dataflow.home_call(role), role in self.dataflow.trained_roles
-        return max(
+        return self._draft_bytes(chosen, is_home=is_home) + max(
             CallMemory.of_replica(
                 self.roles[role], plan, self.settings, self.tokens.workload, sizes,
                 is_home=is_home, is_trained=is_trained,
             ).peak(chosen.kind).total
             for sizes in self._ends(role, plan.layout.dims)
         )  # fmt: skip
+
+    def _draft_bytes(self, call: ModelFunctionCall, *, is_home: bool) -> int:
+        """Return a draft model's bytes, which stay between calls, but count here in the call that it drafts for."""
+        if call.kind != "generate" or self.settings.engine.draft is None:
+            return 0
+        role, trains = str(call.role), call.role in self.dataflow.trained_roles
+        home = self.settings.home_bytes(self.roles[role], is_trained=trains)
+        return draft_bytes(self.settings.engine.draft, element_bytes=home if is_home else self.settings.copy_bytes)
 
     def slowdown(self, busy: int) -> float:
         """Return how many ranks there are for each core; 1 where none was said to be shared."""

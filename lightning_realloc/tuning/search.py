@@ -65,6 +65,7 @@ def search_plan(
     overlap: Overlap = "iterations",
     options: CallOptions | None = None,
     max_evaluations: int | None = None,
+    generation_parts: int = 1,
     clock: Callable[[], float] = time.monotonic,
 ) -> SearchResult:
     """Return the best plan found.
@@ -76,6 +77,7 @@ def search_plan(
         seconds: How long to search. Pricing the options comes first and may take most of it on a large cluster.
         memory_budget: Bytes of a device that plans may fill; by default all.
         max_evaluations: End after so many plans, for results that do not depend on the machine's speed.
+        generation_parts: In how many portions samples go to inference on ranks of its own, as `simulate` has it.
 
     Raises:
         NothingFitsError: where no plan fits the budget, with what is missing and how many nodes would do.
@@ -89,7 +91,7 @@ def search_plan(
     budget = cluster.device_memory_bytes if memory_budget is None else memory_budget
     problem = Problem(
         dataflow, models, estimator, options=options or CallOptions(), overlap=overlap, memory_budget=budget,
-        is_late=lambda: progress.elapsed_s >= SHARE_OF_PRICING * seconds,
+        is_late=lambda: progress.elapsed_s >= SHARE_OF_PRICING * seconds, generation_parts=generation_parts,
     )  # fmt: skip
     if not all(problem.tables):
         raise nothing_fits(problem, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from lightning_realloc.tuning.fusion import portion_shares
 from lightning_realloc.tuning.search_problem import Problem
 
 _WEIGHTS = np.linspace(0.0, 1.0, 41)
@@ -28,13 +29,33 @@ def lower_bound(problem: Problem) -> float:
     timed = [i for i in problem.numbers if problem.timed[i]]
     tables = {i: _seconds_and_shares(problem, i) for i in timed}
     off = {i: _WEIGHTS * shares.min() for i, (_, shares) in tables.items()}
-    on = {i: _on_chain(seconds, shares) for i, (seconds, shares) in tables.items()}
-    return max(_bound(timed, on, off, chain) for chain in _chains(problem))
+    chains = [cut for chain in _chains(problem) for cut in _cuts(problem, chain)]
+    parts = {part for chain in chains for part in chain.items()}
+    on = {(i, part): _on_chain(part * tables[i][0], tables[i][1]) for i, part in parts}
+    return max(_bound(timed, on, off, chain) for chain in chains)
 
 
-def _bound(timed: list[int], on: dict[int, np.ndarray], off: dict[int, np.ndarray], chain: frozenset[int]) -> float:
-    rows = [on[i] if i in chain else off[i] for i in timed]
+def _bound(
+    timed: list[int], on: dict[tuple[int, float], np.ndarray], off: dict[int, np.ndarray], chain: dict[int, float]
+) -> float:
+    rows = [on[i, chain[i]] if i in chain else off[i] for i in timed]
     return float(np.sum(rows, axis=0).max())
+
+
+def _cuts(problem: Problem, chain: frozenset[int]) -> list[dict[int, float]]:
+    """Return what parts of a chain's calls follow each other whoever overlaps: call -> the share of its seconds.
+
+    Inference that begins with the first samples has its last portion behind the whole generation, and all of itself
+    behind the first portion of that.
+    """
+    whole = dict.fromkeys(chain, 1.0)
+    sources = {} if problem.portions is None else problem.portions.sources
+    early = [i for i in chain if sources.get(i) in chain]
+    if problem.portions is None or not early:
+        return [whole]
+    num_parts = problem.portions.num_parts
+    behind = whole | dict.fromkeys(early, 1 / num_parts)
+    return [behind, whole | {sources[i]: portion_shares(num_parts)[0] for i in early}]
 
 
 def _seconds_and_shares(problem: Problem, i: int) -> tuple[np.ndarray, np.ndarray]:

@@ -32,6 +32,8 @@ class BranchAndBound:
         self._canonical: dict[tuple[RankSet, ...], list[RankSet]] = {}
         homes = sorted((i for i in problem.numbers if problem.home[i] == i), key=lambda i: -problem.least_work[i])
         self._order = [*homes, *(i for i in problem.numbers if i not in homes)]
+        if problem.portions is not None:
+            self._order = problem.portions.decided_last(self._order, problem.home)
         self._state: list[Choice | None] = [None] * len(problem.calls)
         self._offload: frozenset[str] = frozenset()
         self.bound = math.inf

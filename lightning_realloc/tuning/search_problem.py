@@ -18,6 +18,7 @@ from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.tuning.estimate import Estimator
 from lightning_realloc.tuning.execution_plan import CallPlan, ExecutionPlan
+from lightning_realloc.tuning.search_portions import Portions
 from lightning_realloc.tuning.search_timeline import Waits, crowded_seconds_per_iteration, seconds_per_iteration
 from lightning_realloc.tuning.simulator import Overlap
 from lightning_realloc.tuning.space import CallOptions, RankSet, legal_dims, node_run, sizes
@@ -76,7 +77,7 @@ class Problem:
 
     def __init__(
         self, dataflow: Dataflow, models: Mapping[str, ModelSpec], estimator: Estimator, *, options: CallOptions,
-        overlap: Overlap, memory_budget: int, is_late: Callable[[], bool],
+        overlap: Overlap, memory_budget: int, is_late: Callable[[], bool], generation_parts: int = 1,
     ) -> None:  # fmt: skip
         """Price every option, until ``is_late`` says that there is no time for more."""
         missing = [role for role in dataflow.roles if role not in models]
@@ -96,6 +97,9 @@ class Problem:
         self.siblings = tuple(tuple(j for j in self.numbers if self.calls[j].role == c.role) for c in self.calls)
         self._since_training = tuple(self._calls_since_training(i) for i in self.numbers)
         self._needs, self._carried = _dependencies(dataflow, self.calls)
+        self.portions: Portions | None = None
+        if generation_parts > 1 and overlap != "none":
+            self.portions = Portions(dataflow, self.calls, self._needs, self._carried, generation_parts)
         self._layouts: dict[tuple[ParallelDims, int], int] = {}
         self._moves: dict[tuple[int, int, int], float] = {}
         self._waits: dict[tuple[int, ...], Waits] = {}
@@ -192,17 +196,34 @@ class Problem:
         """Return what a state costs; with calls not chosen yet, a bound from below on what it can come to."""
         moves = [self.move_seconds(i, state) for i in self.numbers]
         durations = self._durations(state, moves, offload)
-        seconds = seconds_per_iteration(durations, self._waits_of(state, moves), self.overlap)
+        if self.portions is not None:
+            seconds = self._seconds_in_portions(state, moves, durations, offload, self.portions)
+        elif self.is_crowded and None not in state:
+            seconds = self._crowded_seconds(durations, self._masks(state, moves), self._needs, self._carried)
+        else:
+            seconds = seconds_per_iteration(durations, self._waits_of(state, moves), self.overlap)
         if None in state:
             seconds = max(seconds, self._work(state, durations) / self.capacity)
             return Score(self._excess(state, offload)[0], 0, seconds)
-        if self.is_crowded:
-            seconds = crowded_seconds_per_iteration(
-                durations, self._masks(state, moves), self._needs, self._carried, self.overlap, self.cluster,
-                self.estimator.slowdown,
-            )  # fmt: skip
-        excess, idle = self._excess(state, offload)
-        return Score(excess, idle, seconds)
+        return Score(*self._excess(state, offload), seconds)
+
+    def _seconds_in_portions(
+        self, state: State, moves: Sequence[float], durations: Sequence[float], offload: frozenset[str],
+        portions: Portions,
+    ) -> float:  # fmt: skip
+        steps = portions.steps(self._masks(state, moves), offload)
+        spread = steps.spread(durations)
+        if self.is_crowded and None not in state:
+            return self._crowded_seconds(spread, steps.masks, steps.needs, steps.carried)
+        return seconds_per_iteration(spread, steps.waits, self.overlap)
+
+    def _crowded_seconds(
+        self, durations: Sequence[float], masks: Sequence[int], needs: Sequence[Sequence[int]],
+        carried: Sequence[Sequence[int]],
+    ) -> float:  # fmt: skip
+        return crowded_seconds_per_iteration(
+            durations, masks, needs, carried, self.overlap, self.cluster, self.estimator.slowdown
+        )
 
     def move_seconds(self, i: int, state: State) -> float:
         """Return how long weights take to a call in an iteration; 0 where they lie there already, or may.

@@ -17,7 +17,7 @@ from lightning_realloc.tuning.crowding import Task, run_tasks
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.tuning.estimate import Estimator
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
-from lightning_realloc.tuning.fusion import fused_first, fused_groups, fused_sources
+from lightning_realloc.tuning.fusion import fused_first, fused_groups, fused_sources, portion_shares
 
 Overlap = Literal["iterations", "calls", "none"]
 """What may run at the same time on disjoint ranks: calls even of two iterations, calls of one iteration, nothing."""
@@ -115,8 +115,8 @@ def simulate(
     """Return when everything runs; every iteration takes what the estimator says.
 
     Args:
-        generation_parts: In how many portions of the same work samples go to inference on ranks of its own; portion k
-            of that begins when portion k is generated.
+        generation_parts: In how many portions samples go to inference on ranks of its own; portion k of that begins
+            when portion k is generated, which `portion_shares` says.
 
     Raises:
         PlanError: for a call that the plan does not name, fewer than one iteration, an unknown ``overlap``.
@@ -196,7 +196,7 @@ class _Walk:
         """Add a call, in portions where others wait for them; return its last step."""
         self._move(call, number, before)
         num_parts = self.num_parts if call.name in self._sources.values() else 1
-        parts = [self._work(call, number, (*before, *known), num_parts) for _ in range(num_parts)]
+        parts = [self._work(call, number, (*before, *known), share) for share in portion_shares(num_parts)]
         self._parts[call.name] = parts
         if call.kind == "train":
             self._copies = {copy for copy in self._copies if copy[0] != call.role}
@@ -209,14 +209,14 @@ class _Walk:
             self._parts[call.name] = []
         for known in self._parts[self._sources[group[0].name]]:
             for call in group:
-                self._parts[call.name].append(self._work(call, number, (*before, known), self.num_parts))
+                self._parts[call.name].append(self._work(call, number, (*before, known), 1 / self.num_parts))
 
     def _last_of(self, call: ModelFunctionCall) -> int:
         return self._parts[call.name][-1]
 
-    def _work(self, call: ModelFunctionCall, number: int, after: tuple[int, ...], num_parts: int) -> int:
+    def _work(self, call: ModelFunctionCall, number: int, after: tuple[int, ...], share: float) -> int:
         chosen = self.plan.call(call.name)
-        seconds = self.estimator.call_seconds(call.name, chosen).total / num_parts
+        seconds = self.estimator.call_seconds(call.name, chosen).total * share
         return self._add(call.name, number, chosen.layout.ranks, seconds, after)
 
     def _move(self, call: ModelFunctionCall, number: int, before: tuple[int, ...]) -> None:

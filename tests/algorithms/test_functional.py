@@ -56,6 +56,25 @@ def test_a_group_that_agrees_and_a_group_of_one_have_no_advantage() -> None:
     assert advantages.tolist() == [0.0, 0.0, 0.0]
 
 
+def test_a_missing_reward_is_left_out_of_its_group() -> None:
+    # group 0: rewards 1 and 3 are left: mean 2, unbiased variance 2, -1 / 1.41421; group 1: one is left: no advantage;
+    # group 2: nothing is left
+    rewards = torch.tensor([1.0, math.nan, 3.0, 5.0, math.nan, math.nan])
+    groups = torch.tensor([0, 0, 0, 1, 1, 2])
+    advantages = group_advantages(rewards, groups, std_eps=0.0)
+    assert advantages[[0, 2]].tolist() == pytest.approx([-0.70711, 0.70711], abs=1e-5)
+    assert group_advantages(rewards, groups)[3].item() == 0.0
+    assert advantages.isnan().tolist() == [False, True, False, True, True, True]  # 0 / 0 where one is left, as ever
+    assert group_advantages(rewards, groups, std_eps=None).nan_to_num(nan=9.0).tolist() == [
+        -1.0,
+        9.0,
+        1.0,
+        0.0,
+        9.0,
+        9.0,
+    ]
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(REWARDS, st.integers(0, 3)), min_size=1, max_size=12))
 def test_group_advantages_agree_with_a_loop_over_groups(samples: list[tuple[float, int]]) -> None:

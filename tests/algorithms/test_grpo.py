@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.errors import ConfigError, RewardError
+from lightning_realloc.generation import RolloutBudget
 from lightning_realloc.runtime.samples import Ragged, Samples
-from lightning_realloc.runtime.training import Totals, pack_columns
+from lightning_realloc.runtime.training import Totals, TrainOptions, pack_columns
 from tests.models import tiny_model
 from tests.strategies import runs
 
@@ -84,6 +85,47 @@ def test_the_loss_and_its_gradient_are_those_of_a_loop_over_tokens(average: str,
         assert torch.allclose(ours.grad, theirs.grad, atol=2e-6)
 
 
+def loss_and_gradient(module: Any, model: Any, samples: Samples) -> tuple[Tensor, list[Tensor]]:
+    """Return the loss of all samples in one pack, and every weight's gradient."""
+    model.zero_grad()
+    loss = module.actor_loss(model, pack_columns(samples, CPU), Totals(4, 9))
+    loss.value.backward()
+    return loss.value.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_in_one_step_ratios_to_the_trained_model_are_1_whatever_the_engine_recorded() -> None:
+    model, samples = tiny_model("llama"), rollout()
+    now = [response_logprobs(model, p, r, 1.0).detach() for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    exact = samples.with_columns(behaviour_logprobs=Ragged.from_list(now))
+    expected = loss_and_gradient(runs.grpo(actor=model), model, exact)
+    module = runs.grpo(actor=model, ratio_to="proximal")
+    loss, gradients = loss_and_gradient(module, model, samples)
+    assert torch.allclose(loss, expected[0], atol=1e-6)
+    assert all(torch.allclose(*pair, atol=2e-6) for pair in zip(gradients, expected[1], strict=True))
+    _, others = loss_and_gradient(module, model, exact)
+    assert all(torch.equal(*pair) for pair in zip(gradients, others, strict=True))
+    assert [call.name for call in module.dataflow.calls] == [call.name for call in runs.grpo().dataflow.calls]
+
+
+def test_over_several_steps_ratios_are_to_what_was_scored_before_the_first() -> None:
+    model, samples = tiny_model("llama"), rollout()
+    several = {"train_options": TrainOptions(num_epochs=2), "actor": model}
+    module = runs.grpo(ratio_to="proximal", **several)
+    call = module.dataflow.call("actor.infer")
+    assert (call.kind, call.needs, call.produces) == ("infer", ("rollout",), ("proximal_logprobs",))
+    assert "proximal_logprobs" in module.dataflow.call("actor.train").needs
+    scored = getattr(module, call.method)(model, pack_columns(samples, CPU))
+    now = torch.cat([response_logprobs(model, p, r, 1.0) for p, r in zip(PROMPTS, RESPONSES, strict=True)])
+    assert torch.allclose(scored[pack_columns(samples, CPU).response_mask], now, atol=1e-5)
+    expected = loss_and_gradient(runs.grpo(**several), model, samples)
+    moved = samples.with_columns(
+        proximal_logprobs=samples["behaviour_logprobs"], behaviour_logprobs=samples["ref_logprobs"]
+    )
+    loss, gradients = loss_and_gradient(module, model, moved)
+    assert torch.equal(loss, expected[0])
+    assert all(torch.equal(*pair) for pair in zip(gradients, expected[1], strict=True))
+
+
 def test_clipped_tokens_and_divergence_are_measured() -> None:
     model = tiny_model("llama")
     module = runs.grpo(actor=model, kl_coef=0.1)
@@ -150,6 +192,8 @@ def test_several_reward_functions_are_weighted_and_logged_apart() -> None:
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="a group needs 2 or more responses to compare; set n >= 2"):
         runs.grpo(sampling=runs.SamplingParams(n=1))
+    with pytest.raises(ConfigError, match=r"ratio_to='proximal' leaves out .* max_staleness=4 draws them from older"):
+        runs.grpo(ratio_to="proximal", rollout_budget=RolloutBudget(tokens=9))
     with pytest.raises(ConfigError, match=r"temperature=0 gives every response of a group the same tokens"):
         runs.grpo(sampling=runs.SamplingParams(n=2, temperature=0.0))
     with pytest.raises(RewardError, match="cannot be imported"):
@@ -160,6 +204,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
         ({"clip_low": -0.1}, "clip_low=-0.1"),
         ({"clip_high": -0.1}, "clip_high=-0.1"),
         ({"kl_coef": -1.0}, "kl_coef=-1.0"),
+        ({"ratio_to": "reference"}, "ratio_to='reference'"),
     ):
         with pytest.raises(ConfigError, match=name):
             runs.grpo(**settings)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.generation.packed_linear import packed_linears, packs
 from tests.models import tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]
+_Change = Callable[[Tensor], Tensor]
 LONG = {"num_slots": 16, "num_steps": 64}
 
 
@@ -19,6 +24,40 @@ class _Scaled(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
+
+
+class _Products(TorchDispatchMode):
+    """Counts products with packed weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.mkldnn._linear_pointwise.default
+        return func(*args, **(kwargs or {}))
+
+
+class _Block(nn.Module):
+    """Layers that read the same tensor: weights and inputs are small integers, whose products float32 holds exactly."""
+
+    def __init__(self, *, biases: tuple[bool, bool] = (True, True)) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(1024, 768, bias=biases[0])
+        self.up_proj = nn.Linear(1024, 640, bias=biases[1])
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            parameter.requires_grad_(False).copy_(torch.randint(-4, 5, parameter.shape, generator=generator))
+
+    def forward(
+        self, input: Tensor, between: Callable[[Tensor], Tensor] = lambda input: input
+    ) -> tuple[Tensor, Tensor]:
+        first = self.gate_proj(input)
+        return first, self.up_proj(input if between is None else between(input))
+
+
+def integers(num_rows: int) -> Tensor:
+    return torch.randint(-4, 5, (1, num_rows, 1024), generator=torch.Generator().manual_seed(1)).float()
 
 
 def require_packing(dtype: torch.dtype) -> None:
@@ -115,3 +154,64 @@ def test_the_output_layer_gets_rows_without_gaps_behind_new_prompts() -> None:
     )
     GenerationEngine(model, max_slots=2).generate([[5] * 9, [6] * 4, [7] * 3], SamplingParams(max_new_tokens=3))
     assert strides and all(stride == rows for stride, rows in strides)
+
+
+@pytest.mark.parametrize(("num_rows", "num_products"), [(1, 0), (8, 1), (300, 0)])
+def test_layers_that_read_the_same_tensor_share_one_product(num_rows: int, num_products: int) -> None:
+    require_packing(torch.float32)
+    block, rows = _Block(), integers(num_rows)
+    for _ in range(2):
+        block.gate_proj.weight.mul_(-1)  # what is shared is packed anew, too
+        expected = block(rows)
+        with packed_linears(block, **LONG), _Products() as products:
+            for made, own in zip(block(rows), expected, strict=True):
+                assert torch.equal(made, own)
+        assert products.count == num_products
+
+
+@pytest.mark.parametrize("between", [torch.neg, Tensor.neg_, torch.clone], ids=["another", "changed", "copy"])
+def test_layers_called_with_other_tensors_multiply_with_those(between: _Change) -> None:
+    require_packing(torch.float32)
+    block = _Block()
+    expected = block(integers(8), between)
+    with packed_linears(block, **LONG):
+        for _ in range(2):
+            for made, own in zip(block(integers(8), between), expected, strict=True):
+                assert torch.equal(made, own)
+        assert torch.equal(block.up_proj(integers(8)), block(integers(8))[1])  # whoever is called first, or alone
+
+
+@pytest.mark.parametrize("biases", [(True, False), (False, False)])
+def test_layers_share_a_product_only_where_all_or_none_have_a_bias(biases: tuple[bool, bool]) -> None:
+    require_packing(torch.float32)
+    block, rows = _Block(biases=biases), integers(8)
+    expected = block(rows)
+    with packed_linears(block, **LONG), _Products() as products:
+        for made, own in zip(block(rows), expected, strict=True):
+            assert torch.equal(made, own)
+    assert products.count == (2 if any(biases) else 1)
+
+
+# Of two blocks: queries, keys and values; what attention returns; gate and up; down; and once the head.
+@pytest.mark.parametrize(
+    ("family", "num_products"),
+    [("llama", 9), ("qwen2", 9), ("qwen3", 9), ("gemma", 9), ("phi3", 9), ("gpt_neox", 9), ("opt", 9), ("gpt2", 1)],
+)
+def test_families_share_products_where_their_layers_read_the_same(family: str, num_products: int) -> None:
+    require_packing(torch.bfloat16)
+    model, ids = tiny_model(family).to(torch.bfloat16), torch.tensor([[5, 9, 7, 3]])
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        with packed_linears(model, **LONG), _Products() as products:
+            torch.testing.assert_close(model(ids, use_cache=False).logits, expected, atol=0.05, rtol=0.02)
+    assert products.count == num_products
+
+
+def test_layers_multiply_alone_where_tensors_do_not_tell_of_changes() -> None:
+    require_packing(torch.float32)
+    with torch.inference_mode():
+        block, rows = _Block(), integers(8)
+        expected = block(rows)
+        with packed_linears(block, **LONG), _Products() as products:
+            assert all(map(torch.equal, block(rows), expected))
+        assert products.count == 2

@@ -81,6 +81,25 @@ def test_a_token_budget_ends_the_call_after_the_step_that_spends_it() -> None:
     assert [(len(one.token_ids), one.finish_reason) for one in completions] == [(3, "unfinished")] * 3
 
 
+def test_a_budget_waits_for_what_must_be_finished() -> None:
+    engine = engine_of(exact_model())
+    params = replace(FREE, n=1)
+    finished: list[int] = []
+    completions = engine.generate(
+        [[5], [6], [7]], params, token_budget=7, token_limits=[4, 6, 24],
+        on_finished=lambda one: finished.append(one.sample_id), may_stop=lambda: 1 in finished,
+    )  # fmt: skip
+    # The budget is spent after three steps; the second sample ends with the sixth.
+    assert [(len(one.token_ids), one.finish_reason) for one in completions] == [
+        (4, "length"), (6, "length"), (6, "unfinished"),
+    ]  # fmt: skip
+    assert finished == [0, 1, 2]
+    with counted_forwards(exact_model()) as sizes:
+        engine = engine_of(exact_model(), wall_clock=lambda: float(len(sizes)))
+        completions = engine.generate([[5]], params, seconds_budget=2.5, may_stop=lambda: len(sizes) >= 8)
+    assert len(completions[0].token_ids) == 8
+
+
 def test_samples_that_had_no_slot_are_unfinished_and_empty() -> None:
     engine = engine_of(exact_model(), max_slots=1)
     first, second = engine.generate([[5]], FREE, token_budget=2)

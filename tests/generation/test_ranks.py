@@ -9,12 +9,15 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation
+from lightning_realloc.generation.packed_linear import packed_linears
 from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
 from lightning_realloc.runtime.parallelize import parallelize
+from tests.generation.test_packed_linear import require_packing
 from tests.models import tiny_model
 from tests.workers import WorkerPool
 
@@ -56,6 +59,51 @@ def test_tensor_parallel_ranks_agree_to_the_bit_and_draw_what_one_rank_draws(
     results = workers.run(_generate, family, layout, world_size=int(layout[2:]))
     assert all(result == results[0] for result in results)
     assert {completion.sample_id: completion.token_ids for completion in results[0]} == _alone(family)
+
+
+def _generate_packed(family: str) -> tuple[int, list[list[Completion]]]:
+    """Return how many layers multiply with packed weights, and what they make, as the weights are and changed."""
+    layout = Layout.parse(f"tp{dist.get_world_size()}", world_size=dist.get_world_size())
+    meshes = MeshRegistry("cpu")
+    meshes.create([layout])
+    model = tiny_model(family).to(torch.bfloat16)
+    model = parallelize(model, ModelLayout(describe_model(model), layout), meshes)
+    with packed_linears(model, num_slots=3, num_steps=40):
+        num_packed = sum("forward" in vars(module) for module in model.modules())
+    engine, params = GenerationEngine(model, max_slots=3), SamplingParams(max_new_tokens=40, ignore_eos=True)
+    made = []
+    for _ in range(2):
+        made.append(engine.generate(PROMPTS, params))
+        for parameter in model.parameters():
+            parameter.data.mul_(0.9)
+    return num_packed, made
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_tensor_parallel_ranks_multiply_with_packed_shares_of_the_weights_of_now(
+    workers: WorkerPool, family: str
+) -> None:
+    require_packing(torch.bfloat16)
+    (num_packed, made), other = workers.run(_generate_packed, family, world_size=2)
+    assert (num_packed, made) == other
+    # In each of two blocks queries, keys, values, gate and up; what sums over ranks, and the head, are left alone.
+    assert num_packed == 10
+    for scale, completions in zip((1.0, 0.9), made, strict=True):
+        model = tiny_model(family)
+        for parameter in model.parameters():
+            parameter.data.mul_(scale)
+        for completion in completions:
+            assert completion.logprobs == pytest.approx(_logprobs(model, completion), abs=0.05)
+
+
+def _logprobs(model: nn.Module, completion: Completion) -> list[float]:
+    prompt = PROMPTS[completion.prompt_index]
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *completion.token_ids]]), use_cache=False).logits[
+            0, len(prompt) - 1 : -1
+        ]
+    tokens = torch.tensor(completion.token_ids)[:, None]
+    return list(logits.log_softmax(-1).gather(1, tokens)[:, 0].tolist())
 
 
 def _generate_by_own_clocks() -> list[list[Completion]]:

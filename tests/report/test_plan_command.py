@@ -54,6 +54,24 @@ def test_the_best_plan_comes_with_its_timeline_memory_and_other_plans(capsys: py
     assert len(ratios) >= 3 and min(ratios) >= 1.0
 
 
+def test_inference_apart_shows_in_the_timeline_and_gains_by_portions(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    apart = tmp_path / "apart.yaml"
+    apart.write_text(
+        "calls: {actor.generate: dp1@0, actor.train: dp1@0, critic.train: dp1@1, critic.infer: dp1@1,"
+        " reference.infer: dp1@1, reward.infer: dp1@1}\n"
+    )
+    load = ("--cluster", "a100-80g:1x2", "--batch", "256", "--prompt-length", "4096")
+    question = ("--algorithm", "ppo", "--actor", TINY, "--critic", TINY, *load, "--compare", str(apart), str(apart))
+    seconds = {
+        parts: float(re.search(r"an iteration +([0-9.]+)", ask(capsys, *question, *parts))[1])
+        for parts in ((), ("--generation-parts", "1"), ("--generation-parts", "4"))
+    }
+    assert seconds[()] == seconds["--generation-parts", "1"] > seconds["--generation-parts", "4"]
+    assert "--generation-parts=0 must be at least 1" in refused(*question, "--generation-parts", "0")
+
+
 def test_a_small_space_is_searched_to_its_end_and_its_plan_is_saved(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

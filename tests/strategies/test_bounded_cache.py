@@ -28,6 +28,17 @@ def test_iterations_learn_the_same_with_a_bound_on_the_cache(workers: WorkerPool
     assert bounded.tokens == plain.tokens
     assert bounded.rewards == plain.rewards
     assert runs.largest_difference(bounded.weights, plain.weights) < 1e-4
+    assert all("preemptions/actor.generate" not in step for step in plain.logged)
+    assert all("preemptions/actor.generate" in step for step in bounded.logged)
+
+
+def test_samples_that_give_way_are_counted_over_all_ranks(workers: WorkerPool) -> None:
+    # Six samples of up to 68 tokens on each rank grow by up to five pages, and room is kept for two of each.
+    sampling = SamplingParams(n=2, max_new_tokens=60, ignore_eos=True)
+    settings: dict[str, Any] = {"max_cache_bytes": 100_000, "sampling": sampling}
+    everyone = workers.run(run_settings, "dp2", settings, world_size=2, init_process_group=False)
+    counts = [[step["preemptions/actor.generate"] for step in outcome.logged] for outcome in everyone]
+    assert counts[0] == counts[1] and min(counts[0]) >= 1
 
 
 def test_a_bound_below_one_sample_ends_the_run_on_every_rank(workers: WorkerPool) -> None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from lightning_realloc.algorithms.role import Role
 from lightning_realloc.callbacks import MemoryMonitor
 from lightning_realloc.errors import PlanError
-from lightning_realloc.generation import SamplingParams
+from lightning_realloc.generation import SamplingParams, Speculation
 from lightning_realloc.runtime.live_memory import StorageMeter
 from lightning_realloc.runtime.samples import Ragged, Samples
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.strategies.memory import describe_roles
+from lightning_realloc.strategies.memory import describe_roles, engine_memory
 from lightning_realloc.tuning.memory import forecast_memory
 from lightning_realloc.tuning.memory_parts import MemorySettings, Workload
 from tests.models import byte_tokenizer, tiny_model
@@ -53,23 +55,34 @@ class EvenBatches:
             yield Samples(torch.arange(8) + 8 * index, columns)
 
 
-def compare(plan: dict[str, Any], family: str = "llama", peft: Any = None, **sizes: Any) -> Comparison:
+def compare(
+    plan: dict[str, Any],
+    family: str = "llama",
+    generation: dict[str, Any] | None = None,
+    peft: dict[str, Any] | None = None,
+    **sizes: Any,
+) -> Comparison:
     """Train for two iterations and return what this rank needed beside what was worked out."""
     world_size, monitor = runs.world_size(), MemoryMonitor()
     standing = _bytes_alive()  # what earlier tests left in this process
     config = tiny_model(family, **sizes).config
     sampling = SamplingParams(n=LOAD.samples_per_prompt, max_new_tokens=LOAD.response_tokens, ignore_eos=True)
     options = runs.options(micro_batch_tokens=LOAD.micro_batch_tokens)
-    settings = {"sampling": sampling, "train_options": options, "tokenizer": byte_tokenizer(), "peft_config": peft}
+    given = {"sampling": sampling, "train_options": options, "tokenizer": byte_tokenizer(), **(generation or {})}
     reference = None if peft else config
-    module = runs.RecordedGRPO(config, runs.low_tokens, reference=reference, learning_rate=1e-2, **settings)
+    module = runs.RecordedGRPO(
+        config, runs.low_tokens, reference=reference, learning_rate=1e-2, peft_config=peft, **given
+    )
     module.share_prompts = False
     trainer = runs.trainer(ReallocStrategy(plan), world_size, callbacks=[monitor])
     trainer.fit(module, EvenBatches())  # type: ignore[arg-type]
     pool = trainer.strategy.pool  # type: ignore[attr-defined]
     roles = describe_roles(module.roles(), {})
     rank = trainer.global_rank
-    forecast = forecast_memory(pool.dataflow, pool.plan, roles, SETTINGS, LOAD, ranks=(rank,))
+    settings = replace(SETTINGS, engine=engine_memory(module, torch.device("cpu"), torch.float32))
+    forecast = forecast_memory(pool.dataflow, pool.plan, roles, settings, LOAD, ranks=(rank,))
+    draft = None if module.speculation is None else module.speculation.draft_model
+    standing -= 0 if draft is None else _mapped_bytes(draft)
     return {call: (forecast.at(call, rank).total, peak - standing) for call, peak in monitor.phases.items()}
 
 
@@ -78,6 +91,12 @@ def _bytes_alive() -> int:
     meter.start()
     meter.stop()
     return meter.current_bytes
+
+
+def _mapped_bytes(folder: str) -> int:
+    """Return the bytes of weights that lie in memory which torch did not allocate, and the monitor does not count."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder)
+    return sum(weight.nbytes for weight in loaded.parameters() if not weight.untyped_storage().resizable())
 
 
 def check(found: list[Comparison], tolerance: float = TOLERANCE) -> None:
@@ -116,13 +135,23 @@ def test_peaks_are_predicted_where_adapters_are_trained(
 def compare_adapted(plan: dict[str, Any], peft: dict[str, Any]) -> Comparison:
     """Compare a model of 1.5 million weights."""
     sizes = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6}
-    return compare(plan, "qwen3", peft, **sizes)
+    return compare(plan, "qwen3", peft=peft, **sizes)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma", "phi3", "gpt_neox", "gpt2", "opt", "mixtral"])
 def test_peaks_of_other_families_are_predicted(workers: WorkerPool, family: str) -> None:
     plan = calls(actor_train="dp1", actor_generate="dp1", reference_infer="dp1")
     check(workers.run(compare, plan, family, world_size=1, init_process_group=False, deadline_s=120.0))
+
+
+def test_peaks_are_predicted_where_a_draft_model_learns_and_the_cache_is_bounded(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    tiny_model("llama", hidden_size=96, num_hidden_layers=3).save_pretrained(tmp_path)
+    drafts = Speculation(drafter="model", draft_model=str(tmp_path), draft_learning_rate=1e-3, num_draft_tokens=2)
+    plan = calls(actor_train="dp2", actor_generate="dp2", reference_infer="dp2")
+    settings = {"speculation": drafts, "max_cache_bytes": 300_000}
+    check(workers.run(compare, plan, "llama", settings, world_size=2, init_process_group=False))
 
 
 @pytest.mark.slow

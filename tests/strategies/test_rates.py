@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_realloc.generation import GenerationStats
+from lightning_realloc.generation.migration import MigrationStats
 from lightning_realloc.runtime.executor import ReallocationReport
-from lightning_realloc.strategies.rates import ITERATION_S, facts_of, with_rates
+from lightning_realloc.strategies.rates import (
+    ITERATION_S,
+    facts_of,
+    facts_of_migration,
+    facts_of_preemptions,
+    with_rates,
+)
 from tests.strategies import runs
 from tests.strategies.runs import Batches, calls
 from tests.workers import WorkerPool
@@ -26,6 +34,15 @@ def test_nothing_is_divided_by_no_time() -> None:
     still = ReallocationReport(bytes_moved=0, bytes_minimum=0, bytes_written=0, seconds=0.0, transport="direct")
     assert with_rates(facts_of("x", still), num_tokens=5)["reallocation_GB_per_s/x"] == 0.0
     assert with_rates({}, num_tokens=0) == {}
+
+
+def test_what_ranks_count_apart_is_added_up_by_call() -> None:
+    facts = facts_of_preemptions("a", GenerationStats(num_preemptions=2), 0)
+    facts |= facts_of_preemptions("a", GenerationStats(num_preemptions=3), 1)
+    facts |= facts_of_preemptions("b", GenerationStats(), 1) | facts_of_migration(
+        "a", MigrationStats(num_received=4), 0
+    )
+    assert with_rates(facts, num_tokens=0) == {"preemptions/a": 5.0, "preemptions/b": 0.0, "moved_samples/a": 4.0}
 
 
 def logged_rates() -> list[dict[str, float]]:

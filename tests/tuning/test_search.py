@@ -58,11 +58,11 @@ def found(estimator: Estimator, budget: int, *, seconds: float = 60.0, **given: 
     return search_plan(estimator.dataflow, models, estimator.cluster, estimator, seconds=seconds, **arguments)  # type: ignore[arg-type]
 
 
-def best_of_all(estimator: Estimator, budget: int) -> Score:
+def best_of_all(estimator: Estimator, budget: int, generation_parts: int = 1) -> Score:
     """Return the best score of all plans."""
     problem = Problem(
         estimator.dataflow, {role: MODEL for role in estimator.dataflow.roles}, estimator, options=FEW,
-        overlap="iterations", memory_budget=budget, is_late=lambda: False,
+        overlap="iterations", memory_budget=budget, is_late=lambda: False, generation_parts=generation_parts,
     )  # fmt: skip
     return min(problem.score(state, offload) for state, offload in every_state(problem))
 
@@ -73,19 +73,20 @@ def best_of_all(estimator: Estimator, budget: int) -> Score:
     st.sampled_from([(1, 2), (2, 1)]),
     st.integers(0, 10_000),
     st.sampled_from([3500, 5000, 7000, 10**6]),
+    st.sampled_from([1, 4]),
 )
 def test_small_spaces_are_searched_exactly_whatever_the_prices(
-    flow: Dataflow, shape: tuple[int, int], seed: int, budget: int
+    flow: Dataflow, shape: tuple[int, int], seed: int, budget: int, parts: int
 ) -> None:
     if flow is TWO_TRAINED and shape == (1, 2):
         shape = (2, 1)  # no tp across nodes: a fifth of the combinations
     estimator = RandomEstimator(dataflow=flow, cluster=cluster(*shape), seed=seed)
-    best = best_of_all(estimator, budget)
+    best = best_of_all(estimator, budget, parts)
     if not best.is_legal:
         with pytest.raises(PlanError, match="no plan fits"):
-            found(estimator, budget)
+            found(estimator, budget, generation_parts=parts)
         return
-    result = found(estimator, budget)
+    result = found(estimator, budget, generation_parts=parts)
     assert result.seconds == pytest.approx(best.seconds, rel=1e-6)
     assert result.gap == pytest.approx(0.0, abs=1e-6)
 

@@ -94,13 +94,16 @@ def test_less_overlap_and_longer_tasks_are_never_faster(
 @pytest.mark.parametrize("overlap", ["iterations", "calls", "none"])
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("cores", [None, 1], ids=["a core each", "shared cores"])
-def test_a_search_and_the_simulator_agree_on_whole_plans(overlap: Overlap, seed: int, cores: int | None) -> None:
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_search_and_the_simulator_agree_on_whole_plans(
+    overlap: Overlap, seed: int, cores: int | None, parts: int
+) -> None:
     cluster = replace(ClusterSpec.local(2), num_nodes=3)
     estimator = RandomEstimator(dataflow=PPO_FLOW, cluster=cluster, seed=seed, cores_per_node=cores)
     models = {role: decoder(2, 4, 4) for role in PPO_FLOW.roles}
     problem = Problem(
         PPO_FLOW, models, estimator, options=CallOptions(), overlap=overlap, memory_budget=10**6,
-        is_late=lambda: False,
+        is_late=lambda: False, generation_parts=parts,
     )  # fmt: skip
     rng = random.Random(seed)
     sets, state = list(rank_sets(cluster)), []
@@ -108,5 +111,7 @@ def test_a_search_and_the_simulator_agree_on_whole_plans(overlap: Overlap, seed:
         ranks = rng.choice([one for one in sets if one.size in table])
         state.append(problem.choose(rng.choice(table[ranks.size]), ranks))
     many = 240 if cores is None else 4  # on shared cores both take the mean over the same iterations
-    timeline = simulate(PPO_FLOW, problem.execution_plan(state), estimator, iterations=many, overlap=overlap)
+    timeline = simulate(
+        PPO_FLOW, problem.execution_plan(state), estimator, iterations=many, overlap=overlap, generation_parts=parts
+    )
     assert problem.score(state).seconds == pytest.approx(timeline.seconds_per_iteration, rel=1e-6)

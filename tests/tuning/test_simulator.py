@@ -79,15 +79,16 @@ def test_inference_apart_begins_with_the_first_portion_and_ends_a_portion_after_
     timeline = simulate(PPO_FLOW, plan_of(layouts), FixedEstimator(PPO_FLOW, SECONDS, MOVES), iterations=2,
                         overlap="calls", generation_parts=2)  # fmt: skip
     first = [(entry.phase, entry.start, entry.end) for entry in timeline.entries if entry.iteration == 0]
-    # Portions are there at 2.5 and 4.5. On rank 2 the reward and the reference read half a second and a second of each;
-    # the critic reads its second on rank 3 once its weights have come, from 0 to 0.25 on ranks 2 and 3.
+    # Samples finish from 2.5 on, so portions are there at 3.5 and 4.5. On rank 2 the reward and the reference read half
+    # a second and a second of each; the critic reads its second on rank 3 once its weights have come, from 0 to 0.25 on
+    # ranks 2 and 3.
     by_call = {name: [(start, end) for phase, start, end in first if phase == name] for name, _, _ in first}
     assert by_call["actor.generate"] == [(0.5, 4.5)]
     assert by_call["-> critic.infer"] == [(0.0, 0.25)]
-    assert by_call["reward.infer"] == [(2.5, 3.0), (4.5, 5.0)]
-    assert by_call["reference.infer"] == [(3.0, 4.0), (5.0, 6.0)]
-    assert by_call["critic.infer"] == [(2.5, 3.0), (4.5, 5.0)]
-    assert by_call["actor.train"] == [(6.0, 12.0)]
+    assert by_call["reward.infer"] == [(3.5, 4.0), (5.0, 5.5)]
+    assert by_call["reference.infer"] == [(4.0, 5.0), (5.5, 6.5)]
+    assert by_call["critic.infer"] == [(3.5, 4.0), (4.5, 5.0)]
+    assert by_call["actor.train"] == [(6.5, 12.5)]
     alone = simulate(PPO_FLOW, plan_of(layouts), FixedEstimator(PPO_FLOW, SECONDS, MOVES), overlap="none",
                      generation_parts=2)  # fmt: skip
     assert alone.entries == simulate(
@@ -161,6 +162,36 @@ def test_overlap_is_never_slower(case: tuple[ExecutionPlan, FixedEstimator]) -> 
     assert spans == sorted(spans)
     in_turn = simulate(PPO_FLOW, *case, iterations=4, overlap="none")
     assert in_turn.makespan == pytest.approx(sum(entry.seconds for entry in in_turn.entries))
+
+
+SCORED_ONCE = Dataflow(
+    (
+        ModelFunctionCall("actor.generate", "generate", "actor", "roll_out", ("batch",), ("rollout",)),
+        ModelFunctionCall("reference.infer", "infer", "reference", "score", ("rollout",), ("ref_logprobs",)),
+        ModelFunctionCall("actor.train", "train", "actor", "loss", ("rollout", "ref_logprobs")),
+    )
+)
+
+
+@given(case=cases(), overlap=st.sampled_from(OVERLAPS), parts=st.integers(1, 6))
+@settings(max_examples=100, deadline=None)
+def test_more_portions_for_one_call_are_never_slower_and_no_rank_does_more_than_it_can(
+    case: tuple[ExecutionPlan, FixedEstimator], overlap: Overlap, parts: int
+) -> None:
+    # With several such calls they may be: ranks of two take turns portion by portion, and one of them ends later.
+    estimator = FixedEstimator(SCORED_ONCE, case[1].seconds, case[1].moves)
+    few, many = (
+        simulate(SCORED_ONCE, case[0], estimator, iterations=4, overlap=overlap, generation_parts=count)
+        for count in (parts, parts + 1)
+    )
+    assert many.makespan <= few.makespan * (1 + 1e-9)
+    for timeline in (few, many):
+        for rank in timeline.ranks:
+            busy = sum(entry.seconds for entry in timeline.entries if rank in entry.ranks)
+            assert busy <= timeline.makespan * (1 + 1e-9)
+    for call in SCORED_ONCE.calls:  # portions are parts of the same work
+        took = [sum(e.seconds for e in timeline.entries if e.phase == call.name) for timeline in (few, many)]
+        assert took[0] == pytest.approx(took[1])
 
 
 def test_bad_requests_are_refused() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerState
 
-from lightning_realloc.data.rewards import RewardFunctions, Rewards, exact_match
 from lightning_realloc.errors import RewardError
+from lightning_realloc.rewards import Failed, RewardFunctions, Rewards, exact_match
 
 PROMPTS = ["1+1=", "1+2="]
 COMPLETIONS = ["2", " 4\n"]
@@ -48,7 +53,7 @@ def test_rewards_are_the_weighted_sum_of_what_applies() -> None:
 
 
 def test_functions_can_be_import_paths_and_repeat() -> None:
-    path = "lightning_realloc.data.rewards"
+    path = "lightning_realloc.rewards"
     functions = RewardFunctions([f"{path}.exact_match", f"{path}:exact_match", length])
     assert functions.names == ("exact_match", "exact_match_2", "length")
     assert functions(PROMPTS, COMPLETIONS, IDS, {"answer": ["2", "4"]}).total.tolist() == [4.0, 6.0]
@@ -106,7 +111,7 @@ def test_a_function_that_raises_is_named_with_its_batch() -> None:
 
     with pytest.raises(
         RewardError,
-        match=r"'failing' raised KeyError in test_rewards.py, line \d+: 'gold'; it was given 2 completions of the "
+        match=r"'failing' raised KeyError in test_functions.py, line \d+: 'gold'; it was given 2 completions of the "
         r"prompts '1\+1=', '1\+2='",
     ) as info:
         _judge(failing)
@@ -122,7 +127,7 @@ def test_a_function_that_raises_is_named_with_its_batch() -> None:
         ([length], [1.0, 2.0], "1 reward functions need as many finite weights"),
         ([length], [math.nan], "finite weights"),
         (["no_such_package.reward"], None, "'no_such_package.reward' cannot be imported"),
-        (["lightning_realloc.data.rewards:nothing"], None, "cannot be imported .*nothing"),
+        (["lightning_realloc.rewards:nothing"], None, "cannot be imported .*nothing"),
         (["reward"], None, "import path is 'package.module:name'; got 'reward'"),
         ([3], None, "must be callable; 3 is a int"),
     ],
@@ -130,3 +135,121 @@ def test_a_function_that_raises_is_named_with_its_batch() -> None:
 def test_unusable_functions_and_weights_are_refused(functions: Any, weights: list[float] | None, rule: str) -> None:
     with pytest.raises(RewardError, match=rule):
         RewardFunctions(functions, weights=weights)
+
+
+class Meeting:
+    """A coroutine function that ends once ``others`` of its kind have begun."""
+
+    begun = 0
+
+    def __init__(self, others: int) -> None:
+        self.others = others
+        self.threads: list[int] = []
+
+    async def __call__(self, completions: list[str], **columns: Any) -> list[float]:
+        Meeting.begun += 1
+        self.threads.append(threading.get_ident())
+        while Meeting.begun < self.others:
+            await asyncio.sleep(0.001)
+        return [float(self.others)] * len(completions)
+
+
+def test_coroutine_functions_wait_together_while_others_run() -> None:
+    Meeting.begun = 0
+    meetings = [Meeting(3), Meeting(3)]
+
+    def plain(completions: list[str], **columns: Any) -> list[float]:
+        while Meeting.begun < 2:  # both wait for this one
+            time.sleep(0.001)
+        Meeting.begun += 1
+        return [1.0] * len(completions)
+
+    functions = RewardFunctions([*meetings, plain])
+    assert functions(PROMPTS, COMPLETIONS, IDS, {}).total.tolist() == [7.0, 7.0]
+    assert functions(PROMPTS, COMPLETIONS, IDS, {}).total.tolist() == [7.0, 7.0]
+    assert list(functions(PROMPTS, COMPLETIONS, IDS, {}).by_function) == ["Meeting", "Meeting_2", "plain"]
+    (loop_thread,) = set(meetings[0].threads + meetings[1].threads)  # one loop, the same for all batches
+    assert loop_thread != threading.get_ident()
+    functions.close()
+    assert loop_thread not in {thread.ident for thread in threading.enumerate()}
+
+
+def test_a_failing_coroutine_function_is_named_and_the_others_are_given_up() -> None:
+    ended: list[str] = []
+
+    async def failing(**columns: Any) -> list[float]:
+        raise KeyError("gold")
+
+    async def endless(**columns: Any) -> list[float]:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("endless")
+        return []
+
+    functions = RewardFunctions([failing, endless])
+    with pytest.raises(RewardError, match=r"'failing' raised KeyError in test_functions.py, line \d+: 'gold'; it was"):
+        functions(PROMPTS, COMPLETIONS, IDS, {})
+    functions.close()
+    assert ended == ["endless"]
+
+    async def short(**columns: Any) -> list[float]:
+        return [1.0]
+
+    with pytest.raises(RewardError, match="'short' must return one number per completion; it returned 1"):
+        _judge(short)
+
+
+def test_what_trl_hands_to_functions_besides_data_is_there() -> None:
+    def late(completions: list[str], trainer_state: Any, log_extra: Any, log_metric: Any) -> list[float]:
+        log_extra("text", completions)
+        log_metric("share", 0.5)
+        return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+
+    functions = RewardFunctions(late)
+    functions.check_columns([])
+    functions.trainer_state = lambda: TrainerState(global_step=5, max_steps=10)
+    assert functions(PROMPTS, COMPLETIONS, IDS, {}).total.tolist() == [0.5, 0.5]
+
+
+class Flaky:
+    """Cannot judge the first completion."""
+
+    def __init__(self, on_failure: str) -> None:
+        self.on_failure = on_failure
+
+    def __call__(self, completions: list[str], **columns: Any) -> list[float | Failed]:
+        return [Failed("the wire was cut"), *[2.0] * (len(completions) - 1)]
+
+
+def test_a_sample_that_a_function_fails_on_has_no_reward_where_it_may(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        rewards = _judge(Flaky("mask"), length)
+    assert math.isnan(rewards.total[0]) and rewards.total[1] == 6.0  # 2 + 4 tokens
+    assert math.isnan(rewards.by_function["Flaky"][0])
+    assert {name: failed.tolist() for name, failed in rewards.failed.items()} == {"Flaky": [True, False]}
+    assert "Flaky: 1 of 2 samples are left out of this iteration; the wire was cut" in caplog.text
+    with pytest.raises(RewardError, match=r"'Flaky' could not judge 1 of 2 completions; the wire was cut"):
+        _judge(Flaky("fail"))
+    assert _judge(length).failed == {}
+
+
+def test_functions_that_need_to_are_started_and_closed() -> None:
+    class Server:
+        calls: list[str] = []  # noqa: RUF012
+
+        def start(self) -> None:
+            self.calls.append("start")
+
+        def close(self) -> None:
+            self.calls.append("close")
+
+        def __call__(self, **columns: Any) -> list[float]:
+            return []
+
+    functions = RewardFunctions([Server(), length])
+    functions.start()
+    functions.close()
+    assert Server.calls == ["start", "close"]
+    with pytest.raises(RewardError, match=r"Server is a class, make one of it: Server\(...\)"):
+        RewardFunctions(Server)

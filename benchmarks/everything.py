@@ -1,0 +1,291 @@
+"""Does GRPO learn the same with everything on as with everything off, and in fewer seconds?
+
+On: tokens are drafted from earlier responses, as many as pay, and samples move between ranks while they are generated.
+Off: one token a step, and every sample stays. Both arms train the same model from the same seeds for the same epochs,
+with ratios to the trained model's own log-probabilities (``ratio_to="proximal"``); they take turns. Compared are every
+token and reward of every iteration and every bit of the trained weights. The model learnt a predictable text first, as
+in `speculative_models`; lengths are ragged because responses end at a few of its tokens.
+
+A draw can tip: a step of other shapes rounds logits in their last bits, and where a random number falls between two
+tokens that closely, another one is drawn. The table says where that first happened, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import hashlib
+import logging
+import os
+import sys
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import Connection
+from statistics import fmean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from benchmarks.harness import BenchmarkReport, make_parser, paired_ratio
+from benchmarks.ranks import answers_of_ranks
+from benchmarks.speculative_models import RECIPES, VOCABULARY, markov_text, train
+
+OFF, ON = "off", "on"
+EQUAL = "share of runs with the same rewards, tokens and weights"
+ARMS: Mapping[str, Mapping[str, bool]] = {OFF: {"drafts": False, "moves": False}, ON: {"drafts": True, "moves": True}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One run, whatever its arm."""
+
+    recipe: str = "3m"
+    warm_up_steps: int = 120
+    num_prompts: int = 12
+    """They come again in every epoch."""
+    prompts_per_iteration: int = 4
+    """Over all ranks."""
+    group_size: int = 4
+    epochs: int = 4
+    prompt_tokens: int = 16
+    new_tokens: int = 192
+    """At most, of a response."""
+    slots: int = 4
+    """Responses that run at a time, of a rank."""
+    ends: int = 2
+    """Tokens of the vocabulary that end a response."""
+    steps_per_iteration: int = 2
+    learning_rate: float = 1e-4
+    ratio_to: str = "proximal"
+    seed: int = 1
+
+    @property
+    def iterations(self) -> int:
+        """Of a run."""
+        return self.epochs * (self.num_prompts // self.prompts_per_iteration)
+
+
+QUICK = Workload(recipe="draft", warm_up_steps=20, num_prompts=4, epochs=2, prompts_per_iteration=2, new_tokens=24)
+
+
+@dataclass(slots=True)
+class Readings:
+    """What one rank noted of a run."""
+
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of every iteration, the same on all ranks."""
+    tokens: list[dict[int, tuple[int, ...]]] = field(default_factory=list)
+    """Of every iteration: sample id -> the response that was asked of this rank."""
+    seconds: list[float] = field(default_factory=list)
+    """Of every iteration, from a moment at which all ranks begin."""
+    generate_s: list[float] = field(default_factory=list)
+    moved: int = 0
+    accepted: int = 0
+    generated: int = 0
+    row_steps: int = 0
+    weights: str = ""
+    """Digest of the trained actor's weights; of the first rank alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What all ranks noted together."""
+
+    rewards: tuple[float, ...]
+    tokens: tuple[Mapping[int, tuple[int, ...]], ...]
+    seconds: float
+    generate_s: float
+    moved: int
+    accepted: int
+    tokens_per_step: float
+    weights: str
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were drawn."""
+        return sum(len(response) for iteration in self.tokens for response in iteration.values())
+
+
+def compare(run: Run, other: Run) -> str | None:
+    """Return the first difference of two runs, in tokens, rewards, weights; None: they are the same bit for bit."""
+    iterations = zip(run.tokens, other.tokens, run.rewards, other.rewards, strict=True)
+    for number, (tokens, others, reward, other_reward) in enumerate(iterations, start=1):
+        for sample_id in sorted(tokens):
+            if tokens[sample_id] != others[sample_id]:
+                return f"iteration {number}, tokens of sample {sample_id}"
+        if reward != other_reward:
+            return f"iteration {number}, reward {reward!r} and {other_reward!r}"
+    return None if run.weights == other.weights else "weights alone, at the end"
+
+
+def merge(ranks: Sequence[Readings]) -> Run:
+    """Return all ranks' readings as one."""
+    first = ranks[0]
+    tokens = tuple(
+        {sample_id: response for rank in ranks for sample_id, response in rank.tokens[number].items()}
+        for number in range(len(first.rewards))
+    )
+    return Run(
+        rewards=tuple(first.rewards), tokens=tokens,
+        seconds=sum(max(each) for each in zip(*(rank.seconds for rank in ranks), strict=True)),
+        generate_s=sum(max(each) for each in zip(*(rank.generate_s for rank in ranks), strict=True)),
+        moved=first.moved, accepted=sum(rank.accepted for rank in ranks),
+        tokens_per_step=sum(rank.generated for rank in ranks) / max(1, sum(rank.row_steps for rank in ranks)),
+        weights=first.weights,
+    )  # fmt: skip
+
+
+def run_arm(arm: str, model: PreTrainedModel, work: Workload) -> Run:
+    """Train a copy of the model on this rank and the others, and return what all noted."""
+    import lightning as L
+
+    from lightning_realloc import ReallocStrategy
+    from lightning_realloc.data.loader import BatchLoader
+    from lightning_realloc.runtime.samples import Ragged, Samples
+
+    world_size, noted = dist.get_world_size(), Readings()
+    prompts = markov_text(work.num_prompts, work.prompt_tokens, seed=20_000_000 + work.seed).tolist()
+    names = tuple(f"prompt {number}" for number in range(work.num_prompts))
+    table = Samples(torch.arange(work.num_prompts), {"prompt_ids": Ragged.from_list(prompts), "prompt": names})
+    module = make_module(copy.deepcopy(model), work, noted, **ARMS[arm])
+    layout = f"dp{world_size}@0-{world_size - 1}" if world_size > 1 else "dp1@0"
+    plan = {"calls": {call.name: {"layout": layout} for call in module.dataflow.model_calls}}
+    plan["calls"]["actor.generate"]["max_slots"] = work.slots
+    strategy = ReallocStrategy(plan=plan)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy, callbacks=[make_meter(noted)],
+        max_epochs=work.epochs, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, BatchLoader(table, batch_size=work.prompts_per_iteration, seed=work.seed))
+    noted.weights = digest(strategy.full_weights("actor"))
+    ranks: list[Any] = [None] * world_size
+    dist.all_gather_object(ranks, noted)
+    return merge(ranks)
+
+
+def digest(weights: Mapping[str, torch.Tensor]) -> str:
+    """Return what stands for every bit of the weights."""
+    sha = hashlib.sha256()
+    for name in sorted(weights):
+        sha.update(weights[name].detach().cpu().contiguous().numpy().tobytes())
+    return sha.hexdigest()
+
+
+def small_tokens(completion_ids: Sequence[Sequence[int]], **columns: object) -> list[float]:
+    """Reward the share of tokens in the lower half of the vocabulary."""
+    return [sum(token < VOCABULARY // 2 for token in ids) / max(1, len(ids)) for ids in completion_ids]
+
+
+def make_module(model: PreTrainedModel, work: Workload, noted: Readings, *, drafts: bool, moves: bool) -> Any:
+    """Return GRPO on the model, which notes what it rolls out."""
+    from benchmarks.workload import byte_tokenizer
+    from lightning_realloc import GRPO, SamplingParams, Speculation, TrainOptions
+
+    class Recorded(GRPO):
+        def roll_out(self, actor: Any, prompts: Any) -> Any:
+            made = super().roll_out(actor, prompts)
+            ids = made.ids.tolist()
+            noted.tokens.append(dict(zip(ids, map(tuple, made.ragged("response_ids").to_lists()), strict=True)))
+            noted.accepted += actor.stats.accepted_tokens
+            noted.generated += actor.stats.generated_tokens
+            noted.row_steps += actor.stats.row_steps
+            return made
+
+    ends = tuple(range(VOCABULARY - work.ends, VOCABULARY))
+    return Recorded(
+        model.requires_grad_(True), small_tokens, tokenizer=byte_tokenizer(),
+        sampling=SamplingParams(n=work.group_size, max_new_tokens=work.new_tokens, stop_token_ids=ends),
+        train_options=TrainOptions(num_minibatches=work.steps_per_iteration), learning_rate=work.learning_rate,
+        ratio_to=work.ratio_to, speculation=Speculation() if drafts else None, sample_reallocation=moves,
+        seed=work.seed,
+    )  # fmt: skip
+
+
+def make_meter(noted: Readings) -> Any:
+    """Return a callback that notes rewards and seconds."""
+    from lightning.pytorch.callbacks import Callback
+
+    class Meter(Callback):
+        """Takes the time of every iteration."""
+
+        def on_train_batch_start(self, *args: Any) -> None:
+            dist.barrier()
+            self._begin = time.perf_counter()
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            noted.seconds.append(time.perf_counter() - self._begin)
+            known = trainer.callback_metrics
+            noted.rewards.append(float(known["reward"]))
+            noted.generate_s.append(float(known["seconds/actor.generate"]))
+            noted.moved += int(known.get("moved_samples/actor.generate", 0))
+
+    return Meter()
+
+
+def work_on(rank: int, work: Workload, turns: int, answers: Connection) -> None:
+    """Run every turn of both arms on this rank; the first one sends them on."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    recipe = replace(RECIPES[work.recipe], steps=work.warm_up_steps, draft_blocks=None)
+    model, _ = train(recipe, seed=work.seed)  # the same on every rank
+    for arm in ARMS:  # loads kernels
+        run_arm(arm, model, replace(work, epochs=1, num_prompts=work.prompts_per_iteration, new_tokens=8))
+    for turn in range(turns):
+        for arm in (OFF, ON) if turn % 2 == 0 else (ON, OFF):
+            run = run_arm(arm, model, work)
+            gc.collect()
+            if rank == 0:
+                answers.send((arm, run))
+
+
+def fill(report: BenchmarkReport, runs: Mapping[str, Sequence[Run]], *, ranks: int) -> None:
+    """Add a row for each arm, and the targets."""
+    judge = runs[OFF][0]
+    spent, generating = [run.seconds for run in runs[OFF]], [run.generate_s for run in runs[OFF]]
+    for arm, made in runs.items():
+        apart = next(filter(None, (compare(run, judge) for run in made)), "none")
+        report.add_row(
+            ranks=ranks, arm=arm, runs=len(made), drawn=judge.num_tokens,
+            seconds=median(run.seconds for run in made), off_over=paired_ratio(spent, [run.seconds for run in made]),
+            generate_s=median(run.generate_s for run in made),
+            off_over_generate=paired_ratio(generating, [run.generate_s for run in made]),
+            accepted=fmean(run.accepted for run in made), tokens_per_step=fmean(run.tokens_per_step for run in made),
+            moved=fmean(run.moved for run in made), difference=apart,
+        )  # fmt: skip
+        report.settings[f"rewards, ranks={ranks}, {arm}"] = [run.rewards for run in made]
+    equal = fmean(compare(run, judge) is None for made in runs.values() for run in made)
+    report.require_at_least(f"ranks={ranks}: {EQUAL}", equal, 1)
+    ratio = paired_ratio(spent, [run.seconds for run in runs[ON]])
+    report.require_at_least(f"ranks={ranks}: seconds off over on", ratio, 1.0)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run both arms in turn, on one rank and on two; return 1 where they are not the same."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--turns", type=int, default=2, help="runs of each arm, the arms taking turns")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
+    parser.add_argument("--quick", action="store_true", help="a model of 100,000 weights and few iterations")
+    parser.add_argument("--seed", type=int, default=1, help="of weights, prompts, order and sampling")
+    parser.add_argument("--ratio-to", choices=("proximal", "behaviour"), default="proximal", help="see GRPO")
+    options = parser.parse_args(arguments)
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+    work = replace(QUICK if options.quick else Workload(), seed=options.seed, ratio_to=options.ratio_to)
+    report = BenchmarkReport("everything", seeds=(options.seed,), settings=asdict(work))
+    for ranks in options.ranks:
+        runs: defaultdict[str, list[Run]] = defaultdict(list)
+        for arm, run in answers_of_ranks(work_on, work, options.turns, world_size=ranks):
+            runs[arm].append(run)
+            sys.stderr.write(f"ranks={ranks}, {arm}: {run.seconds:.2f} s, {run.generate_s:.2f} s of it generating\n")
+        fill(report, runs, ranks=ranks)
+    unequal = any(EQUAL in target.name and not target.met for target in report.targets)
+    return max(report.finish(options), int(unequal))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

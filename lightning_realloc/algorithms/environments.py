@@ -1,0 +1,45 @@
+"""Whom does the actor talk to? An environment as settings name it, made into the one that an engine asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation import Environment
+from lightning_realloc.rewards.signatures import import_function
+
+EnvironmentSource = str | Callable[..., Any]
+"""An environment; a class of environments, made from the tokenizer; or the import path of either."""
+
+
+def import_environment(source: EnvironmentSource) -> Callable[..., Any]:
+    """Return the environment or class that a setting names.
+
+    Raises:
+        ConfigError: for an import path that leads nowhere, and for what cannot be called.
+    """
+    found = import_function(source, what="environment", error=ConfigError) if isinstance(source, str) else source
+    if not callable(found):
+        raise ConfigError(
+            f"environment={source!r} is a {type(found).__name__}; give a function of a Turn, a class that is made from "
+            f"the tokenizer, or the import path of one"
+        )
+    return found
+
+
+def make_environment(found: Callable[..., Any], tokenizer: PreTrainedTokenizerBase) -> Environment:
+    """Return the environment itself: a class is made from the tokenizer.
+
+    Raises:
+        ConfigError: when the class makes something that cannot be asked.
+    """
+    environment = found(tokenizer) if isinstance(found, type) else found
+    if not callable(environment):
+        raise ConfigError(
+            f"environment={found.__name__} makes a {type(environment).__name__}, which cannot be called with a Turn; "
+            f"give the class a method __call__(self, turn)"
+        )
+    return environment

@@ -1,0 +1,192 @@
+"""What do algorithms have in common whose actor answers prompts? The rollout: how it is sampled, and with whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_realloc.algorithms.calls import generate, infer
+from lightning_realloc.algorithms.carried import Carried, PartialRollout
+from lightning_realloc.algorithms.environments import EnvironmentSource, import_environment, make_environment
+from lightning_realloc.algorithms.module import MultiModelModule
+from lightning_realloc.algorithms.rollout import Dialogue, sample_responses
+from lightning_realloc.algorithms.settings import check_sampling
+from lightning_realloc.errors import CheckpointError, ConfigError
+from lightning_realloc.generation import Conversation, Environment, GenerationEngine, RolloutBudget, SamplingParams
+from lightning_realloc.runtime.packed_forward import token_logprobs
+from lightning_realloc.runtime.packing import PackedBatch
+from lightning_realloc.runtime.samples import Divided, Samples
+
+_CHECKPOINT_KEY = "carried_rollout"
+
+
+class PolicyModule(MultiModelModule):
+    """A MultiModelModule with the roles ``actor``, which answers prompts, and perhaps ``reference``.
+
+    Args:
+        sampling: Of the rollout.
+        evaluation_sampling: Of ``validate`` and ``test``; by default one greedy response per prompt.
+        environment: Who speaks after each of the actor's turns: a function ``f(turn) -> token ids``, None where the
+            response is over; a class of such, made from the tokenizer; or the import path of either. Its tokens are
+            read, and never learnt. None: a response is one turn.
+        conversation: How many turns a response may have, and how long the environment may take.
+        rollout_budget: What an iteration may spend on generating before it learns from what is finished; the rest goes
+            on in the next one. None: every response is finished in its iteration.
+        settings: Of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+    """
+
+    optional_roles: tuple[str, ...] = ("reference",)
+    learns_whole_groups = False
+    """Whether responses to one prompt are learnt from together."""
+
+    def __init__(
+        self,
+        *,
+        sampling: SamplingParams,
+        evaluation_sampling: SamplingParams | None = None,
+        environment: EnvironmentSource | None = None,
+        conversation: Conversation | None = None,
+        rollout_budget: RolloutBudget | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        check_sampling(sampling, evaluation_sampling)
+        self.sampling = sampling
+        self.evaluation_sampling = evaluation_sampling or replace(sampling, n=1, temperature=0.0)
+        self._environment: Callable[..., Any] | None = None
+        self._asked: Environment | None = None
+        """The environment, once it was made."""
+        self._conversation = conversation or Conversation()
+        self._set_environment(environment, conversation)
+        self.rollout_budget = rollout_budget
+        self._carried: Carried | None = None
+        self._worked_on: Samples | None = None
+        """What the iteration under way began with: the loader's batch behind what was carried on."""
+        self._num_expected = 0
+        """Samples that it would come to without a budget."""
+        if rollout_budget is not None and (self.engine == "hf" or self.sample_reallocation):
+            kind = "engine='hf'" if self.engine == "hf" else "sample_reallocation=True"
+            raise ConfigError(
+                f"rollout_budget cannot be used with {kind}: ranks of the native engine stop on their own, and keep "
+                f"their samples until then; leave one of the two out"
+            )
+
+    def _set_environment(self, environment: EnvironmentSource | None, conversation: Conversation | None) -> None:
+        if environment is None:
+            if conversation is not None:
+                raise ConfigError(f"{conversation} bounds a conversation without environment; give environment= too")
+            return
+        if self.engine == "hf":
+            raise ConfigError(
+                "engine='hf' generates whole responses and cannot ask an environment between turns; leave environment "
+                "out, or use engine='native'"
+            )
+        self._environment = import_environment(environment)
+
+    @property
+    def training_now(self) -> bool:
+        """Whether a rollout is made to learn from."""
+        return bool(self.trainer.training)
+
+    @generate("actor", produces="rollout")
+    def roll_out(self, actor: GenerationEngine, prompts: Samples) -> Samples | Divided:
+        """Sample responses to every prompt; of held-out prompts, as ``evaluation_sampling`` says."""
+        sampling = self.sampling if self.training_now else self.evaluation_sampling
+        sampling = replace(sampling, seed=sampling.seed + self.seed)
+        if self.rollout_budget is None or not self.training_now:
+            return sample_responses(actor, prompts, sampling, dialogue=self._dialogue())
+        part = PartialRollout(
+            budget=self.rollout_budget, iteration=self._strategy.iteration, whole_groups=self.learns_whole_groups,
+            num_minibatches=max(self.train_options_of(r).num_minibatches for r in self.dataflow.trained_roles),
+            dialogue=self._dialogue(),
+        )  # fmt: skip
+        return part.run(actor, prompts, sampling, None if self._carried is None else self._carried.responses)
+
+    @infer("reference", needs="rollout", produces="ref_logprobs")
+    def score_reference(self, reference: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return the reference's log-probability of every token that the actor chose."""
+        return self._logprobs(reference, batch)
+
+    def _logprobs(self, model: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return (N,) the log-probability of every response token, zero for the others."""
+        return token_logprobs(model, batch, temperature=self.sampling.temperature, only_responses=True).logprobs
+
+    def _dialogue(self) -> Dialogue | None:
+        if self._environment is None:
+            return None
+        if self._asked is None:
+            self._asked = make_environment(self._environment, self.tokenizer)
+        return Dialogue(self._asked, self._conversation)
+
+    # ---- responses that go on in the next iteration
+    def setup(self, stage: str) -> None:
+        """Refuse a strategy under which nothing can be carried on; begin a fit with nothing."""
+        if stage != "fit" or self.rollout_budget is None:
+            return
+        self._carried = None
+        strategy = self.trainer.strategy
+        if getattr(strategy, "max_staleness", 0):
+            raise ConfigError(
+                "rollout_budget carries responses on into the next iteration, which max_staleness=1 generates before "
+                "it is known what they are; use ReallocStrategy(max_staleness=0), or leave rollout_budget out"
+            )
+        if getattr(strategy, "generation_parts", 1) > 1:
+            raise ConfigError(
+                f"generation_parts={strategy.generation_parts} hands on responses before it is known which of them "  # type: ignore[attr-defined]
+                f"wait for the next iteration; use ReallocStrategy(generation_parts=1), or leave rollout_budget out"
+            )
+
+    def with_carried(self, batch: Samples) -> Samples:
+        """Return the prompts whose responses are not finished, and then the loader's."""
+        if self.rollout_budget is None:
+            return batch
+        begun = 0 if self._carried is None else len(self._carried.responses)
+        self._num_expected = begun + len(batch) * self.sampling.n
+        self._worked_on = batch if self._carried is None else self._carried.before(batch)
+        return self._worked_on
+
+    def on_samples_carried(self, samples: Samples | None, *, num_learnt: int) -> None:
+        """Keep what is not finished until the next iteration."""
+        if self.rollout_budget is None:
+            return
+        assert self._worked_on is not None, "samples are carried on without an iteration"
+        self._carried = None if samples is None else Carried.of(samples, self._worked_on)
+        self._worked_on = None
+        num_carried = 0 if samples is None else len(samples)
+        self.log("carried_samples", float(num_carried), batch_size=1)
+        if self.rollout_budget.late == "drop":
+            self.log("dropped_samples", float(self._num_expected - num_learnt - num_carried), batch_size=1)
+
+    def on_save_checkpoint(self, checkpoint: MutableMapping[str, Any]) -> None:
+        """Save what is not finished."""
+        if self._carried is not None:
+            checkpoint[_CHECKPOINT_KEY] = self._carried.state()
+
+    def on_load_checkpoint(self, checkpoint: MutableMapping[str, Any]) -> None:
+        """Go on with what was not finished.
+
+        Raises:
+            CheckpointError: for responses that began with an environment where there is none now, or without.
+        """
+        state = checkpoint.get(_CHECKPOINT_KEY)
+        if state is None:
+            return
+        carried = Carried.from_state(state)
+        if self.rollout_budget is None:
+            rank_zero_warn(
+                f"the checkpoint holds {len(carried.responses)} responses that were to go on, and they are left out: "
+                f"give the rollout_budget of the run that saved it to go on with them"
+            )
+            return
+        talked, talks = "model_mask" in carried.responses, self._environment is not None
+        if talked != talks:
+            raise CheckpointError(
+                f"the {len(carried.responses)} responses that go on from the checkpoint began "
+                f"{'with' if talked else 'without'} an environment, and this run has {'one' if talks else 'none'}; "
+                f"resume with the environment of the run that saved it, or leave rollout_budget out to drop them"
+            )
+        self._carried = carried

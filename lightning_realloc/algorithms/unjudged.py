@@ -1,0 +1,56 @@
+"""What is learnt from a response that nobody could judge? Nothing: its reward is NaN, and is never made a number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lightning_realloc.runtime.packing import PackedBatch
+from lightning_realloc.runtime.samples import Column, Ragged, Samples
+
+
+def judged_only(batch: PackedBatch, column: str) -> PackedBatch:
+    """Return the batch without the responses whose ``column`` is NaN: not in ``response_mask``, and 0 in the column.
+
+    Ask for it after the forward pass: a pack of which nothing is left must still have gradients, of zero.
+    """
+    values = batch[column]
+    missing = values.isnan()
+    by_token = missing if missing.shape[0] == batch.num_tokens else batch.per_token(missing)
+    columns = {**batch.columns, column: values.masked_fill(missing, 0.0)}
+    return replace(batch, response_mask=batch.response_mask & ~by_token, columns=columns)
+
+
+def of_judged(
+    samples: Samples, scores: Tensor, compute: Callable[[Samples], Mapping[str, Column]]
+) -> dict[str, Column]:
+    """Return what ``compute`` makes of the samples that have a score, and NaN in every column for the others.
+
+    Args:
+        samples: B samples.
+        scores: (B,), NaN where there is none.
+        compute: Makes floating-point columns of samples, sequences as long as the responses.
+    """
+    missing = scores.isnan().cpu()
+    if not bool(missing.any()):
+        return dict(compute(samples))
+    rows = (~missing).nonzero().flatten()
+    made = compute(samples.select(rows))
+    return {name: _spread(column, rows, samples) for name, column in made.items()}
+
+
+def _spread(column: Column, rows: Tensor, samples: Samples) -> Column:
+    assert not isinstance(column, tuple), "python objects have no NaN"
+    if isinstance(column, Tensor):
+        whole = column.new_full((len(samples), *column.shape[1:]), math.nan)
+        whole[rows.to(column.device)] = column
+        return whole
+    lengths = samples.ragged("response_ids").lengths
+    kept = torch.zeros(len(samples), dtype=torch.bool).index_fill(0, rows, True)
+    values = column.values.new_full((int(lengths.sum()), *column.values.shape[1:]), math.nan)
+    values[torch.repeat_interleave(kept, lengths).to(values.device)] = column.values
+    return Ragged(values, lengths)

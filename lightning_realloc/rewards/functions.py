@@ -1,0 +1,200 @@
+"""What do several reward functions together say about a batch? Functions with TRL's signature, each with a weight.
+
+A function is called with whole batches, ``f(prompts=..., completions=..., completion_ids=..., **columns)``, and
+returns one number per completion; None says that it does not apply to that one. Functions written for TRL's
+``GRPOTrainer`` work as they are. Source: https://huggingface.co/docs/trl/grpo_trainer
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerState
+
+from lightning_realloc.data.chat import is_conversation
+from lightning_realloc.errors import RewardError
+from lightning_realloc.rewards.asking import ask, ask_async
+from lightning_realloc.rewards.event_loop import EventLoop
+from lightning_realloc.rewards.failures import Failed, Outcome
+from lightning_realloc.rewards.signatures import RewardFunction as RewardFunction
+from lightning_realloc.rewards.signatures import is_async, required_columns, resolved, unique_names
+from lightning_realloc.rewards.texts import describe_completion
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rewards:
+    """What a batch of completions earned."""
+
+    total: Tensor
+    """(B,) float32: the weighted sum over the functions that applied; NaN where one of them failed."""
+    by_function: Mapping[str, Tensor]
+    """Function name -> (B,) float32, unweighted; NaN where the function did not apply, or failed."""
+    failed: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name of a function that may fail without ending the run -> (B,) bool: True where it did."""
+
+
+class RewardFunctions:
+    """One or more reward functions, judged together.
+
+    Coroutine functions run side by side, and while the others run one after the other.
+
+    Args:
+        functions: Callables, or import paths of callables: ``package.module:name`` or ``package.module.name``.
+        weights: One factor per function; all 1 by default.
+
+    Raises:
+        RewardError: for an import path that leads nowhere, no functions, or weights that do not match.
+    """
+
+    def __init__(
+        self,
+        functions: RewardFunction | str | Sequence[RewardFunction | str],
+        *,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        given = [functions] if isinstance(functions, str) or callable(functions) else list(functions)
+        if not given:
+            raise RewardError("at least one reward function is needed; got none")
+        self.functions = tuple(resolved(item) for item in given)
+        self.weights = tuple(float(weight) for weight in weights) if weights is not None else (1.0,) * len(given)
+        if len(self.weights) != len(self.functions) or not all(map(math.isfinite, self.weights)):
+            raise RewardError(
+                f"{len(self.functions)} reward functions need as many finite weights; got {list(self.weights)}"
+            )
+        self.names = unique_names(self.functions)
+        self.trainer_state: Callable[[], TrainerState] = TrainerState
+        """How far the run is, for functions that ask."""
+        self._loop = EventLoop()
+
+    def start(self) -> None:
+        """Let every function that has a method ``start`` make sure that it can work, before a run begins.
+
+        Raises:
+            RewardError: by a function that cannot.
+        """
+        for function in self.functions:
+            getattr(function, "start", _nothing)()
+
+    def close(self) -> None:
+        """End what functions keep running, by their methods ``close``; a later call begins it anew."""
+        for function in self.functions:
+            getattr(function, "close", _nothing)()
+        self._loop.close()
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Refuse data without a column that a function asks for by name; call it before the first step.
+
+        Raises:
+            RewardError: naming the function and the columns it misses.
+        """
+        for name, function in self._named():
+            missing = sorted(required_columns(function) - set(columns))
+            if missing:
+                raise RewardError(
+                    f"reward function {name!r} needs the columns {missing}, the data has {sorted(columns)}; "
+                    f"add them to the data or give the function's parameters defaults"
+                )
+
+    def __call__(
+        self,
+        prompts: Sequence[object],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[object]],
+    ) -> Rewards:
+        """Return the rewards of a batch of B completions.
+
+        Args:
+            prompts: B texts or conversations. For conversations a function gets each completion as one too.
+            completions: B texts.
+            completion_ids: B lists of token ids.
+            columns: Further columns of the data, B values each.
+
+        Raises:
+            RewardError: naming function, prompt and completion, when a function fails or returns anything but one
+                finite number (or None) per completion, or when no function applies to a completion.
+        """
+        conversational = bool(prompts) and is_conversation(prompts[0])
+        given: dict[str, Any] = {
+            **{name: list(values) for name, values in columns.items()},
+            "prompts": list(prompts),
+            "completions": [_as_message(text) for text in completions] if conversational else list(completions),
+            "completion_ids": [list(ids) for ids in completion_ids],
+            "trainer_state": self.trainer_state(),
+            "log_extra": _nothing,
+            "log_metric": _nothing,
+        }
+        return self._weighted(self._ask_all(given), given)
+
+    def _ask_all(self, given: Mapping[str, Any]) -> dict[str, list[Outcome]]:
+        waiting = {
+            name: self._loop.submit(ask_async(name, function, given))
+            for name, function in self._named()
+            if is_async(function)
+        }
+        try:
+            said = {name: ask(name, function, given) for name, function in self._named() if name not in waiting}
+            return said | {name: future.result() for name, future in waiting.items()}
+        finally:  # where one of them failed, nobody waits for the others
+            for future in waiting.values():
+                future.cancel()
+
+    def _weighted(self, outcomes: Mapping[str, Sequence[Outcome]], given: Mapping[str, Any]) -> Rewards:
+        by_function = {name: _as_tensor(outcomes[name]) for name in self.names}
+        failed = {
+            name: torch.tensor([isinstance(outcome, Failed) for outcome in outcomes[name]], dtype=torch.bool)
+            for name, function in self._named()
+            if getattr(function, "on_failure", "fail") == "mask"
+        }
+        self._refuse_unknown_failures(outcomes, failed)
+        values = torch.stack(list(by_function.values()))
+        masked = torch.stack([*failed.values(), torch.zeros(values.shape[1], dtype=torch.bool)]).any(dim=0)
+        self._refuse_unjudged(values.isnan().all(dim=0) & ~masked, given)
+        total = (values * torch.tensor(self.weights)[:, None]).nansum(dim=0)
+        return Rewards(total.masked_fill(masked, math.nan), by_function, failed)
+
+    def _refuse_unknown_failures(self, outcomes: Mapping[str, Sequence[Outcome]], failed: Mapping[str, Tensor]) -> None:
+        for name in self.names:
+            reasons = [outcome.reason for outcome in outcomes[name] if isinstance(outcome, Failed)]
+            if reasons and name not in failed:
+                raise RewardError(
+                    f"reward function {name!r} could not judge {len(reasons)} of {len(outcomes[name])} completions; "
+                    f"{reasons[0]}; a function with the attribute on_failure = 'mask' may leave such samples out"
+                )
+            if reasons:
+                log.warning(
+                    "%s: %d of %d samples are left out of this iteration; %s",
+                    name, len(reasons), len(outcomes[name]), reasons[0],
+                )  # fmt: skip
+
+    def _refuse_unjudged(self, unjudged: Tensor, given: Mapping[str, Any]) -> None:
+        if bool(unjudged.any()):
+            index = int(unjudged.nonzero()[0])
+            raise RewardError(
+                f"at least one reward function must apply to every completion; all of {list(self.names)} returned "
+                f"None for {describe_completion(index, given)}"
+            )
+
+    def _named(self) -> Iterator[tuple[str, RewardFunction]]:
+        return zip(self.names, self.functions, strict=True)
+
+
+def _as_tensor(outcomes: Sequence[Outcome]) -> Tensor:
+    missing = (Failed, type(None))
+    return torch.tensor([math.nan if isinstance(o, missing) else o for o in outcomes], dtype=torch.float32)
+
+
+def _nothing(*arguments: object) -> None:
+    """Take what TRL would write into tables that are not kept here."""
+
+
+def _as_message(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]

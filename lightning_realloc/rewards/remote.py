@@ -1,0 +1,231 @@
+"""A reward that a server gives, over HTTP.
+
+A request is ``POST`` with ``{"prompts": [...], "completions": [...], "columns": {name: [...]}}``, C values each; the
+answer is ``{"rewards": [...]}``, C numbers, null where the reward does not apply. An empty batch asks whether the
+server is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from lightning_realloc.errors import RewardError
+from lightning_realloc.rewards.event_loop import EventLoop
+from lightning_realloc.rewards.failures import Failed, FailureRule, OnFailure, Outcome
+from lightning_realloc.rewards.retries import RETRIED, Retries, retry_after_s
+from lightning_realloc.rewards.signatures import columns_alone
+
+
+class RemoteReward:
+    """Asks a server, several requests at a time, again where it may help.
+
+    Args:
+        url: Where requests go, ``http://`` or ``https://``.
+        name: In metrics and messages.
+        columns: Which columns of the data are sent along; None: all.
+        batch_size: Completions of one request; they fail together.
+        concurrency: Requests at a time, of every rank that judges; the others wait.
+        timeout_s: Seconds in which a request must be answered, connecting included.
+        retries: What happens after time-outs, lost connections and answers like 503.
+        headers: Sent with every request.
+        token_variable: Environment variable with a token, sent as ``Authorization: Bearer ...``.
+        on_failure: ``"fail"`` ends the run where a completion could not be judged, ``"mask"`` leaves its sample out.
+        give_up_after: Batches in a row of which nothing could be judged, after which ``"mask"`` ends the run.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str = "remote",
+        columns: Sequence[str] | None = None,
+        batch_size: int = 16,
+        concurrency: int = 8,
+        timeout_s: float = 60.0,
+        retries: Retries | None = None,
+        headers: Mapping[str, str] | None = None,
+        token_variable: str | None = None,
+        on_failure: OnFailure = "fail",
+        give_up_after: int = 3,
+    ) -> None:
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            raise RewardError(f"url={url!r} must be an address like http://localhost:8000/judge")
+        for setting, number in {"batch_size": batch_size, "concurrency": concurrency}.items():
+            if number < 1:
+                raise RewardError(f"{setting}={number} must be at least 1")
+        if not (timeout_s > 0 and math.isfinite(timeout_s)):
+            raise RewardError(f"timeout_s={timeout_s} must be above 0 and finite")
+        self.url = url
+        self.__name__ = name
+        self.columns = None if columns is None else tuple(columns)
+        self.batch_size = batch_size
+        self.concurrency = concurrency
+        self.timeout_s = timeout_s
+        self.retries = retries or Retries()
+        self.on_failure = on_failure
+        self._headers = {"Accept": "application/json", **(headers or {})}
+        self._token_variable = token_variable
+        self._rule = FailureRule(name, on_failure, give_up_after)
+        self._rng = random.Random()  # of waits alone: a seed would have all ranks come back together
+        self._asked_until = 0.0
+
+    def required_columns(self) -> set[str]:
+        """Return the columns that are sent by name."""
+        return set(self.columns or ())
+
+    def start(self) -> None:
+        """Ask the server once, with an empty batch.
+
+        Raises:
+            RewardError: when it does not answer that as it should.
+        """
+        loop = EventLoop()  # not asyncio.run: a notebook has a loop already
+        try:
+            answer = loop.submit(self._ask_once()).result()
+        finally:
+            loop.close()
+        if isinstance(answer, _Refused):
+            raise RewardError(
+                f"the reward server at {self.url} cannot be used: {answer.reason}; start it before the run, or correct "
+                f"the address of {self.__name__!r}"
+            )
+
+    async def __call__(
+        self, prompts: Sequence[object], completions: Sequence[object], **columns: Sequence[object]
+    ) -> list[Outcome]:
+        """Return the outcome of every completion.
+
+        Raises:
+            RewardError: for a completion that could not be judged, where that ends the run, and for columns that JSON
+                cannot hold.
+        """
+        columns = columns_alone(columns)
+        columns.pop("completion_ids", None)
+        sent = columns if self.columns is None else {name: columns[name] for name in self.columns}
+        bodies = [
+            self._body(prompts, completions, sent, slice(begin, begin + self.batch_size))
+            for begin in range(0, len(completions), self.batch_size)
+        ]
+        at_a_time = asyncio.Semaphore(self.concurrency)
+        async with self._session() as session:
+            answers = await asyncio.gather(*(self._judge(session, at_a_time, *body) for body in bodies))
+        return self._rule.settle([outcome for answer in answers for outcome in answer])
+
+    def _body(
+        self,
+        prompts: Sequence[object],
+        completions: Sequence[object],
+        columns: Mapping[str, Sequence[object]],
+        rows: slice,
+    ) -> tuple[bytes, int]:
+        chosen = {name: list(values[rows]) for name, values in columns.items()}
+        content = {"prompts": list(prompts[rows]), "completions": list(completions[rows]), "columns": chosen}
+        try:
+            return json.dumps(content, allow_nan=False).encode(), len(content["completions"])
+        except (TypeError, ValueError) as error:
+            raise RewardError(
+                f"{self.__name__}: JSON cannot hold what would be sent ({error}); the columns are {sorted(columns)}, "
+                f"name those that it can in columns="
+            ) from error
+
+    # ---- requests
+    def _session(self) -> aiohttp.ClientSession:
+        headers = dict(self._headers)
+        if self._token_variable is not None:
+            token = os.environ.get(self._token_variable)
+            if not token:
+                raise RewardError(
+                    f"{self.__name__}: the environment variable {self._token_variable} is not set; set it"
+                )
+            headers["Authorization"] = f"Bearer {token}"
+        return aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=self.timeout_s))
+
+    async def _ask_once(self) -> list[float | None] | _Refused:
+        async with self._session() as session:
+            return await self._ask(session, *self._body([], [], {}, slice(0)))
+
+    async def _judge(
+        self, session: aiohttp.ClientSession, at_a_time: asyncio.Semaphore, body: bytes, count: int
+    ) -> Sequence[Outcome]:
+        """Ask until there is an answer, or no point in asking."""
+        attempt = 0
+        while True:
+            async with at_a_time:
+                await self._keep_quiet()
+                answer = await self._ask(session, body, count)
+            if not isinstance(answer, _Refused):
+                return answer
+            wait_s = self.retries.wait_s(attempt, answer.asked_s, self._rng) if answer.may_repeat else None
+            if wait_s is None:
+                times = f", in {attempt + 1} attempts" if attempt else ""
+                return [Failed(f"{self.url}{times}: {answer.reason}")] * count
+            if answer.asked_s is not None:
+                self._asked_until = max(self._asked_until, _now_s() + answer.asked_s)
+            await asyncio.sleep(wait_s)
+            attempt += 1
+
+    async def _keep_quiet(self) -> None:
+        """Wait as long as the server asked for in any of its answers: what it could not take, it asks of all."""
+        while (left := self._asked_until - _now_s()) > 0:
+            await asyncio.sleep(left)
+
+    async def _ask(self, session: aiohttp.ClientSession, body: bytes, count: int) -> list[float | None] | _Refused:
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with session.post(self.url, data=body, headers=headers, allow_redirects=False) as response:
+                content = await response.read()
+        except TimeoutError:
+            return _Refused(f"no answer within timeout_s={self.timeout_s:g} seconds", may_repeat=True)
+        except (aiohttp.ClientError, OSError) as error:
+            return _Refused(f"{type(error).__name__}: {error}", may_repeat=True)
+        if response.status != 200:
+            asked_s = retry_after_s(response.headers.get("Retry-After"), datetime.now(UTC))
+            may_repeat = response.status in RETRIED
+            return _Refused(f"it answered {response.status}{_excerpt(content)}", may_repeat, asked_s)
+        return _rewards(content, count)
+
+
+class _Refused:
+    """A request that brought no rewards."""
+
+    def __init__(self, reason: str, may_repeat: bool = False, asked_s: float | None = None) -> None:
+        self.reason = reason
+        self.may_repeat = may_repeat
+        self.asked_s = asked_s
+
+
+def _rewards(content: bytes, count: int) -> list[float | None] | _Refused:
+    """Return the rewards in an answer."""
+    try:
+        answer: Any = json.loads(content)
+    except ValueError:
+        return _Refused(f"its answer is no JSON{_excerpt(content)}")
+    rewards = answer.get("rewards") if isinstance(answer, Mapping) else None
+    if not isinstance(rewards, list):
+        return _Refused(f"its answer must be {{'rewards': [...]}}{_excerpt(content)}")
+    if len(rewards) != count:
+        return _Refused(f"its answer must have one reward for each of {count} completions; it has {len(rewards)}")
+    for reward in rewards:
+        is_number = isinstance(reward, int | float) and math.isfinite(reward)
+        if reward is not None and not is_number:
+            return _Refused(f"rewards must be finite numbers or null; it answered {reward!r}")
+    return [None if reward is None else float(reward) for reward in rewards]
+
+
+def _excerpt(content: bytes) -> str:
+    text = " ".join(content[:200].decode(errors="replace").split())
+    return f": {text}" if text else ""
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,83 @@
+"""Does drafting tokens and moving samples change a single bit of what is learnt? Runs without either are the judges.
+
+Tokens are the same in any case. Log-probabilities that the engine records are not, in their last bits, and weights
+learn from them unless ratios are taken to the trained model's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from lightning_realloc.generation import Speculation, migration
+from lightning_realloc.runtime.training import TrainOptions
+from lightning_realloc.strategies import ReallocStrategy
+from tests.generation.random_moves import at_random
+from tests.strategies import runs
+from tests.strategies.runs import Batches, Outcome
+from tests.workers import WorkerFailure, WorkerPool
+
+LONGER = replace(runs.SAMPLING, n=3, max_new_tokens=16)
+
+
+def run_epochs(world_size: int, everything: bool, ratio_to: str, num_minibatches: int) -> tuple[Outcome, float]:
+    """Return what three epochs over the same prompts come to, and how many samples moved."""
+    features = {"speculation": Speculation(num_draft_tokens=3), "sample_reallocation": True} if everything else {}
+    options = TrainOptions(num_minibatches=num_minibatches)
+    module = runs.grpo(ratio_to=ratio_to, train_options=options, sampling=LONGER, learning_rate=1e-3, **features)
+    plan = {"calls": {call.name: f"dp{world_size}" for call in module.dataflow.model_calls}}
+    strategy = ReallocStrategy(plan)
+    with mock.patch.multiple(migration, plan_balance=at_random, PERIOD_STEPS=1):
+        outcome = runs.train(module, strategy, world_size, Batches(2), max_epochs=3)
+    moved = sum(logged.pop("moved_samples/actor.generate", 0.0) for logged in outcome.logged)
+    return outcome, moved
+
+
+def first_rank(workers: WorkerPool, world_size: int, *args: Any) -> tuple[Outcome, float]:
+    """Return what the first rank has to say."""
+    told = workers.run(run_epochs, world_size, *args, world_size=world_size, init_process_group=False)
+    outcome: tuple[Outcome, float] = told[0]
+    return outcome
+
+
+@pytest.mark.parametrize(("world_size", "num_minibatches"), [(1, 1), (2, 1), (2, 2)])
+def test_everything_on_learns_the_same_bits_as_everything_off(
+    workers: WorkerPool, world_size: int, num_minibatches: int
+) -> None:
+    plain, _ = first_rank(workers, world_size, False, "proximal", num_minibatches)
+    full, moved = first_rank(workers, world_size, True, "proximal", num_minibatches)
+    assert (moved > 0) == (world_size > 1)
+    assert full.tokens == plain.tokens
+    assert full.rewards == plain.rewards
+    assert full.logged == plain.logged
+    assert all(torch.equal(full.weights[name], weight) for name, weight in plain.weights.items())
+
+
+def test_with_ratios_to_what_the_engine_recorded_weights_are_the_same_up_to_rounding_alone(workers: WorkerPool) -> None:
+    plain, _ = first_rank(workers, 2, False, "behaviour", 2)
+    full, _ = first_rank(workers, 2, True, "behaviour", 2)
+    assert full.tokens == plain.tokens
+    assert 0 < runs.largest_difference(full.weights, plain.weights) < 1e-4
+
+
+def test_over_several_steps_ratios_are_to_the_weights_before_the_first(workers: WorkerPool) -> None:
+    """The engine's log-probabilities are of those weights, too."""
+    by_engine, _ = first_rank(workers, 1, False, "behaviour", 3)
+    by_trainer, _ = first_rank(workers, 1, False, "proximal", 3)
+    assert by_trainer.tokens == by_engine.tokens
+    assert runs.largest_difference(by_trainer.weights, by_engine.weights) < 1e-4
+
+
+def run_stale() -> None:
+    module = runs.grpo(ratio_to="proximal")
+    plan = {"calls": {call.name: "dp1" for call in module.dataflow.model_calls}}
+    runs.train(module, ReallocStrategy(plan, max_staleness=1), 1, Batches(1))
+
+
+def test_ratios_that_leave_out_older_weights_are_refused(workers: WorkerPool) -> None:
+    with pytest.raises(WorkerFailure, match="max_staleness=1 draws them from older weights"):
+        workers.run(run_stale, world_size=1, init_process_group=False)
