@@ -154,6 +154,8 @@ def export_parser() -> ArgumentParser:
     parser.add_argument("--output", type=str, required=True, help="A new or empty folder, or an earlier export.")
     parser.add_argument("--role", type=str, default="actor", help="Which model of the checkpoint.")
     parser.add_argument("--dtype", type=str | None, default=None, help="float32, bfloat16, ...; default: as trained.")
+    parser.add_argument("--merge", action="store_true", help="Merge adapters into their base; default: adapters alone.")
+    parser.add_argument("--base", type=str | None, default=None, help="Their base; default: what it was loaded from.")
     return parser
 
 
@@ -162,8 +164,9 @@ def run(args: Sequence[str]) -> None:
     if args[:1] == ["export"]:
         chosen = export_parser().parse_args(list(args[1:]))
         folder = export_checkpoint(
-            Path(chosen.checkpoint), Path(chosen.output), role=chosen.role, dtype=parse_dtype(chosen.dtype)
-        )
+            Path(chosen.checkpoint), Path(chosen.output), role=chosen.role, dtype=parse_dtype(chosen.dtype),
+            merge=chosen.merge, base=chosen.base,
+        )  # fmt: skip
         sys.stdout.write(f"{chosen.role} of {chosen.checkpoint} written to {folder}\n")
     elif args[:1] == ["plan"]:
         run_plan(args[1:], sys.stdout.write)

@@ -109,14 +109,12 @@ class DPO(PairwiseModule):
         self.tail_weight = tail_weight
         self.tokenizer = tokenizer
         self._actor_source = actor
-        self._reference_source = reference if reference is not None else actor
+        self._reference_source = reference
 
     def roles(self) -> tuple[Role, ...]:
         """Return the actor and the reference."""
-        return (
-            Role(name="actor", source=self._actor_source, trained=True),
-            Role(name="reference", source=self._reference_source, trained=False),
-        )
+        actor = Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor"))
+        return actor, self.reference_of(actor, self._reference_source)
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
         """Let training wait for ranks over the whole batch where a loss compares them, and leave them out elsewhere."""

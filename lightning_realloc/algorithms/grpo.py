@@ -56,7 +56,7 @@ class GRPO(PolicyModule):
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reward: Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths.
         reward_weights: One per function; by default all count 1.
-        reference: What the policy is kept close to; by default the actor as it was loaded.
+        reference: What the policy is kept close to; by default the actor as it was loaded, or without its adapters.
         tokenizer: By default the actor's.
         sampling: Of the rollout; ``n`` is the group size.
         evaluation_sampling: Of ``validate`` and ``test``; by default one greedy response per prompt.
@@ -116,13 +116,12 @@ class GRPO(PolicyModule):
         self.loss_average = loss_average
         self.tokenizer = tokenizer
         self._actor_source = actor
-        self._reference_source = reference if reference is not None else actor
+        self._reference_source = reference
 
     def roles(self) -> tuple[Role, ...]:
         """Return the actor and, where its divergence counts, the reference."""
-        actor = Role(name="actor", source=self._actor_source, trained=True)
-        reference = Role(name="reference", source=self._reference_source, trained=False)
-        return (actor, reference) if self.kl_coef else (actor,)
+        actor = Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor"))
+        return (actor, self.reference_of(actor, self._reference_source)) if self.kl_coef else (actor,)
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
         """Score the actor's own tokens before it learns, where ratios need that."""

@@ -80,14 +80,12 @@ class KTO(MultiModelModule):
         self.undesirable_weight = undesirable_weight
         self.tokenizer = tokenizer
         self._actor_source = actor
-        self._reference_source = reference if reference is not None else actor
+        self._reference_source = reference
 
     def roles(self) -> tuple[Role, ...]:
         """Return the actor and the reference."""
-        return (
-            Role(name="actor", source=self._actor_source, trained=True),
-            Role(name="reference", source=self._reference_source, trained=False),
-        )
+        actor = Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor"))
+        return actor, self.reference_of(actor, self._reference_source)
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
         """Leave the estimate out where the loss counts from zero."""
