@@ -16,9 +16,14 @@ if TYPE_CHECKING:
     from lightning_realloc.algorithms.calls import generate as generate
     from lightning_realloc.algorithms.calls import infer as infer
     from lightning_realloc.algorithms.calls import train as train
+    from lightning_realloc.algorithms.dpo import DPO as DPO
     from lightning_realloc.algorithms.grpo import GRPO as GRPO
+    from lightning_realloc.algorithms.kto import KTO as KTO
     from lightning_realloc.algorithms.module import MultiModelModule as MultiModelModule
+    from lightning_realloc.algorithms.orpo import ORPO as ORPO
     from lightning_realloc.algorithms.ppo import PPO as PPO
+    from lightning_realloc.algorithms.process_reward import ProcessReward as ProcessReward
+    from lightning_realloc.algorithms.reward_model import RewardModel as RewardModel
     from lightning_realloc.algorithms.role import Role as Role
     from lightning_realloc.algorithms.sft import SFT as SFT
     from lightning_realloc.callbacks import AutoTuner as AutoTuner
@@ -26,8 +31,11 @@ if TYPE_CHECKING:
     from lightning_realloc.callbacks import ParameterReallocation as ParameterReallocation
     from lightning_realloc.callbacks import PhaseCallback as PhaseCallback
     from lightning_realloc.callbacks import SaveHuggingFace as SaveHuggingFace
+    from lightning_realloc.data.feedback import BinaryFeedbackDataModule as BinaryFeedbackDataModule
+    from lightning_realloc.data.preferences import PreferenceDataModule as PreferenceDataModule
     from lightning_realloc.data.prompts import PromptDataModule as PromptDataModule
     from lightning_realloc.data.sft import SFTDataModule as SFTDataModule
+    from lightning_realloc.data.steps import StepDataModule as StepDataModule
     from lightning_realloc.errors import CheckpointError as CheckpointError
     from lightning_realloc.errors import ConfigError as ConfigError
     from lightning_realloc.errors import DataError as DataError
@@ -93,6 +101,9 @@ _HOMES = {
     "PromptDataModule": "data.prompts",
     "exact_match": "rewards.verifiers",
     "SFTDataModule": "data.sft",
+    "PreferenceDataModule": "data.preferences",
+    "BinaryFeedbackDataModule": "data.feedback",
+    "StepDataModule": "data.steps",
     "MultiModelModule": "algorithms.module",
     "Role": "algorithms.role",
     "compute": "algorithms.calls",
@@ -102,6 +113,11 @@ _HOMES = {
     "GRPO": "algorithms.grpo",
     "PPO": "algorithms.ppo",
     "SFT": "algorithms.sft",
+    "DPO": "algorithms.dpo",
+    "KTO": "algorithms.kto",
+    "ORPO": "algorithms.orpo",
+    "RewardModel": "algorithms.reward_model",
+    "ProcessReward": "algorithms.process_reward",
     "TrainOptions": "runtime.training",
     "ReallocStrategy": "strategies",
     "AutoTuner": "callbacks",

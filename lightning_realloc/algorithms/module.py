@@ -59,6 +59,11 @@ class MultiModelModule(L.LightningModule):
     share_prompts: bool = False
     """Whether samples next to each other in a pack may hold the same prompt once; models must look back only, and
     methods find the token before a token by ``PackedBatch.predecessors``, as ``token_logprobs`` does."""
+    group_size: int = 1
+    """How many samples next to each other belong together, as a chosen response and the rejected one do: they are in
+    one micro-batch, in this order, and in one mini-batch. Batches hold whole groups."""
+    totals_of: tuple[str, ...] = ()
+    """The batch's columns of one number per sample whose sums over a mini-batch a loss gets in ``totals.sums``."""
     dropout: bool = False
     """Whether dropout is active in training; policies are trained on the distribution that they were sampled from."""
 
@@ -131,6 +136,13 @@ class MultiModelModule(L.LightningModule):
     def check_batch(self, batch: Samples) -> None:
         """Raise for a batch that the algorithm cannot use; called before any of its calls."""
 
+    def prepare_batch(self, batch: Samples) -> Samples:
+        """Return the batch as the calls take it: the same one, unless samples or columns are to be added.
+
+        Every rank does it alike. Samples whose column ``trained`` (B,) is False are no part of training calls.
+        """
+        return batch
+
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
         """Return what to log about an iteration's or an evaluation's samples; the same on every rank.
 
@@ -192,8 +204,9 @@ class MultiModelModule(L.LightningModule):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the first language model that is loaded from a name or folder, unless one was set."""
         if self._tokenizer is None:
-            # Not of a classifier: it may read tokens of another vocabulary.
-            speakers = [role for role in self.roles() if role.task == "causal_lm"]
+            # Not of a classifier beside a language model: it may read tokens of another vocabulary.
+            roles = self.roles()
+            speakers = [role for role in roles if role.task == "causal_lm"] or roles
             sources = [role.source for role in speakers if isinstance(role.source, str | Path)]
             if not sources:
                 raise ConfigError(
@@ -251,7 +264,7 @@ class MultiModelModule(L.LightningModule):
     def training_step(self, batch: Samples, batch_idx: int) -> None:
         """Run one iteration of the dataflow."""
         self.check_batch(batch)
-        for samples in self._strategy.run_iteration(self.with_carried(batch)):
+        for samples in self._strategy.run_iteration(self.with_carried(self.prepare_batch(batch))):
             self.log_dict(self.summarize(samples), prog_bar=True, batch_size=len(samples))
             self.on_iteration_end(samples)
 
@@ -265,14 +278,14 @@ class MultiModelModule(L.LightningModule):
 
     def predict_step(self, batch: Samples, batch_idx: int) -> Samples:
         """Return the samples with what the evaluation calls made of them."""
-        samples: Samples = self._strategy.run_calls(batch, self.evaluation_calls)
+        samples: Samples = self._strategy.run_calls(self.prepare_batch(batch), self.evaluation_calls)
         return samples
 
     def _evaluate(self, batch: Samples, prefix: str) -> None:
         if not self.evaluation_calls:
             raise ConfigError(f"{type(self).__name__} declares no evaluation_calls; leave the validation data out")
         self.check_batch(batch)
-        samples = self._strategy.run_calls(batch, self.evaluation_calls).lengths_only()
+        samples = self._strategy.run_calls(self.prepare_batch(batch), self.evaluation_calls).lengths_only()
         metrics = {f"{prefix}/{name}": value for name, value in self.summarize(samples).items()}
         self.log_dict(metrics, prog_bar=True, batch_size=len(samples), sync_dist=True)
 

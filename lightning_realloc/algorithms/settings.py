@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
-from lightning_realloc.runtime.training import TrainOptions
+from lightning_realloc.runtime.training import TrainOptions, group_name
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -43,10 +43,30 @@ def check_sampling(*given: SamplingParams | None) -> None:
             raise ConfigError(f"sampling={sampling!r} is a {type(sampling).__name__}; write SamplingParams(n=8, ...)")
 
 
-def check_minibatches(num_samples: int, options: TrainOptions) -> None:
-    """Raise ConfigError when an iteration has fewer samples than mini-batches, before any of them is made."""
-    if num_samples < options.num_minibatches:
+def check_minibatches(num_samples: int, options: TrainOptions, *, group_size: int = 1) -> None:
+    """Raise ConfigError when an iteration has fewer samples than mini-batches, before any of them is made.
+
+    Args:
+        group_size: How many samples stay together: 2 for pairs, of which whole ones go into a mini-batch.
+    """
+    found, what = num_samples // group_size, group_name(group_size, "sample")
+    if found < options.num_minibatches:
+        more = "raise batch_size or sampling.n" if group_size == 1 else "raise batch_size"
         raise ConfigError(
-            f"num_minibatches={options.num_minibatches} needs as many samples in an iteration, and this one makes "
-            f"{num_samples}; lower num_minibatches, raise batch_size or sampling.n, or leave drop_last on"
+            f"num_minibatches={options.num_minibatches} needs as many {what}s in an iteration, and this one makes "
+            f"{found}; lower num_minibatches, {more}, or leave drop_last on"
+        )
+
+
+def check_single_step(why: str, options: TrainOptions) -> None:
+    """Raise ConfigError for options that take several optimizer steps from one batch.
+
+    Args:
+        why: What is worked out over the whole batch before the step.
+    """
+    if options.num_epochs != 1 or options.num_minibatches != 1:
+        raise ConfigError(
+            f"{why}, by the weights before the step: it takes one step a batch, not num_epochs={options.num_epochs} "
+            f"and num_minibatches={options.num_minibatches}; set both to 1 and choose batch_size as large as a step "
+            f"(micro_batch_tokens bounds memory)"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,20 +53,24 @@ def is_conversation(value: object) -> TypeGuard[list[Message]]:
     )
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: object, place: str) -> Text:
+def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: object, place: str, *, tools: object = None) -> Text:
     """Return what generation starts from: text as the tokenizer opens it, messages as its template lays them out.
+
+    Args:
+        tools: The schemas that the template is given with messages: a list, or JSON of one.
 
     Raises:
         DataError: naming ``place``, when the prompt is neither.
     """
     if isinstance(prompt, str):
         return Text(prompt, place, opened=True)
-    return conversation_text(tokenizer, prompt, place, add_generation_prompt=True)
+    return conversation_text(tokenizer, prompt, place, add_generation_prompt=True, tools=tools)
 
 
 def conversation_text(
-    tokenizer: PreTrainedTokenizerBase, messages: object, place: str, *, add_generation_prompt: bool
-) -> Text:
+    tokenizer: PreTrainedTokenizerBase, messages: object, place: str, *, add_generation_prompt: bool,
+    tools: object = None,
+) -> Text:  # fmt: skip
     """Return a whole conversation, laid out by the tokenizer's chat template."""
     if not is_conversation(messages):
         raise DataError(
@@ -77,7 +82,9 @@ def conversation_text(
             f"set tokenizer.chat_template or give prompts as text"
         )
     turns = [dict(message) for message in messages]
-    text = tokenizer.apply_chat_template(turns, add_generation_prompt=add_generation_prompt, tokenize=False)
+    text = tokenizer.apply_chat_template(
+        turns, add_generation_prompt=add_generation_prompt, tokenize=False, tools=_tools(tools, place)
+    )
     return Text(str(text), place, opened=False)
 
 
@@ -132,6 +139,20 @@ def with_end(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     if end is None:
         raise DataError(f"{type(tokenizer).__name__} has no end-of-sequence token to learn; set tokenizer.eos_token")
     return ids if ids[-1:] == [end] else [*ids, int(end)]
+
+
+def _tools(tools: object, place: str) -> list[Any] | None:
+    """Return the schemas of tools, which some data sets keep as JSON."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{place}: its tools are text, and no JSON: {error.msg}; write a list of schemas"
+            ) from error
+    if tools is not None and not isinstance(tools, list):
+        raise DataError(f"{place}: its tools must be a list of schemas, or JSON of one; got {_described(tools)}")
+    return tools or None
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], opened: bool) -> list[list[int]]:

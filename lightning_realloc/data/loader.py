@@ -19,14 +19,15 @@ from lightning_realloc.runtime.samples import Samples
 class BatchLoader:
     """Training batches, epoch after epoch, each in another order.
 
-    A sample's id is ``epoch * num_rows + row``: unique over the run, and the same wherever the sample goes. Epochs are
-    counted here, not taken from Lightning: where ``max_steps`` ends a run inside an epoch, Lightning counts that epoch
-    as done, and a run resumed from there would leave out the rest of its rows.
+    A sample's id is ``epoch * len(table) + position``: unique over the run, and the same wherever the sample goes.
+    Epochs are counted here, not taken from Lightning: where ``max_steps`` ends a run inside an epoch, Lightning counts
+    that epoch as done, and a run resumed from there would leave out the rest of its rows.
 
     Args:
-        table: Every row once, with ids 0..num_rows - 1 in order.
-        batch_size: Samples per batch over all ranks together.
+        table: Every row once, with ids 0, 1, ... in order.
+        batch_size: Rows per batch over all ranks together.
         drop_last: Whether to leave out a last batch that is smaller than the others.
+        group_size: Samples of the table that are one row, next to each other; a batch holds whole rows.
         epoch_batches: Batches after which the trainer begins the next epoch, where it does so before all are used
             (``limit_train_batches``).
 
@@ -42,13 +43,15 @@ class BatchLoader:
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
+        group_size: int = 1,
         epoch_batches: int | None = None,
     ) -> None:
         if batch_size < 1:
             raise DataError(f"batch_size={batch_size} must be at least 1")
-        if drop_last and len(table) < batch_size:
+        self.num_rows = len(table) // group_size
+        if drop_last and self.num_rows < batch_size:
             raise DataError(
-                f"batch_size={batch_size} needs as many rows, there are {len(table)}; "
+                f"batch_size={batch_size} needs as many rows, there are {self.num_rows}; "
                 f"lower batch_size, add rows or set drop_last=False"
             )
         self.table = table
@@ -56,13 +59,14 @@ class BatchLoader:
         self.seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
+        self.group_size = group_size
         self.epoch_batches = len(self) if epoch_batches is None else min(epoch_batches, len(self))
         self.epoch = 0
         self._position = 0
         self._resuming = False
 
     def __len__(self) -> int:
-        full, left_over = divmod(len(self.table), self.batch_size)
+        full, left_over = divmod(self.num_rows, self.batch_size)
         return full + (left_over > 0 and not self.drop_last)
 
     @property
@@ -87,7 +91,7 @@ class BatchLoader:
             begin = self._position * self.batch_size
             # Counted before it is handed out: a checkpoint written while the batch is trained on has it behind it.
             self._position += 1
-            rows = self.table.select(order[begin : begin + self.batch_size])
+            rows = self.table.select(_samples_of(order[begin : begin + self.batch_size], self.group_size))
             yield Samples(rows.ids + self.epoch * len(self.table), rows.columns)
         self._resuming = False
 
@@ -114,15 +118,15 @@ class BatchLoader:
 
     def _order(self) -> list[int]:
         if not self.shuffle:
-            return list(range(len(self.table)))
+            return list(range(self.num_rows))
         digest = hashlib.sha256(f"{self.seed},{self.epoch}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-        order: list[int] = torch.randperm(len(self.table), generator=generator).tolist()
+        order: list[int] = torch.randperm(self.num_rows, generator=generator).tolist()
         return order
 
     def _identity(self) -> dict[str, Any]:
         return {
-            "num_rows": len(self.table),
+            "num_rows": self.num_rows,
             "batch_size": self.batch_size,
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -134,18 +138,26 @@ class EvaluationLoader:
 
     Args:
         table: The rows.
-        batch_size: Samples per batch over all ranks together; the last one may be smaller.
+        batch_size: Rows per batch over all ranks together; the last one may be smaller.
+        group_size: Samples of the table that are one row.
     """
 
-    def __init__(self, table: Samples, *, batch_size: int) -> None:
+    def __init__(self, table: Samples, *, batch_size: int, group_size: int = 1) -> None:
         if batch_size < 1:
             raise DataError(f"batch_size={batch_size} must be at least 1")
         self.table = table
         self.batch_size = batch_size
+        self.group_size = group_size
 
     def __len__(self) -> int:
-        return -(-len(self.table) // self.batch_size)
+        return -(-len(self.table) // (self.batch_size * self.group_size))
 
     def __iter__(self) -> Iterator[Samples]:
-        for begin in range(0, len(self.table), self.batch_size):
-            yield self.table.select(range(begin, min(begin + self.batch_size, len(self.table))))
+        step = self.batch_size * self.group_size
+        for begin in range(0, len(self.table), step):
+            yield self.table.select(range(begin, min(begin + step, len(self.table))))
+
+
+def _samples_of(rows: list[int], group_size: int) -> list[int]:
+    """Return the positions of the rows' samples."""
+    return [row * group_size + place for row in rows for place in range(group_size)]

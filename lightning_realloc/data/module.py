@@ -45,6 +45,11 @@ class TokenLimit:
 class RowDataModule(L.LightningDataModule, ABC):
     """Global batches of :class:`Samples` from rows; a subclass says how rows become columns."""
 
+    group_size: int = 1
+    """Samples that a row becomes, next to each other; they are always in one batch."""
+    reserved_columns = RESERVED_COLUMNS
+    """Names that no column of the data may have."""
+
     def __init__(
         self,
         data: RowSource,
@@ -102,15 +107,16 @@ class RowDataModule(L.LightningDataModule, ABC):
         self._tables["train"] = self.tabulate(rows, tokenizer)
         if held_out:
             self._tables["val"] = self.tabulate(held_out, tokenizer)
-        rank_zero_info(f"{len(self._tables['train'])} rows to train on, {len(held_out)} held out")
+        rank_zero_info(f"{len(self._tables['train']) // self.group_size} rows to train on, {len(held_out)} held out")
 
     def train_dataloader(self) -> BatchLoader:
         """Return the training batches; the same loader every time, so that its epochs go on."""
         if self._train_loader is None:
             table = self._table("train")
             self._train_loader = BatchLoader(
-                table, batch_size=self.batch_size, seed=self.seed, shuffle=self.shuffle, drop_last=self.drop_last
-            )
+                table, batch_size=self.batch_size, seed=self.seed, shuffle=self.shuffle, drop_last=self.drop_last,
+                group_size=self.group_size,
+            )  # fmt: skip
         self._train_loader.epoch_batches = self._epoch_batches(len(self._train_loader))
         return self._train_loader
 
@@ -155,17 +161,18 @@ class RowDataModule(L.LightningDataModule, ABC):
 
     def columns_of(self, rows: Sequence[Row]) -> dict[str, Column]:
         """Return every column of the rows as python objects, for reward functions and logs."""
-        taken = sorted(RESERVED_COLUMNS & set(rows[0].values))
+        taken = sorted(self.reserved_columns & set(rows[0].values))
         if taken:
             raise DataError(f"{rows[0].place}: columns named {taken} would hide what the run computes; rename them")
         return {name: tuple(row.values[name] for row in rows) for name in rows[0].values}
 
-    def require(self, rows: Sequence[Row], column: str) -> None:
-        """Refuse rows without ``column``."""
-        if column not in rows[0].values:
-            raise DataError(
-                f"{rows[0].place} has no column {column!r}, only {sorted(rows[0].values)}; name another one"
-            )
+    def require(self, rows: Sequence[Row], *columns: str) -> None:
+        """Refuse rows without one of the ``columns``."""
+        for column in columns:
+            if column not in rows[0].values:
+                raise DataError(
+                    f"{rows[0].place} has no column {column!r}, only {sorted(rows[0].values)}; name another one"
+                )
 
     def fitted(self, row: Row, num_tokens: int, limit: TokenLimit | None, ways_out: str) -> bool:
         """Return whether the row is kept: it fits, or long rows are truncated.
@@ -198,7 +205,7 @@ class RowDataModule(L.LightningDataModule, ABC):
         return self._tables[split]
 
     def _evaluation(self, split: str) -> EvaluationLoader:
-        return EvaluationLoader(self._table(split), batch_size=self.batch_size)
+        return EvaluationLoader(self._table(split), batch_size=self.batch_size, group_size=self.group_size)
 
     def _epoch_batches(self, num_batches: int) -> int:
         """Return after how many batches Lightning begins the next epoch."""

@@ -77,7 +77,10 @@ class PromptDataModule(RowDataModule):
         limit = self._limit()
         kept: list[Row] = []
         prompts: list[list[int]] = []
-        texts = [prompt_text(tokenizer, row.values[self.prompt_column], row.place) for row in rows]
+        texts = [
+            prompt_text(tokenizer, row.values[self.prompt_column], row.place, tools=row.values.get("tools"))
+            for row in rows
+        ]
         for row, ids in zip(rows, prompt_token_ids(tokenizer, texts), strict=True):
             if self.fitted(row, len(ids), limit, "shorten it, or set long_prompts to 'truncate' or 'drop'"):
                 kept.append(row)

@@ -28,6 +28,9 @@ _MIN_GAIN = 0.02
 """An exchange has to bring the later end forward by this share: less is not told from guesses, and as often a loss."""
 
 
+Action = Literal["none", "balance", "consolidate"]
+
+
 @dataclass(frozen=True, slots=True)
 class Consolidation:
     """Which ranks go on generating, and the moves that empty the others."""
@@ -40,10 +43,10 @@ class Consolidation:
 class Choice:
     """What to do about the loads of this moment."""
 
-    action: Literal["none", "balance", "consolidate"]
+    action: Action
     moves: tuple[SampleMove, ...]
     freed: tuple[int, ...]
-    """Ranks that are done with generation once ``moves`` are carried out, and publish no load any more."""
+    """Ranks that are done with generation once ``moves`` are carried out, and have other work."""
     stage_s: float
     """Predicted, from now."""
 
@@ -144,36 +147,54 @@ def choose(
     cost: MoveCost,
     *,
     step: int,
-    kv_slots_per_rank: int,
-    waiting_call_s: float = 0.0,
     hysteresis: float = 0.15,
+    least_gap_s: float = 0.0,
     rest_steps: int = 64,
 ) -> Choice:
-    """Return the action with the shortest predicted stage: generation and other calls that wait for ranks.
+    """Return the action with the shortest predicted stage: generation, and other calls that wait for ranks.
 
-    The model: other calls amount to ``waiting_call_s`` seconds of one rank and can be shared out at will. Freed ranks
-    start on them when they have handed over their samples; all other ranks, idle or not, when generation as a whole
-    ends. With W ranks, F of them freed after b seconds, and generation ending after G seconds, the stage takes
-    ``G + max(0, waiting_call_s − F (G − b)) / W``. Equal stages: the action that does less.
+    The model: rank r has ``waiting_call_s`` w_r of other calls, and works on them from its end f_r until generation as
+    a whole ends, after G seconds; the W ranks share out what is left. So the stage takes
+    ``G + (Σ w_r − Σ min(w_r, G − f_r)) / W``. A rank that is left without samples and has such calls is freed for good.
+
+    Equal stages: the action that does less. Samples are gathered only where that gains more than guesses are good for,
+    and none of those that leave may be about to move already. Without waiting calls this is `plan_balance`.
     """
     unchanged = _outlooks(loads)
-    balance = plan_balance(loads, cost, hysteresis=hysteresis, rest_steps=rest_steps, step=step)
-    consolidation = plan_consolidation(loads, cost, kv_slots_per_rank=kv_slots_per_rank)
-    freed = tuple(rank for rank in unchanged if rank not in consolidation.kept)
-
-    def stage_s(moves: tuple[SampleMove, ...], freed: tuple[int, ...] = ()) -> float:
-        outlooks = _after(unchanged, moves, cost)
-        generation_s = _makespan(outlooks)
-        handed_over_s = max((outlooks[rank].busy_s for rank in freed), default=0.0)
-        done_s = len(freed) * (generation_s - handed_over_s)
-        return generation_s + max(0.0, waiting_call_s - done_s) / len(outlooks)
-
-    choices = (
-        Choice("none", (), (), stage_s(())),
-        Choice("balance", balance, (), stage_s(balance)),
-        Choice("consolidate", consolidation.moves, freed, stage_s(consolidation.moves, freed)),
+    waits = any(load.waiting_call_s > 0 for load in loads)
+    balance = plan_balance(
+        loads, cost, hysteresis=hysteresis, least_gap_s=least_gap_s, rest_steps=rest_steps, step=step
     )
-    return min(choices, key=lambda choice: choice.stage_s)
+
+    def judge(action: Action, moves: tuple[SampleMove, ...]) -> Choice:
+        outlooks = _after(unchanged, moves, cost)
+        freed = tuple(rank for rank, o in outlooks.items() if o.load.waiting_call_s > 0 and not o.load.live)
+        return Choice(action, moves, freed, _stage_seconds(outlooks))
+
+    best = min(judge("none", ()), judge("balance", balance), key=lambda choice: choice.stage_s)
+    gathered = _gathered(loads, cost, step) if waits else ()
+    if gathered and (choice := judge("consolidate", gathered)).stage_s < (1 - _MIN_GAIN) * best.stage_s:
+        return choice
+    return best
+
+
+def _stage_seconds(outlooks: Mapping[int, _Outlook]) -> float:
+    """Return when generation and the calls that wait are over; see `choose`."""
+    generation_s = _makespan(outlooks)
+    left_s = sum(max(0.0, o.load.waiting_call_s - (generation_s - o.finish_s)) for o in outlooks.values())
+    return generation_s + left_s / len(outlooks)
+
+
+def _gathered(loads: Sequence[RankLoad], cost: MoveCost, step: int) -> tuple[SampleMove, ...]:
+    """Return the moves that gather all samples on few ranks; none where that cannot be, or not yet."""
+    slots = min(load.num_slots for load in loads)
+    if not slots:  # a rank that is to generate no more
+        return ()
+    moves = plan_consolidation(loads, cost, kv_slots_per_rank=slots).moves
+    leaving = {move.sample_id for move in moves}
+    moved = {s.sample_id: s.last_moved_step for load in loads for s in load.live if s.sample_id in leaving}
+    # Told as moved in this round or the one before: perhaps on its way, or held where it is.
+    return moves if all(then is None or step - then > 1 for then in moved.values()) else ()
 
 
 def _outlooks(loads: Sequence[RankLoad]) -> dict[int, _Outlook]:

@@ -21,7 +21,7 @@ from lightning_realloc.generation.conversation import Conversation, Conversation
 from lightning_realloc.generation.drafters import build_drafter
 from lightning_realloc.generation.drafting import Drafter
 from lightning_realloc.generation.kv_cache import SlotCache
-from lightning_realloc.generation.migration import LONGEST_PAUSE_S, Migration, MigrationStats
+from lightning_realloc.generation.migration import LONGEST_PAUSE_S, Migration, MigrationStats, WaitingCalls
 from lightning_realloc.generation.model_facts import length_bounds, vocabulary_of
 from lightning_realloc.generation.outlet import Announcer, Outlet
 from lightning_realloc.generation.packed_linear import packed_linears
@@ -122,6 +122,8 @@ class GenerationEngine:
         self._stats = GenerationStats()
         self.outlet: Outlet | None = None
         """Where callers may hand on what is finished before a call is over; None: nobody waits for that."""
+        self.waiting_calls: WaitingCalls | None = None
+        """What this rank may do instead while others generate, where samples move between ranks."""
         if peers is not None and lockstep is not None:
             raise GenerationError(
                 "ranks whose forwards wait for each other make every step together, so moving samples between them "
@@ -232,7 +234,7 @@ class GenerationEngine:
         try:
             with slot_attention(self._model), packed, run:
                 if migration is not None:
-                    migration.carry_out(run, length_hints)
+                    migration.carry_out(run, length_hints, follow=announcer.follow, waiting_calls=self.waiting_calls)
                 while self._anybody_has_work(run.has_work):
                     run.step()
                     announcer.follow(run.ended)

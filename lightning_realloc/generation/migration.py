@@ -5,7 +5,9 @@ Every rank plans the same moves from the same reports. A sample moves in two sta
 travels while it runs on; then, between two steps, it leaves with what came since. Where it is quicker, only its tokens
 travel and the other rank reads them again. Finished samples return to the rank that was asked for them.
 
-Rounds go by the steps of the slowest rank; a rank without samples waits for the others there.
+Rounds go by the steps of the slowest rank; a rank without samples waits for the others there. Where other calls wait
+for what is finished, ranks may be freed for them: they hand over what they have, and take no part in rounds any more.
+One of those that go on tells them when everything is generated.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.balance import plan_balance
+from lightning_realloc.generation.balance import choose, plan_balance
 from lightning_realloc.generation.migration_costs import LengthBook, Pace, Report, as_moved, loads_of
 from lightning_realloc.generation.rank_load import LiveSample, MoveCost, RankLoad, SampleMove
 from lightning_realloc.generation.run import GenerationRun
+from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.shipping import Peers, Shipping
 from lightning_realloc.runtime.exchange import decode_message, encode_message
 from lightning_realloc.runtime.freight import Dispatch, Parcel
@@ -51,6 +54,18 @@ class MigrationStats:
     waited_s: float = 0.0
     """Seconds without a sample, or waiting for what others tell."""
     num_rounds: int = 0
+    was_freed: bool = False
+    """Whether this rank went over to other calls while others generated."""
+
+
+class WaitingCalls(Protocol):
+    """Calls that wait for what is generated, as far as they can work on what is finished on this rank."""
+
+    def seconds(self) -> float:
+        """Return how long that takes from now, 0 where nothing is known of it yet."""
+
+    def work(self) -> bool:
+        """Do a small part of it, waiting for nobody; return whether there was anything to do."""
 
 
 class Migration:
@@ -76,14 +91,23 @@ class Migration:
         self.pace = Pace()
         self.lengths = LengthBook()
 
-    def carry_out(self, run: GenerationRun, hints: Sequence[int] | None = None) -> None:
+    def carry_out(
+        self,
+        run: GenerationRun,
+        hints: Sequence[int] | None = None,
+        *,
+        follow: Callable[[Sequence[Sample]], None] | None = None,
+        waiting_calls: WaitingCalls | None = None,
+    ) -> None:
         """Take all samples of all ranks to their ends. Collective over the peers.
 
         Args:
             run: What this rank begins with.
             hints: Expected response length per prompt, 0 where it is not known.
+            follow: Called after every step with all samples that ended here so far.
+            waiting_calls: What this rank may be freed for.
         """
-        call = _Call(self, run, dict(enumerate(hints or ())))
+        call = _Call(self, run, dict(enumerate(hints or ())), follow, waiting_calls)
         try:
             call.carry_out()
         except BaseException:
@@ -97,9 +121,26 @@ class Migration:
 class _Call:
     """Steps and rounds of one call."""
 
-    def __init__(self, migration: Migration, run: GenerationRun, hints: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        migration: Migration,
+        run: GenerationRun,
+        hints: Mapping[int, int],
+        follow: Callable[[Sequence[Sample]], None] | None,
+        waiting_calls: WaitingCalls | None,
+    ) -> None:
         self._run = run
+        self._follow = follow
+        self._waiting_calls = waiting_calls
         self._peers = peers = migration.peers
+        self._others = peers.others
+        """Those that meet in rounds."""
+        self._over: Parcel | None = None
+        """Once this rank is freed: it comes when everything is generated."""
+        self._leader = peers.rank
+        """Whom it comes from."""
+        self._owed: list[tuple[int, int]] = []
+        """To whom this rank tells that, and under which number."""
         self._pace = pace = migration.pace
         self._book = migration.lengths
         self._agree = migration.agree
@@ -117,8 +158,9 @@ class _Call:
         """Return the counts so far."""
         shipping = self._shipping
         return MigrationStats(
-            shipping.num_sent, shipping.num_received, shipping.bytes_sent, shipping.stall_s, self._waited_s, self._round
-        )
+            shipping.num_sent, shipping.num_received, shipping.bytes_sent, shipping.stall_s, self._waited_s,
+            self._round, was_freed=self._over is not None,
+        )  # fmt: skip
 
     def carry_out(self) -> None:
         """Make steps and rounds until every sample of every rank is over and back."""
@@ -131,16 +173,21 @@ class _Call:
                 self._wait(self._shipping.wait)
             elif not self._meet():
                 break
+        if self._over is not None:
+            self._work_elsewhere(self._over)
+        self._tell_freed({"reports": self._peers.num_reports, "shipments": self._peers.num_shipments})
+        back = self._shipping.bring_back()
         for sent in self._told:
             sent.wait()
-        for sample in self._shipping.bring_back():
+        for sample in back:
             self._book.keep(sample)
 
     def abandon(self) -> None:
         """Leave nobody waiting for a rank that failed; of the failure itself the mailbox tells."""
         self._shipping.abandon()
+        self._tell_freed({})
         number = self._peers.report_number()
-        for other in self._peers.others:
+        for other in self._others:
             self._peers.mailbox.freight.send(other, number, encode_message({}, {}))
 
     # ---- steps
@@ -157,6 +204,8 @@ class _Call:
             self._expected.finish(sample.prompt_index, len(sample.token_ids))
             self._book.keep(sample)
         self._num_ended = len(run.ended)
+        if self._follow is not None:
+            self._follow(run.ended)
 
     def _wait(self, wait: Callable[[], _T]) -> _T:
         begin = self._clock()
@@ -166,7 +215,7 @@ class _Call:
 
     # ---- rounds
     def _meet(self) -> bool:
-        """Plan by what all ranks told in the last round, and tell again; return whether anybody has work."""
+        """Plan by what all ranks told in the last round, and tell again; return whether there is a next round."""
         reports = self._wait(self._hear)
         if not any(report.num_live for report in reports):
             return False
@@ -177,26 +226,37 @@ class _Call:
         self._round += 1
         known = loads_of(reports)
         if known is None:
-            moves, bytes_per_step, self._steps_left = tuple[SampleMove, ...](), inf, PERIOD_STEPS
+            moves, freed, bytes_per_step, self._steps_left = (
+                tuple[SampleMove, ...](),
+                tuple[int, ...](),
+                inf,
+                PERIOD_STEPS,
+            )
         else:
             steps_s = {report.rank: report.pace.step_s for report in reports}
-            moves, bytes_per_step, self._steps_left = self._plan(*known, steps_s)
+            moves, freed, bytes_per_step, self._steps_left = self._plan(*known, steps_s)
         told = (sample for report in reports for sample in (*report.running, *report.waiting))
         self._shipping.begin(moves, told, self._round, bytes_per_step)
-        self._tell()
-        return True
+        if freed:
+            self._free(freed)
+        if self._over is None:
+            self._tell()
+        return self._over is None
 
     def _plan(
         self, loads: Sequence[RankLoad], cost: MoveCost, steps_s: Mapping[int, float]
-    ) -> tuple[tuple[SampleMove, ...], float, int]:
-        """Return the moves of this round, the bytes that travel during a step, and the steps until the next round."""
+    ) -> tuple[tuple[SampleMove, ...], tuple[int, ...], float, int]:
+        """Return moves, freed ranks, the bytes that travel during a step, and the steps until the next round."""
         seconds = {load.rank: steps_s[load.rank] or load.curve.seconds(max(load.rows, 1)) for load in loads}
         own_s, slowest_s = seconds[self._peers.rank], max(seconds.values())
         # What was told is a round old, and what is planned takes a round: a gap of less may be none any more.
-        moves = plan_balance(
-            loads, cost, least_gap_s=PERIOD_STEPS * slowest_s, rest_steps=REST_ROUNDS, step=self._round
-        )
-        return moves, cost.bytes_per_s * own_s, max(1, round(PERIOD_STEPS * slowest_s / own_s))
+        least_gap_s, freed = PERIOD_STEPS * slowest_s, tuple[int, ...]()
+        if any(load.waiting_call_s for load in loads):
+            choice = choose(loads, cost, least_gap_s=least_gap_s, rest_steps=REST_ROUNDS, step=self._round)
+            moves, freed = choice.moves, choice.freed
+        else:
+            moves = plan_balance(loads, cost, least_gap_s=least_gap_s, rest_steps=REST_ROUNDS, step=self._round)
+        return moves, freed, cost.bytes_per_s * own_s, max(1, round(PERIOD_STEPS * slowest_s / own_s))
 
     def _tell(self) -> None:
         """Send the others this rank's report, and begin to receive theirs."""
@@ -204,22 +264,25 @@ class _Call:
         number = peers.report_number()
         self._last = self._report()
         content = encode_message(self._last.to_json(), {})
-        self._on_the_way = [freight.receive(other, number) for other in peers.others]
-        while len(self._told) >= 2 * len(peers.others):  # of two rounds ago: all have told of one since
+        self._on_the_way = [freight.receive(other, number) for other in self._others]
+        while self._told and len(self._told) >= 2 * len(self._others):  # of two rounds ago: all have told of one since
             self._told.popleft().wait()
-        self._told.extend(freight.send(other, number, content) for other in peers.others)
+        self._told.extend(freight.send(other, number, content) for other in self._others)
 
     def _hear(self) -> list[Report]:
         """Return what every rank told in the last round, ranks ascending."""
-        peers = self._peers
         assert self._last is not None, "a round begins with a report"
         reports = [self._last]
-        for other, parcel in zip(peers.others, self._on_the_way, strict=True):
-            told = decode_message(parcel.wait())[0]
-            if not told:  # that rank failed; the mailbox hears why
-                peers.mailbox.receive(FrameKind.RETURNED, peers.run, peers.call, other, part=peers.num_calls + 1)
-            reports.append(Report.from_json(told))
+        for other, parcel in zip(self._others, self._on_the_way, strict=True):
+            reports.append(Report.from_json(self._read(parcel, other)))
         return sorted(reports, key=lambda report: report.rank)
+
+    def _read(self, parcel: Parcel, sender: int) -> dict[str, Any]:
+        """Return what a rank told; waits for it."""
+        peers, told = self._peers, decode_message(parcel.wait())[0]
+        if not told:  # that rank failed, or knows of one that did; the mailbox hears why
+            peers.mailbox.receive(FrameKind.RETURNED, peers.run, peers.call, sender, part=peers.num_calls + 1)
+        return told
 
     def _report(self) -> Report:
         run, incoming, outgoing = self._run, self._shipping.incoming, self._shipping.outgoing
@@ -243,6 +306,7 @@ class _Call:
             bytes_per_token=sum(shape.num_bytes for shape in run.describe_cache()),
             pace=self._pace.agreed(self._agree),
             evidence=self._expected.evidence,
+            waiting_call_s=0.0 if self._waiting_calls is None else self._waiting_calls.seconds(),
         )
 
     def _live(self, index: int) -> LiveSample:
@@ -251,6 +315,55 @@ class _Call:
         remaining = self._expected.expected(sample.prompt_index, num_tokens, max_new_tokens=sample.max_new_tokens)
         moved_in = self._shipping.moved_in.get(sample.sample_id)
         return LiveSample(sample.sample_id, sample.position + 1, remaining, moved_in, num_tokens > 0)
+
+    # ---- ranks that have other work
+    def _free(self, freed: Sequence[int]) -> None:
+        """Go on without these ranks; this one may be one of them. The lowest of the others tells them of the end."""
+        peers, number = self._peers, self._peers.ending_number()
+        leader = min(rank for rank in (peers.rank, *self._others) if rank not in freed)
+        self._shipping.any_moves = True
+        if peers.rank in freed:
+            self._leader, self._others = leader, ()
+            self._over = peers.mailbox.freight.receive(leader, number)
+            return
+        self._others = tuple(other for other in self._others if other not in freed)
+        if peers.rank == leader:
+            self._owed += [(rank, number) for rank in freed]
+
+    def _work_elsewhere(self, over: Parcel) -> None:
+        """Hand over what is to leave, and work on what waits until the other ranks have generated everything.
+
+        What fails is raised then: ranks that generate hear of nothing before.
+        """
+        assert self._waiting_calls is not None, "who has nothing else to do is not freed"
+        try:
+            self._finish_up()
+            while self._waiting_calls.work() and not over.has_arrived():
+                pass
+        except Exception:
+            self._shipping.abandon()
+            self._wait(over.wait)
+            raise
+        told = self._wait(lambda: self._read(over, self._leader))
+        self._peers.num_reports, self._peers.num_shipments = told["reports"], told["shipments"]
+
+    def _finish_up(self) -> None:
+        """Make steps until all samples have left or are over: most leave at once, one that cannot move does not."""
+        while self._run.has_work or self._shipping.expects:
+            self._shipping.move_on()
+            if self._steps_left <= 0:
+                self._shipping.hand_over_all()
+            if self._run.has_work:
+                self._step()
+            elif self._shipping.expects:
+                self._wait(self._shipping.wait)
+        self._shipping.hand_over_all()
+
+    def _tell_freed(self, content: Mapping[str, int]) -> None:
+        """Tell the ranks that this one is to tell that everything is generated, or, with nothing, of a failure."""
+        freight = self._peers.mailbox.freight
+        while self._owed:
+            self._told.append(freight.send(*self._owed.pop(), encode_message(content, {})))
 
 
 def _check_distinct(reports: Sequence[Report]) -> None:

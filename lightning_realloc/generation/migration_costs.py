@@ -105,6 +105,8 @@ class Report:
     pace: Told
     evidence: tuple[int, float] = (0, 0.0)
     """Of lengths, see `RemainingLengths`."""
+    waiting_call_s: float = 0.0
+    """Of calls that could work on what is finished there; 0 until it is known."""
 
     @property
     def num_live(self) -> int:
@@ -120,6 +122,7 @@ class Report:
             "free_slots": self.free_slots,
             "bytes_per_token": self.bytes_per_token,
             "evidence": self.evidence,
+            "waiting_call_s": self.waiting_call_s,
             "pace": [list(map(list, self.pace.knots)), self.pace.tokens_per_row_step, self.pace.bytes_per_s,
                      self.pace.prefill_tokens_per_s, self.pace.stall_s, self.pace.step_s],
         }  # fmt: skip
@@ -131,8 +134,9 @@ class Report:
         running, waiting = (tuple(LiveSample(*entry) for entry in told[name]) for name in ("running", "waiting"))
         pace = Told(tuple((size, seconds) for size, seconds in knots), *numbers)
         return cls(
-            told["rank"], running, waiting, told["free_slots"], told["bytes_per_token"], pace, tuple(told["evidence"])
-        )
+            told["rank"], running, waiting, told["free_slots"], told["bytes_per_token"], pace, tuple(told["evidence"]),
+            told["waiting_call_s"],
+        )  # fmt: skip
 
 
 def _entry(sample: LiveSample) -> tuple[int, int, float, int | None, bool]:
@@ -157,7 +161,15 @@ def loads_of(reports: Sequence[Report]) -> tuple[tuple[RankLoad, ...], MoveCost]
         means.insert(0, (1.0, _OF_ONE_ROW * means[0][1]))
     curve = StepCurve(tuple(zip((rows for rows, _ in means), accumulate((s for _, s in means), max), strict=True)))
     loads = tuple(
-        RankLoad(report.rank, report.running, report.waiting, curve, report.free_slots, report.pace.tokens_per_row_step)
+        RankLoad(
+            report.rank,
+            report.running,
+            report.waiting,
+            curve,
+            report.free_slots,
+            report.pace.tokens_per_row_step,
+            report.waiting_call_s,
+        )
         for report in reports
     )
     cost = MoveCost(

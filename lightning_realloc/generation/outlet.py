@@ -12,13 +12,21 @@ class Outlet:
     """Where a generating call hands on what is finished, all portions but the last, which is the call's own result.
 
     Args:
-        num_parts: How many portions there are with the last one.
+        num_parts: How many portions there are with the last one; with one, nothing is handed on.
         take: Gets each of them, in the order in which they fill; none is empty.
     """
 
     def __init__(self, num_parts: int, take: Callable[[Samples], None]) -> None:
         self._num_parts, self._take = num_parts, take
         self._num_given = 0
+        self._samples_of: Callable[[Sequence[Completion]], Samples] | None = None
+        self.finished: list[Completion] = []
+        """All so far, whether handed on or not."""
+
+    def rows(self, completions: Sequence[Completion]) -> Samples:
+        """Return some of what is finished as the call returns it."""
+        assert self._samples_of is not None, "nothing is finished before anything was asked for"
+        return self._samples_of(completions)
 
     def collect(
         self, count: int, samples_of: Callable[[Sequence[Completion]], Samples]
@@ -27,12 +35,14 @@ class Outlet:
 
         A portion goes whenever another ``1 / num_parts`` of ``count`` samples are finished.
         """
+        self._samples_of = samples_of
         waiting: list[Completion] = []
         num_finished = 0
 
         def add(completion: Completion) -> None:
             nonlocal num_finished
             waiting.append(completion)
+            self.finished.append(completion)
             num_finished += 1
             due = min(num_finished * self._num_parts // count, self._num_parts - 1)
             if due > self._num_given:

@@ -87,6 +87,8 @@ class RankLoad:
     free_slots: int
     tokens_per_row_step: float = 1.0
     """Tokens that a step adds to a row on average: more than one with speculation."""
+    waiting_call_s: float = 0.0
+    """Of calls that could work on what is finished here, were the rank free."""
 
     def __post_init__(self) -> None:
         assert self.free_slots >= 0, f"rank {self.rank} has {self.free_slots} free slots"

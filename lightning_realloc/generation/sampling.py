@@ -85,12 +85,31 @@ def _as_tuple(name: str, given: object, kind: type, kinds: str) -> tuple[object,
     raise GenerationError(f"{name}={given!r} must be a tuple of {kinds}; {way_out}")
 
 
+class Scratch:
+    """Memory for numbers of every token, used again in every step: fresh pages cost more than what is computed in them.
+
+    Holds two float32 for every logit of the largest step yet.
+    """
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._kept: dict[str, Tensor] = {}
+
+    def take(self, name: str, like: Tensor) -> Tensor:
+        """Return a float32 tensor in the shape of ``like``, of any content, until the next call with this name."""
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < like.numel() or kept.device != like.device:
+            kept = self._kept[name] = torch.empty(like.numel(), dtype=torch.float32, device=like.device)
+        return kept[: like.numel()].view(like.shape)
+
+
 def sample_tokens(
     logits: Tensor,
     uniforms: Tensor,
     params: SamplingParams,
     *,
     forbidden: Forbidden | None = None,
+    scratch: Scratch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the next token of each row (B,) int64 and its log-probability (B,) float32.
 
@@ -100,9 +119,10 @@ def sample_tokens(
     recomputes from the same tokens; top-k, top-p and forbidden tokens change what is drawn and not what is reported.
     At temperature 0 it is that of ``softmax(logits)``.
     """
-    scaled = _tempered(logits, params)
+    scratch = scratch or Scratch()
+    scaled = _tempered(logits, params, scratch)
     if forbidden is None:
-        probabilities = torch.softmax(scaled, -1, dtype=torch.float32)
+        probabilities = torch.softmax(scaled, -1, dtype=torch.float32, out=scratch.take("probabilities", scaled))
         tokens = _draw(probabilities, uniforms, params)
         return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log()
     # Without the forbidden tokens the others may be all that is left of a probability that float32 rounds to 0.
@@ -141,8 +161,12 @@ def draw_gumbel(weights: Tensor, keys: Sequence[int], positions: Sequence[int]) 
     return (weights.double().log() + gumbel_noise(keys, positions, tokens)).argmax(-1)
 
 
-def _tempered(logits: Tensor, params: SamplingParams) -> Tensor:
-    return logits if params.temperature in (0.0, 1.0) else logits.float() / params.temperature
+def _tempered(logits: Tensor, params: SamplingParams, scratch: Scratch | None = None) -> Tensor:
+    if params.temperature in (0.0, 1.0):
+        return logits
+    if scratch is None:
+        return logits.float() / params.temperature
+    return scratch.take("tempered", logits).copy_(logits).div_(params.temperature)
 
 
 def _without(scaled: Tensor, forbidden: Forbidden) -> Tensor:

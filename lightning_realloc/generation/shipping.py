@@ -48,7 +48,8 @@ class Peers:
     """Generations under these names so far."""
     num_reports: int = 0
     num_shipments: int = 0
-    """Both so far, whoever sent them; all ranks count alike, since all of them plan the same."""
+    """Both so far, whoever sent them; all ranks count alike, since all of them plan the same. Those that are freed are
+    told at the end."""
 
     def at(self, run: int, call: int) -> None:
         """Say that another call begins."""
@@ -57,12 +58,16 @@ class Peers:
     def report_number(self) -> int:
         """Return the number of the next round's messages; see `Freight`."""
         self.num_reports += 1
-        return 3 * self.num_reports
+        return 4 * self.num_reports
+
+    def ending_number(self) -> int:
+        """Return the number under which ranks that are freed in this round will hear that all is generated."""
+        return 4 * self.num_reports + 3
 
     def shipment_number(self) -> int:
         """Return the number of the next shipment's first message; the second one's is one higher."""
         self.num_shipments += 1
-        return 3 * self.num_shipments + 1
+        return 4 * self.num_shipments + 1
 
 
 @dataclass(slots=True)
@@ -128,7 +133,7 @@ class Shipping:
         self.moved_in: dict[int, int] = {}
         """Sample id -> the round in which it last came to this rank."""
         self.any_moves = False
-        """Whether samples were to move between any two ranks."""
+        """Whether samples were to move between any two ranks, or may have without this one's knowledge."""
         self.num_sent = self.num_received = self.bytes_sent = 0
         self.stall_s = 0.0
 
@@ -331,5 +336,5 @@ class Shipping:
 
     def abandon(self) -> None:
         """Leave nobody waiting for samples of a rank that failed; of the failure itself the mailbox tells."""
-        for shipment in self._leaving:
-            self._send(shipment, encode_travellers([]), stage=1)
+        while self._leaving:
+            self._send(self._leaving.pop(), encode_travellers([]), stage=1)

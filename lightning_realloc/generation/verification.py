@@ -19,6 +19,7 @@ from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.sampling import (
     Forbidden,
     SamplingParams,
+    Scratch,
     draw_gumbel,
     draw_weights,
     sample_tokens,
@@ -102,6 +103,7 @@ class KeyedDraws(Verification):
     def __init__(self, params: SamplingParams) -> None:
         """Draw as ``params`` say."""
         self._params = params
+        self._scratch = Scratch()
 
     def emit(
         self, logits: Tensor, samples: Sequence[Sample], drafts: Sequence[Draft], forbidden: Forbidden | None
@@ -125,7 +127,7 @@ class KeyedDraws(Verification):
         self, logits: Tensor, keys: Sequence[int], places: Sequence[int], forbidden: Forbidden | None
     ) -> tuple[Tensor, Tensor]:
         uniforms = torch.tensor(keyed_uniforms(keys, places), dtype=torch.float64, device=logits.device)
-        return sample_tokens(logits, uniforms, self._params, forbidden=forbidden)
+        return sample_tokens(logits, uniforms, self._params, forbidden=forbidden, scratch=self._scratch)
 
 
 class GumbelDraws(KeyedDraws):

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_realloc.rewards.code_tests import CodeTests as CodeTests
     from lightning_realloc.rewards.failures import Failed as Failed
     from lightning_realloc.rewards.functions import RewardFunction as RewardFunction
     from lightning_realloc.rewards.functions import RewardFunctions as RewardFunctions
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 # Public name -> the module of this package it lives in; the imports above say the same to type checkers.
 _HOMES = {
+    "CodeTests": "code_tests",
     "Failed": "failures",
     "RewardFunction": "functions",
     "RewardFunctions": "functions",

@@ -11,7 +11,9 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -45,37 +47,75 @@ def _prctl(option: int, value: int) -> None:
 
 
 def descendants(pid: int) -> set[int]:
-    """Return the ids of all live processes below ``pid``; none where there is no /proc to say so."""
-    children: dict[int, list[int]] = defaultdict(list)
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            # "pid (name) state parent ...": a name may hold spaces and parentheses
-            state, parent, *_ = entry.read_text().rpartition(")")[2].split(maxsplit=2)
-            if state not in "ZX":
-                children[int(parent)].append(int(entry.parent.name))
+    """Return the ids of the processes below ``pid`` that have not ended; none where there is no /proc to say so."""
+    children = _listed_children if _CHILDREN_ARE_LISTED else _children_by_parents()
     found: set[int] = set()
     ahead = [pid]
     while ahead:
-        below = set(children[ahead.pop()]) - found
+        below = set(children(ahead.pop())) - found
         found |= below
         ahead += below
-    return found
+    return {member for member in found if _state(member) not in _ENDED}
+
+
+_CHILDREN_ARE_LISTED = Path("/proc/thread-self/children").exists()
+"""Whether this kernel keeps such lists, so that not all processes of the machine need to be looked at."""
+_ENDED = frozenset({"", "Z", "X"})
+
+
+def _listed_children(pid: int) -> list[int]:
+    children: list[int] = []
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                children += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return children
+
+
+def _children_by_parents() -> Callable[[int], list[int]]:
+    children: dict[int, list[int]] = defaultdict(list)
+    for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        facts = _facts(int(name))
+        if facts:
+            children[int(facts[1])].append(int(name))
+    return lambda pid: children[pid]
+
+
+def _state(pid: int) -> str:
+    """Return R, S, T, Z, ... as in proc(5), nothing for a process that is not there."""
+    return "".join(_facts(pid)[:1])
+
+
+def _facts(pid: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        # "pid (name) state parent ...": a name may hold spaces and parentheses
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process and all its descendants.
+    """Kill a process that adopts orphans, and all its descendants.
 
-    They are stopped first, until no more appear: what forks faster than it is killed would win otherwise.
+    It goes last, stopped: until then it adopts those whose parents were killed. A fork under way ends with its
+    process when that is killed, though not when it is stopped; so one that forks is found in the next round at latest.
     """
-    stopped: set[int] = set()
-    while fresh := ({pid} | descendants(pid)) - stopped:
-        for member in fresh:
-            _send(member, signal.SIGSTOP)
-        stopped |= fresh
+    _send(pid, signal.SIGSTOP)
+    give_up_at = time.monotonic() + _STOP_S
+    while _state(pid) not in {"T", "t", *_ENDED} and time.monotonic() < give_up_at:
+        time.sleep(0.001)
+    empty_rounds = 0
+    while empty_rounds < 2 and time.monotonic() < give_up_at:  # one may look while a process changes parents
+        members = descendants(pid)
+        for member in members:
+            _send(member, signal.SIGKILL)
+        empty_rounds = 0 if members else empty_rounds + 1
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)  # where it leads a group
-    for member in stopped:
-        _send(member, signal.SIGKILL)
+    _send(pid, signal.SIGKILL)
+
+
+_STOP_S = 10.0
+"""How long processes may take to be killed, which those that wait for a device do only after it."""
 
 
 def _send(pid: int, number: signal.Signals) -> None:

@@ -138,11 +138,14 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
     )
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ...]]:
+def micro_batches(lengths: Sequence[int], max_tokens: int, *, what: str = "sequence") -> list[tuple[int, ...]]:
     """Return which positions go into one pack of at most ``max_tokens`` tokens: few packs, each ascending.
 
     The longest goes first, each into the first pack with room: at most 11/9 of the fewest possible packs, plus one.
     Packs come in the order of their first positions. Source: Johnson et al., SIAM J. Comput. 3 (1974).
+
+    Args:
+        what: The name of what has these lengths, for error messages.
 
     Raises:
         DataError: when one sequence alone is longer than ``max_tokens``.
@@ -150,7 +153,7 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, ..
     longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
     if longest is not None and lengths[longest] > max_tokens:
         raise DataError(
-            f"a sequence must fit one micro-batch; sequence {longest} has {lengths[longest]} tokens and "
+            f"a {what} must fit one micro-batch; {what} {longest} has {lengths[longest]} tokens and "
             f"max_tokens={max_tokens}, raise it to at least {lengths[longest]} or shorten prompts and responses"
         )
     packs: list[list[int]] = []

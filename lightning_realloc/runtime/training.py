@@ -48,6 +48,10 @@ class Totals:
     """Sequences."""
     num_tokens: int
     """Response tokens that the model chose, the ones that count in the loss."""
+    group_size: int = 1
+    """Sequences that stay together: 2 where losses are of pairs."""
+    sums: Mapping[str, float] = field(default_factory=dict)
+    """Of the batch's columns that the algorithm names in ``totals_of``: their sums."""
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1:
@@ -56,6 +60,11 @@ class Totals:
                 f"leave samples with empty responses out, or lower num_minibatches"
             )
 
+    @property
+    def num_groups(self) -> int:
+        """Groups of sequences that stay together: what the mean of a pairwise loss divides by."""
+        return self.num_sequences // self.group_size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
@@ -63,7 +72,7 @@ class TrainOptions:
 
     Args:
         num_epochs: Passes over the samples of one iteration.
-        num_minibatches: Optimizer steps per pass.
+        num_minibatches: Optimizer steps per pass; groups of samples that belong together, as pairs, are never split.
         micro_batch_tokens: Most tokens that are packed into one forward pass.
         max_grad_norm: The global norm that gradients are clipped to; None leaves them.
         stop_above: Metric -> limit. A mini-batch whose mean of a metric, over all its samples, exceeds the limit is not
@@ -128,19 +137,22 @@ def pack_columns(samples: Samples, device: torch.device, *, share_prompts: bool 
 
 
 def micro_batch_plan(
-    lengths: Sequence[int], num_shares: int, *, max_tokens: int, equal_counts: bool
+    lengths: Sequence[int], num_shares: int, *, max_tokens: int, equal_counts: bool, group_size: int = 1
 ) -> tuple[tuple[MicroBatch, ...], ...]:
     """Return for every data-parallel rank the micro-batches it runs: its balanced share, packed.
 
     ``equal_counts`` gives every rank as many micro-batches as the busiest one, which sharded weights need: each of
     their forward passes is a collective. Every rank has at least one, so that it takes part in reducing gradients. The
     shares are the same whether or not it is set.
+
+    Each ``group_size`` positions in a row, from the first, go into one micro-batch, next to each other and in order.
     """
+    sizes = _group_lengths(lengths, group_size)
     plans: list[list[MicroBatch]] = []
-    for share in balanced_shares(lengths, num_shares):
-        packs = micro_batches([lengths[position] for position in share], max_tokens)
-        plans.append([MicroBatch(tuple(share[row] for row in pack), True) for pack in packs])
-    filler = MicroBatch((min(range(len(lengths)), key=lengths.__getitem__),), False)
+    for share in balanced_shares(sizes, num_shares):
+        packs = micro_batches([sizes[group] for group in share], max_tokens, what=group_name(group_size))
+        plans.append([MicroBatch(_members([share[row] for row in pack], group_size), True) for pack in packs])
+    filler = MicroBatch(_members([min(range(len(sizes)), key=sizes.__getitem__)], group_size), False)
     least = max(len(plan) for plan in plans) if equal_counts else 1
     return tuple(tuple(plan + [filler] * (least - len(plan))) for plan in plans)
 
@@ -154,6 +166,15 @@ class TrainStep:
     shares: tuple[tuple[MicroBatch, ...], ...]
     """Every data-parallel rank's micro-batches."""
 
+    def at(self, positions: Sequence[int]) -> TrainStep:
+        """Return the same step of the samples at ``positions``, where this one counts through them."""
+
+        def placed(rows: Sequence[int]) -> tuple[int, ...]:
+            return tuple(positions[row] for row in rows)
+
+        shares = tuple(tuple(MicroBatch(placed(m.positions), m.counts) for m in share) for share in self.shares)
+        return TrainStep(placed(self.positions), shares)
+
 
 def train_steps(
     lengths: Sequence[int],
@@ -163,6 +184,7 @@ def train_steps(
     max_tokens: int,
     equal_counts: bool,
     order_seeds: Sequence[int],
+    group_size: int = 1,
 ) -> tuple[TrainStep, ...]:
     """Return the optimizer steps of a training call: one per mini-batch and epoch, the same on every rank.
 
@@ -170,32 +192,56 @@ def train_steps(
     """
     steps = []
     for epoch in range(options.num_epochs):
-        for positions in minibatch_positions(len(lengths), options.num_minibatches, seed=order_seeds[epoch]):
+        parts = minibatch_positions(
+            len(lengths), options.num_minibatches, seed=order_seeds[epoch], group_size=group_size
+        )
+        for positions in parts:
             plans = micro_batch_plan(
                 [lengths[position] for position in positions], num_shares, max_tokens=max_tokens,
-                equal_counts=equal_counts,
+                equal_counts=equal_counts, group_size=group_size,
             )  # fmt: skip
-            shares = tuple(
-                tuple(MicroBatch(tuple(positions[row] for row in micro.positions), micro.counts) for micro in plan)
-                for plan in plans
-            )
-            steps.append(TrainStep(positions, shares))
+            steps.append(TrainStep(tuple(range(len(positions))), plans).at(positions))
     return tuple(steps)
 
 
-def minibatch_positions(num_samples: int, num_minibatches: int, *, seed: int) -> tuple[tuple[int, ...], ...]:
+def minibatch_positions(
+    num_samples: int, num_minibatches: int, *, seed: int, group_size: int = 1
+) -> tuple[tuple[int, ...], ...]:
     """Return a shuffled partition of the positions into equal mini-batches, one per optimizer step.
 
+    Each ``group_size`` positions in a row, from the first, stay together.
+
     Raises:
-        ConfigError: when there are fewer samples than mini-batches.
+        ConfigError: when there are fewer groups than mini-batches.
     """
-    if num_samples < num_minibatches:
+    num_groups = len(_group_lengths(range(num_samples), group_size))
+    if num_groups < num_minibatches:
         raise ConfigError(
-            f"num_minibatches={num_minibatches} needs as many samples in an iteration, there are {num_samples}; "
-            f"lower num_minibatches or raise the batch size"
+            f"num_minibatches={num_minibatches} needs as many {group_name(group_size, 'sample')}s in an iteration, "
+            f"there are {num_groups}; lower num_minibatches or raise the batch size"
         )
     if num_minibatches == 1:
         return (tuple(range(num_samples)),)
-    order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
-    bounds = [num_samples * part // num_minibatches for part in range(num_minibatches + 1)]
-    return tuple(tuple(sorted(order[a:b])) for a, b in pairwise(bounds))
+    order = torch.randperm(num_groups, generator=torch.Generator().manual_seed(seed)).tolist()
+    bounds = [num_groups * part // num_minibatches for part in range(num_minibatches + 1)]
+    return tuple(_members(sorted(order[a:b]), group_size) for a, b in pairwise(bounds))
+
+
+def group_name(group_size: int, one: str = "sequence") -> str:
+    """Return what error messages call ``group_size`` samples that stay together."""
+    return {1: one, 2: "pair"}.get(group_size, f"group of {group_size} {one}s")
+
+
+def _group_lengths(lengths: Sequence[int], group_size: int) -> list[int]:
+    """Return the summed lengths of each group of neighbours."""
+    if len(lengths) % group_size:
+        raise DataError(
+            f"samples that stay together come in groups of {group_size}, and there are {len(lengths)}; "
+            f"leave no sample of a group out"
+        )
+    return [sum(lengths[first : first + group_size]) for first in range(0, len(lengths), group_size)]
+
+
+def _members(groups: Sequence[int], group_size: int) -> tuple[int, ...]:
+    """Return the positions of the groups, group by group."""
+    return tuple(group * group_size + place for group in groups for place in range(group_size))

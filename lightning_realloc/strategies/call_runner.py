@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.outlet import Outlet
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.mailbox import Mailbox
 from lightning_realloc.runtime.samples import Column, Divided, Samples
-from lightning_realloc.strategies.generators import Generators
+from lightning_realloc.runtime.training import MicroBatch
+from lightning_realloc.strategies.generators import Generators, refuse_long_prompts
 from lightning_realloc.strategies.idle import IdleClock, merge_idle_shares
 from lightning_realloc.strategies.inference import Inference
 from lightning_realloc.strategies.iteration import Iteration
@@ -31,6 +31,7 @@ from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.rates import facts_of, with_rates
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.routes import Routes, Workplace
+from lightning_realloc.strategies.tail import TailCalls
 from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.strategies.training_metrics import TrainingMetrics
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
@@ -107,6 +108,8 @@ class CallRunner:
         self._world_size = world_size
         self._generators = Generators(module, pool, mailbox, device=device, rank=rank)
         self._inference = Inference(module, pool, device=device, rank=rank, precise=self._precise)
+        # With responses of the policy before, weights change between a generating call and those that read from it.
+        self._tails = TailCalls(pool, self._inference) if not max_staleness else None
         self._run = self._num_tokens = 0
         self.is_running = False
         """Whether calls are under way."""
@@ -189,7 +192,7 @@ class CallRunner:
         self._run += 1
         self._generators.hear(before=self._run - 1)  # where no call generated since, or nobody would let go of it
         workplaces = {call.name: self._workplace(call, iteration) for call in calls if call.role is not None}
-        routes = Routes(calls, workplaces, self._world_size, self._num_parts)
+        routes = Routes(calls, workplaces, self._world_size, self._num_parts, self._module.group_size)
         data = Iteration(batch, routes, self._mailbox, rank=self._rank, run=self._run, version=self._version)
         data.facts |= self._idle.facts(self._rank)
         return data
@@ -214,7 +217,7 @@ class CallRunner:
         """Run one call, and return its seconds where this rank takes part in it."""
         begin, waited = time.perf_counter(), self._idle.seconds
         took_part = self._KINDS[call.kind](self, call, data)
-        spent = time.perf_counter() - begin - (self._idle.seconds - waited)
+        spent = time.perf_counter() - begin - (self._idle.seconds - waited) + data.early_seconds(call)
         return {call.name: spent} if took_part else {}
 
     def _note(self, data: Iteration, call: ModelFunctionCall, spent: float | None) -> None:
@@ -276,7 +279,7 @@ class CallRunner:
     # ---- generate
     def _generate(self, call: ModelFunctionCall, data: Iteration) -> bool:
         table = data.table(call)
-        _refuse_long_prompts(table.known, self._pool.home(str(call.role)))
+        refuse_long_prompts(table.known, self._pool.home(str(call.role)))
         made = None
         with self._phase(call.name) as replica:
             takes_part = self._rank in replica.layout
@@ -290,18 +293,23 @@ class CallRunner:
     def _generate_share(self, call: ModelFunctionCall, data: Iteration, replica: Replica, prompts: Samples) -> Samples:
         generator = self._generators.of(call, replica, version=data.version)
         generator.begin(data.run, data.index(call))
-        num_parts = data.routes.fusion.parts(call)
-        if num_parts > 1:
-            generator.engine.outlet = Outlet(num_parts, lambda made: data.hand_on(call, made))
+        outlet = Outlet(data.routes.fusion.parts(call), lambda made: data.hand_on(call, made))
+        tail = self._tails.of(call, data, outlet) if self._tails is not None and generator.moves is not None else None
+        if data.routes.fusion.parts(call) > 1 or tail is not None:
+            generator.engine.outlet = outlet
         try:
-            with self._precise():
+            with self._precise(), generator.freed_for(tail):
                 made: Samples | Divided = getattr(self._module, call.method)(generator.engine, prompts)
             self._generators.tell(generator, data.run, data.index(call))
             data.facts |= self._generators.facts(call.name, replica)
-            if isinstance(made, Samples):
-                return made
-            data.carry(call, made.carried)
-            return made.finished
+            moved = generator.migration_stats
+            self._idle.add(0.0 if moved is None else moved.waited_s)
+            if isinstance(made, Divided):
+                data.carry(call, made.carried)
+                return made.finished
+            if tail is not None:
+                data.work_early(tail.hand_in(call, made))
+            return made
         except PeerFailure:
             raise
         except Exception:
@@ -322,9 +330,24 @@ class CallRunner:
             if takes_part:
                 index = replica.layout.data_parallel_index(self._rank)
                 micro_batches = data.routes.micro_batches(call, data.table(call))[index]
-                made = self._inference.share(call, replica, data.chosen(call), micro_batches)
+                made = self._infer_share(call, replica, data, micro_batches)
         data.publish_columns(call, made)
         return takes_part
+
+    def _infer_share(
+        self, call: ModelFunctionCall, replica: Replica, data: Iteration, micro_batches: Sequence[MicroBatch]
+    ) -> Samples | None:
+        """Return what this rank makes of its samples, what it made early included."""
+        early, table = data.early(call), data.table(call)
+        rest = micro_batches[len(early.parts) :]
+        if not rest:
+            return early.made
+        begin, chosen = time.perf_counter(), data.chosen(call)
+        made = self._inference.share(call, replica, chosen, rest)
+        if self._tails is not None and call.name in data.routes.fusion.tails:
+            num_tokens = sum(table.lengths[position] for micro in rest for position in micro.positions)
+            self._tails.pace.take(call.name, num_tokens=num_tokens, seconds=time.perf_counter() - begin)
+        return made if not early.parts else Samples.concatenate([*early.parts, *([] if made is None else [made])])
 
     def _infer_together(self, calls: Sequence[ModelFunctionCall], data: Iteration) -> dict[str, float]:
         """Run fused calls of one source, and return the seconds of those in which this rank takes part."""
@@ -353,7 +376,7 @@ class CallRunner:
                 table = data.table(call)
                 steps = data.routes.train_steps(call, table)
                 measured = self._trainee.train(
-                    getattr(self._module, call.method), replica, data.chosen(call), steps, table.token_counts
+                    getattr(self._module, call.method), replica, data.chosen(call), steps, table
                 )
                 self._training_metrics.note(data, call, measured)
             self._pool.weights_changed(str(call.role))
@@ -374,18 +397,3 @@ def _has_notes(calls: Sequence[ModelFunctionCall]) -> bool:
 def _count_tokens(samples: Samples) -> int:
     columns = (samples.ragged(name) for name in ("prompt_ids", "response_ids") if name in samples)
     return sum(int(column.lengths.sum()) for column in columns)
-
-
-def _refuse_long_prompts(prompts: Samples, replica: Replica) -> None:
-    """Name a prompt that leaves no room for a response; an engine knows only its place in one rank's share."""
-    config: Any = getattr(replica.model, "config", None)
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
-    lengths = prompts.ragged("prompt_ids").lengths
-    if context is None or not len(prompts) or int(lengths.max()) < context:
-        return
-    row = int(lengths.argmax())
-    text = f": {str(prompts.objects('prompt')[row])[:80]!r}" if "prompt" in prompts else ""
-    raise GenerationError(
-        f"the prompt of sample {int(prompts.ids[row])} has {int(lengths[row])} tokens, and {replica.role}'s context of "
-        f"{context} leaves no room for a response; shorten it to at most {context - 1} tokens or leave it out{text}"
-    )

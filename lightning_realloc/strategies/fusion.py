@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lightning_realloc.runtime.training import MicroBatch, micro_batch_plan
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
-from lightning_realloc.tuning.fusion import fused_first, fused_groups, fused_sources
+from lightning_realloc.tuning.fusion import fused_first, fused_groups, fused_sources, tail_sources
 
 if TYPE_CHECKING:
     from lightning_realloc.strategies.routes import Workplace
@@ -33,13 +33,18 @@ class Fusion:
     """In how many portions a generating rank hands on its samples where somebody waits for them."""
     sources: Mapping[str, str]
     """Fused call -> the generating call that it takes samples of."""
+    tails: Mapping[str, str]
+    """Call on the generating ranks that may begin where nothing is left to generate -> the generating call."""
 
     @classmethod
     def of(cls, calls: Sequence[ModelFunctionCall], workplaces: Mapping[str, Workplace], num_parts: int) -> Fusion:
         """Return which calls are fused: none with ``num_parts=1``."""
-        ranks = {name: place.layout.ranks for name, place in workplaces.items()}
-        sources = fused_sources(calls, ranks) if num_parts > 1 else {}
-        return cls(fused_first(calls, sources), workplaces, num_parts, sources)
+        layouts = {name: place.layout for name, place in workplaces.items()}
+        if num_parts == 1:
+            return cls(tuple(calls), workplaces, num_parts, {}, {})
+        sources = fused_sources(calls, {name: layout.ranks for name, layout in layouts.items()})
+        ordered = fused_first(calls, sources)
+        return cls(ordered, workplaces, num_parts, sources, tail_sources(ordered, layouts))
 
     def parts(self, source: ModelFunctionCall) -> int:
         """Return in how many portions each generating rank hands on its samples."""

@@ -7,7 +7,8 @@ ranks tell each other theirs after a call, and hear of the others' before the ne
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,10 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import GenerationEngine, HFEngine
 from lightning_realloc.generation.drafters import build_drafter
 from lightning_realloc.generation.drafting import Drafter, Exchange
-from lightning_realloc.generation.migration import MigrationStats
+from lightning_realloc.generation.migration import MigrationStats, WaitingCalls
 from lightning_realloc.generation.shipping import Peers
 from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
+from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.strategies.lockstep import Lockstep
 from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.rates import facts_of_generation, facts_of_migration, facts_of_preemptions
@@ -48,6 +50,17 @@ class Generator:
         if self.moves is None or not isinstance(self.engine, GenerationEngine):
             return None
         return self.engine.migration_stats
+
+    @contextmanager
+    def freed_for(self, waiting_calls: WaitingCalls | None) -> Iterator[None]:
+        """Let this rank be freed for other calls while others generate."""
+        if isinstance(self.engine, GenerationEngine):
+            self.engine.waiting_calls = waiting_calls
+        try:
+            yield
+        finally:
+            if isinstance(self.engine, GenerationEngine):
+                self.engine.waiting_calls = None
 
     def begin(self, run: int, index: int) -> None:
         """Generate in call number ``index`` of a run."""
@@ -176,6 +189,21 @@ class Generators:
                 f"{call.name} runs in the layout {replica.layout}, whose blocks are gathered by all ranks together, "
                 f"and cannot {asked}; give it a layout with fsdp=1, or another engine or drafter"
             )
+
+
+def refuse_long_prompts(prompts: Samples, replica: Replica) -> None:
+    """Name a prompt that leaves no room for a response; an engine knows only its place in one rank's share."""
+    config: Any = getattr(replica.model, "config", None)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
+    lengths = prompts.ragged("prompt_ids").lengths
+    if context is None or not len(prompts) or int(lengths.max()) < context:
+        return
+    row = int(lengths.argmax())
+    text = f": {str(prompts.objects('prompt')[row])[:80]!r}" if "prompt" in prompts else ""
+    raise GenerationError(
+        f"the prompt of sample {int(prompts.ids[row])} has {int(lengths[row])} tokens, and {replica.role}'s context of "
+        f"{context} leaves no room for a response; shorten it to at most {context - 1} tokens or leave it out{text}"
+    )
 
 
 def _agreement(

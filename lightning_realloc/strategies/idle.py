@@ -36,6 +36,10 @@ class IdleClock:
         self._elsewhere += max(0.0, time.perf_counter() - begin - (self._pool.seconds_moving - moving))
         return result
 
+    def add(self, seconds: float) -> None:
+        """Count seconds for which this rank waited where this clock does not see it."""
+        self._elsewhere += seconds
+
     def begin(self) -> None:
         """Begin an iteration."""
         self._begin, self._seconds_then = time.perf_counter(), self.seconds

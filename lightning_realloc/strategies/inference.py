@@ -6,7 +6,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,31 +19,8 @@ from lightning_realloc.strategies.iteration import Iteration
 from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.sample_table import Chosen
+from lightning_realloc.strategies.unit_work import UnitWork
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
-
-
-@dataclass(slots=True)
-class UnitWork:
-    """What became of a fused call on one rank."""
-
-    parts: list[Samples] = field(default_factory=list)
-    """What it made of each unit, where it counts."""
-    times: list[tuple[float, float]] = field(default_factory=list)
-    """When it worked on each, by ``time.perf_counter()``."""
-
-    @property
-    def made(self) -> Samples | None:
-        """All that it made; None where other ranks have it."""
-        return Samples.concatenate(self.parts) if self.parts else None
-
-    @property
-    def seconds(self) -> float:
-        """How long it worked."""
-        return sum(end - begin for begin, end in self.times)
-
-    def seconds_before(self, moment: float) -> float:
-        """Return how long it had worked by then."""
-        return sum(max(0.0, min(end, moment) - begin) for begin, end in self.times)
 
 
 class Inference:

@@ -6,7 +6,7 @@ Ranks do not meet for that: whoever has something sends it, whoever needs someth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -16,7 +16,8 @@ from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
 from lightning_realloc.runtime.samples import Column, Samples
 from lightning_realloc.strategies.routes import Routes, table_owner
 from lightning_realloc.strategies.sample_table import Chosen, Holders, SampleTable, only_columns, outline
-from lightning_realloc.strategies.units import Unit, Units
+from lightning_realloc.strategies.unit_work import UnitWork
+from lightning_realloc.strategies.units import Early, Unit, Units
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 REST = -1
@@ -57,6 +58,7 @@ class Iteration:
         """What generating calls left for the next iteration on all ranks, by id, once notes were received."""
         self._my_carried: list[Samples] = []
         self._mine: dict[str, Samples] = {}
+        self._early: dict[str, UnitWork] = {}
         self._notes: dict[str, Samples] = {}
 
     # ---- before a call
@@ -122,11 +124,26 @@ class Iteration:
         if self._rank in self._senders(call):
             self._units.send(call, made)
 
+    def work_early(self, work: Mapping[str, UnitWork]) -> None:
+        """Keep what calls made here of samples that were finished, while other ranks generated."""
+        self._early |= work
+        self.facts |= {f"hidden_s/{name}": done.seconds for name, done in work.items()}
+
+    def early(self, call: ModelFunctionCall) -> UnitWork:
+        """Return what was done of a call before its turn."""
+        return self._early.get(call.name, UnitWork())
+
+    def early_seconds(self, call: ModelFunctionCall) -> float:
+        """Return the seconds of a call that passed before its turn; for a generating call, less what others took."""
+        tails = self.routes.fusion.tails
+        others = sum(work.seconds for name, work in self._early.items() if tails[name] == call.name)
+        return self.early(call).seconds - others
+
     def publish_samples(self, call: ModelFunctionCall, made: Samples | None) -> None:
         """Hand on what a generating call made here; None on a rank without part in it, or without anything to do."""
         speaks = self._rank in self._senders(call)
         if speaks:
-            self._units.send_rest(call, made)
+            self._units.send_rest(call, made, self._early_of(call))
         if made is None and not speaks:
             return
         table = self._made_table(call)
@@ -202,6 +219,14 @@ class Iteration:
         return complete.with_columns(**objects)
 
     # ---- inside
+    def _early_of(self, source: ModelFunctionCall) -> Early:
+        tails = self.routes.fusion.tails
+        return {
+            name: [part.ids.tolist() for part in work.parts]
+            for name, work in self._early.items()
+            if work.parts and tails[name] == source.name
+        }
+
     def _last_table(self) -> SampleTable:
         tables = [self._made_table(call) for call in self.routes.calls if call.kind == "generate"]
         return tables[-1] if tables else self._batch
@@ -229,7 +254,11 @@ class Iteration:
         holder_of = {sample_id: holders for holders, part in parts for sample_id in part.ids.tolist()}
         row_of = {sample_id: row for row, sample_id in enumerate(known.ids.tolist())}
         units = [[row_of[sample_id] for sample_id in part.ids.tolist()] for _, part in parts]
-        self._made[call.name] = SampleTable(known, is_batch=False, units=units)
+        early: dict[str, dict[int, list[tuple[int, ...]]]] = {}
+        for sender in self._senders(call):
+            for name, packs in self._units.early(call, sender).items():
+                early.setdefault(name, {})[sender] = [tuple(row_of[sample_id] for sample_id in pack) for pack in packs]
+        self._made[call.name] = SampleTable(known, is_batch=False, units=units, early=early)
         self._made_by[call.name] = [holder_of[sample_id] for sample_id in known.ids.tolist()]
         return self._made[call.name]
 

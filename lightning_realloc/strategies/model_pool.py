@@ -285,9 +285,7 @@ class ModelPool:
             return None
         reshard(home.model)
         if target.layout == home.layout:
-            if target.version == 0 and self._options.rank in home.layout:
-                bind_tensors(target.model, local_tensors(home.model))
-            target.version = home.version
+            self._share(home, target)
             return None
         if target.reallocation is None:
             target.reallocation = self._connect(home, target)
@@ -297,6 +295,26 @@ class ModelPool:
         target.version = home.version
         self._reports[call] = report
         return report
+
+    def _share(self, home: Replica, target: Replica) -> None:
+        """Let a replica in the home's layout read the home's storage."""
+        if target.version == 0 and self._options.rank in home.layout:
+            bind_tensors(target.model, local_tensors(home.model))
+        target.version = home.version
+
+    def ready(self, call: str) -> Replica | None:
+        """Return the replica of ``call`` if it can be read at any time and without any other rank, else None.
+
+        So it is where nothing has to be moved, no weights are gathered, and none are away between calls.
+        """
+        target = self.target(call)
+        home = self.home(target.role)
+        if needs_fsdp(target.model, target.layout) or target.role in self.plan.offload:
+            return None
+        if target.layout == home.layout and target is not home:
+            reshard(home.model)
+            self._share(home, target)
+        return target if target is home or target.version == home.version else None
 
     def take_report(self, call: str) -> ReallocationReport | None:
         """Return what was moved for ``call`` since this was asked last, None for nothing."""

@@ -11,7 +11,7 @@ from lightning_realloc.runtime.executor import ReallocationReport
 ITERATION_S = "iteration_s"
 """Seconds of the iteration before, as one rank tells them to the others."""
 _GENERATED, _ROW_STEPS, _TOKENS_PER_STEP = "generated/", "row_steps/", "tokens_per_step/"
-_MOVED, _PREEMPTIONS = "moved_samples/", "preemptions/"
+_MOVED, _FREED, _PREEMPTIONS = "moved_samples/", "freed_ranks/", "preemptions/"
 _SECONDS, _BYTES, _RATE = "reallocation_s/", "reallocation_bytes/", "reallocation_GB_per_s/"
 
 
@@ -28,7 +28,8 @@ def facts_of_generation(call: str, stats: GenerationStats, rank: int) -> dict[st
 
 def facts_of_migration(call: str, stats: MigrationStats, rank: int) -> dict[str, float]:
     """Return what one rank tells of a call whose samples may move."""
-    return {f"{_MOVED}{call}/{rank}": float(stats.num_received)}
+    facts = {f"{_MOVED}{call}/{rank}": float(stats.num_received)}
+    return facts | ({f"{_FREED}{call}/{rank}": 1.0} if stats.was_freed else {})
 
 
 def facts_of_preemptions(call: str, stats: GenerationStats, rank: int) -> dict[str, float]:
@@ -49,17 +50,17 @@ def with_rates(facts: Mapping[str, float], *, num_tokens: int) -> dict[str, floa
         seconds, moved = facts[f"{_SECONDS}{call}"], metrics.pop(name)
         metrics[f"{_RATE}{call}"] = moved / seconds / 1e9 if seconds > 0 else 0.0
     metrics |= _tokens_per_step(metrics)
-    metrics |= _sums_over_ranks(metrics)
+    metrics |= _sums(metrics, (_MOVED, _FREED, _PREEMPTIONS))
     seconds = metrics.pop(ITERATION_S, 0.0)
     if seconds > 0:
         metrics["tokens_per_s"] = num_tokens / seconds
     return metrics
 
 
-def _sums_over_ranks(metrics: dict[str, float]) -> dict[str, float]:
-    """Take out how many samples each rank took over, or let give way, and return the sums by call."""
+def _sums(metrics: dict[str, float], kinds: tuple[str, ...]) -> dict[str, float]:
+    """Take out what each rank counted of these kinds, and return the sums by call."""
     totals: dict[str, float] = {}
-    for name in [name for name in metrics if name.startswith((_MOVED, _PREEMPTIONS))]:
+    for name in [name for name in metrics if name.startswith(kinds)]:
         call = name.rpartition("/")[0]
         totals[call] = totals.get(call, 0.0) + metrics.pop(name)
     return totals

@@ -49,6 +49,8 @@ class Routes:
     """All ranks."""
     num_parts: int = 1
     """In how many portions samples are handed on to calls on other ranks while they are generated."""
+    group_size: int = 1
+    """How many neighbours stay together in training, in computations and, where they came together, in inference."""
     fusion: Fusion = field(init=False)
     """Which calls take samples in so."""
     _shares: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
@@ -70,14 +72,19 @@ class Routes:
         return self._shares[call.name]
 
     def micro_batches(self, call: ModelFunctionCall, table: SampleTable) -> tuple[tuple[MicroBatch, ...], ...]:
-        """Return for every data-parallel rank the forward passes of an inference call, of a fused one unit by unit."""
+        """Return for every data-parallel rank the forward passes of an inference call, of a fused one unit by unit.
+
+        Those that a rank made while others generated come first; what nobody did is shared out.
+        """
         if call.name in self.fusion.sources and call.name not in self._infers:
             self._infers[call.name] = self._unit_micro_batches(call, table)
+        if call.name in table.early and call.name not in self._infers:
+            self._infers[call.name] = self._early_and_rest(call, table)
         if call.name not in self._infers:
             place = self.workplaces[call.name]
             self._infers[call.name] = micro_batch_plan(
                 table.lengths, place.layout.data_parallel_size, max_tokens=place.micro_batch_tokens,
-                equal_counts=place.layout.dims.fsdp > 1,
+                equal_counts=place.layout.dims.fsdp > 1, group_size=self.group_size,
             )  # fmt: skip
         return self._infers[call.name]
 
@@ -90,15 +97,33 @@ class Routes:
                 plan += [MicroBatch(tuple(unit[row] for row in micro.positions), micro.counts) for micro in share]
         return tuple(map(tuple, plans))
 
+    def _early_and_rest(self, call: ModelFunctionCall, table: SampleTable) -> tuple[tuple[MicroBatch, ...], ...]:
+        place, early = self.workplaces[call.name], table.early[call.name]
+        num_shares = place.layout.data_parallel_size
+        plans: list[list[MicroBatch]] = [[] for _ in range(num_shares)]
+        for rank, packs in early.items():
+            plans[place.layout.data_parallel_index(rank)] += [MicroBatch(tuple(pack), True) for pack in packs]
+        done = {position for packs in early.values() for pack in packs for position in pack}
+        rest = [position for position in range(len(table)) if position not in done]
+        if rest:
+            all_lengths = table.lengths
+            lengths = [all_lengths[position] for position in rest]
+            shares = micro_batch_plan(lengths, num_shares, max_tokens=place.micro_batch_tokens, equal_counts=False)
+            for plan, share in zip(plans, shares, strict=True):
+                counted = (micro for micro in share if micro.counts)
+                plan += [MicroBatch(tuple(rest[row] for row in micro.positions), True) for micro in counted]
+        return tuple(map(tuple, plans))
+
     def train_steps(self, call: ModelFunctionCall, table: SampleTable) -> tuple[TrainStep, ...]:
         """Return the optimizer steps of a training call."""
         if call.name not in self._trains:
-            place = self.workplaces[call.name]
-            self._trains[call.name] = train_steps(
-                table.lengths, place.train_options, place.layout.data_parallel_size,
+            place, positions, lengths = self.workplaces[call.name], table.learnt, table.lengths
+            steps = train_steps(
+                [lengths[position] for position in positions], place.train_options, place.layout.data_parallel_size,
                 max_tokens=place.micro_batch_tokens, equal_counts=place.layout.dims.fsdp > 1,
-                order_seeds=place.order_seeds,
+                order_seeds=place.order_seeds, group_size=self.group_size,
             )  # fmt: skip
+            self._trains[call.name] = tuple(step.at(positions) for step in steps)
         return self._trains[call.name]
 
     def computed(
@@ -122,8 +147,9 @@ class Routes:
         for position in range(len(table)):
             teams.setdefault(tuple(range(self.world_size)) if made is None else made[position], []).append(position)
         shares: dict[int, tuple[int, ...]] = {}
+        group_of = table.groups(self.group_size)
         for team, positions in teams.items():
-            groups = [table.groups[position] for position in positions]
+            groups = [group_of[position] for position in positions]
             for rank, rows in zip(team, balanced_shares([1] * len(positions), len(team), groups=groups), strict=True):
                 shares[rank] = tuple(positions[row] for row in rows)
         return shares

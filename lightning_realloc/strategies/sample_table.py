@@ -6,10 +6,13 @@ sequences are held where they were made and where they are worked on, and nowher
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.runtime.samples import Column, Ragged, Samples
+from lightning_realloc.runtime.training import Totals
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 Holders = Sequence[tuple[int, ...]]
@@ -55,12 +58,21 @@ class SampleTable:
         known: Ids and what is known of all samples on every rank, in the table's order.
         is_batch: Whether ``known`` holds the sequences too, as the loader's batch does.
         units: The positions of each portion in which the samples came, ascending; in the order of portions.
+        early: Call -> rank -> what it worked on while others generated: the positions of each forward pass.
     """
 
-    def __init__(self, known: Samples, *, is_batch: bool, units: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(
+        self,
+        known: Samples,
+        *,
+        is_batch: bool,
+        units: Sequence[Sequence[int]] = (),
+        early: Mapping[str, Mapping[int, Sequence[tuple[int, ...]]]] | None = None,
+    ) -> None:
         self.known = known
         self.is_batch = is_batch
         self.units = units
+        self.early = early or {}
         self._ids = known.ids.tolist()
         self._held: dict[str, list[Samples]] = {}
 
@@ -85,9 +97,27 @@ class SampleTable:
         return [int(length) for length in self.known.ragged("response_ids").lengths.tolist()]
 
     @property
-    def groups(self) -> list[int]:
-        """The prompt that every sample answers; the sample itself where it answers none."""
-        return self.known.tensor("prompt_id").tolist() if "prompt_id" in self.known else list(self._ids)
+    def learnt(self) -> list[int]:
+        """The positions that training calls work on: all but those whose ``trained`` is False."""
+        if "trained" not in self.known:
+            return list(range(len(self)))
+        return [int(position) for position in self.known.tensor("trained").nonzero().flatten().tolist()]
+
+    def groups(self, group_size: int = 1) -> list[int]:
+        """Return what stays together: the samples of a prompt or, where none is named, each ``group_size`` in a row."""
+        if "prompt_id" in self.known:
+            return [int(prompt_id) for prompt_id in self.known.tensor("prompt_id").tolist()]
+        return [position // group_size for position in range(len(self))]
+
+    def totals(self, positions: Sequence[int], *, group_size: int, sums_of: Sequence[str]) -> Totals:
+        """Return what losses of a mini-batch of these positions divide by."""
+        rows, counts = torch.tensor(positions), self.token_counts
+        return Totals(
+            num_sequences=len(positions),
+            num_tokens=sum(counts[position] for position in positions),
+            group_size=group_size,
+            sums={name: float(self.known.tensor(name)[rows].sum()) for name in sums_of},
+        )
 
     def ids(self, positions: Iterable[int]) -> list[int]:
         """Return the ids at these positions."""

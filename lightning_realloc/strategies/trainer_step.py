@@ -28,7 +28,7 @@ from lightning_realloc.runtime.training import (
 from lightning_realloc.runtime.training_mode import set_training_mode
 from lightning_realloc.strategies.random_state import seeded
 from lightning_realloc.strategies.replica import Replica
-from lightning_realloc.strategies.sample_table import Chosen
+from lightning_realloc.strategies.sample_table import Chosen, SampleTable
 
 LossMethod = Callable[..., Loss]
 
@@ -65,11 +65,14 @@ class Trainee:
         seed: Of the order of mini-batches.
         dropout: Whether dropout is active.
         share_prompts: Whether a pack may hold a prompt once for several samples.
+        group_size: How many samples in a row stay together.
+        sums_of: The batch's columns whose sums over a mini-batch the losses divide by.
     """
 
     def __init__(
         self, stepper: Stepper, meshes: MeshRegistry, options_of: Callable[[str], TrainOptions], *,
-        device: torch.device, rank: int, seed: int, dropout: bool, share_prompts: bool,
+        device: torch.device, rank: int, seed: int, dropout: bool, share_prompts: bool, group_size: int = 1,
+        sums_of: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self._stepper = stepper
         self._meshes = meshes
@@ -79,6 +82,8 @@ class Trainee:
         self._seed = seed
         self._dropout = dropout
         self._share_prompts = share_prompts
+        self._group_size = group_size
+        self._sums_of = sums_of
 
     def order_seeds(self, role: str, iteration: int) -> list[int]:
         """Return what shuffles the mini-batches of every epoch of a role's training call."""
@@ -86,13 +91,9 @@ class Trainee:
         return [hash((self._seed, iteration, epoch)) % 2**63 for epoch in range(num_epochs)]
 
     def train(
-        self, method: LossMethod, replica: Replica, chosen: Chosen, steps: Sequence[TrainStep],
-        token_counts: Sequence[int],
-    ) -> dict[str, float]:  # fmt: skip
-        """Take the optimizer steps of one iteration; return their mean loss, metrics and gradient norm.
-
-        ``token_counts`` are of the samples' response tokens, by position, those to learn from.
-        """
+        self, method: LossMethod, replica: Replica, chosen: Chosen, steps: Sequence[TrainStep], table: SampleTable
+    ) -> dict[str, float]:
+        """Take the optimizer steps of one iteration; return their mean loss, metrics and gradient norm."""
         set_training_mode(replica.model, dropout=self._dropout)
         sums = _MetricSums()
         # Dropout: the same masks on all ranks of a tensor-parallel group, whose activations must stay equal, others on
@@ -101,8 +102,7 @@ class Trainee:
         share = layout.data_parallel_index(self._rank) + layout.data_parallel_size * layout.coordinate(self._rank).pp
         with seeded(hash((self._seed, self._stepper.iteration, share)) % 2**63, self._device):
             for step in steps:
-                tokens = sum(token_counts[position] for position in step.positions)
-                totals = Totals(num_sequences=len(step.positions), num_tokens=tokens)
+                totals = table.totals(step.positions, group_size=self._group_size, sums_of=self._sums_of)
                 mine = step.shares[layout.data_parallel_index(self._rank)]
                 if not self._step(method, replica, chosen, mine, totals, sums):
                     break

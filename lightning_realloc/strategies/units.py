@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,6 +19,9 @@ from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.strategies.routes import Routes
 from lightning_realloc.strategies.sample_table import Chosen, SampleTable, only_columns, outline
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
+
+Early = Mapping[str, Sequence[Sequence[int]]]
+"""Call -> sample ids of each forward pass that a rank made while others generated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,8 @@ class Units:
         """(call, part, sender) -> what all ranks know of a unit; None: it is empty."""
         self._rows: dict[tuple[str, int, int], Samples] = {}
         self._sent: defaultdict[str, list[Samples]] = defaultdict(list)
+        self._early: dict[tuple[str, int], Early] = {}
+        """(call, sender) -> what it did in other calls while others generated; only what was done at all."""
         self._clocks: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
         """(call, sender) -> when its units were sent, on its clock, and when they were taken in, on this rank's."""
 
@@ -58,8 +64,8 @@ class Units:
         self._sent[call.name].append(made)
         self._send(call, number, made)
 
-    def send_rest(self, call: ModelFunctionCall, made: Samples | None) -> None:
-        """Hand on what was not handed on before of everything that a call made.
+    def send_rest(self, call: ModelFunctionCall, made: Samples | None, early: Early) -> None:
+        """Hand on what was not handed on before of everything that a call made, and tell what was done early.
 
         Raises:
             PlanError: where the call did not make what it handed on.
@@ -70,12 +76,14 @@ class Units:
             rest = _remainder(call, made, Samples.concatenate(sent))
         for number in range(len(sent), last):
             self._send(call, number, None)
-        self._send(call, last, None if rest is None or not len(rest) else rest.sorted_by_id())
+        self._early[call.name, self._rank] = early
+        self._send(call, last, None if rest is None or not len(rest) else rest.sorted_by_id(), early)
 
-    def _send(self, call: ModelFunctionCall, number: int, made: Samples | None) -> None:
+    def _send(self, call: ModelFunctionCall, number: int, made: Samples | None, early: Early | None = None) -> None:
         known = None if made is None else outline(made)
         self._directories[call.name, number, self._rank] = known
-        content = encode_message({"sent_s": time.perf_counter()}, {} if known is None else {"made": known})
+        info = {"sent_s": time.perf_counter(), "early": early or {}}
+        content = encode_message(info, {} if known is None else {"made": known})
         self._send_frame(self._mailbox.others, FrameKind.DIRECTORY, call, number, content)
         if made is None or not self._routes.fusion.sources:
             return
@@ -100,7 +108,13 @@ class Units:
             info, parts = decode_message(content)
             self._directories[name] = parts.get("made")
             self._clocks[call.name, sender].append((info["sent_s"], time.perf_counter()))
+            if info["early"]:
+                self._early[call.name, sender] = info["early"]
         return self._directories[name]
+
+    def early(self, call: ModelFunctionCall, sender: int) -> Early:
+        """Return what a rank did early of a generating call's samples, once its last unit is known."""
+        return self._early.get((call.name, sender), {})
 
     def rows(self, call: ModelFunctionCall, number: int, sender: int) -> Samples | None:
         """Return the sequences of a unit that this rank works on in fused calls, None if there are none."""
@@ -143,11 +157,21 @@ def lengths_of(unit: Samples) -> list[int]:
     return SampleTable(unit, is_batch=False).lengths
 
 
-def _remainder(call: ModelFunctionCall, made: Samples | None, sent: Samples) -> Samples:
-    ids = set(sent.ids.tolist())
-    if made is None or not ids.issubset(made.ids.tolist()) or not made.by_ids(sent.ids).equals(sent):
+def check_unchanged(call: ModelFunctionCall, made: Samples | None, sent: Samples) -> None:
+    """Refuse a call that made other samples than other calls have worked on.
+
+    Raises:
+        PlanError: which says what to do.
+    """
+    if made is None or not set(sent.ids.tolist()).issubset(made.ids.tolist()) or not made.by_ids(sent.ids).equals(sent):
         raise PlanError(
             f"call {call.name!r} returned other samples than sample_responses handed on while it ran; return them as "
             f"they are, and leave changes to a call of their own, or set ReallocStrategy(generation_parts=1)"
         )
+
+
+def _remainder(call: ModelFunctionCall, made: Samples | None, sent: Samples) -> Samples:
+    check_unchanged(call, made, sent)
+    assert made is not None, "checked before"
+    ids = set(sent.ids.tolist())
     return made.select([row for row, sample_id in enumerate(made.ids.tolist()) if sample_id not in ids])

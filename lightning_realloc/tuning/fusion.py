@@ -1,9 +1,14 @@
-"""Which calls can begin with the first samples of a generation that goes on? Those that need nothing else."""
+"""Which calls can begin with the first samples of a generation that goes on? Those that need nothing else.
+
+On other ranks they begin with portions as they come; on the ranks that generate, with what is finished on a rank that
+has nothing left to generate while others have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 
@@ -17,14 +22,48 @@ def fused_sources(calls: Sequence[ModelFunctionCall], ranks: Mapping[str, Sequen
         calls: Of one iteration.
         ranks: Of every call with a model.
     """
+    return {
+        call.name: source.name
+        for call, source in _reads_of_one_generation(calls)
+        if set(ranks[call.name]).isdisjoint(ranks[source.name])
+    }
+
+
+def tail_sources(calls: Sequence[ModelFunctionCall], layouts: Mapping[str, Layout]) -> dict[str, str]:
+    """Return call -> the generating call on whose ranks it can work on a rank's own samples before all are generated.
+
+    Such calls infer, need what one generating call makes and nothing that another call makes, and run on the same
+    ranks with another model. Both models are whole on each of several ranks: a pass waits for nobody. And no training
+    call comes between the two, which may change the weights.
+
+    Args:
+        calls: Of one iteration, in the order in which they run.
+        layouts: Of every call with a model.
+    """
+    place = {call.name: index for index, call in enumerate(calls)}
     sources = {}
+    for call, source in _reads_of_one_generation(calls):
+        ours, theirs = layouts[call.name], layouts[source.name]
+        between = calls[place[source.name] : place[call.name]]
+        are_whole = all(len(layout.ranks) == layout.dims.dp > 1 for layout in (ours, theirs))
+        if (
+            are_whole
+            and set(ours.ranks) == set(theirs.ranks)
+            and call.role != source.role
+            and all(other.kind != "train" for other in between)
+        ):
+            sources[call.name] = source.name
+    return sources
+
+
+def _reads_of_one_generation(
+    calls: Sequence[ModelFunctionCall],
+) -> Iterator[tuple[ModelFunctionCall, ModelFunctionCall]]:
+    """Yield (call, source): it infers, and needs what a generating call makes and nothing that another does."""
     for call in calls:
         makers = [maker for maker in calls if not set(call.needs).isdisjoint(maker.produces)]
-        if call.kind != "infer" or len(makers) != 1 or makers[0].kind != "generate":
-            continue
-        if set(ranks[call.name]).isdisjoint(ranks[makers[0].name]):
-            sources[call.name] = makers[0].name
-    return sources
+        if call.kind == "infer" and len(makers) == 1 and makers[0].kind == "generate":
+            yield call, makers[0]
 
 
 def fused_first(calls: Sequence[ModelFunctionCall], fused: Collection[str]) -> tuple[ModelFunctionCall, ...]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.fusion import JUDGED, TINY, WHOLE, Readings, Turn, fill, loss_difference, merge, run_arm
+from benchmarks.fusion import FREEING, JUDGED, TINY, WHOLE, Readings, Turn, fill, loss_difference, merge, run_arm
 from benchmarks.harness import BenchmarkReport
 from tests.workers import WorkerPool
 
@@ -29,16 +29,23 @@ def test_losses_count_by_their_size_and_missed_targets_are_told() -> None:
     fill(report, {WHOLE: [TURN], JUDGED: [near]})
     assert [row["over_whole"] for row in report.rows] == [1.0, 0.8]
     assert [target.met for target in report.targets] == [False, True, True]
+    tipped = replace(near, tokens=((1, 2), (4,)), losses=(0.5, 1.0))
+    report = BenchmarkReport("fusion")
+    fill(report, {WHOLE: [TURN, TURN], JUDGED: [near, tipped]})
+    assert report.rows[1]["same"] == 0.5
+    assert [target.met for target in report.targets] == [False, True, False]  # losses count where tokens are the same
 
 
-def run_tiny() -> tuple[Turn, Turn]:
-    """Run both judged arms."""
-    return run_arm(WHOLE, TINY), run_arm(JUDGED, TINY)
+def run_tiny() -> tuple[Turn, Turn, Turn]:
+    """Run the judged arms."""
+    return run_arm(WHOLE, TINY), run_arm(JUDGED, TINY), run_arm(FREEING, TINY)
 
 
 def test_a_tiny_run_hides_inference_and_learns_the_same(workers: WorkerPool) -> None:
-    whole, parts = workers.run(run_tiny, world_size=2, deadline_s=60.0)[0]
+    whole, parts, together = workers.run(run_tiny, world_size=2, deadline_s=60.0)[0]
     assert whole.tokens == parts.tokens
     assert loss_difference(parts, whole) <= 1e-5
     assert whole.hidden_s == 0.0 < parts.hidden_s < parts.infer_s
     assert pytest.approx(0.5, abs=0.5) == parts.idle_share
+    assert sorted(together.tokens) == sorted(whole.tokens)
+    assert loss_difference(together, whole) <= 1e-5

@@ -33,6 +33,22 @@ def test_an_epoch_holds_every_row_once_and_ids_say_which_epoch() -> None:
     assert [row - 10 for row in chain(*second)] != list(chain(*first))
 
 
+def test_rows_of_several_samples_stay_whole_and_in_order() -> None:
+    loader = BatchLoader(_table(10), batch_size=2, group_size=2, seed=1)
+    first, second = _epoch(loader), _epoch(loader)
+    assert [len(batch) for batch in first] == [4, 4, 2] and len(loader) == 3
+    for epoch, offset in ((first, 0), (second, 10)):
+        assert sorted(chain(*epoch)) == [offset + row for row in range(10)]
+        pairs = [batch[i : i + 2] for batch in epoch for i in range(0, len(batch), 2)]
+        assert all(pair[0] % 2 == 0 and pair[1] == pair[0] + 1 for pair in pairs)
+    assert [row - 10 for row in chain(*second)] != list(chain(*first))
+    assert loader.state_dict()["num_rows"] == 5
+    held_out = EvaluationLoader(_table(6), batch_size=2, group_size=2)
+    assert [batch.ids.tolist() for batch in held_out] == [[0, 1, 2, 3], [4, 5]] and len(held_out) == 2
+    with pytest.raises(DataError, match="batch_size=4 needs as many rows, there are 3"):
+        BatchLoader(_table(6), batch_size=4, group_size=2, drop_last=True)
+
+
 def test_ids_belong_to_their_rows() -> None:
     loader = BatchLoader(_table(5), batch_size=2)
     loader.set_epoch(3)

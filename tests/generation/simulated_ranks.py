@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import ceil, erfc, exp, log, sqrt
 
+from lightning_realloc.generation.balance import Choice
 from lightning_realloc.generation.rank_load import LiveSample, MoveCost, RankLoad, SampleMove, StepCurve
 
 PERIOD_STEPS = 16
@@ -16,6 +17,8 @@ PROMPT_TOKENS = 128
 
 Policy = Callable[[tuple[RankLoad, ...], int], tuple[SampleMove, ...]]
 """Published loads and the current step -> moves."""
+StagePolicy = Callable[[tuple[RankLoad, ...], int], Choice]
+"""The same -> moves, and ranks that generate no more."""
 
 
 @dataclass(slots=True)
@@ -60,6 +63,8 @@ class SimulatedRank:
     clock_s: float = 0.0
     finished_s: float = 0.0
     """When its last sample so far ended."""
+    finished_tokens: int = 0
+    """Prompts included."""
 
     def admit(self) -> None:
         begun = max(self.slots - len(self.running), 0)
@@ -77,15 +82,18 @@ class SimulatedRank:
             for sample in self.running:
                 sample.done += steps
             if steps == to_an_end:
+                ended = (sample for sample in self.running if sample.done == sample.length)
+                self.finished_tokens += sum(PROMPT_TOKENS + sample.length for sample in ended)
                 self.running = [sample for sample in self.running if sample.done < sample.length]
                 self.finished_s = self.clock_s
                 self.admit()
         self.clock_s = max(self.clock_s, until_s)
 
-    def published(self) -> RankLoad:
+    def published(self, call_s_per_token: float = 0.0) -> RankLoad:
         running = tuple(sample.published() for sample in self.running)
         waiting = tuple(sample.published() for sample in self.waiting)
-        return RankLoad(self.rank, running, waiting, self.curve, self.slots - len(running))
+        load = RankLoad(self.rank, running, waiting, self.curve, self.slots - len(running))
+        return replace(load, waiting_call_s=call_s_per_token * self.finished_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,25 +103,43 @@ class Outcome:
     makespan_s: float
     moves: int
     """Carried out."""
+    stage_s: float
+    """With the calls that wait for samples: those that freed ranks did not make meanwhile come after, on all ranks."""
 
 
 def simulate(ranks: list[SimulatedRank], cost: MoveCost, policy: Policy | None) -> Outcome:
-    """Run all samples to their end, asking ``policy`` every period; None: nobody moves.
+    """Run all samples to their end, asking ``policy`` every period; None: nobody moves."""
+
+    def choose(loads: tuple[RankLoad, ...], step: int) -> Choice:
+        return Choice("none", () if policy is None else policy(loads, step), (), 0.0)
+
+    return simulate_stage(ranks, cost, choose)
+
+
+def simulate_stage(
+    ranks: list[SimulatedRank], cost: MoveCost, policy: StagePolicy, *, call_s_per_token: float = 0.0
+) -> Outcome:
+    """Run all samples to their end, and calls that take so long for each of their tokens.
 
     What the ranks publish at the end of a period decides the moves at the end of the next one.
     """
     now_s, step, num_moves = 0.0, 0, 0
-    planned: tuple[SampleMove, ...] = ()
+    planned = Choice("none", (), (), 0.0)
+    freed: dict[int, float] = {}
     while any(rank.running or rank.waiting for rank in ranks):
         rows = {rank.rank: min(len(rank.running) + len(rank.waiting), rank.slots) for rank in ranks}
         now_s += PERIOD_STEPS * max(rank.curve.seconds(rows[rank.rank]) for rank in ranks)
         step += PERIOD_STEPS
         for rank in ranks:
             rank.run_until(now_s)
-        num_moves += sum(_carry_out(move, ranks, cost, step) for move in planned)
-        if policy is not None:
-            planned = policy(tuple(rank.published() for rank in ranks), step)
-    return Outcome(max(rank.finished_s for rank in ranks), num_moves)
+        num_moves += sum(_carry_out(move, ranks, cost, step) for move in planned.moves)
+        freed |= {rank: ranks[rank].clock_s for rank in planned.freed}
+        planned = policy(tuple(rank.published(call_s_per_token) for rank in ranks if rank.rank not in freed), step)
+    makespan_s = max(rank.finished_s for rank in ranks)
+    left_s = sum(call_s_per_token * rank.finished_tokens for rank in ranks)
+    for rank, since_s in freed.items():
+        left_s -= min(max(makespan_s - since_s, 0.0), call_s_per_token * ranks[rank].finished_tokens)
+    return Outcome(makespan_s, num_moves, makespan_s + left_s / len(ranks))
 
 
 def _carry_out(move: SampleMove, ranks: list[SimulatedRank], cost: MoveCost, step: int) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -154,24 +156,51 @@ def test_more_slots_than_a_rank_has_are_refused() -> None:
         plan_consolidation((idle(0),), COST, kv_slots_per_rank=5)
 
 
+def waiting(loads: Sequence[RankLoad], *seconds: float) -> tuple[RankLoad, ...]:
+    """Return the loads with so much work on what is finished, in their order."""
+    return tuple(replace(load, waiting_call_s=each) for load, each in zip(loads, seconds, strict=True))
+
+
 def test_ranks_are_freed_if_enough_other_work_waits_for_them() -> None:
     loads = tuple(RankLoad(rank, live(100, 100, first_id=2 * rank, context=100), (), FLAT, 6) for rank in range(4))
     # Generation as it is: 100 steps, 1 s. Gathered on one rank: 6 samples at 10 ms of stall and 0.1 s to send, 1.66 s;
-    # the 3 others have handed over after 0.02 s and have 3 · 1.64 = 4.92 s for other calls until generation ends.
-    alone = choose(loads, COST, step=0, kv_slots_per_rank=8)
+    # each of the 3 others has handed over after 0.02 s and has 1.64 s for other calls until generation ends.
+    alone = choose(loads, COST, step=0)
     assert (alone.action, alone.moves, alone.freed, alone.stage_s) == ("none", (), (), pytest.approx(1.0))
-    fits = choose(loads, COST, step=0, kv_slots_per_rank=8, waiting_call_s=4.0)
-    assert (fits.action, fits.freed, fits.stage_s) == ("consolidate", (1, 2, 3), pytest.approx(1.66))  # none: 1 + 4 / 4
-    more = choose(loads, COST, step=0, kv_slots_per_rank=8, waiting_call_s=8.0)
-    assert more.stage_s == pytest.approx(1.66 + (8 - 4.92) / 4)  # none: 1 + 8 / 4
+    few = choose(waiting(loads, 0.2, 0.2, 0.2, 0.2), COST, step=0)
+    assert (few.action, few.stage_s) == ("none", pytest.approx(1.2))
+    fits = choose(waiting(loads, 1.0, 1.0, 1.0, 1.0), COST, step=0)
+    assert (fits.action, fits.freed) == ("consolidate", (1, 2, 3))
+    assert fits.stage_s == pytest.approx(1.66 + 1 / 4)  # none: 1 + 4 / 4
+    more = choose(waiting(loads, 2.0, 2.0, 2.0, 2.0), COST, step=0)
+    assert more.stage_s == pytest.approx(1.66 + (8 - 3 * 1.64) / 4)  # none: 1 + 8 / 4
     assert len(more.moves) == 6
+
+
+def test_samples_that_may_be_on_their_way_are_not_gathered_yet() -> None:
+    samples = [live(100, 100, first_id=2 * rank, context=100, moved=5) for rank in range(4)]
+    loads = waiting([RankLoad(rank, samples[rank], (), FLAT, 6) for rank in range(4)], 1.0, 1.0, 1.0, 1.0)
+    assert [choose(loads, COST, step=step).action for step in (6, 7)] == ["none", "consolidate"]
+
+
+def test_a_rank_without_samples_is_freed_if_it_has_other_work() -> None:
+    loads = (RankLoad(0, live(100, 100), (), FLAT, 6), idle(1, FLAT), idle(2, FLAT))
+    choice = choose(waiting(loads, 0.6, 0.4, 0.0), COST, step=0)
+    # Nothing moves below the knee: 1 s, in which rank 1 does its 0.4 s; the other 0.6 s are shared out.
+    assert (choice.action, choice.moves, choice.freed) == ("none", (), (1,))
+    assert choice.stage_s == pytest.approx(1.0 + 0.6 / 3)
 
 
 def test_loads_are_balanced_where_gathering_them_would_take_longer() -> None:
     loads = (RankLoad(0, live(100, 100, 100, 100), (), PER_ROW, 4), idle(1, free_slots=8))
-    choice = choose(loads, COST, step=0, kv_slots_per_rank=8, waiting_call_s=1.0)
+    choice = choose(waiting(loads, 1.0, 0.0), COST, step=0)
     assert (choice.action, choice.freed) == ("balance", ())
-    assert choice.stage_s == pytest.approx(2.12 + 1.0 / 2)
+    assert choice.stage_s == pytest.approx(2.12 + (1.0 - 0.1) / 2)  # rank 0 ends 0.1 s before rank 1
+
+
+def test_ranks_that_generate_no_more_are_not_gathered_on() -> None:
+    loads = (RankLoad(0, live(100, 100), (), FLAT, 6), idle(1, FLAT, free_slots=0))
+    assert choose(waiting(loads, 9.0, 9.0), COST, step=0).moves == ()
 
 
 def test_a_sample_on_two_ranks_is_refused() -> None:
@@ -227,18 +256,30 @@ def test_balance_keeps_every_sample_and_lowers_the_makespan_if_it_moves_any(
     assert not moved & {sample.sample_id for sample in recent}
 
 
-@given(loads=rank_loads(), cost=costs, waiting_call_s=st.floats(0, 100), rng=st.randoms(use_true_random=False))
+@given(loads=rank_loads(), cost=costs, data=st.data(), rng=st.randoms(use_true_random=False))
 @settings(deadline=None)
 def test_every_rank_comes_to_the_same_choice_in_whatever_order_loads_arrive(
-    loads: list[RankLoad], cost: MoveCost, waiting_call_s: float, rng: Random
+    loads: list[RankLoad], cost: MoveCost, data: st.DataObject, rng: Random
 ) -> None:
-    slots = min(load.num_slots for load in loads)
-    choice = choose(loads, cost, step=100, kv_slots_per_rank=slots, waiting_call_s=waiting_call_s)
-    shuffled = rng.sample(loads, len(loads))
-    assert choose(shuffled, cost, step=100, kv_slots_per_rank=slots, waiting_call_s=waiting_call_s) == choice
+    size = len(loads)
+    loads = list(waiting(loads, *data.draw(st.lists(st.floats(0, 100), min_size=size, max_size=size))))
+    choice = choose(loads, cost, step=100)
+    assert choose(rng.sample(loads, size), cost, step=100) == choice
     carry_out(loads, choice.moves)
-    assert choice.stage_s <= makespan_seconds(loads, cost) + waiting_call_s / len(loads)
-    assert not {rank for rank in choice.freed} & {move.target for move in choice.moves}
+    assert choice.stage_s <= makespan_seconds(loads, cost) + sum(load.waiting_call_s for load in loads) / size
+    assert choice.action != "none" or not choice.moves
+    gone = Counter(move.source for move in choice.moves)
+    for load in loads:
+        is_target = any(move.target == load.rank for move in choice.moves)
+        is_empty = gone[load.rank] == len(load.live) and not is_target
+        assert (load.rank in choice.freed) == (is_empty and load.waiting_call_s > 0)
+
+
+@given(loads=rank_loads(), cost=costs)
+@settings(deadline=None)
+def test_without_other_work_the_choice_is_to_balance(loads: list[RankLoad], cost: MoveCost) -> None:
+    choice = choose(loads, cost, step=100)
+    assert (choice.moves, choice.freed) == (plan_balance(loads, cost, step=100), ())
 
 
 @given(loads=rank_loads(), cost=costs, data=st.data())

@@ -9,9 +9,9 @@ from random import Random
 
 import pytest
 
-from lightning_realloc.generation.balance import plan_balance
-from lightning_realloc.generation.rank_load import MoveCost, StepCurve
-from tests.generation.simulated_ranks import SimulatedRank, SimulatedSample, fresh, simulate
+from lightning_realloc.generation.balance import Choice, choose, plan_balance
+from lightning_realloc.generation.rank_load import MoveCost, RankLoad, StepCurve
+from tests.generation.simulated_ranks import SimulatedRank, SimulatedSample, fresh, simulate, simulate_stage
 
 LARGE_DEVICE = StepCurve(((1, 0.0060), (64, 0.0075), (256, 0.0180)))
 """Like 7B weights in bfloat16 on one large accelerator: hardly longer steps up to 64 rows."""
@@ -124,3 +124,36 @@ def test_balance_loses_next_to_nothing_where_there_is_nothing_to_gain(scenario: 
 def test_no_stage_takes_longer_with_balance_if_lengths_are_known(scenario: str) -> None:
     _, least = OTHERS[scenario](noise=0.0)
     assert least >= 0.98
+
+
+def stage_gains(
+    num_ranks: int, per_rank: int, curve: StepCurve, *, call_s_per_token: float, seeds: int, skew: float = 0.0
+) -> tuple[float, float]:
+    """Return how many times longer generation and waiting calls take where no rank is freed for these."""
+    cost = LAPTOP_COST if curve is LAPTOP else LARGE_COST
+    balanced, freed = [], []
+    for seed in range(seeds):
+        ranks = simulated_ranks(num_ranks, per_rank, curve, alike, skew=skew, noise=0.5, slots=per_rank, seed=seed)
+
+        def balance(loads: tuple[RankLoad, ...], step: int) -> Choice:
+            return Choice("balance", plan_balance(loads, cost, step=step), (), 0.0)
+
+        def free(loads: tuple[RankLoad, ...], step: int) -> Choice:
+            return choose(loads, cost, step=step)
+
+        for stages, policy in ((balanced, balance), (freed, free)):
+            stages.append(simulate_stage(fresh(ranks), cost, policy, call_s_per_token=call_s_per_token).stage_s)
+    return sum(balanced) / sum(freed), min(a / b for a, b in zip(balanced, freed, strict=True))
+
+
+@pytest.mark.parametrize("skew", [0.0, 1.0])
+def test_ranks_that_are_freed_gain_a_fifth_below_the_knee(skew: float) -> None:
+    together, _ = stage_gains(8, 64, LARGE_DEVICE, call_s_per_token=2.4e-4, seeds=2, skew=skew)
+    assert together >= 1.2
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.6])
+def test_ranks_that_are_freed_lose_next_to_nothing_past_the_knee(skew: float) -> None:
+    together, least = stage_gains(2, 16, LAPTOP, call_s_per_token=2e-3, seeds=8, skew=skew)
+    assert together >= 1.0
+    assert least >= 0.97

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, Turn, migration
-from lightning_realloc.generation.migration import MigrationStats
+from lightning_realloc.generation.balance import Choice
+from lightning_realloc.generation.migration import MigrationStats, WaitingCalls
 from lightning_realloc.generation.rank_load import MoveCost, RankLoad, SampleMove
 from lightning_realloc.generation.shipping import Peers
 from lightning_realloc.runtime.mailbox import Mailbox
@@ -51,13 +52,18 @@ def _generate(
 
 
 def _calls(
-    speculation: Speculation | None, max_slots: int, max_cache_bytes: int | None, calls: int
+    speculation: Speculation | None,
+    max_slots: int,
+    max_cache_bytes: int | None,
+    calls: int,
+    waiting_calls: WaitingCalls | None = None,
 ) -> list[tuple[list[Completion], Any]]:
     peers = _peers()
     engine = GenerationEngine(
         tiny_model("llama"), max_slots=max_slots, peers=peers, speculation=speculation, max_prefill_tokens=8,
         max_cache_bytes=max_cache_bytes,
     )  # fmt: skip
+    engine.waiting_calls = waiting_calls
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = [i for i in range(NUM_PROMPTS) if i % (size + 1) == rank or (rank == 0 and i % (size + 1) == size)]
     ids = [2 * i + k for i in mine for k in range(2)]
@@ -109,6 +115,60 @@ def test_samples_that_move_at_random_get_the_tokens_of_one_rank(
             assert completion.logprobs == pytest.approx(alone[completion.sample_id].logprobs, abs=1e-5)
         sent, received = (sum(getattr(rank[call][1], name) for rank in ranks) for name in ("num_sent", "num_received"))
         assert sent == received > 0
+
+
+class Chores:
+    """Other calls that always wait, and never end; what this rank did of them."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def seconds(self) -> float:
+        """As `WaitingCalls.seconds`."""
+        return 1.0
+
+    def work(self) -> bool:
+        """As `WaitingCalls.work`."""
+        time.sleep(0.001)
+        self.done += 1
+        return True
+
+
+def _gather(loads: Sequence[RankLoad], cost: MoveCost, *, step: int, **_: Any) -> Choice:
+    """Move at random; in the fourth round gather everything of the last rank on the others, in the seventh more."""
+    moves, freed = at_random(loads, cost, step=step), tuple[int, ...]()
+    leaving = loads[-1]
+    others = [load for load in loads if load is not leaving]
+    if step in (4, 7) and others and any(load.live for load in others):
+        moves, freed = (), (leaving.rank,)
+        for index, sample in enumerate(leaving.live):
+            target = others[index % len(others)].rank
+            moves += (SampleMove(sample.sample_id, leaving.rank, target, "send" if index % 2 else "recompute"),)
+    return Choice("consolidate" if freed else "none", moves, freed, 0.0)
+
+
+def _generate_and_free(max_cache_bytes: int | None) -> tuple[list[tuple[list[Completion], Any]], int]:
+    """Return what two calls made, whose ranks are freed one after the other, and what they did meanwhile."""
+    chores = Chores()
+    with mock.patch.multiple(migration, choose=_gather, PERIOD_STEPS=2):
+        made = _calls(None, 8, max_cache_bytes, 2, chores)
+    return made, chores.done
+
+
+@pytest.mark.parametrize(
+    ("world_size", "max_cache_bytes"), [(2, None), (3, 130_000)], ids=["two ranks", "three ranks, few pages"]
+)
+def test_ranks_that_are_freed_do_other_work_and_get_the_tokens_of_one_rank(
+    workers: WorkerPool, alone: dict[int, Completion], world_size: int, max_cache_bytes: int | None
+) -> None:
+    ranks = workers.run(_generate_and_free, max_cache_bytes, world_size=world_size)
+    for call in range(2):
+        completions = [completion for made, _ in ranks for completion in made[call][0]]
+        assert {c.sample_id: c.token_ids for c in completions} == {i: c.token_ids for i, c in alone.items()}
+        freed = [made[call][1].was_freed for made, _ in ranks]
+        assert freed == [False] + [True] * (world_size - 1)
+        assert sum(made[call][1].num_sent for made, _ in ranks) > 0
+    assert [done > 0 for _, done in ranks] == [False] + [True] * (world_size - 1)
 
 
 TALK = SamplingParams(max_new_tokens=40, n=2, seed=5, stop_token_ids=tuple(range(90, 128)))

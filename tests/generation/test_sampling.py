@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.noise import keyed_uniforms, sample_key
-from lightning_realloc.generation.sampling import SamplingParams, sample_tokens
+from lightning_realloc.generation.sampling import SamplingParams, Scratch, sample_tokens
 
 MASK = (1 << 64) - 1
 
@@ -152,3 +154,25 @@ def test_lists_of_stops_count_as_tuples() -> None:
     params = SamplingParams(stop_strings=["a", "b"], stop_token_ids=[2])  # type: ignore[arg-type]
     assert params == SamplingParams(stop_strings=("a", "b"), stop_token_ids=(2,))
     assert hash(params) == hash(SamplingParams(stop_strings=("a", "b"), stop_token_ids=(2,)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 5}, {"temperature": 0.0}])
+@pytest.mark.parametrize("forbidden", [None, ([1], [3])])
+def test_memory_used_again_changes_neither_tokens_nor_logits(
+    settings: dict[str, Any], forbidden: tuple[list[int], list[int]] | None
+) -> None:
+    params, scratch, generator = SamplingParams(**settings), Scratch(), torch.Generator().manual_seed(0)
+    for num_rows, dtype in ((5, torch.float32), (2, torch.bfloat16), (9, torch.float32), (3, torch.float32)):
+        logits = torch.randn(num_rows, 700, generator=generator).to(dtype)
+        uniforms = torch.rand(num_rows, dtype=torch.float64, generator=generator)
+        before = logits.clone()
+        made = sample_tokens(logits, uniforms, params, forbidden=forbidden, scratch=scratch)
+        assert torch.equal(logits, before)
+        assert all(map(torch.equal, made, sample_tokens(before, uniforms, params, forbidden=forbidden)))
+
+
+def test_memory_is_allocated_once_for_steps_that_do_not_grow() -> None:
+    scratch = Scratch()
+    first = scratch.take("some", torch.empty(4, 10)).data_ptr()
+    assert scratch.take("some", torch.empty(3, 10)).data_ptr() == first
+    assert scratch.take("other", torch.empty(4, 10)).data_ptr() != first

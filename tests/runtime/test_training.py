@@ -15,6 +15,7 @@ from lightning_realloc.runtime.training import (
     micro_batch_plan,
     minibatch_positions,
     pack_columns,
+    train_steps,
 )
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=24)
@@ -52,6 +53,56 @@ def test_repetitions_come_last_and_change_nothing_else(lengths: list[int], num_s
 def test_a_sequence_that_fits_no_micro_batch_is_named() -> None:
     with pytest.raises(DataError, match=r"sequence 1 has 12 tokens and max_tokens=8, raise it to at least 12"):
         micro_batch_plan([4, 12], 1, max_tokens=8, equal_counts=False)
+
+
+@given(
+    groups=st.lists(st.lists(st.integers(1, 9), min_size=3, max_size=3), min_size=1, max_size=12),
+    group_size=st.integers(1, 3), num_shares=st.integers(1, 4), num_minibatches=st.integers(1, 3),
+    equal_counts=st.booleans(),
+)  # fmt: skip
+def test_groups_are_never_split(
+    groups: list[list[int]], group_size: int, num_shares: int, num_minibatches: int, equal_counts: bool
+) -> None:
+    lengths = [length for group in groups for length in group[:group_size]]
+    options = TrainOptions(num_epochs=2, num_minibatches=min(num_minibatches, len(groups)))
+    steps = train_steps(
+        lengths, options, num_shares, max_tokens=40, equal_counts=equal_counts, order_seeds=(1, 2),
+        group_size=group_size,
+    )  # fmt: skip
+    assert len(steps) == 2 * options.num_minibatches
+    for epoch in (steps[: len(steps) // 2], steps[len(steps) // 2 :]):
+        assert sorted(position for step in epoch for position in step.positions) == list(range(len(lengths)))
+    for step in steps:
+        counted = [position for share in step.shares for m in share if m.counts for position in m.positions]
+        assert sorted(counted) == list(step.positions)
+        for micro in (micro for share in step.shares for micro in share):
+            assert sum(lengths[position] for position in micro.positions) <= 40
+            firsts = micro.positions[::group_size]
+            # whole groups, each in its order: 4, 5, 0, 1 for pairs, never 5, 0
+            assert list(micro.positions) == [first + place for first in firsts for place in range(group_size)]
+            assert all(first % group_size == 0 for first in firsts)
+
+
+@given(lengths=LENGTHS, num_shares=st.integers(1, 5), max_tokens=st.integers(30, 90), equal_counts=st.booleans())
+def test_pairs_are_planned_as_single_samples_of_their_length_are(
+    lengths: list[int], num_shares: int, max_tokens: int, equal_counts: bool
+) -> None:
+    halves = [part for length in lengths for part in (length // 2, length - length // 2)]
+    pairs = micro_batch_plan(halves, num_shares, max_tokens=max_tokens, equal_counts=equal_counts, group_size=2)
+    single = micro_batch_plan(lengths, num_shares, max_tokens=max_tokens, equal_counts=equal_counts)
+    assert [[(tuple(p // 2 for p in m.positions[::2]), m.counts) for m in plan] for plan in pairs] == [
+        [(m.positions, m.counts) for m in plan] for plan in single
+    ]
+
+
+def test_errors_speak_of_pairs_where_samples_come_in_pairs() -> None:
+    with pytest.raises(DataError, match=r"a pair must fit one micro-batch; pair 1 has 12 tokens and max_tokens=8"):
+        micro_batch_plan([2, 2, 6, 6], 1, max_tokens=8, equal_counts=False, group_size=2)
+    with pytest.raises(DataError, match=r"come in groups of 2, and there are 3"):
+        micro_batch_plan([2, 2, 6], 1, max_tokens=8, equal_counts=False, group_size=2)
+    with pytest.raises(ConfigError, match=r"num_minibatches=3 needs as many pairs in an iteration, there are 2"):
+        minibatch_positions(4, 3, seed=0, group_size=2)
+    assert Totals(num_sequences=6, num_tokens=9, group_size=2).num_groups == 3
 
 
 def test_a_limit_is_exceeded_by_more_by_nan_and_never_silently_missing() -> None:

@@ -80,7 +80,8 @@ class Record(Callback):
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return metrics as plain numbers, without those of the clock."""
-    clock = ("seconds/", "hidden_s/", "idle_share", "reallocation_", "tokens_per_s", "tokens_per_step/")
+    clock = ("seconds/", "hidden_s/", "idle_share", "reallocation_", "tokens_per_s", "tokens_per_step/",
+             "moved_samples/", "freed_ranks/")  # fmt: skip
     return {name: float(value) for name, value in metrics.items() if not name.startswith(clock)}
 
 

@@ -1,0 +1,240 @@
+"""Direct preference optimisation: learn from pairs of responses, without a reward model and without sampling.
+
+Left out here, because it is the runtime's: micro-batches, backward, clipping of gradients, optimizer steps, layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from lightning_realloc.algorithms.calls import compute, infer, train
+from lightning_realloc.algorithms.pairs import (
+    PairwiseModule,
+    both_sides,
+    chosen_tokens,
+    pair_metrics,
+    pair_sums,
+    sides,
+)
+from lightning_realloc.algorithms.preference_losses import (
+    OF_DIFFERENCES,
+    OF_WHOLE_BATCH,
+    Divergence,
+    PairLossName,
+    PairLossSettings,
+    Pairs,
+    pair_loss,
+    rank_matches,
+)
+from lightning_realloc.algorithms.role import ModelSource, Role
+from lightning_realloc.algorithms.settings import (
+    check_choice,
+    check_not_negative,
+    check_positive,
+    check_share,
+    check_single_step,
+)
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.packed_forward import token_logprobs
+from lightning_realloc.runtime.packing import PackedBatch
+from lightning_realloc.runtime.samples import Column, Ragged, Samples
+from lightning_realloc.runtime.training import Average, Loss, Totals
+from lightning_realloc.tuning.dataflow import ModelFunctionCall
+
+DPOLoss = PairLossName | Literal["sft"]
+"""A loss of pairs, or the mean negative log-likelihood of the chosen responses' tokens, to be added to one."""
+_NAMES: tuple[DPOLoss, ...] = (*get_args(PairLossName), "sft")
+
+
+class DPO(PairwiseModule):
+    """Train an actor to prefer what people preferred, compared with what a reference prefers.
+
+    Source: Rafailov et al., arXiv:2305.18290. The other losses' sources: ``preference_losses.py``.
+
+    Args:
+        actor: The policy: a Hugging Face name or folder, a config, or a module.
+        reference: What log-probabilities are compared with; by default the actor as it was loaded.
+        tokenizer: By default the actor's.
+        loss: ``"sigmoid"``, or another of ``PairLossName``, or ``"sft"``; several are added up.
+        loss_weights: One per loss; by default all count 1.
+        beta: How dear it is to leave the reference.
+        label_smoothing: The share of pairs that are taken to be labelled the wrong way round: in ``sigmoid`` (then
+            conservative DPO), ``sigmoid_norm``, ``robust``, ``exo_pair``, ``aot`` and ``aot_unpaired``.
+        divergence: From the reference: ``reverse_kl``, ``forward_kl``, ``js`` or ``alpha``.
+        alpha: Of the divergence ``alpha``; 1 is ``reverse_kl``.
+        discopop_tau: How sharply ``discopop`` changes from one of its losses to the other.
+        tail_weight: What tokens of the longer response count that lie behind the length of the shorter one.
+        settings: Of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+    """
+
+    evaluation_calls = ("reference.infer", "actor.infer", "measure")
+    totals_of = ("chosen_tokens",)
+
+    def __init__(
+        self,
+        actor: ModelSource,
+        *,
+        reference: ModelSource | None = None,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        loss: DPOLoss | Sequence[DPOLoss] = "sigmoid",
+        loss_weights: Sequence[float] | None = None,
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
+        divergence: Divergence = "reverse_kl",
+        alpha: float = 0.5,
+        discopop_tau: float = 0.05,
+        tail_weight: float = 1.0,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        self.losses = _weighted(loss, loss_weights)
+        check_positive(beta=beta, discopop_tau=discopop_tau)
+        check_share(tail_weight=tail_weight)
+        check_choice("divergence", divergence, get_args(Divergence))
+        _check_smoothing(self.losses, label_smoothing)
+        _check_divergence(self.losses, divergence)
+        whole = sorted(OF_WHOLE_BATCH.intersection(self.losses))
+        if whole:
+            check_single_step(f"loss={whole[0]!r} compares pairs by their rank in the batch", self.train_options)
+        self.settings = PairLossSettings(
+            beta=beta, label_smoothing=label_smoothing, divergence=divergence, alpha=alpha, discopop_tau=discopop_tau
+        )
+        self.tail_weight = tail_weight
+        self.tokenizer = tokenizer
+        self._actor_source = actor
+        self._reference_source = reference if reference is not None else actor
+
+    def roles(self) -> tuple[Role, ...]:
+        """Return the actor and the reference."""
+        return (
+            Role(name="actor", source=self._actor_source, trained=True),
+            Role(name="reference", source=self._reference_source, trained=False),
+        )
+
+    def calls(self) -> tuple[ModelFunctionCall, ...]:
+        """Leave the actor's log-probabilities before the step to evaluation, unless a loss needs them."""
+        calls = super().calls()
+        if OF_WHOLE_BATCH.intersection(self.losses):
+            return calls
+        kept = [call for call in calls if call.name != "match"]
+        return tuple(replace(call, needs=tuple(name for name in call.needs if name != "matches")) for call in kept)
+
+    def prepare_batch(self, batch: Samples) -> Samples:
+        """Add what the likelihood of the chosen responses divides by."""
+        return batch.with_columns(chosen_tokens=chosen_tokens(batch))
+
+    # ---- the calls
+    @infer("reference", needs="batch", produces="ref_logprobs")
+    def score_reference(self, reference: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return the reference's log-probability of every response token."""
+        return token_logprobs(reference, batch, only_responses=True).logprobs
+
+    @infer("actor", needs="batch", produces="logprobs")
+    def score(self, actor: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return the actor's log-probability of every response token, before the step."""
+        return token_logprobs(actor, batch, only_responses=True).logprobs
+
+    @compute(needs=("batch", "logprobs", "ref_logprobs"), produces="matches", whole_batch=True)
+    def match(self, samples: Samples) -> Mapping[str, Column]:
+        """Return what each sample is compared with: its pair's first match where it was chosen, else the second."""
+        pairs = self._scored_pairs(samples)
+        assert pairs.matches is not None, "this call is left out where no loss needs it"
+        return {"matches": torch.stack(pairs.matches, dim=1).flatten()}
+
+    @compute(needs=("batch", "logprobs", "ref_logprobs"), produces=("losses", "margins"), whole_batch=True)
+    def measure(self, samples: Samples) -> Mapping[str, Column]:
+        """Return every pair's loss, and by how much its chosen response is rewarded more, for both of its samples."""
+        pairs = self._scored_pairs(samples)
+        losses = sum(weight * pair_loss(n, pairs, self.settings) for n, weight in self._pair_losses.items())
+        nll = self._likelihood(samples.ragged("logprobs"))
+        losses = losses + self.losses.get("sft", 0.0) * nll * (len(nll) / chosen_tokens(samples).sum())
+        return {"losses": both_sides(losses.float()), "margins": both_sides(self._margins(pairs))}
+
+    @train("actor", needs=("batch", "ref_logprobs", "matches"))
+    def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
+        """Return one micro-batch's part of the mean loss over pairs."""
+        logprobs = batch.responses(token_logprobs(actor, batch, only_responses=True).logprobs)
+        matches = sides(batch["matches"]) if "matches" in batch.columns else None
+        pairs = self._pairs(logprobs, batch.responses(batch["ref_logprobs"]), matches)
+        value = pairs.chosen.new_zeros(())
+        for name, weight in self._pair_losses.items():
+            value = value + weight * pair_loss(name, pairs, self.settings).sum() / totals.num_groups
+        metrics = pair_metrics(self._margins(pairs)) | self._reward_metrics(pairs)
+        if "sft" in self.losses:
+            nll = self._likelihood(logprobs).sum()
+            value = value + self.losses["sft"] * nll / totals.sums["chosen_tokens"]
+            metrics["nll"] = Average(nll, pairs.chosen_lengths.sum())
+        return Loss(value, metrics)
+
+    # ---- helpers
+    @property
+    def _pair_losses(self) -> dict[PairLossName, float]:
+        return {name: weight for name, weight in self.losses.items() if name != "sft"}
+
+    def _pairs(self, logprobs: Ragged, ref_logprobs: Ragged, matches: tuple[Tensor, Tensor] | None = None) -> Pairs:
+        device = logprobs.values.device
+        reference = pair_sums(ref_logprobs.to(device), tail_weight=self.tail_weight)
+        lengths = sides(logprobs.lengths.to(device))
+        return Pairs(*pair_sums(logprobs, tail_weight=self.tail_weight), *reference, *lengths, matches)
+
+    def _scored_pairs(self, samples: Samples) -> Pairs:
+        """Return all pairs of a batch, with what they are compared with."""
+        pairs = self._pairs(samples.ragged("logprobs"), samples.ragged("ref_logprobs"))
+        for name in OF_WHOLE_BATCH.intersection(self.losses):
+            pairs = replace(pairs, matches=rank_matches(name, pairs))
+        return pairs
+
+    def _likelihood(self, logprobs: Ragged) -> Tensor:
+        """Return (P,) the negative log-likelihoods of the chosen responses."""
+        return -pair_sums(logprobs)[0]
+
+    def _margins(self, pairs: Pairs) -> Tensor:
+        return self.settings.beta * (pairs.chosen_ratios - pairs.rejected_ratios)
+
+    def _reward_metrics(self, pairs: Pairs) -> dict[str, Average]:
+        """Return the mean implied rewards: beta times the log-ratios."""
+        found = {"chosen_reward": pairs.chosen_ratios, "rejected_reward": pairs.rejected_ratios}
+        return {
+            name: Average(self.settings.beta * ratios.detach().sum(), len(ratios)) for name, ratios in found.items()
+        }
+
+
+def _weighted(loss: DPOLoss | Sequence[DPOLoss], weights: Sequence[float] | None) -> dict[DPOLoss, float]:
+    names: list[DPOLoss] = [loss] if isinstance(loss, str) else list(loss)
+    for name in names:
+        check_choice("loss", name, _NAMES)
+    weights = [1.0] * len(names) if weights is None else list(weights)
+    if not names or len(set(names)) != len(names) or len(weights) != len(names):
+        raise ConfigError(
+            f"loss={names} with loss_weights={weights}: name at least one loss, each once, and give one weight each"
+        )
+    check_not_negative(**{f"loss_weights of {name}": w for name, w in zip(names, weights, strict=True)})
+    if set(names) >= OF_WHOLE_BATCH:
+        raise ConfigError("loss names both 'aot' and 'aot_unpaired', which rank pairs differently; choose one")
+    return dict(zip(names, weights, strict=True))
+
+
+def _check_smoothing(losses: Mapping[DPOLoss, float], smoothing: float) -> None:
+    if not 0 <= smoothing < 0.5:
+        raise ConfigError(
+            f"label_smoothing={smoothing} must lie between 0 and 0.5, not included: from half of the labels wrong on, "
+            f"they say nothing"
+        )
+    if "exo_pair" in losses and smoothing == 0:
+        raise ConfigError("loss='exo_pair' needs label_smoothing above 0, since it takes its logarithm; set 0.001")
+
+
+def _check_divergence(losses: Mapping[DPOLoss, float], divergence: Divergence) -> None:
+    without = sorted(set(losses) - OF_DIFFERENCES - {"sft"})
+    if divergence != "reverse_kl" and without:
+        raise ConfigError(
+            f"divergence={divergence!r} leaves an unknown term in each response's reward, which only the losses of "
+            f"their difference cancel ({', '.join(sorted(OF_DIFFERENCES))}); loss={without[0]!r} needs 'reverse_kl'"
+        )

@@ -1,0 +1,212 @@
+"""Kahneman-Tversky optimisation: learn from responses that were judged one by one, good or bad."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from lightning_realloc.algorithms.calls import compute, infer, train
+from lightning_realloc.algorithms.functional import sequence_sums
+from lightning_realloc.algorithms.module import MultiModelModule
+from lightning_realloc.algorithms.preference_losses import kto_loss
+from lightning_realloc.algorithms.role import ModelSource, Role
+from lightning_realloc.algorithms.settings import (
+    check_choice,
+    check_minibatches,
+    check_not_negative,
+    check_positive,
+    check_single_step,
+)
+from lightning_realloc.errors import DataError
+from lightning_realloc.runtime.packed_forward import token_logprobs
+from lightning_realloc.runtime.packing import PackedBatch
+from lightning_realloc.runtime.samples import Column, Samples
+from lightning_realloc.runtime.training import Average, Loss, Totals
+from lightning_realloc.tuning.dataflow import ModelFunctionCall
+
+KTOLoss = Literal["kto", "apo_zero_unpaired"]
+
+
+class KTO(MultiModelModule):
+    """Train an actor on responses with a label each: desirable or not.
+
+    Gains and losses count from a reference point, the divergence from the reference. It is estimated from responses
+    that answer other prompts: every batch is also scored with its responses shifted on by one prompt, and these
+    samples are no part of training.
+
+    Source: Ethayarajh et al., arXiv:2402.01306.
+
+    Args:
+        actor: The policy: a Hugging Face name or folder, a config, or a module.
+        reference: What log-probabilities are compared with; by default the actor as it was loaded.
+        tokenizer: By default the actor's.
+        loss: ``"kto"``, or ``"apo_zero_unpaired"``, which counts from zero and needs no estimate.
+        beta: How fast gains and losses saturate; larger keeps closer to the reference.
+        desirable_weight: Of the loss of desirable responses.
+        undesirable_weight: Of the others. The paper balances both: weight times count, within 1 : 1 and 4 : 3.
+        settings: Of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+    """
+
+    evaluation_calls = ("reference.infer", "actor.infer", "measure")
+    share_prompts = True
+
+    def __init__(
+        self,
+        actor: ModelSource,
+        *,
+        reference: ModelSource | None = None,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        loss: KTOLoss = "kto",
+        beta: float = 0.1,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        check_choice("loss", loss, get_args(KTOLoss))
+        check_positive(beta=beta)
+        check_not_negative(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
+        if loss == "kto":
+            check_single_step("loss='kto' estimates the divergence from the whole batch", self.train_options)
+        self.loss = loss
+        self.beta = beta
+        self.desirable_weight = desirable_weight
+        self.undesirable_weight = undesirable_weight
+        self.tokenizer = tokenizer
+        self._actor_source = actor
+        self._reference_source = reference if reference is not None else actor
+
+    def roles(self) -> tuple[Role, ...]:
+        """Return the actor and the reference."""
+        return (
+            Role(name="actor", source=self._actor_source, trained=True),
+            Role(name="reference", source=self._reference_source, trained=False),
+        )
+
+    def calls(self) -> tuple[ModelFunctionCall, ...]:
+        """Leave the estimate out where the loss counts from zero."""
+        calls = super().calls()
+        if self.loss == "kto":
+            return calls
+        kept = [call for call in calls if call.name != "estimate_kl"]
+        return tuple(replace(call, needs=tuple(name for name in call.needs if name != "kl")) for call in kept)
+
+    def check_batch(self, batch: Samples) -> None:
+        """Refuse labels other than 0 and 1, empty responses, and fewer samples than mini-batches."""
+        labels, lengths = batch.tensor("label"), batch.ragged("response_ids").lengths
+        wrong = (labels != 0) & (labels != 1)
+        for at_fault, what in ((wrong, "a label of 0 or 1"), (lengths == 0, "a response")):
+            if bool(at_fault.any()):
+                row = int(at_fault.nonzero()[0])
+                raise DataError(f"every sample needs {what}; sample {int(batch.ids[row])} has none, leave it out")
+        if self.trainer.training:
+            check_minibatches(len(batch), self.train_options_of("actor"))
+
+    def prepare_batch(self, batch: Samples) -> Samples:
+        """Put behind each sample its prompt with another one's response, if the loss needs them."""
+        return with_mismatches(batch) if self.loss == "kto" else batch
+
+    # ---- the calls
+    @infer("reference", needs="batch", produces="ref_logprobs")
+    def score_reference(self, reference: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return the reference's log-probability of every response token."""
+        return token_logprobs(reference, batch, only_responses=True).logprobs
+
+    @infer("actor", needs="batch", produces="logprobs")
+    def score(self, actor: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return the actor's log-probability of every response token, before the step."""
+        return token_logprobs(actor, batch, only_responses=True).logprobs
+
+    @compute(needs=("batch", "logprobs", "ref_logprobs"), produces="kl", whole_batch=True)
+    def estimate_kl(self, samples: Samples) -> Mapping[str, Column]:
+        """Return the batch's reference point for each of its samples: the mismatched ones' mean log-ratio, if above 0.
+
+        It is no estimate of a divergence by itself; what counts is that it moves as the policy does.
+        """
+        return {"kl": self._reference_point(samples)}
+
+    @compute(needs=("batch", "logprobs", "ref_logprobs"), produces=("losses", "ratios"), whole_batch=True)
+    def measure(self, samples: Samples) -> Mapping[str, Column]:
+        """Return the loss and the log-ratio of every sample."""
+        ratios, desirable = _ratios(samples), samples.tensor("label").bool()
+        return {"losses": self._losses(ratios, desirable, self._reference_point(samples)), "ratios": ratios}
+
+    @train("actor", needs=("batch", "ref_logprobs", "kl"))
+    def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
+        """Return one micro-batch's part of the mean loss."""
+        logprobs = sequence_sums(batch.responses(token_logprobs(actor, batch, only_responses=True).logprobs))
+        ratios = logprobs - sequence_sums(batch.responses(batch["ref_logprobs"])).to(logprobs)
+        desirable = batch["label"].bool()
+        kl = batch["kl"] if self.loss == "kto" else torch.zeros_like(ratios)
+        losses = self._losses(ratios, desirable, kl)
+        rewards = self.beta * ratios.detach()
+        metrics = {
+            "kl": Average(kl.sum(), len(batch)),
+            "desirable_reward": Average(torch.where(desirable, rewards, 0.0).sum(), desirable.sum()),
+            "undesirable_reward": Average(torch.where(desirable, 0.0, rewards).sum(), (~desirable).sum()),
+        }
+        return Loss(losses.sum() / totals.num_sequences, metrics)
+
+    def summarize(self, samples: Samples) -> dict[str, Tensor]:
+        """Return the mean loss, each label's mean reward and their difference, where they were measured."""
+        if "losses" not in samples:
+            return {}
+        kept = samples.tensor("trained").bool() if "trained" in samples else torch.ones(len(samples), dtype=torch.bool)
+        desirable, rewards = samples.tensor("label").bool(), self.beta * samples.tensor("ratios")
+        found = {"loss": samples.tensor("losses")[kept].mean()}
+        for name, rows in (("desirable_reward", desirable & kept), ("undesirable_reward", ~desirable & kept)):
+            if bool(rows.any()):
+                found[name] = rewards[rows].mean()
+        if len(found) == 3:
+            found["margin"] = found["desirable_reward"] - found["undesirable_reward"]
+        return found
+
+    # ---- helpers
+    def _losses(self, ratios: Tensor, desirable: Tensor, kl: Tensor) -> Tensor:
+        return kto_loss(
+            ratios, desirable, kl.to(ratios), beta=self.beta, desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )  # fmt: skip
+
+    def _reference_point(self, samples: Samples) -> Tensor:
+        """Return (B,) the same number for all; zero where the loss counts from there."""
+        if self.loss != "kto":
+            return torch.zeros(len(samples))
+        mismatched = _ratios(samples)[~samples.tensor("trained")]
+        return mismatched.mean().clamp(min=0.0).expand(len(samples)).clone()
+
+
+def _ratios(samples: Samples) -> Tensor:
+    """Return (B,) how much likelier the actor finds each response than the reference does."""
+    return sequence_sums(samples.ragged("logprobs")) - sequence_sums(samples.ragged("ref_logprobs"))
+
+
+def with_mismatches(batch: Samples) -> Samples:
+    """Return the samples, behind each one its prompt with the response of the nearest one before it of another prompt.
+
+    The first ones go on from the end. Ids double; ``trained`` is True of the samples that were there before.
+
+    Raises:
+        DataError: when all prompts are the same.
+    """
+    prompts = batch.ragged("prompt_ids").to_lists()
+    if all(prompt == prompts[0] for prompt in prompts):
+        raise DataError(
+            f"loss='kto' needs two different prompts in a batch to estimate the divergence, and all {len(batch)} are "
+            f"the same; raise batch_size, shuffle, or use loss='apo_zero_unpaired'"
+        )
+    rows: list[int] = []
+    for row, prompt in enumerate(prompts):
+        other = row - 1
+        while prompts[other] == prompt:
+            other -= 1
+        rows += [row, other % len(prompts)]
+    both = batch.repeat(2)
+    trained = torch.tensor([True, False]).repeat(len(batch))
+    return both.with_columns(response_ids=batch.ragged("response_ids").select(rows), trained=trained)

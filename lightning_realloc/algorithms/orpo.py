@@ -1,0 +1,97 @@
+"""Odds ratio preference optimisation: fine-tuning and preferences in one loss, without a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from lightning_realloc.algorithms.calls import compute, infer, train
+from lightning_realloc.algorithms.pairs import (
+    PairwiseModule,
+    both_sides,
+    chosen_tokens,
+    pair_metrics,
+    pair_sums,
+    sides,
+)
+from lightning_realloc.algorithms.preference_losses import odds_ratio_loss
+from lightning_realloc.algorithms.role import ModelSource, Role
+from lightning_realloc.algorithms.settings import check_not_negative
+from lightning_realloc.runtime.packed_forward import token_logprobs
+from lightning_realloc.runtime.packing import PackedBatch
+from lightning_realloc.runtime.samples import Column, Ragged, Samples
+from lightning_realloc.runtime.training import Average, Loss, Totals
+
+
+class ORPO(PairwiseModule):
+    """Train an actor on chosen responses, and to find them likelier than the rejected ones.
+
+    Source: Hong et al., arXiv:2403.07691, eq. 6.
+
+    Args:
+        actor: The model: a Hugging Face name or folder, a config, or a module.
+        tokenizer: By default the actor's.
+        beta: Weight of the odds ratio beside the chosen responses' likelihood; lambda in the paper.
+        settings: Of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+    """
+
+    evaluation_calls = ("actor.infer", "measure")
+    totals_of = ("chosen_tokens",)
+
+    def __init__(
+        self,
+        actor: ModelSource,
+        *,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        beta: float = 0.1,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        check_not_negative(beta=beta)
+        self.beta = beta
+        self.tokenizer = tokenizer
+        self._actor_source = actor
+
+    def roles(self) -> tuple[Role, ...]:
+        """Return the one model."""
+        return (Role(name="actor", source=self._actor_source, trained=True),)
+
+    def prepare_batch(self, batch: Samples) -> Samples:
+        """Add what the likelihood of the chosen responses divides by."""
+        return batch.with_columns(chosen_tokens=chosen_tokens(batch))
+
+    @infer("actor", needs="batch", produces="logprobs")
+    def score(self, actor: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return the log-probability of every response token; run on held-out data only."""
+        return token_logprobs(actor, batch, only_responses=True).logprobs
+
+    @compute(needs=("batch", "logprobs"), produces=("losses", "margins"), whole_batch=True)
+    def measure(self, samples: Samples) -> Mapping[str, Column]:
+        """Return every pair's loss and the difference of its mean log-probabilities, for both of its samples."""
+        logprobs = samples.ragged("logprobs")
+        odds, margins = self._odds(logprobs)
+        nll = -pair_sums(logprobs)[0] * (len(odds) / chosen_tokens(samples).sum())
+        return {"losses": both_sides((nll + self.beta * odds).float()), "margins": both_sides(margins)}
+
+    @train("actor", needs="batch")
+    def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
+        """Return one micro-batch's part of the likelihood per chosen token and of the mean odds ratio loss."""
+        logprobs = batch.responses(token_logprobs(actor, batch, only_responses=True).logprobs)
+        odds, margins = self._odds(logprobs)
+        nll = -pair_sums(logprobs)[0].sum()
+        value = nll / totals.sums["chosen_tokens"] + self.beta * odds.sum() / totals.num_groups
+        metrics = {
+            "nll": Average(nll, sides(logprobs.lengths)[0].sum()),
+            "odds_ratio_loss": Average(odds.sum(), len(odds)),
+        }
+        return Loss(value, metrics | pair_metrics(margins))
+
+    def _odds(self, logprobs: Ragged) -> tuple[Tensor, Tensor]:
+        """Return (P,) odds ratio losses, and how much larger the chosen responses' mean log-probabilities are."""
+        lengths = sides(logprobs.lengths.to(logprobs.values.device))
+        chosen, rejected = (total / length for total, length in zip(pair_sums(logprobs), lengths, strict=True))
+        return odds_ratio_loss(chosen, rejected), (chosen - rejected).detach()

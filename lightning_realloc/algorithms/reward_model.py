@@ -1,0 +1,102 @@
+"""A reward model: one score for a whole response, learnt from which of two responses people preferred."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics.functional.classification import binary_auroc, binary_calibration_error
+from transformers import PreTrainedTokenizerBase
+
+from lightning_realloc.algorithms.calls import compute, infer, train
+from lightning_realloc.algorithms.pairs import PairwiseModule, both_sides, pair_metrics, sides
+from lightning_realloc.algorithms.preference_losses import bradley_terry_loss
+from lightning_realloc.algorithms.role import ModelSource, Role
+from lightning_realloc.algorithms.settings import check_not_negative
+from lightning_realloc.runtime.packed_forward import sequence_scores
+from lightning_realloc.runtime.packing import PackedBatch
+from lightning_realloc.runtime.samples import Column, Samples
+from lightning_realloc.runtime.training import Average, Loss, Totals
+
+
+class RewardModel(PairwiseModule):
+    """Train a model to score the response that was preferred higher.
+
+    A column ``margin`` in the batch, a number per pair, says by how much; see :class:`PreferenceDataModule`.
+
+    Source: Bradley and Terry, Biometrika 39 (1952); of language models: Ouyang et al., arXiv:2203.02155, eq. 1.
+
+    Args:
+        reward: The model: a Hugging Face name or folder, a config, or a module. It gets a head of one label where it
+            has none. The last token of a response is read, its end token.
+        tokenizer: By default the model's.
+        centre_coef: Weight of the squared sum of a pair's scores, which keeps scores around zero; 0 leaves it out.
+        settings: Of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+    """
+
+    evaluation_calls = ("reward.infer", "measure")
+
+    def __init__(
+        self,
+        reward: ModelSource,
+        *,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        centre_coef: float = 0.0,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        check_not_negative(centre_coef=centre_coef)
+        self.centre_coef = centre_coef
+        self.tokenizer = tokenizer
+        self._reward_source = reward
+
+    def roles(self) -> tuple[Role, ...]:
+        """Return the one model."""
+        return (Role(name="reward", source=self._reward_source, trained=True, task="sequence_classification"),)
+
+    @infer("reward", needs="batch", produces="scores")
+    def score(self, reward: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return every response's score; run on held-out data only."""
+        return sequence_scores(reward, batch).float()
+
+    @compute(needs=("batch", "scores"), produces=("losses", "margins"))
+    def measure(self, samples: Samples) -> Mapping[str, Column]:
+        """Return every pair's loss and the difference of its scores, for both of its samples."""
+        margins = samples.tensor("margin") if "margin" in samples else None
+        losses, differences = self._losses(samples.tensor("scores"), margins)
+        return {"losses": both_sides(losses), "margins": both_sides(differences)}
+
+    @train("reward", needs="batch")
+    def reward_loss(self, reward: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
+        """Return one micro-batch's part of the mean loss over pairs."""
+        scores = sequence_scores(reward, batch).float()
+        losses, differences = self._losses(scores, batch.columns.get("margin"))
+        metrics = {"score": Average(scores.detach().sum(), len(scores)), **pair_metrics(differences)}
+        return Loss(losses.sum() / totals.num_groups, metrics)
+
+    def summarize(self, samples: Samples) -> dict[str, Tensor]:
+        """Return besides, of a batch's pairs: the area under the ROC curve of all scores, and the calibration error.
+
+        The area is the chance that any chosen response scores above any rejected one, of other prompts too. The error
+        (ECE, 15 bins) is that of ``s(|margin|)`` as the probability of having ordered a pair right.
+        """
+        if "losses" not in samples:
+            return {}
+        margins, _ = sides(samples.tensor("margins"))
+        chosen = torch.tensor([1, 0]).repeat(len(margins))
+        scores = samples.tensor("scores").sigmoid()
+        return super().summarize(samples) | {
+            "auroc": binary_auroc(scores, chosen),
+            "calibration_error": binary_calibration_error(margins.abs().sigmoid(), (margins > 0).long(), n_bins=15),
+            "score": samples.tensor("scores").mean(),
+        }
+
+    def _losses(self, scores: Tensor, margins: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (P,) losses and score differences of (2P,) scores and margins."""
+        chosen, rejected = sides(scores)
+        apart = 0.0 if margins is None else sides(margins)[0].to(scores)
+        losses = bradley_terry_loss(chosen, rejected, apart, centre_coef=self.centre_coef)
+        return losses, (chosen - rejected).detach()

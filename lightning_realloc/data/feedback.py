@@ -1,0 +1,81 @@
+"""Binary feedback: responses that were judged one by one, good or bad."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from lightning_realloc.data.module import RESERVED_COLUMNS, tabulated
+from lightning_realloc.data.preferences import MEASURED_COLUMNS
+from lightning_realloc.data.responses import ResponseDataModule, ResponseText, cut, encoded, response_text
+from lightning_realloc.data.rows import Row
+from lightning_realloc.errors import DataError
+from lightning_realloc.runtime.samples import Column, Ragged, Samples
+
+
+class BinaryFeedbackDataModule(ResponseDataModule):
+    """Batches of judged responses, the same on every rank.
+
+    Columns: ``prompt`` and ``completion``, both text or both messages for the chat template, and ``label``: true or 1
+    for a desirable completion, false or 0 for another. A column ``tools`` is given to the chat template.
+
+    A batch is :class:`Samples` with ``prompt_ids``, ``response_ids``, ``label`` (B,) bool, and every other column of
+    the data as python objects.
+
+    Settings: those of :class:`ResponseDataModule`.
+
+    Raises:
+        DataError: in ``setup``, for anything in the data that cannot be used, with its file and line.
+    """
+
+    reserved_columns = RESERVED_COLUMNS | MEASURED_COLUMNS | {"ratios"}
+
+    def split_column(self, rows: Sequence[Row]) -> str:
+        """Return the prompts' column: equal prompts are never on both sides."""
+        return "prompt"
+
+    def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
+        """Return the rows that fit."""
+        self.require(rows, "prompt", "completion", "label")
+        limit = self.limit()
+        kept: list[Row] = []
+        pairs: list[tuple[list[int], list[int]]] = []
+        found = encoded(tokenizer, [_text(tokenizer, row) for row in rows])
+        labels = [_label(row) for row in rows]
+        kept_labels: list[bool] = []
+        for row, label, (prompt, response) in zip(rows, labels, found, strict=True):
+            if self.fits(row, len(prompt) + len(response), limit):
+                kept.append(row)
+                kept_labels.append(label)
+                pairs.append((prompt, cut(row.place, prompt, response, limit)))
+        if not kept:
+            return tabulated({}, 0, "row")
+        tokens: dict[str, Column] = {
+            "prompt_ids": Ragged.from_list([prompt for prompt, _ in pairs]),
+            "response_ids": Ragged.from_list([response for _, response in pairs]),
+            "label": torch.tensor(kept_labels),
+        }
+        return tabulated({**self.columns_of(kept), **tokens}, len(kept), "row")
+
+
+def _label(row: Row) -> bool:
+    label = row.values["label"]
+    if not isinstance(label, int | float) or label not in (0, 1):
+        raise DataError(f"{row.place}: 'label' must be true or 1, or false or 0; got {label!r}")
+    return bool(label)
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, row: Row) -> ResponseText:
+    prompt, completion = row.values["prompt"], row.values["completion"]
+    if completion in ("", []):
+        raise DataError(f"{row.place}: the completion is empty; give it text or leave the row out")
+    text = response_text(tokenizer, prompt, completion, row.place, tools=row.values.get("tools"))
+    if text is None:
+        kinds = {"prompt": type(prompt).__name__, "completion": type(completion).__name__}
+        raise DataError(
+            f"{row.place}: prompt and completion must be both text or both lists of messages with role and content; "
+            f"got {kinds}"
+        )
+    return text

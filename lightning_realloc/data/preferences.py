@@ -1,0 +1,168 @@
+"""Preference pairs: two responses to one prompt, of which the first one was preferred."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lightning_realloc.data.chat import is_conversation
+from lightning_realloc.data.module import RESERVED_COLUMNS, LongRows, TokenLimit, tabulated
+from lightning_realloc.data.responses import ResponseDataModule, ResponseText, cut, encoded, response_text
+from lightning_realloc.data.rows import Row, RowSource
+from lightning_realloc.errors import DataError
+from lightning_realloc.runtime.samples import Ragged, Samples
+
+MEASURED_COLUMNS = frozenset({"logprobs", "losses", "margins", "matches", "scores", "chosen_tokens", "trained", "kl"})
+"""Names that algorithms of preferences produce besides."""
+
+
+class PreferenceDataModule(ResponseDataModule):
+    """Batches of pairs, the same on every rank.
+
+    Columns: ``prompt``, ``chosen`` and ``rejected``, all text or all messages for the chat template. Without
+    ``prompt`` it is what both sides begin with: text up to the first difference, or the messages before it. A column
+    ``tools`` is given to the chat template.
+
+    A batch is :class:`Samples` with two samples per row, the chosen one first: ``prompt_ids``, ``response_ids``,
+    ``margin`` (a number for both) where the data has one, and every column of the data as python objects.
+
+    Args:
+        margin_column: Holds by how much the chosen response is better, for reward models; used if it is there.
+        settings: Of :class:`ResponseDataModule`; ``batch_size`` counts pairs.
+
+    Raises:
+        DataError: in ``setup``, for anything in the data that cannot be used, with its file and line.
+    """
+
+    group_size = 2
+    reserved_columns = RESERVED_COLUMNS | MEASURED_COLUMNS
+
+    def __init__(
+        self,
+        data: RowSource,
+        *,
+        batch_size: int,
+        val_data: RowSource | None = None,
+        val_fraction: float = 0.0,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        max_tokens: int | None = None,
+        long_rows: LongRows = "refuse",
+        margin_column: str = "margin",
+    ) -> None:
+        super().__init__(
+            data, batch_size=batch_size, val_data=val_data, val_fraction=val_fraction, tokenizer=tokenizer, seed=seed,
+            shuffle=shuffle, drop_last=drop_last, max_tokens=max_tokens, long_rows=long_rows,
+        )  # fmt: skip
+        self.margin_column = margin_column
+
+    def split_column(self, rows: Sequence[Row]) -> str:
+        """Return the column that says what is given: equal prompts are never on both sides."""
+        return "prompt" if "prompt" in rows[0].values else "chosen"
+
+    def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
+        """Return both samples of every pair that fits."""
+        self.require(rows, "chosen", "rejected")
+        limit = self.limit()
+        texts = [text for row in rows for text in _texts(tokenizer, row)]
+        pairs = encoded(tokenizer, texts)
+        kept: list[Row] = []
+        prompts: list[list[int]] = []
+        responses: list[list[int]] = []
+        for row, (prompt, chosen), (_, rejected) in zip(rows, pairs[0::2], pairs[1::2], strict=True):
+            if self.fits(row, len(prompt) + max(len(chosen), len(rejected)), limit):
+                kept.append(row)
+                prompts += [prompt, prompt]
+                responses += _cut_apart(row, prompt, chosen, rejected, limit)
+        if not kept:
+            return tabulated({}, 0, "pair")
+        columns = self.columns_of([row for row in kept for _ in range(2)])
+        if self.margin_column in rows[0].values:
+            columns["margin"] = _margins(kept, self.margin_column).repeat_interleave(2)
+        tokens = {"prompt_ids": Ragged.from_list(prompts), "response_ids": Ragged.from_list(responses)}
+        return tabulated({**columns, **tokens}, len(prompts), "pair")
+
+
+def implied_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | None:
+    """Return what both sides begin with, and what remains of each; None where they are neither text nor messages.
+
+    A space before the first difference of texts belongs to the responses, as words' first tokens hold it.
+    """
+    are_texts = isinstance(chosen, str) and isinstance(rejected, str)
+    if not are_texts and not (is_conversation(chosen) and is_conversation(rejected)):
+        return None
+    length = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
+    if length is None:
+        length = min(len(chosen), len(rejected))
+    elif are_texts and chosen[:length].endswith(" "):
+        length -= 1
+    return chosen[:length], chosen[length:], rejected[length:]
+
+
+def preference_sides(row: Mapping[str, Any], place: str) -> tuple[Any, Any, Any]:
+    """Return the prompt, the chosen and the rejected response of a row.
+
+    Raises:
+        DataError: for sides that are equal, or empty, or of different kinds.
+    """
+    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    if chosen == rejected:
+        raise DataError(
+            f"{place}: chosen and rejected are equal, so nothing can be learnt from them; leave the row out"
+        )
+    if "prompt" not in row:
+        implied = implied_prompt(chosen, rejected)
+        prompt, chosen, rejected = (None, chosen, rejected) if implied is None else implied
+        if prompt in ("", []):
+            raise DataError(f"{place}: chosen and rejected begin with nothing in common; give a column 'prompt'")
+    for name, side in (("chosen", chosen), ("rejected", rejected)):
+        if side in ("", []):
+            raise DataError(f"{place}: the {name} response is empty; give it text or leave the row out")
+    return prompt, chosen, rejected
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[ResponseText]:
+    prompt, *responses = preference_sides(row.values, row.place)
+    tools = row.values.get("tools")
+    texts = [response_text(tokenizer, prompt, response, row.place, tools=tools) for response in responses]
+    found = [text for text in texts if text is not None]
+    if len(found) < 2:
+        kinds = {
+            name: type(row.values[name]).__name__ for name in ("prompt", "chosen", "rejected") if name in row.values
+        }
+        raise DataError(
+            f"{row.place}: prompt, chosen and rejected must be all text or all lists of messages with role and "
+            f"content; got {kinds}"
+        )
+    return found
+
+
+def _cut_apart(
+    row: Row, prompt: list[int], chosen: list[int], rejected: list[int], limit: TokenLimit | None
+) -> list[list[int]]:
+    """Return both responses as far as they fit; refuse those that differ only behind that."""
+    sides = [cut(row.place, prompt, response, limit) for response in (chosen, rejected)]
+    if sides[0] == sides[1]:
+        raise DataError(
+            f"{row.place}: chosen and rejected are the same {len(sides[0])} tokens once they are encoded and cut; "
+            f"raise max_tokens, set long_rows='drop' or leave the row out"
+        )
+    return sides
+
+
+def _margins(rows: Sequence[Row], column: str) -> Tensor:
+    for row in rows:
+        value = row.values[column]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise DataError(
+                f"{row.place}: {column!r} must be a finite number, by how much chosen is better; got {value!r}"
+            )
+    return torch.tensor([float(row.values[column]) for row in rows])

@@ -1,0 +1,193 @@
+"""Pairs, judged responses and steps: what becomes of every row format, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_realloc.data.feedback import BinaryFeedbackDataModule
+from lightning_realloc.data.module import RowDataModule
+from lightning_realloc.data.preferences import PreferenceDataModule, implied_prompt
+from lightning_realloc.data.steps import StepDataModule
+from lightning_realloc.errors import DataError
+from lightning_realloc.runtime.samples import Samples
+from tests.data.test_prompts import CHAT_TEMPLATE
+from tests.models import byte_tokenizer
+
+ASK = [{"role": "user", "content": "1+1"}]
+GOOD, BAD = [{"role": "assistant", "content": "2"}], [{"role": "assistant", "content": "3"}]
+PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+
+
+def chat() -> Any:
+    """Return a tokenizer with a template that also lays out tools."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% if tools %}{{ tools | length }}t{% endif %}" + CHAT_TEMPLATE
+    return tokenizer
+
+
+def batch_of(module_class: type[RowDataModule], *rows: dict[str, Any], **settings: Any) -> Samples:
+    """Return the rows as one batch, in their order."""
+    tokenizer = settings.pop("tokenizer", None) or chat()
+    module = module_class(list(rows), batch_size=len(rows), tokenizer=tokenizer, shuffle=False, **settings)
+    module.setup()
+    (batch,) = module.train_dataloader()
+    return batch
+
+
+def texts(batch: Samples) -> list[tuple[str, str]]:
+    """Return the text given and the text that responds, of every sample, special tokens spelt out."""
+    tokenizer = chat()
+    columns = (batch.ragged(name).to_lists() for name in ("prompt_ids", "response_ids"))
+    return [tuple(tokenizer.decode(ids) for ids in row) for row in zip(*columns, strict=True)]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (PAIR, ("1+1=", "2<eos>", "3<eos>")),
+        ({"chosen": "1+1= 2", "rejected": "1+1= 3"}, ("1+1=", " 2<eos>", " 3<eos>")),
+        ({"prompt": ASK, "chosen": GOOD, "rejected": BAD}, ("u:1+1<eos>\na:", "2<eos>\n", "3<eos>\n")),
+        ({"chosen": ASK + GOOD, "rejected": ASK + BAD}, ("u:1+1<eos>\na:", "2<eos>\n", "3<eos>\n")),
+        (
+            {"prompt": ASK, "chosen": GOOD, "rejected": BAD, "tools": json.dumps([{"name": "add"}])},
+            ("1tu:1+1<eos>\na:", "2<eos>\n", "3<eos>\n"),
+        ),
+    ],
+)
+def test_a_pair_becomes_two_samples_with_one_prompt(row: dict[str, Any], expected: tuple[str, str, str]) -> None:
+    batch = batch_of(PreferenceDataModule, row)
+    prompt, chosen, rejected = expected
+    assert texts(batch) == [(prompt, chosen), (prompt, rejected)]
+    assert batch.objects("chosen") == (row["chosen"],) * 2
+
+
+def test_a_batch_counts_pairs_and_margins_belong_to_both_sides() -> None:
+    rows = [{**PAIR, "prompt": f"{n}=", "margin": n / 2} for n in range(3)]
+    batch = batch_of(PreferenceDataModule, *rows)
+    assert batch.tensor("margin").tolist() == [0.0, 0.0, 0.5, 0.5, 1.0, 1.0]
+    assert [prompt for prompt, _ in texts(batch)] == ["0=", "0=", "1=", "1=", "2=", "2="]
+    named = batch_of(PreferenceDataModule, {**PAIR, "by": 2}, margin_column="by")
+    assert named.tensor("margin").tolist() == [2.0, 2.0]
+
+
+def test_the_prompt_is_what_both_sides_begin_with() -> None:
+    assert implied_prompt("a b c", "a b d") == ("a b", " c", " d")
+    assert implied_prompt("abc", "abd") == ("ab", "c", "d")
+    assert implied_prompt("ab", "abc") == ("ab", "", "c")
+    assert implied_prompt(ASK + GOOD, ASK + BAD) == (ASK, GOOD, BAD)
+    assert implied_prompt("ab", ASK) is None
+
+
+def test_equal_prompts_are_held_out_together(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n % 5}", "chosen": f"a{n}", "rejected": f"b{n}"} for n in range(20)]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    module = PreferenceDataModule(file, batch_size=2, val_fraction=0.4, seed=3, tokenizer=byte_tokenizer())
+    module.setup()
+    prompts = [
+        {prompt for batch in loader for prompt in batch.objects("prompt")}
+        for loader in (module.train_dataloader(), module.val_dataloader())
+    ]
+    assert not prompts[0] & prompts[1] and len(prompts[0] | prompts[1]) == 5
+
+
+def test_long_responses_are_cut_and_pairs_that_differ_behind_the_cut_are_refused() -> None:
+    row = {"prompt": "abc", "chosen": "defg", "rejected": "dx"}
+    cut = batch_of(PreferenceDataModule, row, max_tokens=6, long_rows="truncate")
+    assert texts(cut) == [("abc", "def"), ("abc", "dx<eos>")]
+    with pytest.raises(DataError, match="row 0 of the data set has 8 tokens, and max_tokens allows 6"):
+        batch_of(PreferenceDataModule, row, max_tokens=6)
+    with pytest.raises(DataError, match="are the same 1 tokens once they are encoded and cut"):
+        batch_of(PreferenceDataModule, row, max_tokens=4, long_rows="truncate")
+    with pytest.raises(DataError, match="no pair is left"):
+        batch_of(PreferenceDataModule, row, max_tokens=6, long_rows="drop")
+
+
+@pytest.mark.parametrize(
+    ("row", "rule"),
+    [
+        ({"prompt": "a", "chosen": "b"}, r"has no column 'rejected', only \['chosen', 'prompt'\]"),
+        ({**PAIR, "rejected": "2"}, "row 0 of the data set: chosen and rejected are equal"),
+        ({**PAIR, "rejected": ""}, "the rejected response is empty"),
+        ({"chosen": "ab", "rejected": "abc"}, "the chosen response is empty"),
+        ({"chosen": "ab", "rejected": "cd"}, "begin with nothing in common; give a column 'prompt'"),
+        ({**PAIR, "chosen": GOOD}, "must be all text or all lists of messages"),
+        ({**PAIR, "prompt": ASK}, "must be all text or all lists of messages"),
+        ({**PAIR, "margin": "much"}, "'margin' must be a finite number"),
+        ({**PAIR, "margin": float("nan")}, "'margin' must be a finite number"),
+        ({**PAIR, "losses": 1.0}, r"columns named \['losses'\] would hide what the run computes"),
+        ({"prompt": ASK, "chosen": GOOD, "rejected": BAD, "tools": "none"}, "its tools are text, and no JSON"),
+        ({"prompt": ASK, "chosen": GOOD, "rejected": BAD, "tools": {"a": 1}}, "its tools must be a list of schemas"),
+    ],
+)
+def test_rows_that_are_no_pairs_are_refused(row: dict[str, Any], rule: str) -> None:
+    with pytest.raises(DataError, match=rule):
+        batch_of(PreferenceDataModule, row)
+
+
+def test_conversations_need_a_chat_template() -> None:
+    with pytest.raises(DataError, match="has no chat template to lay it out"):
+        batch_of(PreferenceDataModule, {"prompt": ASK, "chosen": GOOD, "rejected": BAD}, tokenizer=byte_tokenizer())
+
+
+def test_judged_responses_keep_their_labels() -> None:
+    rows = [
+        {"prompt": "1+1=", "completion": "2", "label": True},
+        {"prompt": ASK, "completion": BAD, "label": 0},
+    ]
+    batch = batch_of(BinaryFeedbackDataModule, *rows)
+    assert texts(batch) == [("1+1=", "2<eos>"), ("u:1+1<eos>\na:", "3<eos>\n")]
+    assert batch.tensor("label").tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("row", "rule"),
+    [
+        ({"prompt": "a", "completion": "b"}, r"has no column 'label', only \['completion', 'prompt'\]"),
+        ({"prompt": "a", "completion": "b", "label": 2}, "'label' must be true or 1, or false or 0; got 2"),
+        ({"prompt": "a", "completion": "b", "label": "good"}, "got 'good'"),
+        ({"prompt": "a", "completion": "b", "label": None}, "got None"),
+        ({"prompt": "a", "completion": "", "label": 1}, "the completion is empty"),
+        ({"prompt": "a", "completion": GOOD, "label": 1}, "must be both text or both lists of messages"),
+    ],
+)
+def test_rows_that_were_not_judged_are_refused(row: dict[str, Any], rule: str) -> None:
+    with pytest.raises(DataError, match=rule):
+        batch_of(BinaryFeedbackDataModule, row)
+
+
+STEPS = {"prompt": "1+1+1", "completions": ["2", "3"], "labels": [True, 0]}
+
+
+def test_every_step_ends_with_a_token_of_its_own() -> None:
+    batch = batch_of(StepDataModule, {**STEPS, "prompt": ASK}, {**STEPS, "labels": [1, 1]}, step_separator=";\n")
+    assert texts(batch) == [("u:1+1<eos>\na:", "2;\n3;\n"), ("1+1+1", "2;\n3;\n")]
+    assert batch.ragged("step_ends").to_lists() == [[False, False, True] * 2] * 2
+    assert batch.ragged("step_labels").to_lists() == [[0, 0, 1, 0, 0, 0], [0, 0, 1, 0, 0, 1]]
+
+
+def test_steps_that_end_behind_the_limit_are_cut_off() -> None:
+    batch = batch_of(StepDataModule, STEPS, max_tokens=8, long_rows="truncate")
+    assert texts(batch) == [("1+1+1", "2\n")]
+    with pytest.raises(DataError, match="not one of its steps ends within the limit"):
+        batch_of(StepDataModule, STEPS, max_tokens=6, long_rows="truncate")
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"labels": [1]}, "needs one label per step, 2; got 1"),
+        ({"labels": None}, "needs one label per step, 2; got NoneType"),
+        ({"labels": [1, 0.5]}, "a step's label must be true or 1, or false or 0; got 0.5"),
+        ({"completions": ["2", ""]}, "each a text that is not empty"),
+        ({"completions": "23"}, "'completions' must be a list of steps"),
+        ({"step_ends": 1}, r"columns named \['step_ends'\] would hide"),
+    ],
+)
+def test_rows_without_judged_steps_are_refused(change: dict[str, Any], rule: str) -> None:
+    with pytest.raises(DataError, match=rule):
+        batch_of(StepDataModule, {**STEPS, **change})

@@ -1,0 +1,317 @@
+"""Our losses and gradients beside TRL's own code, on the same tensors: equal to 1e-6, or a reason why not.
+
+Models are TRL's padded rows on one side and our packs on the other, so packing is compared, too. Where we differ on
+purpose:
+
+- ``sigmoid`` with label smoothing is conservative DPO here; TRL's ignores the setting, so it is compared without.
+- The likelihood in ORPO is of the responses, as in the paper (eq. 2); of prompts too in TRL. Prompts of one
+  token, which nothing predicts, make them the same.
+- KTO's mismatched responses come from the nearest other prompt; TRL's from the row before even if its prompt is the
+  same. Here all prompts differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_realloc.algorithms.averages import averaged_loss
+from lightning_realloc.algorithms.dpo import DPO
+from lightning_realloc.algorithms.functional import clipped_policy_loss, kl_estimate
+from lightning_realloc.algorithms.kto import KTO
+from lightning_realloc.algorithms.orpo import ORPO
+from lightning_realloc.algorithms.pairs import chosen_tokens
+from lightning_realloc.algorithms.reward_model import RewardModel
+from lightning_realloc.algorithms.sft import SFT
+from lightning_realloc.runtime.packed_forward import token_logprobs
+from lightning_realloc.runtime.packing import pack
+from lightning_realloc.runtime.samples import Ragged, Samples
+from lightning_realloc.runtime.training import Totals, pack_columns
+from tests.models import tiny_model, tiny_scorer
+
+pytest.importorskip("trl", reason="parity needs TRL: pip install 'lightning-realloc[parity]'")
+
+from tests.parity import trl_trainers as trl
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 6, 7], [8, 9], [10], [30, 31, 32, 33]]
+CHOSEN = [[11, 12], [13, 14, 15, 2], [16, 2], [40, 41, 42]]
+REJECTED = [[17, 18, 19], [20, 2], [21, 22, 23], [43, 2]]
+BETA = 0.3
+
+
+def batch(prompts: Sequence[list[int]], responses: Sequence[list[int]], **columns: Any) -> Samples:
+    """Return samples of prompts and responses."""
+    tokens = {"prompt_ids": Ragged.from_list(prompts), "response_ids": Ragged.from_list(responses)}
+    return Samples(torch.arange(len(prompts)), {**tokens, **columns})
+
+
+def pairs(prompts: Sequence[list[int]] = PROMPTS, **columns: Any) -> Samples:
+    """Return the pairs as our algorithms take them: chosen and rejected in turn."""
+    responses = [side for pair in zip(CHOSEN, REJECTED, strict=True) for side in pair]
+    return batch([prompt for prompt in prompts for _ in range(2)], responses, **columns)
+
+
+def padded(rows: Sequence[list[int]], value: int = 0) -> Tensor:
+    """Return rows padded on the right."""
+    longest = max(map(len, rows))
+    return torch.tensor([row + [value] * (longest - len(row)) for row in rows])
+
+
+def tokens_of(prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> dict[str, Tensor]:
+    """Return rows as TRL's collators lay them out."""
+    both = list(zip(prompts, responses, strict=True))
+    return {
+        "input_ids": padded([prompt + response for prompt, response in both]),
+        "attention_mask": padded([[1] * len(prompt + response) for prompt, response in both]),
+        "completion_mask": padded([[0] * len(prompt) + [1] * len(response) for prompt, response in both]),
+    }
+
+
+def trl_pairs() -> dict[str, Tensor]:
+    """Return the pairs as TRL takes them: all chosen ones, then all rejected."""
+    return tokens_of([*PROMPTS, *PROMPTS], [*CHOSEN, *REJECTED])
+
+
+def assert_equal(
+    ours: Tensor, theirs: Tensor, our_model: nn.Module, their_model: nn.Module, *, tolerance: float = 1e-6
+) -> None:
+    """Compare two losses and their gradients of all weights."""
+    assert ours.item() == pytest.approx(theirs.item(), abs=tolerance, rel=1e-6)
+    ours.backward()
+    theirs.backward()
+    one, other = (torch.cat([p.grad.flatten() for p in model.parameters()]) for model in (our_model, their_model))
+    # Rounding grows with the gradient: sppo_hard's is in the tens.
+    assert float((one - other).norm()) <= tolerance * max(1.0, float(other.norm()))
+    assert float(other.norm()) > 1e-3
+
+
+def scored(samples: Samples, **models: nn.Module) -> Samples:
+    """Return samples with each model's log-probabilities of the responses."""
+    packed = pack(samples)
+    with torch.no_grad():
+        columns = {
+            n: packed.responses(token_logprobs(m, packed, only_responses=True).logprobs) for n, m in models.items()
+        }
+    return samples.with_columns(**columns)
+
+
+def totals_of(samples: Samples, group_size: int = 1, **sums: float) -> Totals:
+    """Return the totals of one mini-batch."""
+    return Totals(len(samples), samples.ragged("response_ids").num_tokens, group_size, sums)
+
+
+# ---- supervised fine-tuning and reward models
+def test_sft() -> None:
+    ours, theirs = tiny_model("llama"), trl.fused(tiny_model("llama"))
+    samples, tokens = batch(PROMPTS, CHOSEN), tokens_of(PROMPTS, CHOSEN)
+    loss = SFT(ours).actor_loss(ours, pack_columns(samples, CPU), totals_of(samples)).value
+    labels = tokens["input_ids"].masked_fill(tokens.pop("completion_mask") == 0, -100)
+    assert_equal(loss, trl.sft_loss(theirs, {**tokens, "labels": labels}), ours, theirs)
+
+
+@pytest.mark.parametrize(("margins", "centre_coef"), [(None, None), ([0.5, 0.0, 2.0, 1.0], 0.01)])
+def test_reward_model(margins: list[float] | None, centre_coef: float | None) -> None:
+    ours, theirs = tiny_scorer("llama", seed=5), tiny_scorer("llama", seed=5)
+    samples, tokens = pairs(), trl_pairs()
+    del tokens["completion_mask"]
+    if margins is not None:
+        samples = samples.with_columns(margin=torch.tensor(margins).repeat_interleave(2))
+        tokens["margin"] = torch.tensor(margins)
+    module = RewardModel(ours, centre_coef=centre_coef or 0.0)
+    loss = module.reward_loss(ours, pack_columns(samples, CPU, share_prompts=True), totals_of(samples, 2)).value
+    assert_equal(loss, trl.reward_loss(theirs, tokens, centre_coef=centre_coef), ours, theirs)
+
+
+# ---- pairs
+def our_dpo(model: nn.Module, reference: nn.Module, **settings: Any) -> Tensor:
+    """Return our loss, in two micro-batches."""
+    module = DPO(model, **settings)
+    samples = scored(module.prepare_batch(pairs()), ref_logprobs=reference, logprobs=model)
+    totals = totals_of(samples, 2, chosen_tokens=float(samples.tensor("chosen_tokens").sum()))
+    if any(call.name == "match" for call in module.calls()):
+        samples = samples.with_columns(**module.match(samples))
+    parts = [samples.without_columns("logprobs").select(rows) for rows in ([2, 3, 6, 7], [0, 1, 4, 5])]
+    return sum(module.actor_loss(model, pack_columns(part, CPU, share_prompts=True), totals).value for part in parts)  # type: ignore[return-value]
+
+
+DPO_CASES: Sequence[Mapping[str, Any]] = (
+    {"loss": "sigmoid"}, {"loss": "sigmoid_norm"}, {"loss": "hinge"}, {"loss": "ipo"}, {"loss": "nca_pair"},
+    {"loss": "bco_pair"}, {"loss": "sppo_hard"}, {"loss": "apo_zero"}, {"loss": "apo_down"}, {"loss": "discopop"},
+    {"loss": "sft"}, {"loss": "exo_pair", "label_smoothing": 0.1}, {"loss": "robust", "label_smoothing": 0.1},
+    {"loss": "aot"}, {"loss": "aot", "label_smoothing": 0.1}, {"loss": "aot_unpaired", "label_smoothing": 0.1},
+    {"loss": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+    {"loss": "sigmoid", "tail_weight": 0.4}, {"loss": ["ipo", "sft"], "tail_weight": 0.4},
+    {"loss": "sigmoid", "divergence": "forward_kl"}, {"loss": "ipo", "divergence": "js"},
+    {"loss": "discopop", "divergence": "alpha", "alpha": 0.3}, {"loss": "hinge", "divergence": "alpha", "alpha": 1.0},
+)  # fmt: skip
+
+
+def trl_dpo(model: nn.Module, reference: nn.Module, case: Mapping[str, Any]) -> Tensor:
+    """Return TRL's loss of a case that is described as for ours."""
+    names = {"js": "js_divergence", "alpha": "alpha_divergence"}
+    divergence = case.get("divergence", "reverse_kl")
+    return trl.dpo_loss(
+        model, reference, trl_pairs(), beta=BETA,
+        loss_types=[case["loss"]] if isinstance(case["loss"], str) else case["loss"],
+        loss_weights=case.get("loss_weights"), label_smoothing=case.get("label_smoothing", 0.0),
+        ld_alpha=case.get("tail_weight"), f_divergence_type=names.get(divergence, divergence),
+        f_alpha_divergence_coef=case.get("alpha", 0.5),
+    )  # fmt: skip
+
+
+each_dpo_case = pytest.mark.parametrize(
+    "case", DPO_CASES, ids=lambda case: "-".join(str(value) for value in case.values())
+)
+
+
+@each_dpo_case
+def test_dpo_of_models(case: Mapping[str, Any]) -> None:
+    ours, theirs = tiny_model("llama"), trl.fused(tiny_model("llama"))
+    expected = trl_dpo(theirs, trl.fused(tiny_model("llama", seed=1)), case)
+    # Exponentials and a temperature of 0.05 magnify the last bits in which padded and packed models differ.
+    steep = case["loss"] == "discopop" or case.get("divergence") == "forward_kl"
+    loss = our_dpo(ours, tiny_model("llama", seed=1), beta=BETA, **case)
+    assert_equal(loss, expected, ours, theirs, tolerance=5e-5 if steep else 1e-6)
+
+
+@each_dpo_case
+def test_dpo_of_the_same_log_probabilities(case: Mapping[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    kept = trl_pairs()["completion_mask"][:, 1:].bool()
+    theirs, reference = (-torch.rand(kept.shape, generator=generator) for _ in range(2))
+    ours = theirs.clone()
+    expected = trl_dpo(
+        trl.Spoken(torch.where(kept, theirs.requires_grad_(), 0.0)), trl.Spoken(torch.where(kept, reference, 0.0)), case
+    )
+    expected.backward()
+    samples = pairs()
+    order = [row for pair in range(len(PROMPTS)) for row in (pair, pair + len(PROMPTS))]
+
+    def ragged(values: Tensor) -> Ragged:
+        return Ragged(values[order][kept[order]], samples.ragged("response_ids").lengths)
+
+    columns = {"logprobs": ragged(ours.requires_grad_()), "ref_logprobs": ragged(reference)}
+    losses = DPO("unused", beta=BETA, **case).measure(samples.with_columns(**columns))["losses"]
+    assert isinstance(losses, Tensor)
+    losses.mean().backward()
+    assert losses.mean().item() == pytest.approx(expected.item(), abs=1e-6)
+    assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)
+
+
+def test_every_loss_that_trl_has_is_compared() -> None:
+    from typing import get_args
+
+    from lightning_realloc.algorithms.preference_losses import PairLossName
+
+    compared = {
+        name for case in DPO_CASES for name in ([case["loss"]] if isinstance(case["loss"], str) else case["loss"])
+    }
+    assert compared == {*get_args(PairLossName), "sft"}
+
+
+def test_orpo() -> None:
+    ours, theirs = tiny_model("llama"), tiny_model("llama").train()
+    prompts = [prompt[:1] for prompt in PROMPTS]
+    samples = pairs(prompts)
+    totals = totals_of(samples, 2, chosen_tokens=float(chosen_tokens(samples).sum()))
+    loss = ORPO(ours, beta=BETA).actor_loss(ours, pack_columns(samples, CPU, share_prompts=True), totals).value
+    inputs = {}
+    for side, responses in (("chosen", CHOSEN), ("rejected", REJECTED)):
+        tokens = tokens_of(prompts, responses)
+        inputs[f"{side}_input_ids"] = tokens["input_ids"]
+        inputs[f"{side}_attention_mask"] = tokens["attention_mask"]
+        inputs[f"{side}_labels"] = tokens["input_ids"].masked_fill(tokens["completion_mask"] == 0, -100)
+    assert_equal(loss, trl.orpo_loss(theirs, inputs, beta=BETA), ours, theirs)
+
+
+# ---- judged responses
+@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
+@pytest.mark.parametrize("flipped", [False, True], ids=["divergence above zero", "divergence below zero"])
+def test_kto(loss: Any, flipped: bool) -> None:
+    weights = {"desirable_weight": 1.33, "undesirable_weight": 0.75}
+    seeds = (1, 0) if flipped else (0, 1)
+    ours, theirs = tiny_model("llama", seed=seeds[0]), trl.fused(tiny_model("llama", seed=seeds[0]))
+    reference = tiny_model("llama", seed=seeds[1])
+    module = KTO(ours, loss=loss, beta=BETA, **weights)
+    labels = torch.tensor([True, False, False, True])
+    samples = scored(module.prepare_batch(batch(PROMPTS, CHOSEN, label=labels)), ref_logprobs=reference, logprobs=ours)
+    if loss == "kto":
+        samples = samples.with_columns(**module.estimate_kl(samples))
+        samples = samples.select(samples.tensor("trained").nonzero().flatten())
+    samples = samples.without_columns("logprobs")
+    our_loss = module.actor_loss(ours, pack_columns(samples, CPU), totals_of(samples)).value
+    mismatched = tokens_of(PROMPTS, [CHOSEN[-1], *CHOSEN[:-1]])
+    inputs = {"label": labels, **tokens_of(PROMPTS, CHOSEN), **{f"KL_{name}": t for name, t in mismatched.items()}}
+    twin = trl.fused(tiny_model("llama", seed=seeds[1]))
+    their_loss = trl.kto_loss(theirs, twin, inputs, loss_type=loss, beta=BETA, **weights)
+    assert_equal(our_loss, their_loss, ours, theirs)
+
+
+# ---- policies: (B, T) tensors on TRL's side, the same values packed on ours
+LENGTHS = [3, 5, 1, 4]
+OurPolicyLoss = Callable[[Mapping[str, Tensor], Any, Totals], Tensor]
+
+
+def clipped(values: Mapping[str, Tensor], packed: Any, totals: Totals, *, kl_coef: float, average: Any) -> Tensor:
+    """Return the clipped surrogate and the divergence as GRPO adds them."""
+    advantages = packed.per_token(values["advantages"])
+    loss = clipped_policy_loss(values["logprobs"], values["old"], advantages, clip_low=0.2, clip_high=0.28).values
+    loss = loss + kl_coef * kl_estimate(values["logprobs"], values["ref"], estimator="k3")
+    return averaged_loss(loss, packed, totals, average=average)
+
+
+POLICY_CASES: Mapping[str, tuple[OurPolicyLoss, Mapping[str, Any]]] = {
+    "grpo": (
+        lambda v, packed, totals: clipped(v, packed, totals, kl_coef=0.0, average="sequence"),
+        {"loss_type": "grpo"},
+    ),
+    "grpo with a divergence": (
+        lambda v, packed, totals: clipped(v, packed, totals, kl_coef=0.04, average="sequence"),
+        {"loss_type": "grpo", "beta": 0.04},
+    ),
+    "bnpo": (
+        lambda v, packed, totals: clipped(v, packed, totals, kl_coef=0.04, average="token"),
+        {"loss_type": "bnpo", "beta": 0.04},
+    ),
+    "dapo": (
+        lambda v, packed, totals: clipped(v, packed, totals, kl_coef=0.0, average="token"),
+        {"loss_type": "dapo"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POLICY_CASES)
+def test_policy_losses(name: str) -> None:
+    ours_of, settings = POLICY_CASES[name]
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    rows = {key: -torch.rand(mask.shape, generator=generator) for key in ("logprobs", "old", "ref")}
+    advantages = torch.tensor([1.0, -0.5, 2.0, -1.5])
+    theirs = rows["logprobs"].clone().requires_grad_()
+    expected = trl.policy_loss(
+        theirs,
+        {
+            "prompt_ids": torch.ones(4, 1, dtype=torch.int64), "prompt_mask": torch.ones(4, 1, dtype=torch.int64),
+            "completion_ids": mask.long(), "completion_mask": mask.long(), "advantages": advantages,
+            "old_per_token_logps": rows["old"], "ref_per_token_logps": rows["ref"], "num_items_in_batch": mask.sum(),
+        },
+        epsilon_high=0.28, **settings,
+    )  # fmt: skip
+    expected.backward()
+    # Prompts of one token: what TRL holds from the second column on lies in our packs behind each sequence's first.
+    packed = pack(batch([[1]] * 4, [[1] * length for length in LENGTHS]))
+    ours = rows["logprobs"].clone().requires_grad_()
+
+    def flat(values: Tensor) -> Tensor:
+        return torch.cat([torch.cat([values.new_zeros(1), row[:n]]) for row, n in zip(values, LENGTHS, strict=True)])
+
+    values = {"logprobs": flat(ours), "old": flat(rows["old"]), "ref": flat(rows["ref"]), "advantages": advantages}
+    loss = ours_of(values, packed, Totals(4, sum(LENGTHS)))
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)
