@@ -10,14 +10,23 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from lightning_realloc.algorithms import GRPO, PPO, SFT
+from lightning_realloc.algorithms import GRPO, PPO, RLOO, SFT, BestOfN, OnlineDPO, ReinforcePlusPlus, ReMax
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.memory_parts import Workload, parse_bytes
 
-ALGORITHMS: dict[str, type[MultiModelModule]] = {"grpo": GRPO, "ppo": PPO, "sft": SFT}
+ALGORITHMS: dict[str, type[MultiModelModule]] = {
+    "grpo": GRPO,
+    "ppo": PPO,
+    "sft": SFT,
+    "rloo": RLOO,
+    "reinforce++": ReinforcePlusPlus,
+    "remax": ReMax,
+    "best-of-n": BestOfN,
+    "online-dpo": OnlineDPO,
+}
 """What ``--algorithm`` may name."""
 ROLES = ("actor", "critic", "reference", "reward")
 """Roles with flags of their own."""
