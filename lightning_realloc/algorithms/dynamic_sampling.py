@@ -118,10 +118,8 @@ def differing(rewards: Tensor, groups: Tensor) -> Tensor:
         groups: (B,) integers; samples with the same one answer the same prompt.
     """
     members, index = torch.unique(groups, return_inverse=True)
-    most = rewards.new_full((len(members),), -torch.inf).index_reduce_(
-        0, index, rewards.nan_to_num(nan=-torch.inf), "amax"
-    )
-    least = rewards.new_full((len(members),), torch.inf).index_reduce_(
-        0, index, rewards.nan_to_num(nan=torch.inf), "amin"
+    most, least = (
+        rewards.new_full((len(members),), bound).scatter_reduce_(0, index, rewards.nan_to_num(nan=bound), how)
+        for bound, how in ((-torch.inf, "amax"), (torch.inf, "amin"))
     )
     return (most > least)[index]
