@@ -12,20 +12,30 @@ from typing import TYPE_CHECKING
 from lightning_realloc_autoload import install as _register_strategies
 
 if TYPE_CHECKING:
+    from lightning_realloc.algorithms.best_of_n import BestOfN as BestOfN
     from lightning_realloc.algorithms.calls import compute as compute
     from lightning_realloc.algorithms.calls import generate as generate
     from lightning_realloc.algorithms.calls import infer as infer
     from lightning_realloc.algorithms.calls import train as train
+    from lightning_realloc.algorithms.correction import EngineCorrection as EngineCorrection
+    from lightning_realloc.algorithms.distillation import OnPolicyDistillation as OnPolicyDistillation
     from lightning_realloc.algorithms.dpo import DPO as DPO
+    from lightning_realloc.algorithms.dynamic_sampling import DynamicSampling as DynamicSampling
     from lightning_realloc.algorithms.grpo import GRPO as GRPO
     from lightning_realloc.algorithms.kto import KTO as KTO
     from lightning_realloc.algorithms.module import MultiModelModule as MultiModelModule
+    from lightning_realloc.algorithms.online_dpo import OnlineDPO as OnlineDPO
     from lightning_realloc.algorithms.orpo import ORPO as ORPO
+    from lightning_realloc.algorithms.policy_gradient import PolicyGradient as PolicyGradient
     from lightning_realloc.algorithms.ppo import PPO as PPO
     from lightning_realloc.algorithms.process_reward import ProcessReward as ProcessReward
+    from lightning_realloc.algorithms.reinforce import ReinforcePlusPlus as ReinforcePlusPlus
+    from lightning_realloc.algorithms.remax import ReMax as ReMax
     from lightning_realloc.algorithms.reward_model import RewardModel as RewardModel
+    from lightning_realloc.algorithms.rloo import RLOO as RLOO
     from lightning_realloc.algorithms.role import Role as Role
     from lightning_realloc.algorithms.sft import SFT as SFT
+    from lightning_realloc.algorithms.shaping import OverlongPenalty as OverlongPenalty
     from lightning_realloc.callbacks import AutoTuner as AutoTuner
     from lightning_realloc.callbacks import MemoryMonitor as MemoryMonitor
     from lightning_realloc.callbacks import ParameterReallocation as ParameterReallocation
@@ -111,6 +121,16 @@ _HOMES = {
     "infer": "algorithms.calls",
     "train": "algorithms.calls",
     "GRPO": "algorithms.grpo",
+    "BestOfN": "algorithms.best_of_n",
+    "DynamicSampling": "algorithms.dynamic_sampling",
+    "EngineCorrection": "algorithms.correction",
+    "OnPolicyDistillation": "algorithms.distillation",
+    "OnlineDPO": "algorithms.online_dpo",
+    "OverlongPenalty": "algorithms.shaping",
+    "PolicyGradient": "algorithms.policy_gradient",
+    "ReinforcePlusPlus": "algorithms.reinforce",
+    "ReMax": "algorithms.remax",
+    "RLOO": "algorithms.rloo",
     "PPO": "algorithms.ppo",
     "SFT": "algorithms.sft",
     "DPO": "algorithms.dpo",

@@ -55,12 +55,12 @@ class Carried:
 
     def state(self) -> dict[str, Any]:
         """Return plain data for a checkpoint."""
-        return {"prompts": _plain(self.prompts), "responses": _plain(self.responses)}
+        return {"prompts": samples_state(self.prompts), "responses": samples_state(self.responses)}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Carried:
         """Return what :meth:`state` was of."""
-        return cls(_from_plain(state["prompts"]), _from_plain(state["responses"]))
+        return cls(samples_from_state(state["prompts"]), samples_from_state(state["responses"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,9 @@ def _completions(samples: Samples) -> list[Completion]:
     ]  # fmt: skip
 
 
-def _plain(samples: Samples) -> dict[str, Any]:
+def samples_state(samples: Samples) -> dict[str, Any]:
+    """Return plain data for a checkpoint."""
+
     def plain(column: Column) -> Any:
         if isinstance(column, Ragged):
             return {"values": column.values, "lengths": column.lengths}
@@ -225,7 +227,7 @@ def _plain(samples: Samples) -> dict[str, Any]:
     return {"ids": samples.ids, "columns": {name: plain(column) for name, column in samples.columns.items()}}
 
 
-def _from_plain(state: Mapping[str, Any]) -> Samples:
+def samples_from_state(state: Mapping[str, Any]) -> Samples:
     def column(plain: Any) -> Column:
         if isinstance(plain, Mapping):
             return Ragged(plain["values"], plain["lengths"])

@@ -45,16 +45,33 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, std_eps: float | None =
 
     Source: Shao et al., arXiv:2402.03300, §4.1.2; without the deviation: Liu et al., arXiv:2503.20783, eq. 3.
     """
+    centred, counts, index = _centred(rewards, groups)
+    if std_eps is None:
+        return centred
+    squares = counts.new_zeros(len(counts)).index_add_(0, index, centred.nan_to_num().square())
+    std = (squares / (counts - 1).clamp(min=1)).sqrt()
+    return centred / (std[index] + std_eps)
+
+
+def leave_one_out_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Return how much better each of the (B,) rewards is than the mean of the others of its group.
+
+    That is ``n / (n - 1) * (r - mean)``; zero in a group of one. All samples of a group must be here. A reward of NaN
+    is missing: it is left out of its group, and its own advantage is NaN.
+
+    Source: Ahmadian et al., arXiv:2402.14740; Kool et al., "Buy 4 REINFORCE samples, get a baseline for free!", 2019.
+    """
+    centred, counts, index = _centred(rewards, groups)
+    return centred * (counts / (counts - 1).clamp(min=1))[index]
+
+
+def _centred(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rewards less their group's mean, how many rewards each group has, and each sample's group among those."""
     members, index = torch.unique(groups.to(rewards.device), return_inverse=True)
     there = ~rewards.isnan()
     counts = rewards.new_zeros(members.shape[0]).index_add_(0, index, there.to(rewards))
     mean = rewards.new_zeros(members.shape[0]).index_add_(0, index, rewards.nan_to_num()) / counts
-    centred = rewards - mean[index]
-    if std_eps is None:
-        return centred
-    squares = rewards.new_zeros(members.shape[0]).index_add_(0, index, torch.where(there, centred, 0.0).square())
-    std = (squares / (counts - 1).clamp(min=1)).sqrt()
-    return centred / (std[index] + std_eps)
+    return rewards - mean[index], counts, index
 
 
 def clipped_policy_loss(
@@ -72,9 +89,25 @@ def clipped_policy_loss(
     Source: Schulman et al., arXiv:1707.06347, eq. 7; two bounds: Yu et al., arXiv:2503.14476, eq. 10.
     """
     ratio = (logprobs - behaviour_logprobs).exp()
-    plain = ratio * advantages
+    return clipped_surrogate(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2, clip_most: float | None = None
+) -> ClippedLoss:
+    """Return ``-min(min(ratio, clip_most) * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)`` for N ratios.
+
+    Without ``clip_most`` the loss of a bad token grows with its ratio without bound.
+
+    Source: as :func:`clipped_policy_loss`; ``clip_most``: Ye et al., arXiv:1912.09729; for language models: Prime
+    Intellect, arXiv:2505.07291.
+    """
+    plain = (ratio if clip_most is None else ratio.clamp(max=clip_most)) * advantages
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    return ClippedLoss(-torch.minimum(plain, bounded), (bounded < plain).detach())
+    clipped = bounded < plain
+    if clip_most is not None:
+        clipped = clipped | ((ratio > clip_most) & (advantages < 0))
+    return ClippedLoss(-torch.minimum(plain, bounded), clipped.detach())
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None = 0.2) -> ClippedLoss:

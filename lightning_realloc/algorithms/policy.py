@@ -92,10 +92,14 @@ class PolicyModule(MultiModelModule):
         """Whether a rollout is made to learn from."""
         return bool(self.trainer.training)
 
+    def rollout_sampling(self) -> SamplingParams:
+        """Return how responses are drawn that are made to learn from."""
+        return self.sampling
+
     @generate("actor", produces="rollout")
     def roll_out(self, actor: GenerationEngine, prompts: Samples) -> Samples | Divided:
         """Sample responses to every prompt; of held-out prompts, as ``evaluation_sampling`` says."""
-        sampling = self.sampling if self.training_now else self.evaluation_sampling
+        sampling = self.rollout_sampling() if self.training_now else self.evaluation_sampling
         sampling = replace(sampling, seed=sampling.seed + self.seed)
         if self.rollout_budget is None or not self.training_now:
             return sample_responses(actor, prompts, sampling, dialogue=self._dialogue())

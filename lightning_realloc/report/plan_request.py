@@ -10,7 +10,20 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from lightning_realloc.algorithms import DPO, GRPO, KTO, ORPO, PPO, SFT, RewardModel
+from lightning_realloc.algorithms import (
+    DPO,
+    GRPO,
+    KTO,
+    ORPO,
+    PPO,
+    RLOO,
+    SFT,
+    BestOfN,
+    OnlineDPO,
+    ReinforcePlusPlus,
+    ReMax,
+    RewardModel,
+)
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
@@ -18,8 +31,19 @@ from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.memory_parts import Workload, parse_bytes
 
 ALGORITHMS: dict[str, type[MultiModelModule]] = {
-    "grpo": GRPO, "ppo": PPO, "sft": SFT, "dpo": DPO, "kto": KTO, "orpo": ORPO, "reward": RewardModel,
-}  # fmt: skip
+    "grpo": GRPO,
+    "ppo": PPO,
+    "sft": SFT,
+    "dpo": DPO,
+    "kto": KTO,
+    "orpo": ORPO,
+    "reward": RewardModel,
+    "rloo": RLOO,
+    "reinforce++": ReinforcePlusPlus,
+    "remax": ReMax,
+    "best-of-n": BestOfN,
+    "online-dpo": OnlineDPO,
+}
 """What ``--algorithm`` may name."""
 ROLES = ("actor", "critic", "reference", "reward")
 """Roles with flags of their own."""

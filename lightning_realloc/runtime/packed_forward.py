@@ -161,15 +161,57 @@ def token_logprobs(
     """
     predicted = packed.response_mask if only_responses else packed.position_ids[0] > 0
     targets = predicted.nonzero().squeeze(1)
-    with packed_attention(model, packed) as inputs:
-        if _keeps_logits(_transformers_model(model)):
-            logits = model(**inputs, logits_to_keep=packed.predecessors[targets]).logits[0]
-        else:
-            logits = model(**inputs).logits[0][packed.predecessors[targets]]
+    logits = predicting_logits(model, packed, targets)
     chosen = selected_logprobs(logits, packed.input_ids[0, targets], temperature=temperature, with_entropy=with_entropy)
     num_tokens = packed.num_tokens
     entropy = None if chosen.entropy is None else _scattered(chosen.entropy, targets, num_tokens)
     return TokenStatistics(_scattered(chosen.logprobs, targets, num_tokens), entropy)
+
+
+def predicting_logits(model: nn.Module, packed: PackedBatch, targets: Tensor) -> Tensor:
+    """Return the (K, V) logits of the distributions that the tokens at the (K,) places ``targets`` were drawn from.
+
+    A model whose class knows ``logits_to_keep`` computes no others.
+    """
+    places = packed.predecessors[targets]
+    with packed_attention(model, packed) as inputs:
+        if _keeps_logits(_transformers_model(model)):
+            logits: Tensor = model(**inputs, logits_to_keep=places).logits[0]
+            return logits
+        logits = model(**inputs).logits[0]
+        return logits[places]
+
+
+def predicting_states(model: nn.Module, packed: PackedBatch) -> Tensor:
+    """Return (N, D) the last hidden states from which a language model's head predicts each token; zero for the first
+    token of a sequence. The head itself works on one token alone, where the class knows ``logits_to_keep``.
+    """
+    hf_model = _transformers_model(model)
+    head: nn.Module = hf_model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    seen: list[Tensor] = []
+    read: list[Tensor] = []
+    handles = (
+        hf_model.base_model.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0])),
+        head.register_forward_pre_hook(lambda _module, inputs: read.append(inputs[0])),
+    )
+    last = packed.predecessors.new_tensor([packed.num_tokens - 1])
+    try:
+        with packed_attention(model, packed) as inputs:
+            if _keeps_logits(hf_model):
+                model(**inputs, logits_to_keep=last)
+            else:
+                model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if len(seen) != 1 or len(read) != 1 or not torch.equal(seen[0][0, -1], read[0][0, -1]):
+        raise ConfigError(
+            f"{type(hf_model).__name__} gives its head something else than its last hidden states; use a model whose "
+            f"head reads them as they are, or log-probabilities of sampled tokens (divergence='sampled')"
+        )
+    states = seen[0][0]
+    return torch.where((packed.predecessors != torch.arange(packed.num_tokens, device=states.device))[:, None],
+                       states[packed.predecessors], 0.0)  # fmt: skip
 
 
 def _scattered(values: Tensor, positions: Tensor, size: int) -> Tensor:

@@ -48,7 +48,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         normaliser, logprobs, entropy = (
             torch.zeros(num_rows, dtype=torch.float32, device=logits.device) for _ in range(3)
         )
-        for rows in _chunks(logits):
+        for rows in chunks(logits):
             scaled = logits[rows].float() / temperature
             normaliser[rows] = scaled.logsumexp(-1)
             logprobs[rows] = scaled.gather(1, tokens[rows, None])[:, 0] - normaliser[rows]
@@ -63,7 +63,7 @@ class _SelectedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None]:
         logits, tokens, normaliser, entropy = ctx.saved_tensors
         gradient = torch.empty_like(logits)
-        for rows in _chunks(logits):
+        for rows in chunks(logits):
             p = (logits[rows].float() / ctx.temperature).sub_(normaliser[rows, None]).exp_()
             # d log p[token] / dz = onehot - p  and  d entropy / dz = -p * (log p + entropy)
             part = p * -grad_logprobs[rows, None]
@@ -74,6 +74,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def _chunks(logits: Tensor) -> list[slice]:
+def chunks(logits: Tensor) -> list[slice]:
+    """Return slices over the rows of (N, V) ``logits`` that hold ``CHUNK_ELEMENTS`` at most, or one row."""
     step = max(1, CHUNK_ELEMENTS // max(1, logits.shape[1]))
     return [slice(begin, begin + step) for begin in range(0, logits.shape[0], step)]

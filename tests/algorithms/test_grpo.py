@@ -147,7 +147,7 @@ def test_clipped_tokens_and_divergence_are_measured() -> None:
 def test_without_divergence_there_is_no_reference() -> None:
     module = runs.grpo(kl_coef=0.0)
     assert [role.name for role in module.roles()] == ["actor"]
-    assert [call.name for call in module.dataflow.calls] == ["actor.generate", "judge", "actor.train"]
+    assert [call.name for call in module.dataflow.calls] == ["actor.generate", "judge", "compare", "actor.train"]
     assert module.dataflow.call("actor.train").needs == ("rollout", "advantages")
     loss = module.actor_loss(
         tiny_model("llama"), pack_columns(rollout().without_columns("ref_logprobs"), CPU), Totals(4, 9)
@@ -167,22 +167,28 @@ def half(completions: list[str], **columns: Any) -> list[float]:
     return [0.5] * len(completions)
 
 
+def judged(module: Any) -> dict[str, Any]:
+    """Return what comes of judging and comparing the rollout."""
+    columns = module.judge(rollout())
+    return {**columns, **module.compare(rollout().with_columns(**columns))}
+
+
 def test_groups_are_judged_by_hand() -> None:
-    judged = runs.grpo(reward=fixed).judge(rollout())
-    assert judged["rewards"].tolist() == REWARDS
+    found = judged(runs.grpo(reward=fixed))
+    assert found["rewards"].tolist() == REWARDS
     # Group 1: mean 1/2, standard deviation sqrt(1/2); group 2: equal rewards, no advantage.
     scale = 0.5 / (math.sqrt(0.5) + 1e-4)
-    assert judged["advantages"].tolist() == pytest.approx([scale, -scale, 0.0, 0.0], abs=1e-6)
-    assert set(judged) == {"rewards", "advantages", "tokens"}
-    plain = runs.grpo(reward=fixed, normalize_by_std=False).judge(rollout())
+    assert found["advantages"].tolist() == pytest.approx([scale, -scale, 0.0, 0.0], abs=1e-6)
+    assert set(found) == {"rewards", "advantages", "tokens"}
+    plain = judged(runs.grpo(reward=fixed, normalize_by_std=False))
     assert plain["advantages"].tolist() == pytest.approx([0.5, -0.5, 0.0, 0.0])
 
 
 def test_several_reward_functions_are_weighted_and_logged_apart() -> None:
     module = runs.grpo(reward=[fixed, half], reward_weights=[2.0, 1.0])
-    judged = module.judge(rollout())
-    assert judged["rewards"].tolist() == [2.5, 0.5, 1.5, 1.5]
-    samples = rollout().with_columns(**judged, finish_reason=torch.tensor([0, 1, 0, 0]))
+    columns = module.judge(rollout())
+    assert columns["rewards"].tolist() == [2.5, 0.5, 1.5, 1.5]
+    samples = rollout().with_columns(**columns, finish_reason=torch.tensor([0, 1, 0, 0]))
     summary = {name: float(value) for name, value in module.summarize(samples).items()}
     assert summary == pytest.approx(
         {"reward": 1.5, "reward/fixed": 0.5, "reward/half": 0.5, "response_length": 2.25, "finished": 0.75}

@@ -75,6 +75,7 @@ def test_a_grpo_pack_of_which_nothing_was_judged_has_gradients_of_zero() -> None
 def test_grpo_judges_the_rest_of_a_group_and_counts_what_failed() -> None:
     module = runs.grpo(reward=SomeFail())
     judged = module.judge(test_grpo.rollout())
+    judged |= module.compare(test_grpo.rollout().with_columns(**judged))
     assert judged["rewards"].nan_to_num(nan=-1.0).tolist() == [1.0, 0.0, -1.0, 0.5]
     scale = 0.5 / (math.sqrt(0.5) + 1e-4)
     assert judged["advantages"][[0, 1, 3]].tolist() == pytest.approx([scale, -scale, 0.0], abs=1e-6)

@@ -85,8 +85,8 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if not name.startswith(clock)}
 
 
-class RecordedGRPO(GRPO):
-    """GRPO that keeps the tokens and rewards of every iteration and evaluation."""
+class Recorded:
+    """Keeps the tokens and rewards of every iteration and evaluation of an algorithm with reward functions."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -95,13 +95,17 @@ class RecordedGRPO(GRPO):
 
     def judge(self, samples: Samples) -> Mapping[str, Any]:
         """Judge, and keep the tokens in a column that every rank gets whole."""
-        return {**super().judge(samples), "tokens": token_rows(samples)}
+        return {**super().judge(samples), "tokens": token_rows(samples)}  # type: ignore[misc]
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Record, and log what GRPO logs."""
+        """Record, and log what the algorithm logs."""
         self.tokens.append(rows_of_tokens(samples))
         self.rewards.append(samples.tensor("rewards").tolist())
-        return super().summarize(samples)
+        return super().summarize(samples)  # type: ignore[misc, no-any-return]
+
+
+class RecordedGRPO(Recorded, GRPO):
+    """GRPO that keeps what it was rewarded for."""
 
 
 def token_rows(samples: Samples) -> Tensor:

@@ -1,0 +1,97 @@
+"""Imitate the best of several responses of one's own: rejection sampling, then fine-tuning on what is left."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_realloc.algorithms.averages import LossAverage, averaged_loss
+from lightning_realloc.algorithms.calls import train
+from lightning_realloc.algorithms.rewarded import RewardedModule, RewardFunctionSource, check_group
+from lightning_realloc.algorithms.role import ModelSource
+from lightning_realloc.algorithms.settings import check_choice
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation import SamplingParams
+from lightning_realloc.runtime.packing import PackedBatch
+from lightning_realloc.runtime.samples import Samples
+from lightning_realloc.runtime.training import Average, Loss, Totals
+
+
+class BestOfN(RewardedModule):
+    """Train an actor on the best of its own responses to every prompt; the others cost no training.
+
+    Source: Dong et al., arXiv:2304.06767 (RAFT); with a ``min_reward``: Yuan et al., arXiv:2308.01825 (RFT).
+
+    Args:
+        actor: The policy: a Hugging Face name or folder, a config, or a module.
+        reward: Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths.
+        sampling: Of the rollout; ``n`` responses are compared.
+        keep: How many of them are learnt from.
+        min_reward: Responses below it are not learnt from, even if they are the best; None takes any.
+        loss_average: ``"token"`` means all tokens; ``"sequence"`` each response's, then the responses; see
+            :class:`PolicyGradient`.
+        settings: Of :class:`RewardedModule` and its bases.
+    """
+
+    def __init__(
+        self,
+        actor: ModelSource,
+        reward: RewardFunctionSource,
+        *,
+        sampling: SamplingParams | None = None,
+        keep: int = 1,
+        min_reward: float | None = None,
+        loss_average: LossAverage = "token",
+        **settings: Any,
+    ) -> None:
+        super().__init__(actor, reward, sampling=sampling or SamplingParams(n=8), **settings)
+        check_group(self.sampling.n)
+        check_choice("loss_average", loss_average, get_args(LossAverage))
+        if not 1 <= keep <= self.sampling.n:
+            raise ConfigError(f"keep={keep} must lie between 1 and sampling.n={self.sampling.n}")
+        self.keep = keep
+        self.min_reward = min_reward
+        self.loss_average = loss_average
+
+    @property
+    def has_reference(self) -> bool:
+        """Never: nothing is compared with it."""
+        return False
+
+    @property
+    def chooses(self) -> bool:
+        """Always."""
+        return True
+
+    def choose(self, samples: Samples) -> Samples | None:
+        """Return the best responses; None, and so no step, where there are fewer than mini-batches."""
+        rewards = samples.tensor("rewards")
+        rows = best_rows(rewards, samples.tensor("prompt_id"), keep=self.keep, min_reward=self.min_reward)
+        self.log("reward_of_all", rewards.nanmean(), batch_size=1)
+        self.log("kept", len(rows) / len(samples), batch_size=1)
+        enough = len(rows) >= self.train_options_of("actor").num_minibatches
+        return samples.select(rows) if enough else None
+
+    @train("actor", needs="rollout")
+    def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
+        """Return one micro-batch's part of the mean negative log-likelihood."""
+        values, mask = -self._logprobs(actor, batch), batch.response_mask
+        loss = averaged_loss(
+            values, batch, totals, average=self.loss_average, max_tokens=self.sampling.max_new_tokens
+        )  # fmt: skip
+        return Loss(loss, {"nll": Average(values.sum(), mask.sum())})
+
+
+def best_rows(rewards: Tensor, groups: Tensor, *, keep: int, min_reward: float | None = None) -> list[int]:
+    """Return the positions of the ``keep`` largest of the (B,) rewards of every group, ascending.
+
+    The first one wins a tie. Rewards of NaN are missing; those below ``min_reward`` are left out.
+    """
+    least = -torch.inf if min_reward is None else min_reward
+    best: dict[int, list[int]] = {}
+    for row in torch.argsort(rewards, descending=True, stable=True).tolist():
+        if float(rewards[row]) >= least:  # not of NaN
+            best.setdefault(int(groups[row]), []).append(row)
+    return sorted(row for rows in best.values() for row in rows[:keep])

@@ -1,0 +1,208 @@
+"""Learn from a teacher what it would have said to one's own responses: on-policy distillation.
+
+The student answers prompts, the teacher says of each of the student's tokens how likely it was, or of each place which
+tokens were. So the student learns where it goes itself, and not on responses that it would never have begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from lightning_realloc.algorithms.averages import LossAverage, averaged_loss
+from lightning_realloc.algorithms.calls import compute, infer, train
+from lightning_realloc.algorithms.functional import kept_tokens, masked_sum, sequence_sums
+from lightning_realloc.algorithms.policy import PolicyModule
+from lightning_realloc.algorithms.policy_losses import PolicyLoss
+from lightning_realloc.algorithms.role import ModelSource, Role
+from lightning_realloc.algorithms.rollout import model_mask, response_summary
+from lightning_realloc.algorithms.settings import check_choice, check_minibatches
+from lightning_realloc.algorithms.vocabulary import require_same_vocabulary
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation import SamplingParams
+from lightning_realloc.runtime.packed_forward import predicting_logits, predicting_states
+from lightning_realloc.runtime.packing import PackedBatch
+from lightning_realloc.runtime.samples import Column, Ragged, Samples
+from lightning_realloc.runtime.token_divergence import TeacherTokens, vocabulary_divergence
+from lightning_realloc.runtime.training import Average, Loss, Totals
+from lightning_realloc.tuning.dataflow import ModelFunctionCall
+
+DistillationDivergence = Literal["sampled", "reverse_kl", "forward_kl", "js"]
+_CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Settings of models whose logits are not their heads' products alone."""
+
+
+class OnPolicyDistillation(PolicyModule):
+    """Train an actor to be like a teacher on the actor's own responses.
+
+    Source: Agarwal et al., arXiv:2306.13649 (GKD); ``"sampled"``: Gu et al., arXiv:2306.08543, without its
+    returns; Lu et al., "On-policy distillation", 2025, https://thinkingmachines.ai/blog/on-policy-distillation.
+
+    Args:
+        actor: The student: a Hugging Face name or folder, a config, or a module.
+        teacher: What it is to be like; it reads the student's tokens, so both need the same vocabulary.
+        tokenizer: By default the actor's.
+        sampling: Of the rollout.
+        divergence: ``"sampled"``: the reverse KL as a policy gradient of the tokens that were drawn, for which the
+            teacher sends one number a token; ``"reverse_kl"``, ``"forward_kl"`` or ``"js"``: over the whole
+            vocabulary, for which it sends its last hidden states, and every training rank keeps a copy of its head.
+        mix: Of ``"js"``: how much of the mixture is the teacher; near 0 it is like the forward KL, near 1 like the
+            reverse one.
+        clip_low: Of ``"sampled"``: how far a ratio may fall below 1 and still be pushed down.
+        clip_high: How far it may rise above 1 and still be pushed up.
+        loss_average: ``"token"`` means all tokens; ``"sequence"`` each response's, then the responses; see
+            :class:`PolicyGradient`.
+        settings: Of :class:`PolicyModule`: environment, rollout budget; of :class:`MultiModelModule`: learning rate,
+            optimizer, schedule, training options, seed.
+    """
+
+    optional_roles = ()
+    share_prompts = True
+
+    def __init__(
+        self,
+        actor: ModelSource,
+        teacher: ModelSource,
+        *,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        sampling: SamplingParams | None = None,
+        divergence: DistillationDivergence = "sampled",
+        mix: float = 0.5,
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        loss_average: LossAverage = "token",
+        **settings: Any,
+    ) -> None:
+        super().__init__(sampling=sampling or SamplingParams(), **settings)
+        check_choice("divergence", divergence, get_args(DistillationDivergence))
+        check_choice("loss_average", loss_average, get_args(LossAverage))
+        if not 0 < mix < 1:
+            raise ConfigError(f"mix={mix} must lie between 0 and 1, not included; there it is one of the other two")
+        if self.sampling.temperature == 0:
+            raise ConfigError("sampling.temperature=0 leaves one token of each distribution; set it above 0")
+        self.divergence = divergence
+        self.mix = mix
+        self.policy_loss = PolicyLoss(clip_low=clip_low, clip_high=clip_high)
+        self.loss_average = loss_average
+        self.tokenizer = tokenizer
+        self.evaluation_calls = ("actor.generate", *(("teacher.infer", "measure") if self._is_sampled else ()))
+        self._actor_source = actor
+        self._teacher_source = teacher
+        self._head: tuple[Tensor, Tensor | None] | None = None
+        """The teacher's: its weight, and its bias where it has one."""
+
+    @property
+    def _is_sampled(self) -> bool:
+        return self.divergence == "sampled"
+
+    # ---- models and calls
+    def roles(self) -> tuple[Role, ...]:
+        """Return the student and the teacher."""
+        return (
+            Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor")),
+            Role(name="teacher", source=self._teacher_source, trained=False),
+        )
+
+    def calls(self) -> tuple[ModelFunctionCall, ...]:
+        """Leave the reference out, and have the teacher read or score as the divergence needs."""
+        calls = [call for call in super().calls() if call.role != "reference"]
+        if self._is_sampled:
+            return tuple(calls)
+        changes: dict[str, dict[str, Any]] = {
+            "teacher.infer": {"method": "read_teacher", "produces": ("teacher_states",)},
+            "actor.train": {"needs": ("rollout", "teacher_states")},
+        }
+        return tuple(replace(call, **changes.get(call.name, {})) for call in calls if call.name != "measure")
+
+    def configure_model(self) -> None:
+        """Build the models, once it is known that they read the same tokens; keep the teacher's head, where needed."""
+        if not self.models():
+            actor, teacher = self.roles()
+            require_same_vocabulary(teacher, actor, self._tokenizer, way_out="give a teacher of the actor's family")
+        super().configure_model()
+        if self._head is None and not self._is_sampled:
+            self._head = _head_of(self.teacher)
+
+    # ---- the calls
+    @infer("teacher", needs="rollout", produces="teacher_logprobs")
+    def score_teacher(self, teacher: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return the teacher's log-probability of every token that the student chose."""
+        return self._logprobs(teacher, batch)
+
+    def read_teacher(self, teacher: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return (N, D) the hidden states that the teacher predicts every response token from."""
+        return predicting_states(teacher, batch)
+
+    @compute(needs=("rollout", "teacher_logprobs"), produces="reverse_kl")
+    def measure(self, samples: Samples) -> Mapping[str, Column]:
+        """Return an estimate of the reverse KL of every response, in nats."""
+        mask = model_mask(samples)
+        student = kept_tokens(samples.ragged("behaviour_logprobs"), mask)
+        teacher = kept_tokens(samples.ragged("teacher_logprobs"), mask).values.to(student.values)
+        return {"reverse_kl": sequence_sums(Ragged(student.values - teacher, student.lengths))}
+
+    @train("actor", needs=("rollout", "teacher_logprobs"))
+    def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
+        """Return one micro-batch's part of the mean divergence over tokens, or of its policy gradient."""
+        values, measured = self._sampled(actor, batch) if self._is_sampled else self._whole(actor, batch)
+        mask = batch.response_mask
+        metrics = {name: Average(masked_sum(value, mask), mask.sum()) for name, value in measured.items()}
+        max_tokens = self.sampling.max_new_tokens
+        return Loss(averaged_loss(values, batch, totals, average=self.loss_average, max_tokens=max_tokens), metrics)
+
+    def _sampled(self, actor: nn.Module, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return (N,) losses of which each token is rewarded with minus its own part of the divergence."""
+        logprobs, behaviour = self._logprobs(actor, batch), batch["behaviour_logprobs"]
+        apart = behaviour - batch["teacher_logprobs"]
+        loss = self.policy_loss(logprobs, behaviour, -apart, batch)
+        return loss.values, {"reverse_kl": apart, "clip_fraction": loss.clipped.float()}
+
+    def _whole(self, actor: nn.Module, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return (N,) divergences over the whole vocabulary, zero outside responses."""
+        assert self.divergence != "sampled" and self._head is not None, "the head was kept by configure_model"
+        targets = batch.response_mask.nonzero().squeeze(1)
+        logits = predicting_logits(actor, batch, targets)
+        weight, bias = (None if part is None else part.to(logits) for part in self._head)
+        assert weight is not None, "a head has a weight"
+        self._head = weight, bias  # where and as it is needed from now on
+        teacher = TeacherTokens(batch["teacher_states"][targets].to(logits), weight, bias)
+        found = vocabulary_divergence(
+            logits, teacher, divergence=self.divergence, mix=self.mix, temperature=self.sampling.temperature
+        )
+        values = found.new_zeros(batch.num_tokens).index_copy(0, targets, found)
+        return values, {self.divergence: values}
+
+    # ---- what is known of it
+    def summarize(self, samples: Samples) -> dict[str, Tensor]:
+        """Return the mean divergence in nats per response where it was estimated, and how long responses are."""
+        found = {"reverse_kl": samples.tensor("reverse_kl").mean()} if "reverse_kl" in samples else {}
+        return found | response_summary(samples)
+
+    def check_batch(self, batch: Samples) -> None:
+        """Refuse fewer samples than mini-batches."""
+        if self.training_now:
+            check_minibatches(len(batch) * self.sampling.n, self.train_options_of("actor"))
+
+
+def _head_of(teacher: Any) -> tuple[Tensor, Tensor | None]:
+    """Return a copy of the whole head of a model that is not divided yet.
+
+    Raises:
+        ConfigError: where logits are more than the head's product.
+    """
+    config = getattr(teacher, "config", None)
+    changed = [name for name in _CHANGES_LOGITS if getattr(config, name, None) not in (None, 1.0)]
+    head = teacher.get_output_embeddings() if hasattr(teacher, "get_output_embeddings") else None
+    if changed or not isinstance(head, nn.Linear):
+        raise ConfigError(
+            f"the logits of teacher {type(teacher).__name__} are not its head's product alone "
+            f"({', '.join(changed) or 'no linear head'}); use divergence='sampled', which asks for log-probabilities"
+        )
+    with torch.no_grad():
+        return head.weight.detach().clone(), None if head.bias is None else head.bias.detach().clone()

@@ -1,0 +1,110 @@
+"""Direct preference optimisation on the actor's own responses: the best and the worst of a group are a pair."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_realloc.algorithms.best_of_n import best_rows
+from lightning_realloc.algorithms.calls import train
+from lightning_realloc.algorithms.pairs import pair_metrics, sides
+from lightning_realloc.algorithms.policy_losses import response_sums
+from lightning_realloc.algorithms.preference_losses import (
+    OF_WHOLE_BATCH,
+    PairLossName,
+    PairLossSettings,
+    Pairs,
+    pair_loss,
+)
+from lightning_realloc.algorithms.rewarded import RewardedModule, RewardFunctionSource, check_group
+from lightning_realloc.algorithms.role import ModelSource
+from lightning_realloc.algorithms.settings import check_choice, check_positive
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation import SamplingParams
+from lightning_realloc.runtime.packing import PackedBatch
+from lightning_realloc.runtime.samples import Samples
+from lightning_realloc.runtime.training import Loss, Totals
+
+
+class OnlineDPO(RewardedModule):
+    """Train an actor to prefer the best of its own responses to the worst, compared with what a reference prefers.
+
+    Groups in which all responses earn the same make no pair.
+
+    Source: Guo et al., arXiv:2402.04792; pairs of best and worst: Xiong et al., arXiv:2312.11456.
+
+    Args:
+        actor: The policy: a Hugging Face name or folder, a config, or a module.
+        reward: Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths.
+        sampling: Of the rollout; a pair is made of ``n`` responses.
+        loss: Of pairs: ``"sigmoid"``, or another of ``PairLossName`` that needs no ranks.
+        beta: How dear it is to leave the reference.
+        label_smoothing: The share of pairs that are taken to be the wrong way round, in losses that know it.
+        settings: Of :class:`RewardedModule` and its bases.
+    """
+
+    group_size = 2
+
+    def __init__(
+        self,
+        actor: ModelSource,
+        reward: RewardFunctionSource,
+        *,
+        sampling: SamplingParams | None = None,
+        loss: PairLossName = "sigmoid",
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
+        **settings: Any,
+    ) -> None:
+        super().__init__(actor, reward, sampling=sampling or SamplingParams(n=2), **settings)
+        check_group(self.sampling.n)
+        check_choice("loss", loss, sorted(set(get_args(PairLossName)) - OF_WHOLE_BATCH))
+        check_positive(beta=beta)
+        smoothed = 0 < label_smoothing < 0.5
+        if not smoothed and (label_smoothing or loss == "exo_pair"):
+            raise ConfigError(
+                f"label_smoothing={label_smoothing} must lie below 0.5, and above 0 with loss='exo_pair'; this is "
+                f"loss={loss!r}"
+            )
+        self.loss = loss
+        self.settings = PairLossSettings(beta=beta, label_smoothing=label_smoothing)
+
+    @property
+    def chooses(self) -> bool:
+        """Always."""
+        return True
+
+    def choose(self, samples: Samples) -> Samples | None:
+        """Return pairs, chosen and rejected in turn; None, and so no step, where there are fewer than mini-batches."""
+        rewards = samples.tensor("rewards")
+        rows = pair_rows(rewards, samples.tensor("prompt_id"))
+        self.log("reward_of_all", rewards.nanmean(), batch_size=1)
+        self.log("pairs", len(rows) / 2 * self.sampling.n / len(samples), batch_size=1)
+        enough = len(rows) >= 2 * self.train_options_of("actor").num_minibatches
+        return samples.select(rows) if enough else None
+
+    @train("actor", needs=("rollout", "ref_logprobs"))
+    def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
+        """Return one micro-batch's part of the mean loss over pairs."""
+        logprobs = self._logprobs(actor, batch)
+        lengths = response_sums(torch.ones_like(logprobs), batch)
+        columns = (sides(response_sums(values, batch)) for values in (logprobs, batch["ref_logprobs"]))
+        pairs = Pairs(*next(columns), *next(columns), *sides(lengths))
+        losses = pair_loss(self.loss, pairs, self.settings)
+        margins = self.settings.beta * (pairs.chosen_ratios - pairs.rejected_ratios)
+        return Loss(losses.sum() / totals.num_groups, pair_metrics(margins))
+
+
+def pair_rows(rewards: Tensor, groups: Tensor) -> list[int]:
+    """Return the positions of the best and the worst of the (B,) rewards of every group where they differ, in turn.
+
+    Groups come in the order of their first sample; the first of equals is taken. Rewards of NaN are missing.
+    """
+    best, worst = (best_rows(signed, groups, keep=1) for signed in (rewards, -rewards))
+    of_group = {int(groups[row]): row for row in worst}
+    pairs = [(row, of_group[int(groups[row])]) for row in best]
+    first = {int(group): row for row, group in reversed(list(enumerate(groups.tolist())))}
+    pairs.sort(key=lambda pair: first[int(groups[pair[0]])])
+    return [row for pair in pairs if rewards[pair[0]] > rewards[pair[1]] for row in pair]

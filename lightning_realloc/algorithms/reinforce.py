@@ -1,0 +1,108 @@
+"""REINFORCE++: REINFORCE with PPO's tricks and without its critic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import torch
+
+from lightning_realloc.algorithms.averages import LossAverage
+from lightning_realloc.algorithms.calls import compute
+from lightning_realloc.algorithms.functional import (
+    KLEstimator,
+    generalized_advantages,
+    group_advantages,
+    kept_tokens,
+    sequence_sums,
+    spread_tokens,
+    token_rewards,
+    whiten,
+)
+from lightning_realloc.algorithms.policy_gradient import KLPlace, PolicyGradient
+from lightning_realloc.algorithms.rewarded import RewardFunctionSource, check_group
+from lightning_realloc.algorithms.role import ModelSource
+from lightning_realloc.algorithms.rollout import model_mask
+from lightning_realloc.algorithms.settings import check_choice, check_share
+from lightning_realloc.algorithms.unjudged import of_judged
+from lightning_realloc.generation import SamplingParams
+from lightning_realloc.runtime.samples import Column, Ragged, Samples
+
+Baseline = Literal["batch", "group"]
+
+
+class ReinforcePlusPlus(PolicyGradient):
+    """Train an actor on rewards, each token's return compared with those of the whole batch.
+
+    Source: Hu et al., arXiv:2501.03262.
+
+    Args:
+        actor: The policy: a Hugging Face name or folder, a config, or a module.
+        reward: Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths.
+        sampling: Of the rollout; with ``baseline="group"``, ``n`` is the group size.
+        baseline: ``"batch"``: returns are normalised over all tokens of the batch; ``"group"``: first each reward has
+            the mean of its group taken away.
+        discount: Of a reward one token later.
+        kl_coef: Weight of the divergence from the reference; 0 leaves the reference out altogether.
+        kl_place: ``"reward"`` takes the divergence from the reward of every token, ``"loss"`` adds it there; by default
+            the first with ``baseline="batch"`` and the second with ``"group"``.
+        kl_estimator: k1, k2 or k3, in the loss.
+        loss_average: As in :class:`PolicyGradient`.
+        settings: Of :class:`PolicyGradient` and its bases; see :class:`GRPO`.
+    """
+
+    def __init__(
+        self,
+        actor: ModelSource,
+        reward: RewardFunctionSource,
+        *,
+        sampling: SamplingParams | None = None,
+        baseline: Baseline = "batch",
+        discount: float = 1.0,
+        kl_coef: float = 0.01,
+        kl_place: KLPlace | None = None,
+        kl_estimator: KLEstimator = "k2",
+        loss_average: LossAverage = "token",
+        **settings: Any,
+    ) -> None:
+        check_choice("baseline", baseline, get_args(Baseline))
+        place: KLPlace = "reward" if baseline == "batch" else "loss"
+        super().__init__(
+            actor, reward, sampling=sampling or SamplingParams(n=1 if baseline == "batch" else 8), kl_coef=kl_coef,
+            kl_place=kl_place or place, kl_estimator=kl_estimator, loss_average=loss_average, **settings,
+        )  # fmt: skip
+        check_share(discount=discount)
+        self.baseline = baseline
+        self.discount = discount
+        if baseline == "group" or self.chooses:
+            check_group(self.sampling.n)
+
+    @property
+    def learns_whole_groups(self) -> bool:  # type: ignore[override]
+        """Whether responses to one prompt are compared with each other."""
+        return self.baseline == "group"
+
+    @compute(needs=("rollout", "rewards", "ref_logprobs"), produces="advantages", whole_batch=True)
+    def compare(self, samples: Samples) -> Mapping[str, Column]:
+        """Return every token's return, normalised over all tokens of the batch; NaN for what is not learnt from."""
+        rewards = samples.tensor("rewards")
+        if self.baseline == "group":
+            rewards = group_advantages(rewards, samples.tensor("prompt_id"), std_eps=None)
+        samples = samples.with_columns(compared=rewards.masked_fill(self.left_out(samples), torch.nan))
+        return of_judged(samples, samples.tensor("compared"), self._estimates)
+
+    def _estimates(self, samples: Samples) -> dict[str, Column]:
+        mask, columns = model_mask(samples), {}
+        kept = kept_tokens(samples.ragged("behaviour_logprobs"), mask)
+        penalties = Ragged(torch.zeros_like(kept.values), kept.lengths)
+        if self.has_reference and self.kl_place == "reward":
+            penalties = self.divergences(samples)
+            columns["kl_k1"] = sequence_sums(penalties)
+            penalties = Ragged(self.kl_coef * penalties.values, penalties.lengths)
+        rewards = token_rewards(samples.tensor("compared"), penalties)
+        # Without a critic, what follows a token is all that it is credited with.
+        nothing = Ragged(torch.zeros_like(rewards.values), rewards.lengths)
+        returns = generalized_advantages(rewards, nothing, discount=self.discount, gae_lambda=1.0)
+        whitened = Ragged(whiten(returns.values), returns.lengths)
+        made: dict[str, Column] = {"advantages": spread_tokens(whitened, mask)}
+        return made | columns

@@ -1,0 +1,87 @@
+"""REINFORCE with the reward of the most likely response as the baseline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_realloc.algorithms.policy_gradient import KLPlace, PolicyGradient
+from lightning_realloc.algorithms.rewarded import RewardFunctionSource
+from lightning_realloc.algorithms.role import ModelSource
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation import SamplingParams
+from lightning_realloc.runtime.samples import Samples
+
+
+class ReMax(PolicyGradient):
+    """Train an actor on rewards, each less that of the greedy response to the same prompt.
+
+    The greedy responses are one more generation and judging of each iteration, and are not learnt from.
+
+    Source: Li et al., arXiv:2310.10505.
+
+    Args:
+        actor: The policy: a Hugging Face name or folder, a config, or a module.
+        reward: Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths.
+        sampling: Of the rollout.
+        kl_coef: Weight of the divergence from the reference; 0 leaves the reference out altogether.
+        kl_place: ``"reward"`` takes the divergence of the whole response from its reward, ``"loss"`` adds it there.
+        settings: Of :class:`PolicyGradient` and its bases; see :class:`GRPO`.
+    """
+
+    def __init__(
+        self,
+        actor: ModelSource,
+        reward: RewardFunctionSource,
+        *,
+        sampling: SamplingParams | None = None,
+        kl_coef: float = 0.05,
+        kl_place: KLPlace = "reward",
+        **settings: Any,
+    ) -> None:
+        super().__init__(
+            actor, reward, sampling=sampling or SamplingParams(), kl_coef=kl_coef, kl_place=kl_place, **settings
+        )
+        if self._refill is not None:
+            raise ConfigError("dynamic_sampling compares responses of a group, and ReMax each with the greedy one")
+        self._answers_greedily = False
+
+    @property
+    def chooses(self) -> bool:
+        """Always: the greedy responses come before what is learnt from is known."""
+        return True
+
+    def rollout_sampling(self) -> SamplingParams:
+        """Return how responses are drawn now."""
+        greedy = replace(self.sampling, n=1, temperature=0.0)
+        return greedy if self._answers_greedily else super().rollout_sampling()
+
+    def first_walk(self, batch: Samples) -> Samples:
+        """Return judged responses with ``greedy_rewards``, those of the greedy response to their prompt."""
+        samples = super().first_walk(batch)
+        self._answers_greedily = True
+        try:
+            greedy = super().first_walk(batch)
+        finally:
+            self._answers_greedily = False
+        row_of = {prompt: row for row, prompt in enumerate(greedy.tensor("prompt_id").tolist())}
+        rows = torch.tensor([row_of[prompt] for prompt in samples.tensor("prompt_id").tolist()])
+        return samples.with_columns(greedy_rewards=greedy.tensor("rewards")[rows])
+
+    def choose(self, samples: Samples) -> Samples:
+        """Return all."""
+        return samples
+
+    def advantages(self, rewards: Tensor, samples: Samples) -> Tensor:
+        """Return rewards less the greedy response's; NaN also where that could not be judged."""
+        return rewards - samples.tensor("greedy_rewards")
+
+    def summarize(self, samples: Samples) -> dict[str, Tensor]:
+        """Return also the mean reward of greedy responses."""
+        made = "greedy_rewards" in samples
+        return super().summarize(samples) | (
+            {"greedy_reward": samples.tensor("greedy_rewards").nanmean()} if made else {}
+        )

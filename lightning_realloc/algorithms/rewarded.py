@@ -1,0 +1,166 @@
+"""What do algorithms have in common whose responses are rewarded? Judging, and choosing what is learnt from.
+
+Most learn from all responses. Some choose among them once they are judged: the best of a group, pairs, groups that
+differ. These take two walks through their calls: the first one generates and judges, and all ranks get everything that
+came of it; the second one does the rest with what was chosen, as if the loader had supplied it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from lightning_realloc.algorithms.calls import compute
+from lightning_realloc.algorithms.policy import PolicyModule
+from lightning_realloc.algorithms.role import ModelSource, Role
+from lightning_realloc.algorithms.rollout import (
+    judged_responses,
+    num_model_tokens,
+    response_summary,
+    reward_columns,
+    reward_summary,
+)
+from lightning_realloc.algorithms.settings import check_minibatches
+from lightning_realloc.algorithms.shaping import OverlongPenalty
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.rewards.functions import RewardFunction, RewardFunctions
+from lightning_realloc.runtime.samples import Column, Samples
+
+RewardFunctionSource = str | Sequence[str | RewardFunction] | RewardFunction
+"""Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths."""
+FIRST_WALK = ("actor.generate", "judge")
+
+
+class RewardedModule(PolicyModule):
+    """A PolicyModule whose responses are judged by reward functions.
+
+    Args:
+        actor: The policy: a Hugging Face name or folder, a config, or a module.
+        reward: Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths.
+        reward_weights: One per function; by default all count 1.
+        reference: What the policy is kept close to; by default the actor as it was loaded, or without its adapters.
+        tokenizer: By default the actor's.
+        overlong_penalty: Added to rewards of responses that come close to a length; None: nothing.
+        settings: Of :class:`PolicyModule`: sampling, environment, conversation, rollout budget; of
+            :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+    """
+
+    evaluation_calls = FIRST_WALK
+    share_prompts = True
+
+    def __init__(
+        self,
+        actor: ModelSource,
+        reward: RewardFunctionSource,
+        *,
+        reward_weights: Sequence[float] | None = None,
+        reference: ModelSource | None = None,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        overlong_penalty: OverlongPenalty | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        if self.sampling.temperature == 0:
+            raise ConfigError(
+                "sampling.temperature=0 gives every response of a group the same tokens, and explores nothing; set it "
+                "above 0"
+            )
+        self._rewards = RewardFunctions(reward, weights=reward_weights)
+        self.overlong_penalty = overlong_penalty
+        self.tokenizer = tokenizer
+        self._actor_source = actor
+        self._reference_source = reference
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference takes part."""
+        return True
+
+    @property
+    def chooses(self) -> bool:
+        """Whether :meth:`choose` is asked what is learnt from."""
+        return False
+
+    def roles(self) -> tuple[Role, ...]:
+        """Return the actor and, where it takes part, the reference."""
+        actor = Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor"))
+        return (actor, self.reference_of(actor, self._reference_source)) if self.has_reference else (actor,)
+
+    @compute(needs="rollout", produces="rewards")
+    def judge(self, samples: Samples) -> Mapping[str, Column]:
+        """Reward every response."""
+        rewards = judged_responses(self._rewards, samples, self.tokenizer)
+        if self.overlong_penalty is None:
+            return {"rewards": rewards.total, **reward_columns(rewards)}
+        penalties = self.overlong_penalty.rewards(num_model_tokens(samples))
+        columns = {**reward_columns(rewards), "reward/overlong": penalties}
+        return {"rewards": rewards.total + penalties, **columns}
+
+    # ---- choosing
+    def choose(self, samples: Samples) -> Samples | None:
+        """Return what an iteration learns from, of judged samples that are the same on every rank, sorted by id.
+
+        None: nothing yet. Then no step is taken, and the next batch comes.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must say what it chooses")
+
+    def runs(self, call: str, iteration: int) -> bool:
+        """Leave out of an iteration what was done before samples were chosen."""
+        return not (self.chooses and call in FIRST_WALK)
+
+    def training_step(self, batch: Samples, batch_idx: int) -> None:
+        """Run one iteration of the dataflow, in two walks where samples are chosen."""
+        if not self.chooses:
+            super().training_step(batch, batch_idx)
+            return
+        self.check_batch(batch)
+        chosen = self.choose(self.first_walk(batch))
+        if chosen is None:
+            return
+        for samples in self._strategy.run_iteration(chosen):
+            self.log_dict(self.summarize(samples), prog_bar=True, batch_size=len(samples))
+            self.on_iteration_end(samples)
+
+    def first_walk(self, batch: Samples) -> Samples:
+        """Return judged responses to a batch, the same on every rank, sorted by id."""
+        samples: Samples = self._strategy.run_calls(batch, FIRST_WALK)
+        return samples.to("cpu").sorted_by_id()
+
+    def setup(self, stage: str) -> None:
+        """Refuse what cannot be combined with choosing."""
+        super().setup(stage)
+        if stage != "fit" or not self.chooses:
+            return
+        name = type(self).__name__
+        if self.rollout_budget is not None:
+            raise ConfigError(
+                f"rollout_budget carries responses on, and {name} chooses among those of whole prompts before it "
+                f"learns; leave rollout_budget out"
+            )
+        for setting, plain in (("max_staleness", 0), ("generation_parts", 1)):
+            if getattr(self.trainer.strategy, setting, plain) != plain:
+                raise ConfigError(
+                    f"{setting}={getattr(self.trainer.strategy, setting)} works ahead of what is chosen, and {name} "
+                    f"chooses among all responses before it learns; use ReallocStrategy({setting}={plain})"
+                )
+
+    # ---- what is known of it
+    def summarize(self, samples: Samples) -> dict[str, Tensor]:
+        """Return mean rewards, mean response length, and the share of responses that ended by themselves."""
+        return {"reward": samples.tensor("rewards").nanmean(), **reward_summary(samples), **response_summary(samples)}
+
+    def check_batch(self, batch: Samples) -> None:
+        """Refuse data without a column that a reward function asks for, and fewer samples than mini-batches."""
+        if self.training_now:
+            check_minibatches(len(batch) * self.sampling.n, self.train_options_of("actor"))
+        self._rewards.check_columns([name for name, column in batch.columns.items() if isinstance(column, tuple)])
+
+
+def check_group(n: int) -> None:
+    """Raise ConfigError for a group with nothing to compare."""
+    if n < 2:
+        raise ConfigError(f"sampling.n={n}: a group needs 2 or more responses to compare; set n >= 2")

@@ -1,0 +1,54 @@
+"""REINFORCE with the other responses' mean reward as the baseline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_realloc.algorithms.functional import leave_one_out_advantages
+from lightning_realloc.algorithms.policy_gradient import KLPlace, PolicyGradient
+from lightning_realloc.algorithms.policy_losses import RatioLevel
+from lightning_realloc.algorithms.rewarded import RewardFunctionSource, check_group
+from lightning_realloc.algorithms.role import ModelSource
+from lightning_realloc.generation import SamplingParams
+from lightning_realloc.runtime.samples import Samples
+
+
+class RLOO(PolicyGradient):
+    """Train an actor on rewards, each less the mean of the others to the same prompt. A response is one action.
+
+    Source: Ahmadian et al., arXiv:2402.14740.
+
+    Args:
+        actor: The policy: a Hugging Face name or folder, a config, or a module.
+        reward: Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths.
+        sampling: Of the rollout; ``n`` is the group size.
+        kl_coef: Weight of the divergence from the reference; 0 leaves the reference out altogether.
+        kl_place: ``"reward"`` takes the divergence of the whole response from its reward, ``"loss"`` adds it there.
+        ratio_level: Whose probability ratios are of: by default the whole response's.
+        settings: Of :class:`PolicyGradient` and its bases; see :class:`GRPO`.
+    """
+
+    learns_whole_groups = True
+
+    def __init__(
+        self,
+        actor: ModelSource,
+        reward: RewardFunctionSource,
+        *,
+        sampling: SamplingParams | None = None,
+        kl_coef: float = 0.05,
+        kl_place: KLPlace = "reward",
+        ratio_level: RatioLevel = "product",
+        **settings: Any,
+    ) -> None:
+        super().__init__(
+            actor, reward, sampling=sampling or SamplingParams(n=4), kl_coef=kl_coef, kl_place=kl_place,
+            ratio_level=ratio_level, **settings,
+        )  # fmt: skip
+        check_group(self.sampling.n)
+
+    def advantages(self, rewards: Tensor, samples: Samples) -> Tensor:
+        """Return rewards less the mean of the others of their group."""
+        return leave_one_out_advantages(rewards, samples.tensor("prompt_id"))

@@ -1,0 +1,154 @@
+"""From rewards to advantages by hand: RLOO, REINFORCE++ and ReMax, and the divergence as part of a reward."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_realloc import (
+    GRPO,
+    RLOO,
+    DynamicSampling,
+    EngineCorrection,
+    OverlongPenalty,
+    PolicyGradient,
+    ReinforcePlusPlus,
+    ReMax,
+    SamplingParams,
+)
+from lightning_realloc.algorithms.functional import leave_one_out_advantages
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.samples import Ragged, Samples
+from tests.algorithms import test_grpo
+from tests.models import byte_tokenizer, tiny_model
+from tests.strategies import runs
+
+LENGTHS = [len(response) for response in test_grpo.RESPONSES]  # 2, 4, 1, 2
+
+
+def made(kind: type[PolicyGradient], **settings: Any) -> Any:
+    """Return an algorithm on a tiny model."""
+    settings = {"sampling": runs.SAMPLING, "tokenizer": byte_tokenizer(), **settings}
+    return kind(tiny_model("llama"), test_grpo.fixed, **settings)
+
+
+def compared(module: Any, **columns: Any) -> dict[str, Any]:
+    """Return what judging and comparing the rollout gives, with a reference one eighth of a nat away per token."""
+    samples = test_grpo.rollout()
+    behaviour = samples.ragged("behaviour_logprobs")
+    samples = samples.with_columns(
+        ref_logprobs=Ragged(behaviour.values - 0.125, behaviour.lengths),
+        finish_reason=torch.tensor([0, 1, 0, 0]), **columns,
+    )  # fmt: skip
+    judged = module.judge(samples)
+    return {**judged, **module.compare(samples.with_columns(**judged))}
+
+
+def test_leave_one_out_by_hand() -> None:
+    rewards = torch.tensor([1.0, 2.0, 6.0, 5.0, math.nan, 3.0])
+    groups = torch.tensor([0, 0, 0, 1, 1, 2])
+    # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2; one of a pair is missing; one alone
+    found = leave_one_out_advantages(rewards, groups)
+    assert found[[0, 1, 2, 3, 5]].tolist() == pytest.approx([-3.0, -1.5, 4.5, 0.0, 0.0])
+    assert found[4].isnan()
+
+
+def test_rloo_takes_the_whole_response_s_divergence_from_its_reward() -> None:
+    found = compared(made(RLOO, kl_coef=0.1))
+    assert found["kl_k1"].tolist() == pytest.approx([0.125 * length for length in LENGTHS])
+    # Rewards 1, 0, 1/2, 1/2 less 0.1 / 8 per token, each less the other's of its pair.
+    first = (1 - 0.0125 * 2) - (0 - 0.0125 * 4)
+    second = (0.5 - 0.0125) - (0.5 - 0.0125 * 2)
+    assert found["advantages"].tolist() == pytest.approx([first, -first, second, -second], abs=1e-6)
+    assert compared(made(RLOO, kl_place="loss"))["advantages"].tolist() == pytest.approx([1.0, -1.0, 0.0, 0.0])
+
+
+def test_where_the_divergence_counts_decides_who_needs_the_reference() -> None:
+    flow = made(RLOO).dataflow
+    assert flow.call("compare").needs == ("rollout", "rewards", "ref_logprobs")
+    assert flow.call("actor.train").needs == ("rollout", "advantages")
+    flow = made(GRPO).dataflow
+    assert flow.call("compare").needs == ("rollout", "rewards")
+    assert flow.call("actor.train").needs == ("rollout", "advantages", "ref_logprobs")
+    assert made(RLOO, kl_coef=0.0).dataflow.roles == ("actor",)
+
+
+def test_reinforce_normalises_the_returns_of_all_tokens() -> None:
+    found = compared(made(ReinforcePlusPlus, kl_coef=0.1, discount=0.5))
+    returns = []
+    for reward, length in zip(test_grpo.REWARDS, LENGTHS, strict=True):
+        row, following = [], 0.0
+        for place in reversed(range(length)):
+            following = -0.0125 + (reward if place == length - 1 else 0.0) + 0.5 * following
+            row.append(following)
+        returns.append(row[::-1])
+    everything = [value for row in returns for value in row]
+    mean, deviation = statistics.fmean(everything), statistics.pstdev(everything)
+    expected = [(value - mean) / deviation for value in everything]
+    assert found["advantages"].values.tolist() == pytest.approx(expected, abs=1e-5)
+    assert found["advantages"].lengths.tolist() == LENGTHS
+
+
+def test_reinforce_may_compare_with_the_group_first() -> None:
+    module = made(ReinforcePlusPlus, baseline="group")
+    assert (module.kl_place, module.kl_estimator) == ("loss", "k2")
+    found = compared(module)
+    # 1/2 and -1/2 in the first group, of two and four tokens; 0 in the second, of three: mean -1/9.
+    tokens = [0.5] * 2 + [-0.5] * 4 + [0.0] * 3
+    deviation = statistics.pstdev(tokens)
+    assert found["advantages"].values.tolist() == pytest.approx([(t + 1 / 9) / deviation for t in tokens], abs=1e-5)
+
+
+def test_remax_compares_with_the_greedy_response() -> None:
+    greedy = torch.tensor([0.25, 0.25, math.nan, 0.5])
+    found = compared(made(ReMax, kl_coef=0.0), greedy_rewards=greedy)["advantages"]
+    assert found[[0, 1, 3]].tolist() == [0.75, -0.25, 0.0]
+    assert found[2].isnan()
+
+
+@pytest.mark.parametrize("kind", [GRPO, ReinforcePlusPlus])
+def test_truncated_responses_are_judged_and_not_learnt_from(kind: type[PolicyGradient]) -> None:
+    whole, found = (compared(made(kind, kl_coef=0.0, learn_truncated=learn)) for learn in (True, False))
+    assert torch.equal(whole["rewards"], found["rewards"])
+    advantages = found["advantages"]
+    rows = advantages.split() if isinstance(advantages, Ragged) else list(advantages)
+    assert [bool(row.isnan().all()) for row in rows] == [False, True, False, False]
+    if kind is GRPO:
+        assert torch.equal(advantages[[0, 2, 3]], whole["advantages"][[0, 2, 3]])
+
+
+def test_long_responses_cost_reward() -> None:
+    module = made(GRPO, overlong_penalty=OverlongPenalty(max_tokens=4, margin=2))
+    judged = module.judge(test_grpo.rollout())
+    assert judged["rewards"].tolist() == [1.0, -1.0, 0.5, 0.5]
+    assert judged["reward/overlong"].tolist() == [0.0, -1.0, 0.0, 0.0]
+
+
+def test_combinations_that_cannot_work_are_refused() -> None:
+    for kind, settings, message in (
+        (RLOO, {"sampling": SamplingParams(n=1)}, "set n >= 2"),
+        (ReinforcePlusPlus, {"baseline": "mean"}, "baseline='mean' must be one of batch, group"),
+        (ReinforcePlusPlus, {"baseline": "group", "sampling": SamplingParams(n=1)}, "set n >= 2"),
+        (ReinforcePlusPlus, {"discount": 2.0}, "discount=2.0 must lie between 0 and 1"),
+        (ReMax, {"dynamic_sampling": DynamicSampling()}, "ReMax each with the greedy one"),
+        (GRPO, {"engine_correction": EngineCorrection()}, "use ratio_to='proximal'"),
+        (GRPO, {"kl_place": "both"}, "kl_place='both' must be one of loss, reward"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            made(kind, **settings)
+
+
+class Doubled(PolicyGradient):
+    """What a user writes for an estimator of one's own."""
+
+    def advantages(self, rewards: torch.Tensor, samples: Samples) -> torch.Tensor:
+        """Return twice the reward."""
+        return 2 * rewards
+
+
+def test_an_estimator_of_one_s_own_is_one_method() -> None:
+    assert compared(made(Doubled))["advantages"].tolist() == [2.0, 0.0, 1.0, 1.0]
