@@ -14,7 +14,6 @@ import torch
 from examples.sorting import byte_tokenizer, problem, random_words, tiny_llama
 from lightning_realloc import GRPO, PromptDataModule, ReallocStrategy, SamplingParams
 from lightning_realloc.algorithms.calls import compute, infer
-from lightning_realloc.algorithms.functional import group_advantages
 from lightning_realloc.algorithms.role import Role
 from lightning_realloc.runtime.packed_forward import sequence_scores
 
@@ -56,11 +55,10 @@ class CautiousGRPO(GRPO):
     def score_harmless(self, harmless, batch):
         return sequence_scores(harmless, batch)
 
-    @compute(needs=("rollout", "helpful_scores", "harmless_scores"), produces=("rewards", "advantages"))
+    @compute(needs=("rollout", "helpful_scores", "harmless_scores"), produces="rewards")
     def judge(self, samples):
         both = torch.minimum(samples.tensor("helpful_scores"), samples.tensor("harmless_scores"))
-        rewards = super().judge(samples)["rewards"] + both
-        return {"rewards": rewards, "advantages": group_advantages(rewards, samples.tensor("prompt_id"), std_eps=1e-4)}
+        return {"rewards": super().judge(samples)["rewards"] + both}
 
 
 def main(num_iterations=20):

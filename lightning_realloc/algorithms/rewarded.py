@@ -32,7 +32,6 @@ from lightning_realloc.runtime.samples import Column, Samples
 
 RewardFunctionSource = str | Sequence[str | RewardFunction] | RewardFunction
 """Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths."""
-FIRST_WALK = ("actor.generate", "judge")
 
 
 class RewardedModule(PolicyModule):
@@ -49,7 +48,8 @@ class RewardedModule(PolicyModule):
             :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
 
-    evaluation_calls = FIRST_WALK
+    evaluation_calls = ("actor.generate", "judge")
+    """Up to the rewards; what comes before samples are chosen, too."""
     share_prompts = True
 
     def __init__(
@@ -111,7 +111,7 @@ class RewardedModule(PolicyModule):
 
     def runs(self, call: str, iteration: int) -> bool:
         """Leave out of an iteration what was done before samples were chosen."""
-        return not (self.chooses and call in FIRST_WALK)
+        return not (self.chooses and call in self.evaluation_calls)
 
     def training_step(self, batch: Samples, batch_idx: int) -> None:
         """Run one iteration of the dataflow, in two walks where samples are chosen."""
@@ -128,7 +128,7 @@ class RewardedModule(PolicyModule):
 
     def first_walk(self, batch: Samples) -> Samples:
         """Return judged responses to a batch, the same on every rank, sorted by id."""
-        samples: Samples = self._strategy.run_calls(batch, FIRST_WALK)
+        samples: Samples = self._strategy.run_calls(self.prepare_batch(batch), self.evaluation_calls)
         return samples.to("cpu").sorted_by_id()
 
     def setup(self, stage: str) -> None:
