@@ -156,7 +156,7 @@ def run_arm(arm: str, model: PreTrainedModel, work: Workload) -> Run:
     layout = f"dp{world_size}@0-{world_size - 1}" if world_size > 1 else "dp1@0"
     plan = {"calls": {call.name: {"layout": layout} for call in module.dataflow.model_calls}}
     plan["calls"]["actor.generate"]["max_slots"] = work.slots
-    strategy = ReallocStrategy(plan=plan, generation_parts=4 if arm == ON else 1)
+    strategy = ReallocStrategy(plan=plan)
     trainer = L.Trainer(
         accelerator="cpu", devices=world_size, strategy=strategy, callbacks=[make_meter(noted)],
         max_epochs=work.epochs, logger=False, enable_checkpointing=False, enable_progress_bar=False,

@@ -20,10 +20,13 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _InstantiatorFn
 
 # Imported for their names: a configuration may say GRPO or SFTDataModule without the module.
-from lightning_realloc.algorithms import GRPO, PPO, SFT
+from lightning_realloc.algorithms import DPO, GRPO, KTO, ORPO, PPO, SFT, ProcessReward, RewardModel
 from lightning_realloc.callbacks import AutoTuner, MemoryMonitor, ParameterReallocation, SaveHuggingFace
+from lightning_realloc.data.feedback import BinaryFeedbackDataModule
+from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.sft import SFTDataModule
+from lightning_realloc.data.steps import StepDataModule
 from lightning_realloc.report.plan_command import run_plan
 from lightning_realloc.report.plan_request import PLAN_HELP, plan_parser
 from lightning_realloc.strategies import ReallocStrategy
@@ -36,8 +39,16 @@ SHORT_NAMES = (
     GRPO,
     PPO,
     SFT,
+    DPO,
+    KTO,
+    ORPO,
+    RewardModel,
+    ProcessReward,
     PromptDataModule,
     SFTDataModule,
+    PreferenceDataModule,
+    BinaryFeedbackDataModule,
+    StepDataModule,
     ReallocStrategy,
     ParameterReallocation,
     SaveHuggingFace,
@@ -143,6 +154,8 @@ def export_parser() -> ArgumentParser:
     parser.add_argument("--output", type=str, required=True, help="A new or empty folder, or an earlier export.")
     parser.add_argument("--role", type=str, default="actor", help="Which model of the checkpoint.")
     parser.add_argument("--dtype", type=str | None, default=None, help="float32, bfloat16, ...; default: as trained.")
+    parser.add_argument("--merge", action="store_true", help="Merge adapters into their base; default: adapters alone.")
+    parser.add_argument("--base", type=str | None, default=None, help="Their base; default: what it was loaded from.")
     return parser
 
 
@@ -151,8 +164,9 @@ def run(args: Sequence[str]) -> None:
     if args[:1] == ["export"]:
         chosen = export_parser().parse_args(list(args[1:]))
         folder = export_checkpoint(
-            Path(chosen.checkpoint), Path(chosen.output), role=chosen.role, dtype=parse_dtype(chosen.dtype)
-        )
+            Path(chosen.checkpoint), Path(chosen.output), role=chosen.role, dtype=parse_dtype(chosen.dtype),
+            merge=chosen.merge, base=chosen.base,
+        )  # fmt: skip
         sys.stdout.write(f"{chosen.role} of {chosen.checkpoint} written to {folder}\n")
     elif args[:1] == ["plan"]:
         run_plan(args[1:], sys.stdout.write)

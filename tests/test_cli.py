@@ -186,13 +186,73 @@ def test_train_evaluate_predict_and_export(workers: WorkerPool, folder: Path) ->
     assert (folder / "config.yaml").is_file()  # what was run is written beside it
 
 
+RULES = [
+    "rewards.digits",
+    {"class_path": "lightning_realloc.rewards.Regex", "init_args": {"pattern": "[a-z]"}},
+    {"class_path": "lightning_realloc.rewards.NumericAnswer", "init_args": {"reader": "plain"}},
+    {"class_path": "lightning_realloc.rewards.Format", "init_args": {"tags": ["think"]}},
+    {"class_path": "lightning_realloc.rewards.Length", "init_args": {"maximum": 3}},
+    {"class_path": "lightning_realloc.rewards.OverlongPenalty", "init_args": {"max_length": 4, "buffer": 2}},
+    {
+        "class_path": "lightning_realloc.rewards.Shaped",
+        "init_args": {
+            "function": {"class_path": "lightning_realloc.rewards.Length", "init_args": {"minimum": 2}},
+            "scale": 0.5,
+        },
+    },
+    {
+        "class_path": "lightning_realloc.rewards.PooledReward",
+        "init_args": {"function": "rewards:short", "workers": 1, "chunk_size": 8, "on_failure": "mask"},
+    },
+    {
+        "class_path": "lightning_realloc.rewards.CodeTests",
+        "init_args": {"column": "answer", "wall_s": 20.0, "interpreter": sys.executable},
+    },
+]
+
+
+def test_every_reward_can_be_given_with_its_settings(workers: WorkerPool, folder: Path) -> None:
+    model = CONFIG["model"]["init_args"] | {"reward": RULES, "reward_weights": [1.0] * len(RULES)}
+    config = CONFIG | {"model": {"class_path": "GRPO", "init_args": model}}
+    (folder / "rules.yaml").write_text(yaml.safe_dump(config))
+    lines = ["fit", "--config", "rules.yaml", "--data.batch_size", "2", "--trainer.max_steps", "1"]
+    printed, fitted = _run(workers, folder, [*lines, "--print_config"], lines)
+
+    shown = yaml.safe_load(printed.output)["model"]["init_args"]["reward"]
+    assert [rule if isinstance(rule, str) else rule["class_path"].rpartition(".")[2] for rule in shown] == [
+        rule if isinstance(rule, str) else rule["class_path"].rpartition(".")[2] for rule in RULES
+    ]
+    assert shown[7]["init_args"]["workers"] == 1 and shown[7]["init_args"]["deadline_s"] == 30.0
+    assert fitted.code == 0, fitted
+
+
+def test_a_reward_server_that_is_down_is_told_in_one_line(workers: WorkerPool, folder: Path) -> None:
+    server = {"class_path": "lightning_realloc.rewards.RemoteReward", "init_args": {"url": "http://127.0.0.1:9/judge"}}
+    wrong = {"class_path": "lightning_realloc.rewards.Length", "init_args": {"unit": "bytes"}}
+    late = {"class_path": "lightning_realloc.rewards.RemoteReward", "init_args": {"url": "localhost"}}
+    lines = []
+    for name, reward in (("down", server), ("wrong", wrong), ("late", late)):
+        model = CONFIG["model"]["init_args"] | {"reward": [reward], "reward_weights": [1.0]}
+        text = yaml.safe_dump(CONFIG | {"model": {"class_path": "GRPO", "init_args": model}})
+        (folder / f"{name}.yaml").write_text(text)
+        lines.append(["fit", "--config", f"{name}.yaml"])
+    down, wrongly, malformed = _run(workers, folder, *lines)
+
+    assert (down.code, wrongly.code, malformed.code) == (2, 2, 2)
+    assert "error: the reward server at http://127.0.0.1:9/judge cannot be used: " in down.errors
+    assert "start it before the run, or correct the address of 'remote'" in down.errors
+    assert "unit" in wrongly.errors
+    assert "error: url='localhost' must be an address like http://localhost:8000/judge" in malformed.errors
+    assert all("Traceback" not in outcome.errors for outcome in (down, wrongly, malformed))
+
+
 def test_help_names_every_command_and_fits_a_screen(workers: WorkerPool, folder: Path) -> None:
     commands, model, fit = _run(workers, folder, ["--help"], ["fit", "--model.help", "GRPO"], ["fit", "--help"])
 
     assert all(name in commands.output for name in ("fit", "validate", "test", "predict", "export"))
     assert "--model.train_options" in model.output and "--model.learning_rate" in model.output
     assert "The policy: a Hugging Face name or folder" in model.output
-    assert len(model.output.splitlines()) < 250
+    assert len(model.output.splitlines()) < 300
     names = "".join(fit.output.split())  # help breaks lines inside names
     assert "lightning_realloc.ReallocStrategy" in names
     assert "ProcessStrategy" not in names and "CheckpointStrategy" not in names  # only to inherit from
@@ -290,7 +350,7 @@ def test_a_plan_is_checked_without_weights(workers: WorkerPool, folder: Path) ->
         [*both, "--cluster", "h100:1x8", "--prompt-length", "100", "--response-length", "100"],
         [*both, "--memory-per-device", "2MiB", "--batch", "8"],
         lines,
-        [*both, "--algorithm", "dpo"],
+        [*both, "--algorithm", "other"],
         ["plan", "--check", "eight.yaml", "--model", "shape"],
     )
 
@@ -302,5 +362,5 @@ def test_a_plan_is_checked_without_weights(workers: WorkerPool, folder: Path) ->
     assert "on rank 0 in actor.train, and a device has 2.00 MiB" in exceeds.errors
     assert lacks.code == unknown.code == unnamed.code == 2
     assert "the plan names reference.infer, which this algorithm has not" in lacks.errors
-    assert "--algorithm=dpo is not one of grpo, ppo, sft" in unknown.errors
+    assert "--algorithm=other is not one of grpo, ppo, sft" in unknown.errors
     assert "--model=shape must name a role and its model" in unnamed.errors

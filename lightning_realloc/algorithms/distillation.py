@@ -105,7 +105,7 @@ class OnPolicyDistillation(PolicyModule):
     def roles(self) -> tuple[Role, ...]:
         """Return the student and the teacher."""
         return (
-            Role(name="actor", source=self._actor_source, trained=True),
+            Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor")),
             Role(name="teacher", source=self._teacher_source, trained=False),
         )
 

@@ -109,22 +109,19 @@ class DPO(PairwiseModule):
         self.tail_weight = tail_weight
         self.tokenizer = tokenizer
         self._actor_source = actor
-        self._reference_source = reference if reference is not None else actor
+        self._reference_source = reference
 
     def roles(self) -> tuple[Role, ...]:
         """Return the actor and the reference."""
-        return (
-            Role(name="actor", source=self._actor_source, trained=True),
-            Role(name="reference", source=self._reference_source, trained=False),
-        )
+        actor = Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor"))
+        return actor, self.reference_of(actor, self._reference_source)
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
-        """Leave the actor's log-probabilities before the step to evaluation, unless a loss needs them."""
+        """Let training wait for ranks over the whole batch where a loss compares them, and leave them out elsewhere."""
         calls = super().calls()
-        if OF_WHOLE_BATCH.intersection(self.losses):
-            return calls
-        kept = [call for call in calls if call.name != "match"]
-        return tuple(replace(call, needs=tuple(name for name in call.needs if name != "matches")) for call in kept)
+        if not OF_WHOLE_BATCH.intersection(self.losses):
+            return tuple(call for call in calls if call.name != "match")
+        return tuple(replace(call, needs=(*call.needs, "matches")) if call.kind == "train" else call for call in calls)
 
     def prepare_batch(self, batch: Samples) -> Samples:
         """Add what the likelihood of the chosen responses divides by."""
@@ -157,7 +154,7 @@ class DPO(PairwiseModule):
         losses = losses + self.losses.get("sft", 0.0) * nll * (len(nll) / chosen_tokens(samples).sum())
         return {"losses": both_sides(losses.float()), "margins": both_sides(self._margins(pairs))}
 
-    @train("actor", needs=("batch", "ref_logprobs", "matches"))
+    @train("actor", needs=("batch", "ref_logprobs"))
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
         """Return one micro-batch's part of the mean loss over pairs."""
         logprobs = batch.responses(token_logprobs(actor, batch, only_responses=True).logprobs)

@@ -80,14 +80,12 @@ class KTO(MultiModelModule):
         self.undesirable_weight = undesirable_weight
         self.tokenizer = tokenizer
         self._actor_source = actor
-        self._reference_source = reference if reference is not None else actor
+        self._reference_source = reference
 
     def roles(self) -> tuple[Role, ...]:
         """Return the actor and the reference."""
-        return (
-            Role(name="actor", source=self._actor_source, trained=True),
-            Role(name="reference", source=self._reference_source, trained=False),
-        )
+        actor = Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor"))
+        return actor, self.reference_of(actor, self._reference_source)
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
         """Leave the estimate out where the loss counts from zero."""
@@ -109,8 +107,15 @@ class KTO(MultiModelModule):
             check_minibatches(len(batch), self.train_options_of("actor"))
 
     def prepare_batch(self, batch: Samples) -> Samples:
-        """Put behind each sample its prompt with another one's response, if the loss needs them."""
-        return with_mismatches(batch) if self.loss == "kto" else batch
+        """Put behind each sample its prompt with another one's response, if the loss needs them.
+
+        A last batch of held-out data may have one prompt alone; its gains count from zero.
+        """
+        if self.loss != "kto":
+            return batch
+        if _is_one_prompt(batch) and not self.trainer.training:
+            return batch.with_columns(trained=torch.ones(len(batch), dtype=torch.bool))
+        return with_mismatches(batch)
 
     # ---- the calls
     @infer("reference", needs="batch", produces="ref_logprobs")
@@ -176,7 +181,7 @@ class KTO(MultiModelModule):
 
     def _reference_point(self, samples: Samples) -> Tensor:
         """Return (B,) the same number for all; zero where the loss counts from there."""
-        if self.loss != "kto":
+        if self.loss != "kto" or bool(samples.tensor("trained").all()):
             return torch.zeros(len(samples))
         mismatched = _ratios(samples)[~samples.tensor("trained")]
         return mismatched.mean().clamp(min=0.0).expand(len(samples)).clone()
@@ -185,6 +190,11 @@ class KTO(MultiModelModule):
 def _ratios(samples: Samples) -> Tensor:
     """Return (B,) how much likelier the actor finds each response than the reference does."""
     return sequence_sums(samples.ragged("logprobs")) - sequence_sums(samples.ragged("ref_logprobs"))
+
+
+def _is_one_prompt(batch: Samples) -> bool:
+    first, *others = batch.ragged("prompt_ids").split()
+    return all(torch.equal(first, prompt) for prompt in others)
 
 
 def with_mismatches(batch: Samples) -> Samples:
@@ -196,7 +206,7 @@ def with_mismatches(batch: Samples) -> Samples:
         DataError: when all prompts are the same.
     """
     prompts = batch.ragged("prompt_ids").to_lists()
-    if all(prompt == prompts[0] for prompt in prompts):
+    if _is_one_prompt(batch):
         raise DataError(
             f"loss='kto' needs two different prompts in a batch to estimate the divergence, and all {len(batch)} are "
             f"the same; raise batch_size, shuffle, or use loss='apo_zero_unpaired'"

@@ -6,7 +6,7 @@ It builds plain modules with full weights; sharding, moving, running calls and s
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,8 +18,9 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 
+from lightning_realloc.algorithms.adapters import AdapterSource
 from lightning_realloc.algorithms.calls import declared_calls
-from lightning_realloc.algorithms.role import Role
+from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.errors import CheckpointError, ConfigError, PlanError
 from lightning_realloc.generation import Speculation
@@ -49,6 +50,8 @@ class MultiModelModule(L.LightningModule):
             many as ``max_slots`` samples of the longest one's length take.
         sample_reallocation: Whether samples move between data-parallel ranks while they are generated, so that all of
             them end together. Tokens stay the same; log-probabilities are rounded as the other rank's batches are.
+        peft_config: Adapters to train in place of whole weights: a ``LoraConfig``, the same as a mapping with
+            ``peft_type: LORA``, or a folder of saved ones, for every trained role; or role -> one of these.
         seed: Of random weights, sampling and mini-batch order.
     """
 
@@ -78,6 +81,7 @@ class MultiModelModule(L.LightningModule):
         speculation: Speculation | None = None,
         max_cache_bytes: int | None = None,
         sample_reallocation: bool = False,
+        peft_config: Any = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -102,6 +106,7 @@ class MultiModelModule(L.LightningModule):
         self.speculation = speculation
         self.max_cache_bytes = max_cache_bytes
         self.sample_reallocation = sample_reallocation
+        self.peft_config = peft_config
         self.seed = seed
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
@@ -132,6 +137,22 @@ class MultiModelModule(L.LightningModule):
         if self._make_optimizer is not None:
             return self._make_optimizer(parameters)
         return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.0, fused=True)
+
+    def peft_of(self, role: str, *, trained: bool = True) -> AdapterSource | None:
+        """Return the adapters that ``peft_config`` gives a role: of one that is not trained, only if it is named."""
+        config = self.peft_config
+        if isinstance(config, Mapping) and "peft_type" not in config:
+            return config.get(role)
+        return config if trained else None
+
+    def reference_of(self, actor: Role, source: ModelSource | None) -> Role:
+        """Return a frozen reference: of ``source``; without one of what the actor begins as.
+
+        That is an actor with adapters, without them: it needs no copy of its own.
+        """
+        if source is None and actor.has_adapters:
+            return Role(name="reference", source=actor.source, trained=False, shares=actor.name)
+        return Role(name="reference", source=actor.source if source is None else source, trained=False)
 
     def check_batch(self, batch: Samples) -> None:
         """Raise for a batch that the algorithm cannot use; called before any of its calls."""
@@ -234,9 +255,22 @@ class MultiModelModule(L.LightningModule):
 
     def configure_model(self) -> None:
         """Build every model that is not built yet; called again before validate and test."""
+        self._check_adapted_roles()
         for role in self.roles():
-            if not hasattr(self, role.name):
+            if role.shares is None and not hasattr(self, role.name):
                 setattr(self, role.name, role.build(seed=self.seed))
+
+    def _check_adapted_roles(self) -> None:
+        config, roles = self.peft_config, [role.name for role in self.roles()]
+        if (
+            isinstance(config, Mapping)
+            and "peft_type" not in config
+            and (unknown := sorted(config.keys() - set(roles)))
+        ):
+            raise ConfigError(
+                f"peft_config names {', '.join(map(str, unknown))}, and the roles are {', '.join(roles)}; write "
+                f"role: configuration, or a single configuration with peft_type: LORA"
+            )
 
     def configure_optimizers(self) -> Any:
         """Return one optimizer per trained role, its parameter group named after the role."""

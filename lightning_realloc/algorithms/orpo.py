@@ -58,7 +58,7 @@ class ORPO(PairwiseModule):
 
     def roles(self) -> tuple[Role, ...]:
         """Return the one model."""
-        return (Role(name="actor", source=self._actor_source, trained=True),)
+        return (Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor")),)
 
     def prepare_batch(self, batch: Samples) -> Samples:
         """Add what the likelihood of the chosen responses divides by."""

@@ -182,7 +182,7 @@ class PPO(PolicyModule):
         self.kl_controller = KLController(kl_coef, target=kl_target, gain=kl_gain)
         self.return_moments = RunningMoments()
         self._actor_source = actor
-        self._reference_source = reference if reference is not None else actor
+        self._reference_source = reference
         self._set_reward(reward, reward_weights, reward_tokenizer)
         reads_actor_tokens = self._reward_source is not None and reward_tokenizer == "actor"
         self._critic_source = critic or (self._reward_source if reads_actor_tokens else None) or actor
@@ -204,14 +204,13 @@ class PPO(PolicyModule):
     # ---- models and calls
     def roles(self) -> tuple[Role, ...]:
         """Return the actor and the critic, and the reference and the reward where they are models."""
-        roles = [
-            Role(name="actor", source=self._actor_source, trained=True),
-            Role(name="critic", source=self._critic_source, trained=True, task="token_classification"),
-        ]
-        if self.has_reference:
-            roles.append(Role(name="reference", source=self._reference_source, trained=False))
+        actor = Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor"))
+        critic = Role(name="critic", source=self._critic_source, trained=True, task="token_classification",
+                      peft=self.peft_of("critic"))  # fmt: skip
+        roles = [actor, critic, *([self.reference_of(actor, self._reference_source)] if self.has_reference else ())]
         if self._reward_source is not None:
-            roles.append(Role(name="reward", source=self._reward_source, trained=False, task="sequence_classification"))
+            roles.append(Role(name="reward", source=self._reward_source, trained=False, task="sequence_classification",
+                              peft=self.peft_of("reward", trained=False)))  # fmt: skip
         return tuple(roles)
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:

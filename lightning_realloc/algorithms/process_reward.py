@@ -53,7 +53,8 @@ class ProcessReward(MultiModelModule):
 
     def roles(self) -> tuple[Role, ...]:
         """Return the one model."""
-        return (Role(name="reward", source=self._reward_source, trained=True, task="token_classification"),)
+        return (Role(name="reward", source=self._reward_source, trained=True, task="token_classification",
+                     peft=self.peft_of("reward")),)  # fmt: skip
 
     def check_batch(self, batch: Samples) -> None:
         """Refuse a sample without a step, labels other than 0 and 1, and fewer samples than mini-batches."""

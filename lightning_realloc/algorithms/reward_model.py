@@ -55,7 +55,8 @@ class RewardModel(PairwiseModule):
 
     def roles(self) -> tuple[Role, ...]:
         """Return the one model."""
-        return (Role(name="reward", source=self._reward_source, trained=True, task="sequence_classification"),)
+        return (Role(name="reward", source=self._reward_source, trained=True, task="sequence_classification",
+                     peft=self.peft_of("reward")),)  # fmt: skip
 
     @infer("reward", needs="batch", produces="scores")
     def score(self, reward: nn.Module, batch: PackedBatch) -> Tensor:

@@ -41,7 +41,7 @@ class RewardedModule(PolicyModule):
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reward: Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths.
         reward_weights: One per function; by default all count 1.
-        reference: What the policy is kept close to; by default the actor as it was loaded.
+        reference: What the policy is kept close to; by default the actor as it was loaded, or without its adapters.
         tokenizer: By default the actor's.
         overlong_penalty: Added to rewards of responses that come close to a length; None: nothing.
         settings: Of :class:`PolicyModule`: sampling, environment, conversation, rollout budget; of
@@ -73,7 +73,7 @@ class RewardedModule(PolicyModule):
         self.overlong_penalty = overlong_penalty
         self.tokenizer = tokenizer
         self._actor_source = actor
-        self._reference_source = reference if reference is not None else actor
+        self._reference_source = reference
 
     @property
     def has_reference(self) -> bool:
@@ -87,9 +87,8 @@ class RewardedModule(PolicyModule):
 
     def roles(self) -> tuple[Role, ...]:
         """Return the actor and, where it takes part, the reference."""
-        actor = Role(name="actor", source=self._actor_source, trained=True)
-        reference = Role(name="reference", source=self._reference_source, trained=False)
-        return (actor, reference) if self.has_reference else (actor,)
+        actor = Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor"))
+        return (actor, self.reference_of(actor, self._reference_source)) if self.has_reference else (actor,)
 
     @compute(needs="rollout", produces="rewards")
     def judge(self, samples: Samples) -> Mapping[str, Column]:

@@ -1,9 +1,10 @@
-"""A role is one model of an algorithm: where its weights come from, what head it has, whether it is trained."""
+"""A role is one model of an algorithm: where its weights come from, what head it has, what of it is trained."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -23,7 +24,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 )
 
+from lightning_realloc.algorithms.adapters import Adapters, AdapterSource, check_trainable
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.adapters import adapted_layers, adapter_config, head_names, merge_for_good
 
 ModelSource = str | Path | PreTrainedConfig | nn.Module
 """A Hugging Face name or folder, a config (random weights), or a module that is already built."""
@@ -69,6 +72,16 @@ class Role:
     """A trained role of the same shape that this one's weights follow, as an exponential moving average."""
     follow_rate: float = 0.01
     """How much of the way to that role's weights this one goes after each of its training calls: 1 less the decay."""
+    peft: AdapterSource | None = None
+    """Adapters to train in place of the weights; in a role that is not trained, saved ones to merge into them."""
+    shares: str | None = None
+    """A role with adapters whose model is this one's, too, without them: there is no second copy."""
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained in place of the weights."""
+        brings_some = isinstance(self.source, nn.Module) and bool(adapted_layers(self.source))
+        return self.trained and (self.peft is not None or brings_some)
 
     def config(self) -> PreTrainedConfig | None:
         """Return the model's configuration, None for a module without one."""
@@ -90,6 +103,11 @@ class Role:
                 f"{self.name} follows {self.follows!r} with follow_rate={self.follow_rate} and trained={self.trained}; "
                 f"a role that follows is not trained, and its rate lies above 0 and up to 1"
             )
+        if self.shares is not None and (self.trained or self.follows is not None or self.peft is not None):
+            raise ConfigError(
+                f"{self.name} shares the base of {self.shares!r} and is trained, follows a role or has adapters of its "
+                f"own; leave shares out, and it gets a model of its own"
+            )
         if not isinstance(self.source, str | Path):
             return
         # A name on the hub has at most one slash; anything else is meant as a folder, and is missed here, not later.
@@ -105,11 +123,15 @@ class Role:
         """Return the model with its full weights, in float32, the same on every rank.
 
         A module is copied, so that two roles may name the same one; one with another head than ``task`` asks for gives
-        its backbone. A new head and random weights depend on ``seed`` alone. Classifiers have one label.
+        its backbone. A new head and random weights depend on ``seed`` alone. Classifiers have one label. Weights that
+        a module's owner froze stay frozen, unless all are; under adapters all are but those, and a classifier's head.
 
         Raises:
-            ConfigError: for what cannot be loaded, and a frozen classifier whose head was never trained.
+            ConfigError: for what cannot be loaded, a frozen classifier whose head was never trained, a quantised
+                base, and adapters that do not fit.
         """
+        self._refuse_quantised()
+        adapters = self._adapters()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if isinstance(self.source, PreTrainedConfig):
@@ -117,24 +139,92 @@ class Role:
             elif isinstance(self.source, nn.Module):
                 model = self._copied(self.source)
             else:
-                model = self._load(self.source)
+                model = self._load(self.source, adapters)
+            self._adapt(model, adapters)
         # Lightning warns of modules in eval mode; every call chooses its own mode.
-        return model.train().requires_grad_(self.trained)
+        return model.train()
 
     def describe(self) -> nn.Module:
         """Return the model as far as its shapes go: on the meta device, without loading or making weights.
 
         A module that is built already, with the head that the role needs, is returned as it is.
         """
-        source = self.source
+        self._refuse_quantised()
+        source, adapters = self.source, self._adapters()
         if isinstance(source, nn.Module) and not (
             isinstance(source, PreTrainedModel) and self._has_another_head(source)
         ):
-            return source
+            if adapters is None and not adapted_layers(source):
+                return source
+            with torch.device("meta"):
+                return self._adapt(self._copied(source).to("meta"), adapters)
         config = self.config()
         assert config is not None, "models of transformers, names and folders have one"
         with torch.device("meta"):
-            return self._from_config(config)
+            return self._adapt(self._from_config(config), adapters)
+
+    def resembling(self, config: PreTrainedConfig) -> Role:
+        """Return a role of another size with random weights, adapters of the same kind included."""
+        return replace(self, source=config, peft=self._adapter_config(), shares=None)
+
+    def describe_adapters(self) -> tuple[Any, ...]:
+        """Return what the time of its passes depends on besides the model's config; () without adapters."""
+        config = self._adapter_config()
+        options = {} if config is None else config.to_dict()  # sets are in another order on every rank
+        return tuple((name, sorted(v) if isinstance(v, set) else v) for name, v in options.items())
+
+    def _adapter_config(self) -> Any | None:
+        """Return the configuration of the adapters that are trained, None for none."""
+        if not self.has_adapters:
+            return None
+        adapters = self._adapters()
+        if adapters is not None:
+            return adapters.config
+        assert isinstance(self.source, nn.Module), "has_adapters has looked"
+        return adapter_config(self.source)
+
+    def frozen_parameters(self, model: nn.Module) -> frozenset[str]:
+        """Return the names of what is not trained of a described model, where some of it is."""
+        frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+        some = self.trained and len(frozen) < sum(1 for _ in model.named_parameters())
+        return frozen if some else frozenset()
+
+    def _adapters(self) -> Adapters | None:
+        return None if self.peft is None else Adapters.read(self.peft, self.name, self.task)
+
+    def _adapt(self, model: nn.Module, adapters: Adapters | None) -> nn.Module:
+        """Decide what of a model is trained, in place."""
+        if adapters is not None and adapted_layers(model):
+            raise ConfigError(f"{self.name} has adapters in it already; leave its peft_config out, or give its base")
+        if adapters is not None:
+            if not self.trained and adapters.origin is None:
+                raise ConfigError(
+                    f"{self.name} is not trained here, and fresh adapters change nothing; give a folder of saved ones"
+                )
+            adapters.inject(model, self._base_name(model))
+        elif adapted_layers(model):
+            check_trainable(model, self.name)
+        if not self.trained:
+            return merge_for_good(model).requires_grad_(False)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            model.requires_grad_(True)
+        return model
+
+    def _base_name(self, model: nn.Module) -> str | None:
+        """Return where the base's weights come from, None for random ones and modules that do not tell."""
+        if isinstance(self.source, str | Path):
+            return str(self.source)
+        return getattr(getattr(model, "config", None), "_name_or_path", None) or None
+
+    def _refuse_quantised(self) -> None:
+        settings = getattr(self.config(), "quantization_config", None)
+        if settings:
+            method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
+            raise ConfigError(
+                f"{self.name} is quantised ({getattr(method, 'value', method)}): weights that are packed into integers "
+                f"can neither be cut over ranks nor cast; give a base in bfloat16 or float32, as model.dequantize() "
+                f"makes one, and save memory by fsdp, tp or precision='bf16-true'"
+            )
 
     def _from_config(self, config: PreTrainedConfig) -> nn.Module:
         if type(config) not in _CLASSES[self.task]:
@@ -147,11 +237,16 @@ class Role:
             config.num_labels = 1
         return _AUTO_CLASSES[self.task].from_config(config, dtype=torch.float32)  # type: ignore[no-any-return, no-untyped-call]
 
-    def _copied(self, source: nn.Module) -> nn.Module:
+    def _copied(self, module: nn.Module) -> nn.Module:
+        unwrap: Callable[[], nn.Module] = getattr(module, "get_base_model", lambda: module)
+        source = unwrap()  # out of PEFT's wrapper; adapters stay inside
         if isinstance(source, PreTrainedModel) and self._has_another_head(source):
             self._require_head(["score"])
             model: Any = self._from_config(source.config)
-            model.base_model.load_state_dict(source.base_model.state_dict())
+            if adapted_layers(source):
+                source = merge_for_good(copy.deepcopy(source))
+            backbone: nn.Module = source.base_model  # type: ignore[assignment]
+            model.base_model.load_state_dict(backbone.state_dict())
             ours, theirs = (getattr(getattr(m, "score", None), "weight", None) for m in (model, source))
             if isinstance(ours, Tensor) and isinstance(theirs, Tensor) and ours.shape == theirs.shape:
                 ours.data.copy_(theirs)
@@ -168,7 +263,7 @@ class Role:
         ]
         return any(type(model) in (known if isinstance(known, tuple) else (known,)) for known in others)
 
-    def _load(self, source: str | Path) -> nn.Module:
+    def _load(self, source: str | Path, adapters: Adapters | None) -> nn.Module:
         options = {} if self.task == "causal_lm" else {"num_labels": 1}
         auto: Any = _AUTO_CLASSES[self.task]
         try:
@@ -176,7 +271,8 @@ class Role:
         except (OSError, ValueError, RuntimeError) as error:  # the last for a head of several labels
             raise self._not_loaded(error) from error
         if self.task != "causal_lm":
-            self._require_head(sorted(found["missing_keys"]))
+            brought = () if adapters is None or not adapters.weights else head_names(model)
+            self._require_head(sorted(name for name in found["missing_keys"] if not name.startswith(brought)))
         return model  # type: ignore[no-any-return]
 
     def _require_head(self, missing: list[str]) -> None:

@@ -44,7 +44,7 @@ class SFT(MultiModelModule):
 
     def roles(self) -> tuple[Role, ...]:
         """Return the one model."""
-        return (Role(name="actor", source=self._actor_source, trained=True),)
+        return (Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor")),)
 
     @infer("actor", needs="batch", produces="logprobs")
     def score(self, actor: nn.Module, batch: PackedBatch) -> Tensor:

@@ -20,6 +20,7 @@ class SaveHuggingFace(Callback):
         every_n_epochs: Also after every so many epochs.
         at_end: Whether to write when training ends.
         dtype: ``"bfloat16"`` and the like; by default the weights as they are trained.
+        merge: Of a role with adapters, whether to write the merged model; by default the adapters, as PEFT does.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class SaveHuggingFace(Callback):
         every_n_epochs: int | None = None,
         at_end: bool = True,
         dtype: str | None = None,
+        merge: bool = False,
     ) -> None:
         for name, every in (("every_n_steps", every_n_steps), ("every_n_epochs", every_n_epochs)):
             if every is not None and every < 1:
@@ -41,6 +43,7 @@ class SaveHuggingFace(Callback):
         self.every_n_epochs = every_n_epochs
         self.at_end = at_end
         self.dtype = dtype
+        self.merge = merge
 
     @property
     def state_key(self) -> str:
@@ -74,4 +77,5 @@ class SaveHuggingFace(Callback):
             self._write(trainer, self.dirpath)
 
     def _write(self, trainer: Trainer, folder: Path) -> None:
-        trainer.strategy.save_huggingface(self.role, folder, dtype=self.dtype)  # type: ignore[attr-defined]
+        strategy: Any = trainer.strategy
+        strategy.save_huggingface(self.role, folder, dtype=self.dtype, merge=self.merge)

@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.data.module import RESERVED_COLUMNS, tabulated
-from lightning_realloc.data.preferences import MEASURED_COLUMNS
+from lightning_realloc.data.preferences import MEASURED_COLUMNS, with_prompt
 from lightning_realloc.data.responses import ResponseDataModule, ResponseText, cut, encoded, response_text
-from lightning_realloc.data.rows import Row
+from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
 from lightning_realloc.runtime.samples import Column, Ragged, Samples
 
@@ -19,7 +19,8 @@ class BinaryFeedbackDataModule(ResponseDataModule):
     """Batches of judged responses, the same on every rank.
 
     Columns: ``prompt`` and ``completion``, both text or both messages for the chat template, and ``label``: true or 1
-    for a desirable completion, false or 0 for another. A column ``tools`` is given to the chat template.
+    for a desirable completion, false or 0 for another. A column ``tools`` is given to the chat template. Rows of pairs,
+    as :class:`PreferenceDataModule` reads them, become two: the chosen response is desirable, the rejected is not.
 
     A batch is :class:`Samples` with ``prompt_ids``, ``response_ids``, ``label`` (B,) bool, and every other column of
     the data as python objects.
@@ -35,6 +36,13 @@ class BinaryFeedbackDataModule(ResponseDataModule):
     def split_column(self, rows: Sequence[Row]) -> str:
         """Return the prompts' column: equal prompts are never on both sides."""
         return "prompt"
+
+    def read(self, source: RowSource) -> tuple[Row, ...]:
+        """Return all rows; of pairs, two each."""
+        rows = super().read(source)
+        if "completion" in rows[0].values or not {"chosen", "rejected"} <= set(rows[0].values):
+            return rows
+        return tuple(judged for row in rows for judged in _both_sides(with_prompt(row)))
 
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
         """Return the rows that fit."""
@@ -58,6 +66,16 @@ class BinaryFeedbackDataModule(ResponseDataModule):
             "label": torch.tensor(kept_labels),
         }
         return tabulated({**self.columns_of(kept), **tokens}, len(kept), "row")
+
+
+def _both_sides(pair: Row) -> tuple[Row, Row]:
+    """Return both responses of a pair as rows of their own."""
+    kept = {name: value for name, value in pair.values.items() if name not in ("chosen", "rejected")}
+    chosen, rejected = pair.values["chosen"], pair.values["rejected"]
+    return (
+        Row(pair.place, {**kept, "completion": chosen, "label": True}),
+        Row(pair.place, {**kept, "completion": rejected, "label": False}),
+    )
 
 
 def _label(row: Row) -> bool:

@@ -88,6 +88,10 @@ class RowDataModule(L.LightningDataModule, ABC):
     def split_column(self, rows: Sequence[Row]) -> str:
         """Return the column whose hash decides which rows are held out."""
 
+    def read(self, source: RowSource) -> tuple[Row, ...]:
+        """Return all rows of a source, before any of them is held out; a subclass may bring them into one form."""
+        return read_rows(source)
+
     @abstractmethod
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
         """Return the rows that fit as samples with ids 0, 1, ...; called once per split, on every rank alike."""
@@ -98,10 +102,10 @@ class RowDataModule(L.LightningDataModule, ABC):
         if self._tables:
             return
         tokenizer = self.tokenizer
-        rows = read_rows(self.data)
+        rows = self.read(self.data)
         held_out: tuple[Row, ...] = ()
         if self.val_data is not None:
-            held_out = read_rows(self.val_data)
+            held_out = self.read(self.val_data)
         elif self.val_fraction > 0.0:
             rows, held_out = self._split(rows)
         self._tables["train"] = self.tabulate(rows, tokenizer)

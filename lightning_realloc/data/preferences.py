@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,17 @@ class PreferenceDataModule(ResponseDataModule):
         self.margin_column = margin_column
 
     def split_column(self, rows: Sequence[Row]) -> str:
-        """Return the column that says what is given: equal prompts are never on both sides."""
-        return "prompt" if "prompt" in rows[0].values else "chosen"
+        """Return the prompts' column: equal prompts are never on both sides."""
+        return "prompt"
+
+    def read(self, source: RowSource) -> tuple[Row, ...]:
+        """Return all rows, each with a prompt: what both sides begin with, where the data name none."""
+        rows = super().read(source)
+        self.require(rows, "chosen", "rejected")
+        return tuple(with_prompt(row) for row in rows)
 
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
         """Return both samples of every pair that fits."""
-        self.require(rows, "chosen", "rejected")
         limit = self.limit()
         texts = [text for row in rows for text in _texts(tokenizer, row)]
         pairs = encoded(tokenizer, texts)
@@ -107,31 +112,32 @@ def implied_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | None:
     return chosen[:length], chosen[length:], rejected[length:]
 
 
-def preference_sides(row: Mapping[str, Any], place: str) -> tuple[Any, Any, Any]:
-    """Return the prompt, the chosen and the rejected response of a row.
+def with_prompt(row: Row) -> Row:
+    """Return the row with its prompt.
 
     Raises:
-        DataError: for sides that are equal, or empty, or of different kinds.
+        DataError: for sides that are equal, or empty, or have nothing in common.
     """
-    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
-    if chosen == rejected:
+    values = dict(row.values)
+    if values["chosen"] == values["rejected"]:
         raise DataError(
-            f"{place}: chosen and rejected are equal, so nothing can be learnt from them; leave the row out"
+            f"{row.place}: chosen and rejected are equal, so nothing can be learnt from them; leave the row out"
         )
-    if "prompt" not in row:
-        implied = implied_prompt(chosen, rejected)
-        prompt, chosen, rejected = (None, chosen, rejected) if implied is None else implied
-        if prompt in ("", []):
-            raise DataError(f"{place}: chosen and rejected begin with nothing in common; give a column 'prompt'")
-    for name, side in (("chosen", chosen), ("rejected", rejected)):
-        if side in ("", []):
-            raise DataError(f"{place}: the {name} response is empty; give it text or leave the row out")
-    return prompt, chosen, rejected
+    if "prompt" not in values:
+        implied = implied_prompt(values["chosen"], values["rejected"])
+        if implied is not None:
+            values["prompt"], values["chosen"], values["rejected"] = implied
+        if values.get("prompt") in ("", []):
+            raise DataError(f"{row.place}: chosen and rejected begin with nothing in common; give a column 'prompt'")
+    for name in ("chosen", "rejected"):
+        if values[name] in ("", []):
+            raise DataError(f"{row.place}: the {name} response is empty; give it text or leave the row out")
+    return Row(row.place, values)
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[ResponseText]:
-    prompt, *responses = preference_sides(row.values, row.place)
-    tools = row.values.get("tools")
+    prompt, tools = row.values.get("prompt"), row.values.get("tools")
+    responses = (row.values["chosen"], row.values["rejected"])
     texts = [response_text(tokenizer, prompt, response, row.place, tools=tools) for response in responses]
     found = [text for text in texts if text is not None]
     if len(found) < 2:

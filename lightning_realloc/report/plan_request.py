@@ -10,7 +10,20 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from lightning_realloc.algorithms import GRPO, PPO, RLOO, SFT, BestOfN, OnlineDPO, ReinforcePlusPlus, ReMax
+from lightning_realloc.algorithms import (
+    DPO,
+    GRPO,
+    KTO,
+    ORPO,
+    PPO,
+    RLOO,
+    SFT,
+    BestOfN,
+    OnlineDPO,
+    ReinforcePlusPlus,
+    ReMax,
+    RewardModel,
+)
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
@@ -21,6 +34,10 @@ ALGORITHMS: dict[str, type[MultiModelModule]] = {
     "grpo": GRPO,
     "ppo": PPO,
     "sft": SFT,
+    "dpo": DPO,
+    "kto": KTO,
+    "orpo": ORPO,
+    "reward": RewardModel,
     "rloo": RLOO,
     "reinforce++": ReinforcePlusPlus,
     "remax": ReMax,

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from lightning_realloc.rewards.pooled import PooledReward as PooledReward
     from lightning_realloc.rewards.remote import RemoteReward as RemoteReward
     from lightning_realloc.rewards.retries import Retries as Retries
+    from lightning_realloc.rewards.shaping import OverlongPenalty as OverlongPenalty
+    from lightning_realloc.rewards.shaping import Shaped as Shaped
+    from lightning_realloc.rewards.verifiers import Format as Format
+    from lightning_realloc.rewards.verifiers import Length as Length
+    from lightning_realloc.rewards.verifiers import NumericAnswer as NumericAnswer
+    from lightning_realloc.rewards.verifiers import Regex as Regex
     from lightning_realloc.rewards.verifiers import exact_match as exact_match
 
 # Public name -> the module of this package it lives in; the imports above say the same to type checkers.
@@ -29,6 +35,12 @@ _HOMES = {
     "PooledReward": "pooled",
     "RemoteReward": "remote",
     "Retries": "retries",
+    "OverlongPenalty": "shaping",
+    "Shaped": "shaping",
+    "Format": "verifiers",
+    "Length": "verifiers",
+    "NumericAnswer": "verifiers",
+    "Regex": "verifiers",
     "exact_match": "verifiers",
 }
 

@@ -94,7 +94,9 @@ def required_columns(function: RewardFunction) -> set[str]:
 
 
 def is_async(function: RewardFunction) -> bool:
-    """Return whether calling the function gives a coroutine."""
+    """Return whether calling the function gives a coroutine; one that calls another says so by an attribute."""
+    if hasattr(function, "is_async"):
+        return bool(function.is_async)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 

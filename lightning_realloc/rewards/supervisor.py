@@ -150,6 +150,7 @@ def _keep(job: dict[str, Any], limits: Limits, isolated: bool, stdin: int, outpu
     try:
         die_with_parent(os.getppid() if not isolated else 0)
         adopt_orphans()
+        os.setsid()  # of the program too: a group to be killed where nothing else holds it together
         program = os.fork()
         if program == 0:
             _become(job, limits, isolated, stdin, output)
@@ -167,7 +168,7 @@ def _keep(job: dict[str, Any], limits: Limits, isolated: bool, stdin: int, outpu
 def _become(job: dict[str, Any], limits: Limits, isolated: bool, stdin: int, output: int) -> None:
     """Turn into the program."""
     try:
-        os.setsid()
+        die_with_parent(os.getppid())
         for descriptor, standard in ((stdin, 0), (output, 1), (output, 2)):
             os.dup2(descriptor, standard)
         if not job["with_errors"]:

@@ -132,6 +132,10 @@ def _styles_of_adapters(model: nn.Module, styles: Mapping[str, str]) -> dict[str
     for name, module in model.named_modules():
         layer, _, kind = name.rpartition(".")
         style = styles.get(f"{layer}{_PEFT_SUFFIX}")
+        if kind == "lora_magnitude_vector" and any(module.children()) and style in (*COLWISE, *ROWWISE):
+            raise LayoutError(
+                f"{name}: DoRA divides by the norms of whole weights, and {layer} is cut ({style}); leave use_dora out"
+            )
         if kind in ("lora_A", "lora_B") and style in (*COLWISE, *ROWWISE):
             cut_here = (style in COLWISE) == (kind == "lora_B")
             adapters.update(

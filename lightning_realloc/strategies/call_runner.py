@@ -200,7 +200,7 @@ class CallRunner:
     def _work_on(self, data: Iteration, calls: Sequence[ModelFunctionCall]) -> None:
         """Run some calls of a batch."""
         last = max((index for index, call in enumerate(data.routes.calls) if call.kind != "train"), default=-1)
-        alone = self._pool.roles if self._frees_copies else self._pool.plan.offload
+        alone = self._pool.alone(frees_copies=self._frees_copies)
         for group in data.routes.fusion.groups(calls, alone=alone):
             if group[0].name in data.routes.fusion.sources:
                 seconds = self._infer_together(group, data)
@@ -298,7 +298,7 @@ class CallRunner:
         if data.routes.fusion.parts(call) > 1 or tail is not None:
             generator.engine.outlet = outlet
         try:
-            with self._precise(), generator.freed_for(tail):
+            with self._precise(), generator.freed_for(tail), self._pool.adapted_for(call, replica.model):
                 made: Samples | Divided = getattr(self._module, call.method)(generator.engine, prompts)
             self._generators.tell(generator, data.run, data.index(call))
             data.facts |= self._generators.facts(call.name, replica)
@@ -379,7 +379,7 @@ class CallRunner:
                     getattr(self._module, call.method), replica, data.chosen(call), steps, table
                 )
                 self._training_metrics.note(data, call, measured)
-            self._pool.weights_changed(str(call.role))
+            self._pool.weights_trained(str(call.role))
             self._pool.weights_followed(str(call.role))
         return takes_part
 

@@ -6,6 +6,8 @@ A folder:
 - ``meta.pt``: Lightning's loops, callbacks, schedules and optimizer settings, and the random states of all ranks.
 - ``*.distcp``: every rank's regions of weights and optimizer state (see ``distributed_checkpoint``).
 - ``huggingface/<role>/``: config and tokenizer, so that ``lightning-realloc export`` needs nothing but the folder.
+
+Of a role with adapters the base comes from its source again, as frozen roles do.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.errors import CheckpointError
+from lightning_realloc.runtime.adapters import adapter_config
 from lightning_realloc.runtime.shards import reshard
 from lightning_realloc.strategies import distributed_checkpoint as distributed
 from lightning_realloc.strategies import huggingface
@@ -75,7 +78,7 @@ def save(folder: Path, meta: dict[str, Any], models: TrainedModels, *, include_f
     state: dict[str, ShardedTensor] = {}
     for role in roles:
         home = models.pool.home(role)
-        state |= weights_state(home, models.rank)
+        state |= weights_state(home, models.rank, models.pool.saved_parameters(role, include_frozen=include_frozen))
         if "optimizer_states" in meta and role in models.optimizers:
             state |= optimizer_state(home, models.optimizers[role], models.rank)
     partial = folder.with_name(folder.name + ".partial")
@@ -167,10 +170,12 @@ def load(
     check_roles(description, models, folder, resuming=resuming)
     meta = _read_meta(folder, weights_only=weights_only)
     stored = distributed.stored_tensors(folder)
+    adapted = {role for role in models.pool.roles if adapter_config(models.pool.home(role).model) is not None}
     state: dict[str, ShardedTensor] = {}
     for role, entry in description["roles"].items():
         if entry["saved"] and role in models.pool.roles:
-            state |= weights_state(models.pool.home(role), models.rank)
+            weights = weights_state(models.pool.home(role), models.rank)
+            state |= {key: tensor for key, tensor in weights.items() if key in stored or role not in adapted}
             models.pool.weights_changed(role)
     if resuming:
         settings = _optimizer_settings(folder, meta, models)

@@ -6,7 +6,7 @@ What is in the folder is decided in ``checkpoint``; here its parts are collected
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -98,17 +98,26 @@ class CheckpointStrategy(ProcessStrategy):
             folder, self._trained_models(), weights_only=weights_only, device=self.root_device, resuming=self._fitting
         )
 
-    def save_huggingface(self, role: str, folder: str | Path, *, dtype: str | None = None) -> None:
+    def save_huggingface(self, role: str, folder: str | Path, *, dtype: str | None = None, merge: bool = False) -> None:
         """Write a role's current weights as a folder that ``from_pretrained`` reads. Collective over all ranks.
+
+        Of a role with adapters it is the folder that PEFT reads, or, with ``merge``, the merged model.
 
         Raises:
             CheckpointError: on every rank, for what has no Hugging Face form or cannot be written.
         """
         models, parsed = self._trained_models(), huggingface.parse_dtype(dtype)
-        weights = self.full_weights(role)
+        names = None if merge else self.pool.saved_parameters(role, include_frozen=False)
+        weights = self.full_weights(role, names)
         checkpoints.on_first_rank(
             lambda: huggingface.write_running_model(
-                self.pool.home(role).model, weights, models.tokenizer, Path(folder), role=role, dtype=parsed
+                self.pool.home(role).model,
+                weights,
+                models.tokenizer,
+                Path(folder),
+                role=role,
+                dtype=parsed,
+                merge=merge,
             ),
             models,
         )
@@ -157,10 +166,10 @@ class CheckpointStrategy(ProcessStrategy):
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
                 optimizer.load_state_dict(state)
 
-    def full_weights(self, role: str) -> dict[str, Tensor]:
-        """Return a role's full weights on rank 0, {} elsewhere. Collective over all ranks."""
+    def full_weights(self, role: str, names: Set[str] | None = None) -> dict[str, Tensor]:
+        """Return a role's full weights, all or some, on rank 0, {} elsewhere. Collective over all ranks."""
         self.bring_back()
-        return gather_weights(self.pool.home(role), self.global_rank, self.world_size, self.root_device)
+        return gather_weights(self.pool.home(role), self.global_rank, self.world_size, self.root_device, names=names)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the module's state with full tensors on rank 0. Collective over all ranks."""

@@ -10,20 +10,31 @@ from torch import Tensor
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.strategies import distributed_checkpoint, huggingface
+from lightning_realloc.strategies.adapter_files import ADAPTER_CONFIG_FILE
 from lightning_realloc.strategies.checkpoint import MODELS_FOLDER, read_description
 from lightning_realloc.strategies.sharded_state import weight_key
 
 
 def export_checkpoint(
-    checkpoint: str | Path, folder: str | Path, *, role: str = "actor", dtype: torch.dtype | None = None
+    checkpoint: str | Path,
+    folder: str | Path,
+    *,
+    role: str = "actor",
+    dtype: torch.dtype | None = None,
+    merge: bool = False,
+    base: str | Path | None = None,
 ) -> Path:
     """Write one role of a checkpoint as a folder that ``from_pretrained`` reads, and return that folder.
+
+    Of a role with adapters it is the folder of adapters that PEFT reads, or, with ``merge``, the merged model.
 
     Args:
         checkpoint: What ModelCheckpoint or ``trainer.save_checkpoint`` wrote.
         folder: New, empty, or an earlier export, which is overwritten.
         role: Which model.
         dtype: Of its floating-point weights; by default as they were trained.
+        merge: Whether adapters are merged into their base.
+        base: Where the base lies now; by default what the role was loaded from.
 
     Raises:
         CheckpointError: for what is no checkpoint, a role without weights in it, or a folder with other files.
@@ -33,7 +44,9 @@ def export_checkpoint(
     model_class = huggingface.import_model_class(entry["class"], role)
     check_output(folder)
     weights = _read_weights(checkpoint, role, entry)
-    huggingface.write_model(model_class, checkpoint / MODELS_FOLDER / role, weights, folder, dtype=dtype)
+    huggingface.write_model(
+        model_class, checkpoint / MODELS_FOLDER / role, weights, folder, dtype=dtype, merge=merge, base=base
+    )
     return folder
 
 
@@ -45,7 +58,8 @@ def check_output(folder: Path) -> None:
     """
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file; a Hugging Face model is a folder, give another path")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / huggingface.CONFIG_FILE).is_file():
+    earlier = (huggingface.CONFIG_FILE, ADAPTER_CONFIG_FILE)
+    if folder.is_dir() and any(folder.iterdir()) and not any((folder / name).is_file() for name in earlier):
         raise CheckpointError(
             f"{folder} holds files, and no earlier export that could be overwritten; give a new or empty folder"
         )
@@ -62,6 +76,7 @@ def _role_entry(checkpoint: Path, role: str) -> dict[str, Any]:
 
 
 def _read_weights(checkpoint: Path, role: str, entry: dict[str, Any]) -> dict[str, Tensor]:
-    names = {weight_key(role, name): name for name in entry["parameters"]}
+    stored = distributed_checkpoint.stored_tensors(checkpoint)  # of adapters' base perhaps nothing
+    names = {weight_key(role, name): name for name in entry["parameters"] if weight_key(role, name) in stored}
     weights = {names[key]: tensor for key, tensor in distributed_checkpoint.read_whole(checkpoint, names).items()}
-    return weights | {alias: weights[owner] for alias, owner in entry["tied"].items()}
+    return weights | {alias: weights[owner] for alias, owner in entry["tied"].items() if owner in weights}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import replace
 
 import torch
@@ -19,18 +19,29 @@ WINDOW_ELEMENTS = 1 << 28
 
 
 def gather_weights(
-    replica: Replica, rank: int, world_size: int, device: torch.device, *, window_elements: int = WINDOW_ELEMENTS
+    replica: Replica,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    *,
+    names: Set[str] | None = None,
+    window_elements: int = WINDOW_ELEMENTS,
 ) -> dict[str, Tensor]:
-    """Return name -> full tensor in host memory on rank 0, {} elsewhere, tied names included. Collective."""
+    """Return name -> full tensor in host memory on rank 0, {} elsewhere, tied names included. Collective.
+
+    Of all parameters, or of some ``names``, the same on all ranks.
+    """
     spec = replica.model_layout.model
+    if names is not None:
+        spec = replace(spec, params=tuple(param for param in spec.params if param.name in names), aliases=())
     dtype = next(replica.model.parameters()).dtype  # known also on ranks that hold no weights of the role
     held = local_tensors(replica.model) if rank in replica.layout else {}
     full: dict[str, Tensor] = {}
     for window in _windows(spec, window_elements):
-        names = {param.name for param in window.params}
+        inside = {param.name for param in window.params}
         reallocation = Reallocation(
             ModelLayout(window, replica.layout),
-            {name: tensor for name, tensor in held.items() if name in names},
+            {name: tensor for name, tensor in held.items() if name in inside},
             ModelLayout(window, Layout(ParallelDims(), (0,))),
             rank=rank,
             world_size=world_size,

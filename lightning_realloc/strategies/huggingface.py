@@ -6,6 +6,7 @@ full weights join it when they are exported, from a checkpoint or from a running
 
 from __future__ import annotations
 
+import copy
 import importlib
 import shutil
 import tempfile
@@ -20,6 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_realloc.errors import CheckpointError
+from lightning_realloc.runtime.adapters import adapter_config
+from lightning_realloc.strategies.adapter_files import ADAPTER_CONFIG_FILE, merged_weights, write_adapters
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -65,6 +68,11 @@ def describe(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder
         model.generation_config.to_json_file(folder / GENERATION_CONFIG_FILE)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
+    config = adapter_config(model)
+    if config is not None:
+        config = copy.copy(config)
+        config.inference_mode = True  # as PEFT writes it
+        config.save_pretrained(str(folder))
     buffers = _persistent_buffers(model)
     if buffers:
         save_file(buffers, folder / BUFFERS_FILE)
@@ -77,14 +85,25 @@ def write_model(
     folder: Path,
     *,
     dtype: torch.dtype | None = None,
+    merge: bool = False,
+    base: str | Path | None = None,
 ) -> None:
     """Write a folder that ``from_pretrained`` reads: full weights with the files that :func:`describe` wrote.
 
+    Of a model with adapters it is the folder that PEFT reads, or, with ``merge``, that of a model without them.
+
     Args:
-        weights: All parameters by name, tied ones under each of their names.
+        weights: All parameters by name, tied ones under each of their names; of a base with adapters none or all.
         dtype: Of the floating-point weights; by default as they are.
+        merge: Whether adapters are merged into the weights.
+        base: Where ``weights`` lack the base, what it is loaded from; by default what it came from.
     """
+    if (description / ADAPTER_CONFIG_FILE).is_file() and not merge:
+        write_adapters(model_class, description, weights, folder, dtype=dtype)
+        return
     config = model_class.config_class.from_pretrained(description)  # type: ignore[union-attr]
+    if (description / ADAPTER_CONFIG_FILE).is_file():
+        weights = merged_weights(model_class, description, weights, base)
     with torch.device("meta"):
         model = model_class(config)
     if (description / BUFFERS_FILE).is_file():
@@ -102,7 +121,7 @@ def write_model(
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     for file in description.iterdir():
-        if file.is_file() and file.name not in (CONFIG_FILE, BUFFERS_FILE):
+        if file.is_file() and file.name not in (CONFIG_FILE, BUFFERS_FILE, ADAPTER_CONFIG_FILE):
             shutil.copy2(file, folder / file.name)
 
 
@@ -114,12 +133,13 @@ def write_running_model(
     *,
     role: str,
     dtype: torch.dtype | None = None,
+    merge: bool = False,
 ) -> None:
     """Write the same folder from a model that is laid out over ranks, and its full ``weights``."""
     model_class = import_model_class(class_path(model), role)
     with tempfile.TemporaryDirectory() as description:
         describe(model, tokenizer, Path(description))
-        write_model(model_class, Path(description), weights, folder, dtype=dtype)
+        write_model(model_class, Path(description), weights, folder, dtype=dtype, merge=merge)
 
 
 def parse_dtype(text: str | None) -> torch.dtype | None:

@@ -52,7 +52,7 @@ class Inference:
         method = getattr(self._module, call.method)
         replica.model.eval()  # the home replica may come from a training call with dropout
         parts = [rows.at(micro.positions) for micro in micro_batches]
-        with torch.no_grad(), self._precise():
+        with torch.no_grad(), self._precise(), self._pool.adapted_for(call, replica.model):
             values = self._values(method, replica, parts)
         if values is None:
             return None

@@ -17,7 +17,7 @@ from lightning_realloc.generation.packed_linear import packs
 from lightning_realloc.runtime.model_spec import describe_model
 from lightning_realloc.runtime.objects import gather_objects
 from lightning_realloc.runtime.shared_memory import shared_memory_obstacle
-from lightning_realloc.strategies.model_pool import PoolOptions
+from lightning_realloc.strategies.pool_options import PoolOptions
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.memory import forecast_memory
@@ -33,15 +33,20 @@ def describe_roles(roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str
         roles: Of the algorithm, as its ``roles()`` returns them.
         tp_plans: Role -> tensor-parallel styles, for models that bring none.
     """
-    described = {}
-    for role in roles:
+    described: dict[str, RoleMemory] = {}
+    for role in sorted(roles, key=lambda role: role.shares is not None):  # who shares, after whom it shares with
+        if role.shares in described:
+            described[role.name] = replace(described[role.shares], frozen_params=frozenset(), shares=role.shares)
+            continue
         model = role.describe()
         spec = describe_model(model, tp_plan=tp_plans.get(role.name))
         config = getattr(model, "config", None)
         shape = None
         if hasattr(config, "get_text_config"):
             shape = ModelShape.read(config, spec, num_outputs=None if role.task == "causal_lm" else 1)
-        described[role.name] = RoleMemory(model=spec, shape=shape, follows=role.follows)
+        described[role.name] = RoleMemory(
+            model=spec, shape=shape, frozen_params=role.frozen_parameters(model), follows=role.follows
+        )
     return described
 
 

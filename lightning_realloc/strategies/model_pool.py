@@ -3,71 +3,37 @@
 A role has one replica per distinct layout of its calls. The home replica owns the master weights (and the optimizer's
 parameters); every other one is a skeleton whose parameters are views of storage that a reallocation fills. Equal
 layouts share a replica; where replicas are trained, other calls in their layout get a skeleton of their own on the same
-storage, without FSDP around it.
+storage, without FSDP around it. A role that shares another one's base has no replicas: its calls work on that one's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch import Tensor, nn
 
 from lightning_realloc.errors import ConfigError, PlanError
-from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.layout.model import ModelLayout
-from lightning_realloc.runtime.agreement import TransportName
+from lightning_realloc.layout.model import ModelLayout, ModelSpec
+from lightning_realloc.runtime.adapters import adapter_config, adapters_merged, adapters_off
 from lightning_realloc.runtime.executor import Reallocation, ReallocationReport
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
 from lightning_realloc.runtime.objects import gather_objects
-from lightning_realloc.runtime.parallelize import needs_fsdp, parallelize, tensor_parallelize
+from lightning_realloc.runtime.parallelize import needs_fsdp, parallelize
 from lightning_realloc.runtime.shards import bind_tensors, local_tensors, own_storage, reshard, vacate
-from lightning_realloc.runtime.stage import cut_stage
 from lightning_realloc.runtime.training_mode import enable_activation_checkpointing
 from lightning_realloc.runtime.twin import make_skeleton
+from lightning_realloc.strategies.copies import prepare_copy
+from lightning_realloc.strategies.delivery import Delivery, refuse_thawed
+from lightning_realloc.strategies.pool_options import Following, PoolOptions
 from lightning_realloc.strategies.precision import cast_parameters
 from lightning_realloc.strategies.rearrange import Mover, move_optimizer, move_weights
 from lightning_realloc.strategies.replica import Replica
-from lightning_realloc.tuning.dataflow import Dataflow
+from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
-
-
-@dataclass(frozen=True, slots=True)
-class Following:
-    """What a role's weights follow, and how closely."""
-
-    role: str
-    """The leader, which is trained."""
-    rate: float
-    """How much of the way to the leader's weights one step goes: 1 less the decay of a moving average."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolOptions:
-    """What does not depend on a role."""
-
-    cluster: ClusterSpec
-    """For the choice of senders."""
-    device: torch.device
-    """Where weights live."""
-    rank: int
-    """This process."""
-    world_size: int
-    """All processes."""
-    copy_dtype: torch.dtype
-    """Of every replica but the home ones."""
-    mixed_precision: MixedPrecisionPolicy | None
-    """For sharded replicas."""
-    transport: TransportName
-    """How weights travel; ``auto`` probes."""
-    tp_plans: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Role -> tensor-parallel styles, for models that bring none."""
-    followers: Mapping[str, Following] = field(default_factory=dict)
-    """Role -> what its weights follow."""
 
 
 class ModelPool:
@@ -80,6 +46,8 @@ class ModelPool:
         self._options = options
         self._home: dict[str, Replica] = {}
         self._blanks: dict[str, nn.Module] = {}
+        self._frozen: dict[str, frozenset[str]] = {}
+        """Role -> parameters that its training leaves as they are."""
         self._followings: dict[str, Reallocation] = {}
         self._copies: dict[tuple[str, Layout], Replica] = {}
         self._realized: set[str] = set()
@@ -100,6 +68,8 @@ class ModelPool:
         Raises:
             LayoutError: when a layout of one of the role's calls does not fit the model.
         """
+        trains = role in self.dataflow.trained_roles
+        self._frozen[role] = frozenset(n for n, p in model.named_parameters() if trains and not p.requires_grad)
         spec = describe_model(model, tp_plan=self._options.tp_plans.get(role))
         home = ModelLayout(spec, self.plan.layout(self.dataflow.home_call(role).name))
         if role not in self.changing_roles:
@@ -128,12 +98,13 @@ class ModelPool:
                 self._followings.clear()
             for kept in (copy for (of, _), copy in self._copies.items() if of == role):
                 if self._home[role] is not old:
-                    kept.reallocation, kept.version = None, 0
+                    kept.delivery = None
+                    kept.forget()
             self._add_copies(role, home)
 
     def _add_copies(self, role: str, home: ModelLayout) -> None:
         """Prepare a replica for every layout of the role's calls but its home's, and drop the others."""
-        wanted = {self.plan.layout(call.name) for call in self.dataflow.calls_of(role)} - {home.layout}
+        wanted = {self.plan.layout(call.name) for call in self._calls_on(role)} - {home.layout}
         if self._is_read_at_home(role, home.layout):
             wanted.add(home.layout)
         for _, layout in [key for key in self._copies if key[0] == role and key[1] not in wanted]:
@@ -141,7 +112,8 @@ class ModelPool:
         for layout in sorted(wanted, key=str):
             if (role, layout) not in self._copies:
                 copy = ModelLayout(home.model, layout)
-                self._copies[role, layout] = Replica(role, copy, self._prepare_copy(role, self._blanks[role], copy))
+                model = prepare_copy(role, self._blanks[role], copy, self.meshes, self._options)
+                self._copies[role, layout] = Replica(role, copy, model)
 
     def _is_read_at_home(self, role: str, home: Layout) -> bool:
         """Return whether calls other than training run where replicas are trained, and need not go through FSDP.
@@ -149,7 +121,7 @@ class ModelPool:
         It wraps those for their gradients' sake, and copies all weights in every forward pass: decoding would take
         twice as long. A second module on the same storage does without.
         """
-        calls = [call for call in self.dataflow.calls_of(role) if self.plan.layout(call.name) == home]
+        calls = [call for call in self._calls_on(role) if self.plan.layout(call.name) == home]
         reads = any(call.kind != "train" for call in calls)
         is_wrapped = role in self.dataflow.trained_roles and home.dims.dp > 1 and home.dims.fsdp == 1
         master = next(self._blanks[role].parameters()).dtype
@@ -167,12 +139,12 @@ class ModelPool:
                 own_storage(model)
         else:
             vacate(model)
-        return Replica(role, home, model, version=1)
+        return Replica(role, home, model, version=1, frozen_version=1)
 
     def _move_home(self, old: Replica, home: ModelLayout, optimizer: torch.optim.Optimizer | None) -> Replica:
         model = self._blank_model(old, has_weights=self._options.rank in home.layout)
         new = self._lay_out(old.role, model, home)
-        new.version = old.version + 1
+        new.version, new.frozen_version = old.version + 1, old.frozen_version + 1
         mover = Mover(old.model_layout, home, self._options.rank, self._options.world_size, self._options.device)
         move_weights(old, new, mover)
         if optimizer is not None:
@@ -196,27 +168,50 @@ class ModelPool:
             parameter.requires_grad_(name not in frozen)
         return model.train(old.model.training)
 
-    def _prepare_copy(self, role: str, model: nn.Module, target: ModelLayout) -> nn.Module:
-        skeleton = make_skeleton(model).eval().requires_grad_(False)
-        rank, tp_plan = self._options.rank, self._options.tp_plans.get(role)
-        if rank not in target.layout.ranks:
-            return skeleton
-        if target.layout.dims.fsdp > 1:
-            bind_tensors(skeleton, {
-                spec.name: torch.empty(spec.shape, dtype=self._options.copy_dtype, device=self._options.device)
-                for spec in target.model.params
-            })  # fmt: skip
-            return parallelize(skeleton, target, self.meshes, tp_plan=tp_plan)
-        tensor_parallelize(skeleton, target.layout, self.meshes, tp_plan=tp_plan)
-        if target.layout.dims.pp > 1:
-            cut_stage(skeleton, target, rank)
-        return skeleton
-
     # ---- reading
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles that have been placed."""
+        """Roles that have been placed: those with weights of their own."""
         return tuple(self._home)
+
+    @property
+    def specs(self) -> dict[str, ModelSpec]:
+        """Every role's model, also of those that share one."""
+        return {role: self.home(role).model_layout.model for role in self.dataflow.roles}
+
+    def saved_parameters(self, role: str, *, include_frozen: bool) -> frozenset[str] | None:
+        """Return what of a role belongs into a checkpoint, None for all: of adapters' base it may be left out."""
+        home = self.home(role)
+        if include_frozen or adapter_config(home.model) is None:
+            return None
+        return frozenset(param.name for param in home.model_layout.model.params) - self._frozen[role]
+
+    @property
+    def sharers(self) -> Mapping[str, str]:
+        """Role without weights of its own -> the role whose weights its calls work with."""
+        return self._options.sharers
+
+    def owner(self, role: str) -> str:
+        """Return the role whose weights a role's calls work with: itself, unless it shares them."""
+        return self.sharers.get(role, role)
+
+    def _calls_on(self, role: str) -> list[ModelFunctionCall]:
+        """Return the calls that work with a role's weights."""
+        return [call for call in self.dataflow.model_calls if self.owner(str(call.role)) == role]
+
+    def alone(self, *, frees_copies: bool) -> tuple[str, ...]:
+        """Return the roles of which two calls may not be under way at once: weights go when the first one ends."""
+        going = self.roles if frees_copies else self.plan.offload
+        return tuple(role for role in self.dataflow.roles if self.owner(role) in going)
+
+    def adapted_for(self, call: ModelFunctionCall, model: nn.Module) -> AbstractContextManager[None]:
+        """Return the context in which ``model``, of the replica that the call works on, computes what it is to.
+
+        Without adapters for a role that shares another one's base; with them merged where tokens are generated.
+        """
+        if self.owner(str(call.role)) != call.role:
+            return adapters_off(model)
+        return adapters_merged(model) if call.kind == "generate" else nullcontext()
 
     def require_same(self, plan: ExecutionPlan, options: PoolOptions) -> None:
         """Refuse to serve another plan, precision or transport: models that are laid out already stay as they are.
@@ -229,16 +224,11 @@ class ModelPool:
                 f"the models were laid out by an earlier Trainer, as\n{self.plan.table()}\nand this one asks for\n"
                 f"{plan.table()}\nGive both the same plan, or build the LightningModule anew"
             )
-        for name in ("world_size", "copy_dtype", "mixed_precision", "transport", "tp_plans"):
-            ours, theirs = getattr(self._options, name), getattr(options, name)
-            if ours != theirs:
-                raise ConfigError(
-                    f"the models were laid out by an earlier Trainer with {name}={ours}, and this one asks for "
-                    f"{theirs}; give both the same settings, or build the LightningModule anew"
-                )
+        self._options.require_same(options)
 
     def home(self, role: str) -> Replica:
         """Return the replica that owns a role's weights."""
+        role = self.owner(role)
         if role not in self._home:
             raise PlanError(f"role {role!r} has not been placed; placed are {', '.join(self._home) or 'none'}")
         return self._home[role]
@@ -249,7 +239,7 @@ class ModelPool:
         if chosen.role is None:
             raise PlanError(f"{call!r} is a computation on the host and has no model")
         home = self.home(chosen.role)
-        return home if chosen.kind == "train" else self._copies.get((chosen.role, self.plan.layout(call)), home)
+        return home if chosen.kind == "train" else self._copies.get((home.role, self.plan.layout(call)), home)
 
     def active(self, call: str) -> Replica:
         """Return the replica that ``call`` works on: its own layout's if that was made real, else the home one."""
@@ -269,7 +259,7 @@ class ModelPool:
     @property
     def shared_bytes(self) -> int:
         """This rank's part of the memory that copies take in segments shared with other ranks."""
-        return sum(copy.reallocation.shared_bytes for copy in self._copies.values() if copy.reallocation is not None)
+        return sum(copy.delivery.shared_bytes for copy in self._copies.values() if copy.delivery is not None)
 
     # ---- moving
     def realize(self, call: str) -> ReallocationReport | None:
@@ -281,18 +271,26 @@ class ModelPool:
         target = self.target(call)
         home = self.home(target.role)
         self._realized.add(call)
-        if target is home or target.version == home.version:
+        # Without adapters a call needs the base alone, which training leaves as it is.
+        needs_trained = self.dataflow.call(call).role == target.role
+        frozen = target.frozen_version != home.frozen_version
+        trained = needs_trained and target.version != home.version
+        if target is home or not (frozen or trained):
             return None
         reshard(home.model)
         if target.layout == home.layout:
             self._share(home, target)
             return None
-        if target.reallocation is None:
-            target.reallocation = self._connect(home, target)
-        report = target.reallocation.run()
+        if target.delivery is None:
+            target.delivery = self._connect(home, target)
+        report = target.delivery.run(frozen=frozen, trained=trained)
+        target.frozen_version = home.frozen_version
+        if trained:
+            target.version = home.version
+        if report is None:
+            return None
         self.seconds_moving += report.seconds
         reshard(target.model)
-        target.version = home.version
         self._reports[call] = report
         return report
 
@@ -300,16 +298,17 @@ class ModelPool:
         """Let a replica in the home's layout read the home's storage."""
         if target.version == 0 and self._options.rank in home.layout:
             bind_tensors(target.model, local_tensors(home.model))
-        target.version = home.version
+        target.version, target.frozen_version = home.version, home.frozen_version
 
     def ready(self, call: str) -> Replica | None:
         """Return the replica of ``call`` if it can be read at any time and without any other rank, else None.
 
-        So it is where nothing has to be moved, no weights are gathered, and none are away between calls.
+        So it is where nothing has to be moved, no weights are gathered, none are away between calls, and no adapters
+        may be merged into them for a generation that is under way.
         """
         target = self.target(call)
-        home = self.home(target.role)
-        if needs_fsdp(target.model, target.layout) or target.role in self.plan.offload:
+        home, may_be_merged = self.home(target.role), adapter_config(target.model) is not None
+        if may_be_merged or needs_fsdp(target.model, target.layout) or target.role in self.plan.offload:
             return None
         if target.layout == home.layout and target is not home:
             reshard(home.model)
@@ -324,12 +323,22 @@ class ModelPool:
         """End a phase; ``free`` gives the replica's storage back until the next time. Offloaded roles always do."""
         self._realized.discard(call)
         target = self.target(call)
-        if (free or target.role in self.plan.offload) and target.reallocation is not None:
-            target.reallocation.release()
-            target.version = 0
+        if (free or target.role in self.plan.offload) and target.delivery is not None:
+            target.delivery.release()
+            target.forget()
 
     def weights_changed(self, role: str) -> None:
-        """Note that a role's master weights are new: every other replica is stale."""
+        """Note that all of a role's master weights are new: every other replica is stale."""
+        self._home[role].version += 1
+        self._home[role].frozen_version += 1
+
+    def weights_trained(self, role: str) -> None:
+        """Note that a role's master weights were trained: what of them is not frozen is new.
+
+        Raises:
+            PlanError: for a parameter that was frozen when the role was laid out, and is not any more.
+        """
+        refuse_thawed(role, self._home[role].model, self._frozen[role])
         self._home[role].version += 1
 
     def weights_followed(self, leader: str) -> None:
@@ -362,35 +371,29 @@ class ModelPool:
             )
         options = self._options
         return Reallocation(
-            leader.model_layout,
-            local_tensors(leader.model) if options.rank in leader.layout else {},
-            follower.model_layout,
-            rank=options.rank,
-            world_size=options.world_size,
-            dtype=next(follower.model.parameters()).dtype,
-            device=options.device,
-            cluster=options.cluster,
+            leader.model_layout, local_tensors(leader.model) if options.rank in leader.layout else {},
+            follower.model_layout, rank=options.rank, world_size=options.world_size,
+            dtype=next(follower.model.parameters()).dtype, device=options.device, cluster=options.cluster,
             transport=options.transport,
-        )
+        )  # fmt: skip
 
-    def _connect(self, home: Replica, target: Replica) -> Reallocation:
+    def _connect(self, home: Replica, target: Replica) -> Delivery:
         options = self._options
         inside = options.rank in target.layout.ranks
-        existing = local_tensors(target.model) if inside and target.is_sharded else None
         uses_storage = target.layout.dims.fsdp > 1
-        reallocation = Reallocation(
-            home.model_layout,
-            local_tensors(home.model) if options.rank in home.layout.ranks else {},
-            target.model_layout,
-            rank=options.rank,
-            world_size=options.world_size,
-            dtype=options.copy_dtype,
-            device=options.device,
-            cluster=options.cluster,
-            # Shards that FSDP allocated are filled in place, which shared memory cannot do.
-            transport="direct" if uses_storage else options.transport,
-            target_tensors=(existing or {}) if uses_storage else None,
-        )
+        existing = local_tensors(target.model) if inside and uses_storage else {}
+
+        def connect(source: ModelLayout, there: ModelLayout, held: Mapping[str, Tensor]) -> Reallocation:
+            return Reallocation(
+                source, held, there, rank=options.rank, world_size=options.world_size, dtype=options.copy_dtype,
+                device=options.device, cluster=options.cluster,
+                # Shards that FSDP allocated are filled in place, which shared memory cannot do.
+                transport="direct" if uses_storage else options.transport,
+                target_tensors={name: existing[name] for name in there.names(options.rank)} if uses_storage else None,
+            )  # fmt: skip
+
+        held = local_tensors(home.model) if options.rank in home.layout.ranks else {}
+        delivery = Delivery.of(home.model_layout, held, target.model_layout, self._frozen[home.role], connect)
         if inside and not uses_storage:
-            bind_tensors(target.model, reallocation.target_tensors)
-        return reallocation
+            bind_tensors(target.model, delivery.target_tensors)
+        return delivery

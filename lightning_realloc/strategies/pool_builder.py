@@ -17,6 +17,7 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
+from lightning_realloc.runtime.adapters import adapted_layers
 from lightning_realloc.runtime.agreement import TransportName
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
@@ -28,8 +29,9 @@ from lightning_realloc.strategies.memory import (
     refuse_too_large,
     with_callbacks,
 )
-from lightning_realloc.strategies.model_pool import Following, ModelPool, PoolOptions
+from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.plan_source import NamedPlan, agree_on, work_out_plan
+from lightning_realloc.strategies.pool_options import Following, PoolOptions
 from lightning_realloc.strategies.precision import cast_parameters
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
@@ -74,6 +76,11 @@ class PoolBuilder:
         return {role.name: Following(role.follows, role.follow_rate) for role in roles if role.follows is not None}
 
     @property
+    def sharers(self) -> dict[str, str]:
+        """Role -> the role whose base it shares."""
+        return {role.name: role.shares for role in self.module.roles() if role.shares is not None}
+
+    @property
     def options(self) -> PoolOptions:
         """How the pool keeps and moves weights."""
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -87,6 +94,7 @@ class PoolBuilder:
             transport=self.transport,
             tp_plans=self.tp_plans,
             followers=self.followers,
+            sharers=self.sharers,
         )
 
     def plan(self, source: NamedPlan, specs: Mapping[str, ModelSpec]) -> ExecutionPlan:
@@ -162,15 +170,29 @@ class PoolBuilder:
         meshes.create((*plan.layouts, Layout(ParallelDims(dp=self.world_size), tuple(range(self.world_size)))))
         pool = ModelPool(self.dataflow, plan, meshes, self.options)
         for role in self.dataflow.roles:
-            pool.place(role, models[role])
+            if role not in self.sharers:
+                pool.place(role, models[role])
         setattr(self.module, _POOL_ATTRIBUTE, pool)
         return pool
 
     def _specs(self, models: Mapping[str, nn.Module], earlier: ModelPool | None) -> dict[str, ModelSpec]:
-        roles = self.dataflow.roles
+        self._check_sharers(models)
+        sharers = self.sharers
+        roles = [role for role in self.dataflow.roles if role not in sharers]
         missing = [role for role in roles if role not in models]
         if missing:
             raise PlanError(f"role {missing[0]!r} has no model; configure_model() built {', '.join(models) or 'none'}")
         if earlier is not None:  # a model that is cut already no longer shows its own shapes
-            return {role: earlier.home(role).model_layout.model for role in roles}
-        return {role: describe_model(models[role], tp_plan=self.tp_plans.get(role)) for role in roles}
+            return earlier.specs
+        specs = {role: describe_model(models[role], tp_plan=self.tp_plans.get(role)) for role in roles}
+        return specs | {role: specs[owner] for role, owner in sharers.items() if role in self.dataflow.roles}
+
+    def _check_sharers(self, models: Mapping[str, nn.Module]) -> None:
+        for role, owner in self.sharers.items():
+            if owner not in models or not adapted_layers(models[owner]):
+                raise PlanError(
+                    f"role {role!r} shares the base of {owner!r}, which is no role with adapters; give {owner} a "
+                    f"peft_config, or {role} a model of its own"
+                )
+            if any(call.kind == "train" for call in self.dataflow.calls_of(role)):
+                raise PlanError(f"role {role!r} shares the base of {owner!r} and has a training call; train {owner}")

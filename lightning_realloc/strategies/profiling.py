@@ -81,7 +81,8 @@ def shape_names(request: ProfileRequest) -> dict[str, str]:
                 f"role {role.name!r} is a module without a Hugging Face config, and cannot be measured block by block; "
                 f"give it a model of transformers"
             )
-        text = json.dumps([role.task, config.to_dict()], sort_keys=True, default=str)
+        content = [role.task, config.to_dict(), *role.describe_adapters()]
+        text = json.dumps(content, sort_keys=True, default=str)
         names[role.name] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return names
 
@@ -324,7 +325,7 @@ def _build(role: Any, depth: int, device: torch.device, seed: int) -> nn.Module:
             setattr(text, name, (value * depth)[:depth])
     text.num_hidden_layers = depth
     with device:
-        model: nn.Module = replace(role, source=config).build(seed=seed)
+        model: nn.Module = role.resembling(config).build(seed=seed)
     return model
 
 

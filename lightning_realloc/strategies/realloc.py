@@ -239,7 +239,7 @@ class ReallocStrategy(CheckpointStrategy):
         )
 
     def _make_offloader(self, pool: ModelPool) -> Offloader:
-        schedule = OffloadSchedule(pool.dataflow, pool.plan, self.global_rank, pool.leaders)
+        schedule = OffloadSchedule(pool.dataflow, pool.plan, self.global_rank, pool.leaders, pool.sharers)
         return Offloader(pool, schedule, self.root_device)
 
     def _make_runner(self, module: Any, pool: ModelPool) -> CallRunner:
@@ -283,8 +283,7 @@ class ReallocStrategy(CheckpointStrategy):
                 "after every iteration but an epoch's last; use max_staleness=0 where plans change"
             )
         source = read_plan_source(plan)
-        specs = {role: self.pool.home(role).model_layout.model for role in self.pool.roles}
-        wanted = self._builder().plan(source, specs)
+        wanted = self._builder().plan(source, self.pool.specs)
         if wanted == self.plan:
             return
         callbacks = self.lightning_module.trainer.callbacks  # type: ignore[union-attr]
@@ -318,7 +317,7 @@ class ReallocStrategy(CheckpointStrategy):
     @contextmanager
     def phase(self, call: str) -> Iterator[nn.Module]:
         """Announce a call to callbacks, and yield its model in that call's layout; for a hand-written training_step."""
-        with self.phase_replica(call) as replica:
+        with self.phase_replica(call) as replica, self.pool.adapted_for(self.pool.dataflow.call(call), replica.model):
             yield replica.model
 
     def run_iteration(self, batch: Samples) -> tuple[Samples, ...]:
@@ -422,7 +421,7 @@ class ReallocStrategy(CheckpointStrategy):
             named = {str(group.get("name")) for group in optimizer.param_groups}
             trained = self.pool.dataflow.trained_roles
             for role in named if named.issubset(trained) else trained:
-                self.pool.weights_changed(role)
+                self.pool.weights_trained(role)
         return result
 
     # ---- names

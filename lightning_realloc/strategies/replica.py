@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout
-from lightning_realloc.runtime.executor import Reallocation
+from lightning_realloc.strategies.delivery import Delivery
 
 
 @dataclass(slots=True)
@@ -21,10 +21,16 @@ class Replica:
     """Where every parameter of it lies."""
     model: nn.Module
     """The module; on a rank outside the layout a skeleton without weights."""
-    reallocation: Reallocation | None = None
+    delivery: Delivery | None = None
     """What fills it from the home replica; None for the home replica itself, and before the first filling."""
     version: int = 0
     """The version of the home replica's weights that it holds; 0 before the first filling."""
+    frozen_version: int = 0
+    """The same of the weights that training leaves as they are."""
+
+    def forget(self) -> None:
+        """Hold nothing any more."""
+        self.version = self.frozen_version = 0
 
     @property
     def layout(self) -> Layout:

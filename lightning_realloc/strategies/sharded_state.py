@@ -7,7 +7,7 @@ stepped or initialised to look at an optimizer: saving never changes training.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ def weight_key(role: str, name: str) -> str:
     return f"model/{role}/{name}"
 
 
-def weights_state(replica: Replica, rank: int) -> dict[str, ShardedTensor]:
-    """Return a role's weights as this rank holds them, ready to be written or read in place."""
+def weights_state(replica: Replica, rank: int, names: Set[str] | None = None) -> dict[str, ShardedTensor]:
+    """Return a role's weights, or those of some ``names``, as this rank holds them, to be written or read in place."""
     locals_ = local_tensors(replica.model) if rank in replica.layout else {}
     return {
         weight_key(replica.role, param.name): ShardedTensor(
@@ -40,6 +40,7 @@ def weights_state(replica: Replica, rank: int) -> dict[str, ShardedTensor]:
             locals_.get(param.name),
         )
         for param in replica.model_layout.model.params
+        if names is None or param.name in names
     }
 
 

@@ -134,14 +134,14 @@ class _Forecaster:
         copies = {(role, layout): self._copy(role, layout, rank) for role, layout in self._copied_layouts()}
         kept = sum((copy for (role, _), copy in copies.items() if not self._frees_copies(role)), MemoryParts())
         kept += MemoryParts(drafts=self._drafts(rank))
-        schedule = OffloadSchedule(self.dataflow, self.plan, rank, self._leaders)
+        schedule = OffloadSchedule(self.dataflow, self.plan, rank, self._leaders, self._sharers)
         yield PhaseMemory(SET_UP, rank, self._set_up(rank))
         for call in self.dataflow.iteration_calls:
             if call.role is None:
                 continue
             base = kept + self._homes(rank, away=set(schedule.parts) - schedule.present(call.name))
-            own = copies.get((call.role, self.plan.layout(call.name)))
-            if own is not None and self._frees_copies(call.role):
+            own = copies.get((self._owner(call.role), self.plan.layout(call.name)))
+            if own is not None and self._frees_copies(self._owner(call.role)):
                 base += own
             if own is not None:
                 yield PhaseMemory(f"-> {call.name}", rank, base)
@@ -150,6 +150,19 @@ class _Forecaster:
     @property
     def _leaders(self) -> dict[str, str]:
         return {name: role.follows for name, role in self.roles.items() if role.follows is not None}
+
+    @property
+    def _sharers(self) -> dict[str, str]:
+        return {name: role.shares for name, role in self.roles.items() if role.shares is not None}
+
+    def _owner(self, role: str) -> str:
+        """Return the role on whose replicas a role's calls work."""
+        return self.roles[role].shares or role
+
+    @property
+    def _owners(self) -> tuple[str, ...]:
+        """The roles of the dataflow that have replicas."""
+        return tuple(role for role in self.dataflow.roles if self._owner(role) == role)
 
     def _frees_copies(self, role: str) -> bool:
         return self.settings.frees_copies or role in self.plan.offload
@@ -170,9 +183,9 @@ class _Forecaster:
     def _homes(self, rank: int, *, away: Set[str]) -> MemoryParts:
         """Return weights and optimizer states, but for what is offloaded and away."""
         parts = MemoryParts()
-        for name in self.roles:
+        for name in self._owners:
             layout = self._home(name)
-            if name not in self.dataflow.roles or rank not in layout:
+            if rank not in layout:
                 continue
             sizes = self.elements[name].on(layout, rank)
             if name not in away:
@@ -189,8 +202,9 @@ class _Forecaster:
         return self.plan.layout(self.dataflow.home_call(role).name)
 
     def _copied_layouts(self) -> Iterator[tuple[str, Layout]]:
-        for role in self.dataflow.roles:
-            layouts = {self.plan.layout(call.name) for call in self.dataflow.calls_of(role)}
+        for role in self._owners:
+            calls = (call for call in self.dataflow.model_calls if self._owner(str(call.role)) == role)
+            layouts = {self.plan.layout(call.name) for call in calls}
             for layout in sorted(layouts - {self._home(role)}, key=str):
                 yield role, layout
 
@@ -232,7 +246,7 @@ class _Forecaster:
 
     def _set_up(self, rank: int) -> MemoryParts:
         """Return what building takes: whole models of all roles where that is in the counted memory, else of one."""
-        whole = {name: role.model.num_elements * 4 for name, role in self.roles.items() if name in self.dataflow.roles}
+        whole = {name: self.roles[name].model.num_elements * 4 for name in self._owners}
         if self.settings.builds_on_device:
             return MemoryParts(weights=sum(whole.values()))
         most, laid_out = 0, 0
@@ -247,11 +261,20 @@ class _Forecaster:
         chosen = self.plan.call(call.name)
         if rank not in chosen.layout:
             return MemoryParts()
-        name = str(call.role)
-        return CallMemory.of_replica(
+        name = self._owner(str(call.role))
+        parts = CallMemory.of_replica(
             self.roles[name], chosen, self.settings, self.workload, self.elements[name].on(chosen.layout, rank),
             is_home=chosen.layout == self._home(name), is_trained=name in self.dataflow.trained_roles,
         ).peak(call.kind)  # fmt: skip
+        merges = call.kind == "generate" and name == call.role and chosen.layout.dims.fsdp == 1
+        return parts + MemoryParts(copies=self._merged(name, chosen.layout, rank)) if merges else parts
+
+    def _merged(self, name: str, layout: Layout, rank: int) -> int:
+        """Return the bytes of the copies that a role's adapters are merged into for the time of a call."""
+        target = ModelLayout(self.roles[name].model, layout)
+        held = set(target.names(rank)).intersection(self.roles[name].adapted)
+        element = self._home_bytes(name) if layout == self._home(name) else self.settings.copy_bytes
+        return sum(math.prod(target.local_shape(param, rank)) for param in held) * element
 
 
 def _mebibytes(size: int) -> str:

@@ -23,6 +23,13 @@ class RoleMemory:
     """Parameters without gradients in a role that is trained, as under adapters."""
     follows: str | None = None
     """The trained role whose weights this one's move towards; it keeps them as exactly as a trained one."""
+    shares: str | None = None
+    """The role whose replicas this one's calls work on: it keeps none."""
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """The weights that adapters are trained beside, of which generation makes merged copies."""
+        return tuple(param.name for param in self.model.params if param.name.endswith(".base_layer.weight"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,16 +22,19 @@ class OffloadSchedule:
     rank: int
     leaders: Mapping[str, str] = field(default_factory=dict)
     """Role -> the trained role that its weights follow."""
+    sharers: Mapping[str, str] = field(default_factory=dict)
+    """Role -> the role whose weights its calls work with."""
 
     @property
     def parts(self) -> tuple[str, ...]:
         """What of the plan's ``offload`` is on this rank at all: roles, and optimizers as in ``actor.optimizer``."""
-        return tuple(part for part in self.plan.offload if self.rank in self._home(part))
+        owned = (part for part in self.plan.offload if part not in self.sharers)
+        return tuple(part for part in owned if self.rank in self._home(part))
 
     def needed(self, call: str) -> frozenset[str]:
         """Return the parts that a call works with: also where its weights only set out from this rank."""
         chosen = self.dataflow.call(call)
-        wanted = {str(chosen.role)}
+        wanted = {self.sharers.get(str(chosen.role), str(chosen.role))}
         if chosen.kind == "train":
             wanted.add(f"{chosen.role}{OPTIMIZER_SUFFIX}")
             wanted.update(role for role, leader in self.leaders.items() if leader == chosen.role)

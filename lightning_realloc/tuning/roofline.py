@@ -126,7 +126,8 @@ class RooflineEstimator:
         return _kept(self._moves, key, self._move(role, source, target)) if known is None else known
 
     def _move(self, role: str, source: Layout, target: Layout) -> float:
-        moved, size = traffic(self._weights[role], source, target, self.cluster), self.settings.copy_bytes
+        # Copies have what training leaves as it is from the first move on.
+        moved, size = traffic(self._trained[role], source, target, self.cluster), self.settings.copy_bytes
         links, device = Links(self.cluster, self.efficiency), Device(self.cluster, self.efficiency)
         written = device.stream(moved.needed * (self.settings.master_bytes + size))
         if moved.total_received == 0:

@@ -30,6 +30,8 @@ def transition_bytes(
     """
     most = held = 0
     for name in dataflow.roles:
+        if roles[name].shares is not None:
+            continue
         call = dataflow.home_call(name).name
         old, new = before.call(call), after.call(call)
         if (old.layout, old.gradient_checkpointing) == (new.layout, new.gradient_checkpointing):

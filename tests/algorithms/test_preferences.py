@@ -163,6 +163,20 @@ def test_every_prompt_gets_the_response_to_another_one() -> None:
         with_mismatches(samples().select([0, 1]))
 
 
+def test_held_out_responses_to_one_prompt_count_from_zero() -> None:
+    module = with_trainer(KTO(tiny_model("llama"), beta=0.5))
+    module._trainer.training = False
+    batch = module.prepare_batch(samples(label=torch.tensor([True, False, True, False])).select([0, 1]))
+    logprobs = Ragged.from_list([[1.0, 1.0], [0.5] * 4], dtype=torch.float32)
+    zeros = Ragged(torch.zeros(6), logprobs.lengths)
+    batch = batch.with_columns(logprobs=logprobs, ref_logprobs=zeros)
+    measured = module.measure(batch)
+    # 1 - s(0.5 * 2) of the desirable one, 1 - s(0.5 * -2) of the other
+    assert measured["losses"].tolist() == pytest.approx([0.26894, 0.73106], abs=1e-4)
+    summary = {name: float(value) for name, value in module.summarize(batch.with_columns(**measured)).items()}
+    assert summary == pytest.approx({"loss": 0.5, "desirable_reward": 1.0, "undesirable_reward": 1.0, "margin": 0.0})
+
+
 def test_scores_of_the_chosen_are_told_from_those_of_the_rejected() -> None:
     module = preferences.reward_model(centre_coef=0.01)
     batch = samples(margin=torch.tensor([1.0, 1.0, 0.0, 0.0]))

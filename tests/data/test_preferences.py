@@ -62,7 +62,7 @@ def test_a_pair_becomes_two_samples_with_one_prompt(row: dict[str, Any], expecte
     batch = batch_of(PreferenceDataModule, row)
     prompt, chosen, rejected = expected
     assert texts(batch) == [(prompt, chosen), (prompt, rejected)]
-    assert batch.objects("chosen") == (row["chosen"],) * 2
+    assert batch.objects("prompt") == ("1+1=" if prompt == "1+1=" else ASK,) * 2
 
 
 def test_a_batch_counts_pairs_and_margins_belong_to_both_sides() -> None:
@@ -82,8 +82,11 @@ def test_the_prompt_is_what_both_sides_begin_with() -> None:
     assert implied_prompt("ab", ASK) is None
 
 
-def test_equal_prompts_are_held_out_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("implied", [False, True])
+def test_equal_prompts_are_held_out_together(implied: bool, tmp_path: Path) -> None:
     rows = [{"prompt": f"{n % 5}", "chosen": f"a{n}", "rejected": f"b{n}"} for n in range(20)]
+    if implied:
+        rows = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in rows]
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     module = PreferenceDataModule(file, batch_size=2, val_fraction=0.4, seed=3, tokenizer=byte_tokenizer())
@@ -142,6 +145,17 @@ def test_judged_responses_keep_their_labels() -> None:
     batch = batch_of(BinaryFeedbackDataModule, *rows)
     assert texts(batch) == [("1+1=", "2<eos>"), ("u:1+1<eos>\na:", "3<eos>\n")]
     assert batch.tensor("label").tolist() == [True, False]
+
+
+def test_pairs_are_judged_responses_too() -> None:
+    rows = [{"chosen": "1+1=2", "rejected": "1+1=3", "by": "me"}]
+    module = BinaryFeedbackDataModule(rows, batch_size=2, tokenizer=chat(), shuffle=False)
+    module.setup()
+    (batch,) = module.train_dataloader()
+    assert texts(batch) == [("1+1=", "2<eos>"), ("1+1=", "3<eos>")]
+    assert batch.tensor("label").tolist() == [True, False] and batch.objects("by") == ("me", "me")
+    with pytest.raises(DataError, match="row 0 of the data set: chosen and rejected are equal"):
+        batch_of(BinaryFeedbackDataModule, {**PAIR, "rejected": "2"})
 
 
 @pytest.mark.parametrize(

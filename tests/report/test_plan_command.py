@@ -178,6 +178,11 @@ def test_roles_have_the_defaults_of_the_algorithm(capsys: pytest.CaptureFixture[
     text = ask(capsys, "--actor", TINY, "--reward", "none", "--reference", "none", *ppo)
     assert f"actor, critic: {TINY}\n" in text and "reward.infer" not in text and "reference.infer" not in text
     assert "reference.infer" not in ask(capsys, "--model", f"actor={TINY}", *SMALL)
+    text = ask(capsys, "--actor", TINY, "--algorithm", "dpo", *SMALL)
+    # The actor scores before the step where a loss compares ranks, and for held-out data.
+    timeline = text.split("Timeline")[1].split("Memory")[0]
+    assert f"reference, actor: {TINY}" in text and "reference.infer" in timeline and "actor.infer" not in timeline
+    assert "reward.train" in ask(capsys, "--reward", TINY, "--algorithm", "reward", *SMALL)
 
 
 ACTOR = ("--actor", TINY)
@@ -188,7 +193,7 @@ MISTAKES = [
     (("--actor", "Llama-2-8b-hf", *SMALL), "'Llama-2-8b-hf' is not built in (nearest: meta-llama/Llama-2-7b-hf"),
     (("--actor", "./nowhere", *SMALL), "there is no such folder or file"),
     (("--actor", "layers=4,hidden=8", *SMALL), "lacks intermediate, heads, vocabulary"),
-    ((*ACTOR, "--algorithm", "dpo", *SMALL), "--algorithm=dpo is not one of grpo, ppo, sft"),
+    ((*ACTOR, "--algorithm", "other", *SMALL), "--algorithm=other is not one of grpo, ppo, sft"),
     ((*ACTOR, "--critic", TINY, *SMALL), "grpo has no role 'critic'; it has actor, reference"),
     ((*ACTOR, "--model", f"actor={SMALLER}", *SMALL), f"--actor {TINY} and --model actor={SMALLER} name two models"),
     (("--actor", "none", *SMALL), "grpo trains its actor, which has no model"),

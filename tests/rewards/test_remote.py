@@ -106,7 +106,7 @@ def test_a_slow_server_is_asked_again_and_given_up_in_time() -> None:
         rule = r"in 3 attempts: no answer within timeout_s=0\.1 seconds; on_failure='mask' would"
         with pytest.raises(RewardError, match=rule):
             judge(RemoteReward(log.url, timeout_s=0.1, retries=Retries(count=2, first_wait_s=0.01)), ["a"])
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 20.0  # one answer takes 30
     assert len(log.requests) == 3
 
 
@@ -160,7 +160,7 @@ def test_a_run_starts_only_with_a_server_that_answers() -> None:
     rule = rf"the reward server at {log.url} cannot be used: .*Cannot connect.*; start it before the run, or correct"
     with pytest.raises(RewardError, match=rule):
         RewardFunctions(RemoteReward(log.url)).start()
-    assert time.monotonic() - began < 5.0  # it is asked once
+    assert time.monotonic() - began < 20.0  # it is asked once
     with reward_server(lambda number, asked: Answer(401)) as log, pytest.raises(RewardError, match="it answered 401"):
         RemoteReward(log.url).start()
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "rewards"]

@@ -91,6 +91,16 @@ def dpo(**settings: Any) -> DPO:
     return DPO(tiny_model("llama"), reference=tiny_model("llama", seed=1), **_settings(settings))
 
 
+def dpo_with_adapters(**settings: Any) -> DPO:
+    """Return DPO that trains adapters; the reference is the model below them."""
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        actor = get_peft_model(tiny_model("llama"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    return DPO(actor, **_settings(settings))
+
+
 def kto(**settings: Any) -> KTO:
     """Return KTO on the tiny llama."""
     return KTO(tiny_model("llama"), reference=tiny_model("llama", seed=1), **_settings(settings))

@@ -19,6 +19,7 @@ from lightning_realloc.strategies import ReallocStrategy
 from tests.generation.random_moves import at_random
 from tests.strategies import runs
 from tests.strategies.runs import Batches, Outcome
+from tests.strategies.test_sample_reallocation import Moved
 from tests.workers import WorkerFailure, WorkerPool
 
 LONGER = replace(runs.SAMPLING, n=3, max_new_tokens=16)
@@ -30,11 +31,10 @@ def run_epochs(world_size: int, everything: bool, ratio_to: str, num_minibatches
     options = TrainOptions(num_minibatches=num_minibatches)
     module = runs.grpo(ratio_to=ratio_to, train_options=options, sampling=LONGER, learning_rate=1e-3, **features)
     plan = {"calls": {call.name: f"dp{world_size}" for call in module.dataflow.model_calls}}
-    strategy = ReallocStrategy(plan, generation_parts=4 if everything else 1)
+    strategy, moved = ReallocStrategy(plan), Moved()
     with mock.patch.multiple(migration, plan_balance=at_random, PERIOD_STEPS=1):
-        outcome = runs.train(module, strategy, world_size, Batches(2), max_epochs=3)
-    moved = sum(logged.pop("moved_samples/actor.generate", 0.0) for logged in outcome.logged)
-    return outcome, moved
+        outcome = runs.train(module, strategy, world_size, Batches(2), max_epochs=3, callbacks=[moved])
+    return outcome, sum(count for count in moved.counts if count > 0)
 
 
 def first_rank(workers: WorkerPool, world_size: int, *args: Any) -> tuple[Outcome, float]:

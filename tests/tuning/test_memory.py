@@ -13,7 +13,7 @@ from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.memory import MemoryForecast, forecast_memory
 from lightning_realloc.tuning.memory_advice import find_excess
-from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory, Workload, parse_bytes
+from lightning_realloc.tuning.memory_parts import MemoryParts, MemorySettings, RoleMemory, Workload, parse_bytes
 from lightning_realloc.tuning.model_shape import ModelShape
 
 # 4000 elements: an embedding of 1000, three blocks of 1000 each; the head is tied.
@@ -92,6 +92,23 @@ def test_frozen_parameters_have_neither_gradients_nor_optimizer_state() -> None:
     adapted = RoleMemory(model=SPEC, frozen_params=frozenset({"embed", "block.0", "block.1"}))
     parts = forecast(plan("dp1", "dp1", "dp1"), roles={**ROLES, "actor": adapted}).at("actor.train", 0)
     assert (parts.optimizer, parts.gradients) == (8000, 4000)
+
+
+def test_a_role_that_shares_a_base_is_counted_once() -> None:
+    params = (*SPEC.params, ParamSpec("block.0.base_layer.weight", (100, 10), TensorParallelCut(0), block=0))
+    adapted = RoleMemory(model=ModelSpec(params, num_blocks=3), frozen_params=frozenset({"embed"}))
+    roles = {"actor": adapted, "reference": RoleMemory(model=adapted.model, shares="actor")}
+    beside = forecast(plan("dp1", "dp1", "dp1"), roles=roles)
+    assert beside.at("reference.infer", 0) == MemoryParts(weights=5 * 4000, optimizer=4 * 8000)
+    assert beside.at("set-up", 0).weights == 5 * 4000
+    # Generation merges adapters into a copy of the one weight that has some.
+    assert beside.at("actor.generate", 0).copies == 4000
+    # Where the two calls have one layout, that is one copy; in the reference's own, another.
+    together = forecast(plan("dp1@1", "dp1@1", "dp1@0"), roles=roles)
+    assert together.at("reference.infer", 1).copies == 5 * 4000
+    apart = forecast(plan("dp1@0", "dp1@1", "dp1@0"), roles=roles)
+    assert apart.at("reference.infer", 1).copies == 5 * 4000
+    assert apart.at("actor.train", 0).copies == 0
 
 
 def test_the_cache_holds_every_slot_at_its_longest() -> None:

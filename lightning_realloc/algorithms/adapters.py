@@ -1,0 +1,225 @@
+"""Which adapters does a role train, and do they fit its model? All that is known of PEFT's files and configurations."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.adapters import ADAPTER, FILE_PREFIX, adapted_layers, head_names, saved_names
+from lightning_realloc.runtime.structure import tied_names
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftConfig
+
+    AdapterSource = PeftConfig | Mapping[str, Any] | str | Path
+    """A configuration of PEFT's, the same as a mapping, or a folder (or name on the hub) of saved adapters."""
+else:
+    AdapterSource = Any
+
+_TASK_TYPES = {
+    "causal_lm": "CAUSAL_LM", "token_classification": "TOKEN_CLS", "sequence_classification": "SEQ_CLS"
+}  # fmt: skip
+_UNDERSTOOD = frozenset({
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "use_rslora",
+    "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
+    "use_dora", "lora_bias",
+})  # fmt: skip
+_BEGINNINGS = (True, False, "gaussian")
+"""Values of ``init_lora_weights`` that leave the base as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """Adapters of one role: what they are like and, where they were trained before, their weights."""
+
+    role: str
+    config: LoraConfig
+    weights: Mapping[str, Tensor]
+    """As in PEFT's file, without its prefix; {} for fresh ones."""
+    origin: str | None = None
+    """The folder or name that they were loaded from."""
+
+    @classmethod
+    def read(cls, source: AdapterSource, role: str, task: str) -> Adapters:
+        """Read or load what a role was given.
+
+        Raises:
+            ConfigError: for what is no configuration or folder of LoRA, and for options that cannot be used here.
+        """
+        peft = _import_peft(role)
+        weights, origin = {}, None
+        if isinstance(source, str | Path):
+            origin = str(source)
+            try:
+                config = peft.PeftConfig.from_pretrained(origin)
+                loaded = peft.utils.load_peft_weights(origin, device="cpu")
+            except (OSError, ValueError) as error:
+                raise ConfigError(
+                    f"{role}: peft_config={origin!r} could not be loaded ({error}); give a folder with "
+                    f"adapter_config.json and adapter_model.safetensors, or a LoraConfig"
+                ) from error
+            weights = {name.removeprefix(FILE_PREFIX): tensor.float() for name, tensor in loaded.items()}
+        else:
+            config = _configured(peft, source, role) if isinstance(source, Mapping) else copy.deepcopy(source)
+        _check(peft, config, role)
+        config.task_type = _TASK_TYPES[task]
+        config.inference_mode = False
+        return cls(role, config, weights, origin)
+
+    def inject(self, model: nn.Module, base_name: str | None) -> nn.Module:
+        """Put the adapters into a model, in place; they alone have gradients then, with a classifier's head.
+
+        Args:
+            base_name: Where the model's weights come from, None for unknown.
+
+        Raises:
+            ConfigError: for adapters of another base, and for layers that adapters cannot be trained in here.
+        """
+        peft = _import_peft(self.role)
+        self._check_base(base_name)
+        config = copy.deepcopy(self.config)
+        heads = head_names(model)
+        self._check_saved_modules(model, heads)
+        config.base_model_name_or_path = base_name or config.base_model_name_or_path
+        if heads and not isinstance(config.exclude_modules, str):  # "all-linear" would adapt a head, which is trained
+            config.exclude_modules = sorted({*(config.exclude_modules or ()), *(head[:-1] for head in heads)})
+        config.modules_to_save = None  # heads are trained where they are: a second copy of them would serve nobody
+        try:
+            peft.inject_adapter_in_model(config, model)
+        except ValueError as error:
+            raise ConfigError(f"{self.role}: {error}; name layers of {type(model).__name__}") from error
+        config.modules_to_save = [head[:-1] for head in heads] or None  # for who reads the file
+        _check_layers(model, self.role)
+        for name, parameter in model.named_parameters():
+            if name.startswith(heads):
+                parameter.requires_grad_(True)
+        if self.weights and not next(model.parameters()).is_meta:
+            self._fill(peft, model)
+        return model
+
+    def _check_base(self, base_name: str | None) -> None:
+        """Compare names' last parts: the same base may lie on the hub and in a folder."""
+        theirs = self.config.base_model_name_or_path
+        if self.origin is None or not base_name or not theirs:
+            return
+        if Path(base_name).name != Path(theirs).name:
+            raise ConfigError(
+                f"the adapters in {self.origin} are of the base {theirs!r}, and {self.role} is {base_name!r}; give "
+                f"{self.role} that base, or, where it is the same under another name, write that name into "
+                f"base_model_name_or_path of adapter_config.json"
+            )
+
+    def _check_saved_modules(self, model: nn.Module, heads: tuple[str, ...]) -> None:
+        saved = set(self.config.modules_to_save or ())  # PEFT writes every name that a head may have
+        body = (name for name, _ in model.named_modules() if not f"{name}.".startswith(heads))
+        whole = sorted(saved.intersection(name.rpartition(".")[2] for name in body))
+        if whole:
+            raise ConfigError(
+                f"{self.role}: modules_to_save asks to train {', '.join(whole)} whole, and only a "
+                f"classifier's head is, which needs no naming; leave them out, or name them in target_modules"
+            )
+
+    def _fill(self, peft: Any, model: nn.Module) -> None:
+        ours = saved_names(model)
+        shapes = {name: tuple(model.get_parameter(local).shape) for name, local in ours.items()}
+        theirs = {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
+        of = f"the adapters in {self.origin}, of the base {self.config.base_model_name_or_path!r},"
+        to = f"{self.role}, a {type(model).__name__}"
+        for name in sorted(shapes.keys() ^ theirs.keys()):
+            where = "have no" if name in shapes else f"have a weight that {self.role} has not,"
+            raise ConfigError(f"{of} do not fit {to}: they {where} {name}; give the base that they were trained on")
+        for name, shape in theirs.items():
+            if shape != shapes[name]:
+                raise ConfigError(
+                    f"{of} do not fit {to}: {name} has shape {shape} there and {shapes[name]} here; give the base "
+                    f"that they were trained on"
+                )
+        with torch.no_grad():
+            for name, local in ours.items():
+                model.get_parameter(local).copy_(self.weights[name])
+
+
+def check_trainable(model: nn.Module, role: str) -> None:
+    """Refuse a model whose adapters, which it brings, are not such as can be trained here.
+
+    Raises:
+        ConfigError: see `Adapters.read` and `Adapters.inject`; and for more than one set of them.
+    """
+    configs: Mapping[str, Any] = getattr(model, "peft_config", {})
+    if list(configs) != [ADAPTER]:
+        raise ConfigError(
+            f"{role} has adapters called {', '.join(configs) or 'nothing'}; one set can be trained, called {ADAPTER!r}"
+        )
+    _check(_import_peft(role), configs[ADAPTER], role)
+    _check_layers(model, role)
+
+
+def _check_layers(model: nn.Module, role: str) -> None:
+    tied = {name for names in tied_names(model).values() if len(names) > 1 for name in names}
+    for name, layer in adapted_layers(model).items():
+        if not isinstance(layer.base_layer, nn.Linear) and type(layer.base_layer).__name__ != "Conv1D":
+            raise ConfigError(
+                f"{role}: target_modules names {name}, a {type(layer.base_layer).__name__}; adapters are trained in "
+                f"linear layers alone, leave it out"
+            )
+        if f"{name}.base_layer.weight" in tied:
+            raise ConfigError(
+                f"{role}: target_modules names {name}, whose weight is also another layer's, so that adapters cannot "
+                f"be merged into it; leave it out"
+            )
+
+
+def _import_peft(role: str) -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            f"{role}: peft_config needs the package peft; pip install 'lightning-realloc[peft]'"
+        ) from error
+    return peft
+
+
+def _configured(peft: Any, source: Mapping[str, Any], role: str) -> Any:
+    options = dict(source)
+    kind = str(options.pop("peft_type", "LORA")).rpartition(".")[2]
+    known = {item.name for item in fields(peft.LoraConfig)}
+    if kind == "LORA" and (unknown := sorted(options.keys() - known)):
+        raise ConfigError(f"{role}: peft_config has no option {', '.join(unknown)}; write those of peft.LoraConfig")
+    if kind != "LORA":
+        raise ConfigError(_other_kind(role, kind))
+    try:
+        return peft.LoraConfig(**options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{role}: peft_config is refused by PEFT: {error}") from error
+
+
+def _other_kind(role: str, kind: str) -> str:
+    return (
+        f"{role}: peft_type={kind} cannot be trained here; use LORA, if you like with use_dora or use_rslora, or "
+        f"merge the adapters and give the merged model"
+    )
+
+
+def _check(peft: Any, config: Any, role: str) -> None:
+    """Refuse what the reference, merging or layouts would get wrong."""
+    if not isinstance(config, peft.LoraConfig):
+        kind = getattr(config, "peft_type", None)
+        raise ConfigError(_other_kind(role, str(kind or type(config).__name__).rpartition(".")[2]))
+    plain = peft.LoraConfig()
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if item.name not in _UNDERSTOOD and value != getattr(plain, item.name) and value:
+            raise ConfigError(f"{role}: peft_config.{item.name}={value!r} cannot be used here; leave it out")
+    if config.init_lora_weights not in _BEGINNINGS:
+        raise ConfigError(
+            f"{role}: init_lora_weights={config.init_lora_weights!r} changes the base, which the reference is without "
+            f"adapters; use one of {', '.join(map(repr, _BEGINNINGS))}"
+        )

@@ -1,0 +1,72 @@
+"""Shaped rewards by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from lightning_realloc.errors import RewardError
+from lightning_realloc.rewards import Failed, OverlongPenalty, RewardFunctions, Shaped
+from lightning_realloc.rewards.failures import Outcome
+from lightning_realloc.rewards.shaping import overlong_penalty
+
+
+def test_the_overlong_penalty_grows_over_the_buffer() -> None:
+    # 20 tokens at most, the last 4 of them penalised: 0 up to 16, then (16 - length) / 4, -1 beyond 20
+    lengths = [0, 16, 17, 18, 20, 21, 100]
+    penalties = [overlong_penalty(length, max_length=20, buffer=4) for length in lengths]
+    assert penalties == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0, -1.0]
+    function = RewardFunctions(OverlongPenalty(20, 4))
+    assert function(["?"], ["text"], [list(range(18))], {}).total.tolist() == [-0.5]
+    for buffer in (0, 21):
+        with pytest.raises(RewardError, match=rf"buffer={buffer} must lie in 1..max_length=20"):
+            OverlongPenalty(20, buffer)
+
+
+class Judge:
+    """Asks for a column, and fails on one completion."""
+
+    on_failure = "mask"
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def start(self) -> None:
+        self.notes.append("start")
+
+    def close(self) -> None:
+        self.notes.append("close")
+
+    def __call__(self, completions: list[str], value: list[Outcome]) -> list[Outcome]:
+        return value
+
+
+async def later(completions: list[str], value: list[float], **columns: Any) -> list[float]:
+    """Return the values, as a coroutine."""
+    return value
+
+
+def test_rewards_are_scaled_and_then_bounded() -> None:
+    judge = Judge()
+    functions = RewardFunctions([Shaped(judge, scale=2.0, low=-1.0, high=3.0), Shaped(later, scale=-1.0)])
+    with pytest.raises(RewardError, match=r"'Judge' needs the columns \['value'\]"):
+        functions.check_columns([])
+    functions.start()
+    values = [-4.0, 1.0, 4.0, None, Failed("gone")]
+    columns = {"value": values}
+    shaped = functions.functions[0](completions=[""] * 5, prompts=[""] * 5, completion_ids=[[]] * 5, **columns)
+    assert shaped == [-1.0, 2.0, 3.0, None, Failed("gone")]
+    rewards = functions(["?"] * 3, ["a"] * 3, [[1]] * 3, {"value": values[:3]})
+    # bounded 2 * value, less value
+    assert rewards.total.tolist() == [3.0, 1.0, -1.0]
+    assert list(rewards.by_function) == ["Judge", "later"] and list(rewards.failed) == ["Judge"]
+    functions.close()
+    assert judge.notes == ["start", "close"]
+
+
+@pytest.mark.parametrize("settings", [{"scale": math.inf}, {"low": 1.0, "high": 0.0}])
+def test_settings_that_cannot_work_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(RewardError, match=next(iter(settings))):
+        Shaped(later, **settings)

@@ -1,0 +1,157 @@
+"""Verifiers on answers right, wrong and odd."""
+
+from __future__ import annotations
+
+import importlib.util
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_realloc.errors import RewardError
+from lightning_realloc.rewards import Format, Length, NumericAnswer, Regex, RewardFunctions, exact_match
+from lightning_realloc.rewards.numbers import final_number, last_boxed
+
+
+def judge(function: Any, *completions: str, **columns: Any) -> list[float | None]:
+    ids = [list(range(len(text))) for text in completions]
+    rewards: list[float | None] = function(
+        prompts=[""] * len(completions), completions=list(completions), completion_ids=ids, **columns
+    )
+    return rewards
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("42", 42),
+        ("The answer is 1,234.50 dollars.", Fraction("1234.5")),
+        ("7 apples and 5 pears are 12.", 12),
+        ("x2 = -3", -3),
+        ("it is -3e2", -300),
+        ("3/4", Fraction(3, 4)),
+        (r"so $\frac{3}{4}$", Fraction(3, 4)),
+        (r"so $-\dfrac{3}{ 4 }$", Fraction(-3, 4)),
+        ("12%", Fraction(12, 100)),
+        (r"12.5\%", Fraction(125, 1000)),
+        (r"\boxed{5} after 17 steps", 5),
+        (r"\boxed{1} or rather \boxed{\frac{1}{2}}, that is 0.6", Fraction(1, 2)),
+        (r"3 + 4 = \boxed{7", 7),
+        ("5 * 8 = 40\n#### 1,040\n", 1040),
+        (".5", Fraction(1, 2)),
+        ("1/0", 1),
+        ("version 1.2.3", Fraction("1.2")),
+        ("none", None),
+        (r"\boxed{none} 5", None),
+        ("- + e5 .", None),
+        ("", None),
+    ],
+)
+def test_the_final_number_of_a_text(text: str, number: Fraction | int | None) -> None:
+    assert final_number(text) == number
+
+
+@given(st.text(alphabet="0123456789.,-+/%eE {}\\boxedfrac#", max_size=40))
+def test_any_text_has_a_final_number_or_none(text: str) -> None:
+    number = final_number(text)
+    assert number is None or isinstance(number, Fraction)
+
+
+@given(st.integers(-(10**12), 10**12), st.text(alphabet="abc ,.\n", max_size=10))
+def test_a_number_is_found_as_it_was_written(number: int, around: str) -> None:
+    assert final_number(f"{around} {number} ") == number
+    assert final_number(f"{around} {number:,} ") == number
+
+
+def test_boxes_hold_braces() -> None:
+    assert last_boxed(r"\boxed{\frac{1}{2}}") == r"\frac{1}{2}"
+    assert last_boxed(r"\boxed{1} \boxed{2") == "1"
+    assert last_boxed("1") is None
+
+
+def test_numeric_answers_are_compared_as_numbers() -> None:
+    function = NumericAnswer(reader="plain")
+    completions = ["so 0.5", "1/2", "0.5000001", "0.51", "half", "9"]
+    assert judge(function, *completions, answer=["0.5", 0.5, "1/2", 0.5, "0.5", "unknown"]) == [1, 1, 1, 0, 0, None]
+    assert judge(NumericAnswer(reader="plain", tolerance=0.0), "0.3333", answer=["1/3"]) == [0.0]
+    assert judge(NumericAnswer(reader="plain", tolerance=0.01), "0.3333", "0", answer=["1/3", "0"]) == [1.0, 1.0]
+    with pytest.raises(RewardError, match=r"'NumericAnswer' needs the columns \['gold'\], the data has \['answer'\]"):
+        RewardFunctions(NumericAnswer(column="gold")).check_columns(["answer"])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs math-verify")
+def test_math_verify_reads_expressions() -> None:
+    function = NumericAnswer(reader="math-verify")
+    texts = [r"$\boxed{\frac{2}{4}}$", r"\boxed{x+1}", r"\boxed{3}", r"\boxed{3}", "nothing"]
+    assert judge(function, *texts, answer=["1/2", "1+x", "4", 3, "2"]) == [1.0, 1.0, 0.0, 1.0, 0.0]
+    assert NumericAnswer().reader == "math-verify"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("math_verify") is not None, reason="is about being without math-verify")
+def test_without_math_verify_plain_numbers_are_compared() -> None:
+    assert NumericAnswer().reader == "plain"
+    with pytest.raises(RewardError, match="pip install math-verify, or set reader='plain'"):
+        NumericAnswer(reader="math-verify")
+
+
+def test_patterns_are_searched_for() -> None:
+    assert judge(Regex(r"^\d+$"), "12", "12a", "") == [1.0, 0.0, 0.0]
+    assert judge(Regex("(?is)yes.no"), "well, YES\nno.", "no yes") == [1.0, 0.0]
+    with pytest.raises(RewardError, match=r"pattern='\(' is no regular expression"):
+        Regex("(")
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<think>2+2</think><answer>4</answer>", 1.0),
+        ("\n<think>\n2 < 3 and\n<b>so</b></think>\n\n<answer> 4 </answer>\n", 1.0),
+        ("<think>2+2</think><answer>4</answer> done", 0.0),
+        ("so <think>2+2</think><answer>4</answer>", 0.0),
+        ("<think>2+2</think> then <answer>4</answer>", 0.0),
+        ("<answer>4</answer><think>2+2</think>", 0.0),
+        ("<think>2</think><think>2</think><answer>4</answer>", 0.0),
+        ("<think>a<answer>4</answer></think><answer>4</answer>", 0.0),
+        ("<think>2+2</think><answer>4", 0.0),
+        ("<think></think><answer>4</answer>", 0.0),
+        ("<think> \n</think><answer>4</answer>", 0.0),
+        ("4", 0.0),
+    ],
+)
+def test_a_format_is_its_tags_in_order_and_nothing_else(text: str, reward: float) -> None:
+    assert judge(Format(), text) == [reward]
+    if text.lstrip().startswith("<think>"):
+        assert judge(Format(prompt_opens=True), text.lstrip().removeprefix("<think>")) == [reward]
+
+
+def test_a_format_is_checked_in_time_that_grows_with_the_text_alone() -> None:
+    long = "\n" * 100_000
+    assert judge(Format(prompt_opens=True), long, long + "</think>") == [0.0, 0.0]
+    assert judge(Format(), long, f"<think>{long}a", f"<think>a</think>{long}b") == [0.0, 0.0, 0.0]
+
+
+def test_other_tags_and_none() -> None:
+    assert judge(Format(["a.b"]), "<a.b>x</a.b>", "<acb>x</acb>") == [1.0, 0.0]
+    for tags in ([], "think"):
+        with pytest.raises(RewardError, match="must be a list of one name or more"):
+            Format(tags)
+
+
+def test_lengths_are_counted_in_their_unit() -> None:
+    words = Length(minimum=2, maximum=3, unit="words")
+    assert judge(words, "a", "a b", "a b c", "a b c d") == [0.0, 1.0, 1.0, 0.0]
+    assert judge(Length(maximum=3, unit="characters"), "abc", "abcd") == [1.0, 0.0]
+    tokens = Length(minimum=2)
+    assert tokens(["", ""], ["long text", "x"], [[1], [1, 2]]) == [0.0, 1.0]
+    with pytest.raises(RewardError, match="minimum=4 and maximum=3 leave no length"):
+        Length(minimum=4, maximum=3)
+    with pytest.raises(RewardError, match="unit='bytes' must be one of"):
+        Length(unit="bytes")  # type: ignore[arg-type]
+
+
+def test_conversations_are_judged_by_their_last_message() -> None:
+    messages = [[{"role": "assistant", "content": "4"}]]
+    for function in (NumericAnswer(reader="plain"), exact_match, Regex("4"), Length(maximum=1, unit="characters")):
+        assert function(prompts=[""], completions=messages, completion_ids=[[1]], answer=["4"]) == [1.0]  # type: ignore[operator]
