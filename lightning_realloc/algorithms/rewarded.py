@@ -19,13 +19,11 @@ from lightning_realloc.algorithms.policy import PolicyModule
 from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.rollout import (
     judged_responses,
-    num_model_tokens,
     response_summary,
     reward_columns,
     reward_summary,
 )
 from lightning_realloc.algorithms.settings import check_minibatches
-from lightning_realloc.algorithms.shaping import OverlongPenalty
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.rewards.functions import RewardFunction, RewardFunctions
 from lightning_realloc.runtime.samples import Column, Samples
@@ -43,7 +41,6 @@ class RewardedModule(PolicyModule):
         reward_weights: One per function; by default all count 1.
         reference: What the policy is kept close to; by default the actor as it was loaded, or without its adapters.
         tokenizer: By default the actor's.
-        overlong_penalty: Added to rewards of responses that come close to a length; None: nothing.
         settings: Of :class:`PolicyModule`: sampling, environment, conversation, rollout budget; of
             :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
@@ -60,7 +57,6 @@ class RewardedModule(PolicyModule):
         reward_weights: Sequence[float] | None = None,
         reference: ModelSource | None = None,
         tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
-        overlong_penalty: OverlongPenalty | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
@@ -70,7 +66,6 @@ class RewardedModule(PolicyModule):
                 "above 0"
             )
         self._rewards = RewardFunctions(reward, weights=reward_weights)
-        self.overlong_penalty = overlong_penalty
         self.tokenizer = tokenizer
         self._actor_source = actor
         self._reference_source = reference
@@ -94,11 +89,7 @@ class RewardedModule(PolicyModule):
     def judge(self, samples: Samples) -> Mapping[str, Column]:
         """Reward every response."""
         rewards = judged_responses(self._rewards, samples, self.tokenizer)
-        if self.overlong_penalty is None:
-            return {"rewards": rewards.total, **reward_columns(rewards)}
-        penalties = self.overlong_penalty.rewards(num_model_tokens(samples))
-        columns = {**reward_columns(rewards), "reward/overlong": penalties}
-        return {"rewards": rewards.total + penalties, **columns}
+        return {"rewards": rewards.total, **reward_columns(rewards)}
 
     # ---- choosing
     def choose(self, samples: Samples) -> Samples | None:
