@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from lightning_realloc.algorithms.rloo import RLOO as RLOO
     from lightning_realloc.algorithms.role import Role as Role
     from lightning_realloc.algorithms.sft import SFT as SFT
-    from lightning_realloc.algorithms.shaping import OverlongPenalty as OverlongPenalty
     from lightning_realloc.callbacks import AutoTuner as AutoTuner
     from lightning_realloc.callbacks import MemoryMonitor as MemoryMonitor
     from lightning_realloc.callbacks import ParameterReallocation as ParameterReallocation
@@ -126,7 +125,6 @@ _HOMES = {
     "EngineCorrection": "algorithms.correction",
     "OnPolicyDistillation": "algorithms.distillation",
     "OnlineDPO": "algorithms.online_dpo",
-    "OverlongPenalty": "algorithms.shaping",
     "PolicyGradient": "algorithms.policy_gradient",
     "ReinforcePlusPlus": "algorithms.reinforce",
     "ReMax": "algorithms.remax",

@@ -124,7 +124,9 @@ class OnPolicyDistillation(PolicyModule):
         """Build the models, once it is known that they read the same tokens; keep the teacher's head, where needed."""
         if not self.models():
             actor, teacher = self.roles()
-            require_same_vocabulary(teacher, actor, self._tokenizer, way_out="give a teacher of the actor's family")
+            named = isinstance(actor.source, str | Path)  # a module without a tokenizer is compared by its size
+            tokenizer = self.tokenizer if named else self._tokenizer
+            require_same_vocabulary(teacher, actor, tokenizer, way_out="give a teacher of the actor's family")
         super().configure_model()
         if self._head is None and not self._is_sampled:
             self._head = _head_of(self.teacher)

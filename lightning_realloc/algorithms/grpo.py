@@ -26,7 +26,7 @@ class GRPO(PolicyGradient):
         evaluation_sampling: Of ``validate`` and ``test``; by default one greedy response per prompt.
         normalize_by_std: Divide advantages by the group's standard deviation.
         settings: Of :class:`PolicyGradient`: divergence, ratios, loss; of :class:`RewardedModule`: reward weights,
-            reference, tokenizer, overlong penalty; of :class:`PolicyModule`: environment, conversation, rollout
+            reference, tokenizer; of :class:`PolicyModule`: environment, conversation, rollout
             budget; of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
 

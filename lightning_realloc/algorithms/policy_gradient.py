@@ -69,7 +69,7 @@ class PolicyGradient(RewardedModule):
         entropy_coef: Weight of the entropy that the actor is rewarded for.
         learn_truncated: False: responses that were cut off at the most tokens are judged, and not learnt from.
         dynamic_sampling: Leave out groups whose rewards are all equal, and fill the batch up from further prompts.
-        settings: Of :class:`RewardedModule`: reward weights, reference, tokenizer, overlong penalty; of
+        settings: Of :class:`RewardedModule`: reward weights, reference, tokenizer; of
             :class:`PolicyModule`: sampling, environment, rollout budget; of :class:`MultiModelModule`: learning rate,
             optimizer, schedule, training options, seed.
     """

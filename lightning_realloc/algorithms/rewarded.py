@@ -19,20 +19,17 @@ from lightning_realloc.algorithms.policy import PolicyModule
 from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.rollout import (
     judged_responses,
-    num_model_tokens,
     response_summary,
     reward_columns,
     reward_summary,
 )
 from lightning_realloc.algorithms.settings import check_minibatches
-from lightning_realloc.algorithms.shaping import OverlongPenalty
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.rewards.functions import RewardFunction, RewardFunctions
 from lightning_realloc.runtime.samples import Column, Samples
 
 RewardFunctionSource = str | Sequence[str | RewardFunction] | RewardFunction
 """Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths."""
-FIRST_WALK = ("actor.generate", "judge")
 
 
 class RewardedModule(PolicyModule):
@@ -44,12 +41,12 @@ class RewardedModule(PolicyModule):
         reward_weights: One per function; by default all count 1.
         reference: What the policy is kept close to; by default the actor as it was loaded, or without its adapters.
         tokenizer: By default the actor's.
-        overlong_penalty: Added to rewards of responses that come close to a length; None: nothing.
         settings: Of :class:`PolicyModule`: sampling, environment, conversation, rollout budget; of
             :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
 
-    evaluation_calls = FIRST_WALK
+    evaluation_calls = ("actor.generate", "judge")
+    """Up to the rewards; what comes before samples are chosen, too."""
     share_prompts = True
 
     def __init__(
@@ -60,7 +57,6 @@ class RewardedModule(PolicyModule):
         reward_weights: Sequence[float] | None = None,
         reference: ModelSource | None = None,
         tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
-        overlong_penalty: OverlongPenalty | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
@@ -70,7 +66,6 @@ class RewardedModule(PolicyModule):
                 "above 0"
             )
         self._rewards = RewardFunctions(reward, weights=reward_weights)
-        self.overlong_penalty = overlong_penalty
         self.tokenizer = tokenizer
         self._actor_source = actor
         self._reference_source = reference
@@ -94,11 +89,7 @@ class RewardedModule(PolicyModule):
     def judge(self, samples: Samples) -> Mapping[str, Column]:
         """Reward every response."""
         rewards = judged_responses(self._rewards, samples, self.tokenizer)
-        if self.overlong_penalty is None:
-            return {"rewards": rewards.total, **reward_columns(rewards)}
-        penalties = self.overlong_penalty.rewards(num_model_tokens(samples))
-        columns = {**reward_columns(rewards), "reward/overlong": penalties}
-        return {"rewards": rewards.total + penalties, **columns}
+        return {"rewards": rewards.total, **reward_columns(rewards)}
 
     # ---- choosing
     def choose(self, samples: Samples) -> Samples | None:
@@ -110,7 +101,7 @@ class RewardedModule(PolicyModule):
 
     def runs(self, call: str, iteration: int) -> bool:
         """Leave out of an iteration what was done before samples were chosen."""
-        return not (self.chooses and call in FIRST_WALK)
+        return not (self.chooses and call in self.evaluation_calls)
 
     def training_step(self, batch: Samples, batch_idx: int) -> None:
         """Run one iteration of the dataflow, in two walks where samples are chosen."""
@@ -127,7 +118,7 @@ class RewardedModule(PolicyModule):
 
     def first_walk(self, batch: Samples) -> Samples:
         """Return judged responses to a batch, the same on every rank, sorted by id."""
-        samples: Samples = self._strategy.run_calls(batch, FIRST_WALK)
+        samples: Samples = self._strategy.run_calls(self.prepare_batch(batch), self.evaluation_calls)
         return samples.to("cpu").sorted_by_id()
 
     def setup(self, stage: str) -> None:

@@ -14,7 +14,6 @@ from lightning_realloc import (
     RLOO,
     DynamicSampling,
     EngineCorrection,
-    OverlongPenalty,
     PolicyGradient,
     ReinforcePlusPlus,
     ReMax,
@@ -119,13 +118,6 @@ def test_truncated_responses_are_judged_and_not_learnt_from(kind: type[PolicyGra
     assert [bool(row.isnan().all()) for row in rows] == [False, True, False, False]
     if kind is GRPO:
         assert torch.equal(advantages[[0, 2, 3]], whole["advantages"][[0, 2, 3]])
-
-
-def test_long_responses_cost_reward() -> None:
-    module = made(GRPO, overlong_penalty=OverlongPenalty(max_tokens=4, margin=2))
-    judged = module.judge(test_grpo.rollout())
-    assert judged["rewards"].tolist() == [1.0, -1.0, 0.5, 0.5]
-    assert judged["reward/overlong"].tolist() == [0.0, -1.0, 0.0, 0.0]
 
 
 def test_combinations_that_cannot_work_are_refused() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_realloc.algorithms.averages import averaged_loss
 from lightning_realloc.algorithms.correction import EngineCorrection, mismatch_metrics
 from lightning_realloc.algorithms.policy_losses import PolicyLoss
-from lightning_realloc.algorithms.shaping import OverlongPenalty
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.packing import PackedBatch, pack
 from lightning_realloc.runtime.samples import Ragged, Samples
@@ -161,11 +160,3 @@ def test_the_mismatch_is_measured() -> None:
     # One of six tokens differs, by log(1/2); the ratio r of the trained model to the engine is 1/2: r - 1 - log r.
     assert found["engine_difference"] == pytest.approx(math.log(2) / 6, abs=1e-6)
     assert found["engine_kl"] == pytest.approx((0.5 - 1 + math.log(2)) / 6, abs=1e-6)
-
-
-def test_the_overlong_penalty_grows_over_its_margin() -> None:
-    penalty = OverlongPenalty(max_tokens=10, margin=4, weight=2.0)
-    # Nothing up to 6 tokens, 2/4 of it at 8, all of it from 10 on.
-    assert penalty.rewards(torch.tensor([1, 6, 8, 10, 12])).tolist() == [0.0, 0.0, -1.0, -2.0, -2.0]
-    with pytest.raises(ConfigError, match="margin=11 must lie above 0 and up to max_tokens=10"):
-        OverlongPenalty(max_tokens=10, margin=11)

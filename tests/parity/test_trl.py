@@ -12,16 +12,14 @@ purpose:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_realloc.algorithms.averages import averaged_loss
 from lightning_realloc.algorithms.dpo import DPO
-from lightning_realloc.algorithms.functional import clipped_policy_loss, kl_estimate
 from lightning_realloc.algorithms.kto import KTO
 from lightning_realloc.algorithms.orpo import ORPO
 from lightning_realloc.algorithms.pairs import chosen_tokens
@@ -250,68 +248,3 @@ def test_kto(loss: Any, flipped: bool) -> None:
     twin = trl.fused(tiny_model("llama", seed=seeds[1]))
     their_loss = trl.kto_loss(theirs, twin, inputs, loss_type=loss, beta=BETA, **weights)
     assert_equal(our_loss, their_loss, ours, theirs)
-
-
-# ---- policies: (B, T) tensors on TRL's side, the same values packed on ours
-LENGTHS = [3, 5, 1, 4]
-OurPolicyLoss = Callable[[Mapping[str, Tensor], Any, Totals], Tensor]
-
-
-def clipped(values: Mapping[str, Tensor], packed: Any, totals: Totals, *, kl_coef: float, average: Any) -> Tensor:
-    """Return the clipped surrogate and the divergence as GRPO adds them."""
-    advantages = packed.per_token(values["advantages"])
-    loss = clipped_policy_loss(values["logprobs"], values["old"], advantages, clip_low=0.2, clip_high=0.28).values
-    loss = loss + kl_coef * kl_estimate(values["logprobs"], values["ref"], estimator="k3")
-    return averaged_loss(loss, packed, totals, average=average)
-
-
-POLICY_CASES: Mapping[str, tuple[OurPolicyLoss, Mapping[str, Any]]] = {
-    "grpo": (
-        lambda v, packed, totals: clipped(v, packed, totals, kl_coef=0.0, average="sequence"),
-        {"loss_type": "grpo"},
-    ),
-    "grpo with a divergence": (
-        lambda v, packed, totals: clipped(v, packed, totals, kl_coef=0.04, average="sequence"),
-        {"loss_type": "grpo", "beta": 0.04},
-    ),
-    "bnpo": (
-        lambda v, packed, totals: clipped(v, packed, totals, kl_coef=0.04, average="token"),
-        {"loss_type": "bnpo", "beta": 0.04},
-    ),
-    "dapo": (
-        lambda v, packed, totals: clipped(v, packed, totals, kl_coef=0.0, average="token"),
-        {"loss_type": "dapo"},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", POLICY_CASES)
-def test_policy_losses(name: str) -> None:
-    ours_of, settings = POLICY_CASES[name]
-    generator = torch.Generator().manual_seed(3)
-    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
-    rows = {key: -torch.rand(mask.shape, generator=generator) for key in ("logprobs", "old", "ref")}
-    advantages = torch.tensor([1.0, -0.5, 2.0, -1.5])
-    theirs = rows["logprobs"].clone().requires_grad_()
-    expected = trl.policy_loss(
-        theirs,
-        {
-            "prompt_ids": torch.ones(4, 1, dtype=torch.int64), "prompt_mask": torch.ones(4, 1, dtype=torch.int64),
-            "completion_ids": mask.long(), "completion_mask": mask.long(), "advantages": advantages,
-            "old_per_token_logps": rows["old"], "ref_per_token_logps": rows["ref"], "num_items_in_batch": mask.sum(),
-        },
-        epsilon_high=0.28, **settings,
-    )  # fmt: skip
-    expected.backward()
-    # Prompts of one token: what TRL holds from the second column on lies in our packs behind each sequence's first.
-    packed = pack(batch([[1]] * 4, [[1] * length for length in LENGTHS]))
-    ours = rows["logprobs"].clone().requires_grad_()
-
-    def flat(values: Tensor) -> Tensor:
-        return torch.cat([torch.cat([values.new_zeros(1), row[:n]]) for row, n in zip(values, LENGTHS, strict=True)])
-
-    values = {"logprobs": flat(ours), "old": flat(rows["old"]), "ref": flat(rows["ref"]), "advantages": advantages}
-    loss = ours_of(values, packed, Totals(4, sum(LENGTHS)))
-    loss.backward()
-    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
-    assert torch.allclose(ours.grad, theirs.grad, atol=1e-6)

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # ORPO is announced with a warning
 
+from trl.experimental.gkd.gkd_trainer import GKDTrainer
 from trl.experimental.orpo.orpo_trainer import ORPOTrainer
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.kto_trainer import KTOTrainer
 from trl.trainer.reward_trainer import RewardTrainer
+from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
 
@@ -127,3 +129,16 @@ def policy_loss(logprobs: Tensor, inputs: Mapping[str, Tensor], **settings: Any)
         **{**known, **given},
     )  # fmt: skip
     return trainer._compute_loss(model, dict(inputs))  # type: ignore[no-any-return]
+
+
+def response_loss(logprobs: Tensor, inputs: Mapping[str, Tensor], **settings: Any) -> Tensor:
+    """Return TRL's loss of RLOO of given (B, T) log-probabilities; ``settings`` are those of its configuration."""
+    scored = lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None)  # noqa: E731
+    trainer = _bare(RLOOTrainer, nn.Linear(1, 1).train(), _get_per_token_logps_and_entropies=scored, **settings)
+    return trainer._compute_loss(trainer.model, dict(inputs))  # type: ignore[no-any-return]
+
+
+def divergence_loss(student: Tensor, teacher: Tensor, mask: Tensor, *, beta: float, temperature: float) -> Tensor:
+    """Return TRL's loss of GKD: the mean over the (B, T) tokens of ``mask`` of a divergence of (B, T, V) logits."""
+    labels = torch.where(mask, 1, -100)
+    return GKDTrainer.generalized_jsd_loss(student, teacher, labels, beta=beta, temperature=temperature)  # type: ignore[no-any-return]

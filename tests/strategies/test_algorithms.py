@@ -18,12 +18,12 @@ from lightning_realloc import (
     EngineCorrection,
     OnlineDPO,
     OnPolicyDistillation,
-    OverlongPenalty,
     ReinforcePlusPlus,
     ReMax,
     RolloutBudget,
 )
 from lightning_realloc.algorithms.module import MultiModelModule
+from lightning_realloc.rewards import OverlongPenalty
 from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies import ReallocStrategy
 from tests.models import byte_tokenizer, tiny_model
@@ -41,7 +41,7 @@ SEVERAL = TrainOptions(num_epochs=2, num_minibatches=2)
 OPTIMIZED = {"optimizer": DESCENT, "sampling": runs.SAMPLING}
 DAPO = {
     "kl_coef": 0.0, "clip_high": 0.28, "loss_average": "token", "dynamic_sampling": DynamicSampling(),
-    "overlong_penalty": OverlongPenalty(max_tokens=6, margin=3), "learn_truncated": False,
+    "reward": [runs.low_tokens, OverlongPenalty(max_length=6, buffer=3)], "learn_truncated": False,
 }  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def everything(workers: WorkerPool) -> tuple[dict[str, list[runs.Outcome]], dict
 
 
 LOGGED = {
-    "dapo": {"refills", "differing_groups", "waiting_groups", "reward/overlong"},
+    "dapo": {"refills", "differing_groups", "waiting_groups", "reward/OverlongPenalty"},
     "refilled": {"refills", "actor/kl"},
     "cispo": {"actor/entropy", "actor/kl"},
     "corrected": {"actor/engine_difference", "actor/engine_kl", "actor/engine_weight", "kl_k1"},

@@ -1,0 +1,77 @@
+"""Every configuration of a policy algorithm in examples, for a step or two on two ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+import lightning_realloc
+from examples import sorting
+from tests.examples.test_ppo import ROOT, write_demo_files
+from tests.workers import WorkerPool
+
+NAMES = (
+    "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "remax", "best_of_n", "online_dpo", "distillation"
+)  # fmt: skip
+CONFIGS = [ROOT / f"examples/{name}.yaml" for name in NAMES]
+REWARD = "tests.strategies.runs:low_tokens"
+"""Random weights sort nothing: groups that all earn nothing would never fill a batch."""
+
+
+def fit(folder: str, configs: Sequence[str]) -> list[int]:
+    """Run the command line that each file's first lines name, for two batches of two prompts."""
+    from lightning_realloc import cli
+
+    environment = dict(os.environ)
+    codes = []
+    os.chdir(folder)
+    for config in configs:
+        os.environ.update(environment)  # Lightning clears it behind itself
+        few = ["--data.batch_size", "2", "--trainer.enable_progress_bar", "false"]
+        text = Path(config).read_text()
+        few += ["--model.reward", REWARD] if "reward:" in text else []
+        few += ["--model.min_reward", "null"] if "min_reward:" in text else []
+        sys.argv = ["lightning-realloc", "fit", "--config", config, *few]
+        codes.append(cli.main())
+    return codes
+
+
+@pytest.fixture(scope="module")
+def trained(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which all were run."""
+    folder = tmp_path_factory.mktemp("examples")
+    write_demo_files(folder)
+    torch.manual_seed(1)
+    LlamaForCausalLM(sorting.tiny_llama()).save_pretrained(folder / "runs/demo/random")
+    sorting.byte_tokenizer().save_pretrained(folder / "runs/demo/random")
+    configs = [str(config) for config in CONFIGS]
+    everyone = workers.run(fit, str(folder), configs, world_size=2, init_process_group=False, deadline_s=170.0)
+    assert everyone == [[0] * len(configs)] * 2
+    return folder
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
+def test_a_configuration_trains_and_writes_the_actor(trained: Path, config: Path) -> None:
+    actor = "random" if config.stem == "distillation" else "warm"
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(trained / folder).state_dict()
+        for folder in (f"runs/demo/{actor}", f"runs/{config.stem}/trained")
+    )
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    (metrics,) = (trained / f"runs/{config.stem}/logs").rglob("metrics.csv")
+    assert {"actor/loss", "response_length"} <= set(metrics.read_text().splitlines()[0].split(","))
+
+
+def test_there_is_a_configuration_for_every_policy_algorithm() -> None:
+    configured: set[Any] = {yaml.safe_load(config.read_text())["model"]["class_path"] for config in CONFIGS}
+    names = {"GRPO", "RLOO", "ReinforcePlusPlus", "ReMax", "BestOfN", "OnlineDPO", "OnPolicyDistillation"}
+    assert configured == {f"lightning_realloc.{name}" for name in names}
+    assert names <= set(lightning_realloc.__all__)
