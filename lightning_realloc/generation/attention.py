@@ -116,6 +116,14 @@ def slot_attention(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+class StepArgument:
+    """Takes a step through a model's forward as it is: FSDP casts what it finds in dataclasses, and makes new ones."""
+
+    def __init__(self, step: PackedStep) -> None:
+        """Hold ``step``."""
+        self.step = step
+
+
 def attend_slots(
     module: nn.Module,
     query: Tensor,
@@ -124,7 +132,7 @@ def attend_slots(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = _UNKNOWN_WINDOW,
-    realloc_step: PackedStep | None = None,
+    realloc_step: StepArgument | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend with queries (1, H, N, D), keys and values (1, H_kv, N, D) of one packed row; return (1, N, H, D)."""
@@ -133,7 +141,7 @@ def attend_slots(
             f"{type(module).__name__} does not hand keyword arguments on to its attention function, "
             "which in-process generation needs; generate with the model's own generate() instead"
         )
-    step = realloc_step
+    step = realloc_step.step
     if sliding_window == _UNKNOWN_WINDOW:
         # Some models hand their window to the mask alone, and masks are not built for this attention.
         declared = getattr(module.config, "sliding_window", None)

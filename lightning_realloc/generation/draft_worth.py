@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 _TRIAL = 8
 """Steps after which it is judged whether drafting pays."""
-_GLARING = 1.5
+_GLARING = 1.0
 """Loss, in seconds per second spent and summed over steps, that ends a trial at once."""
 _PAUSE = 12
 """Plain steps in a row that tell what a plain step takes; the first ones behind verifying steps are slower."""
@@ -112,6 +112,6 @@ def _rest(record: _Record) -> int:
     """Return for how many steps drafting rests after a trial."""
     if record.balance < 0.0:
         record.num_rests += 1  # the first ones are short: what drafts come to is learnt by drafting
-        return round(_TRIAL * min(-record.balance / _COST_OF_TRYING, 2.0**record.num_rests))
+        return round(_TRIAL * min(-record.balance / _COST_OF_TRYING, 4.0**record.num_rests))
     record.num_rests = 0
     return _PAUSE if record.steps_since_pause >= _PAUSE_AFTER * max(record.balance, 0.2) else 0

@@ -5,6 +5,7 @@ A model that drafts keeps keys and values of its own: beside the others, or, whe
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from lightning_realloc.tuning.memory_parts import DraftMemory, EngineMemory, MemoryParts, RoleMemory
@@ -16,8 +17,10 @@ MOST_PREFILL_TOKENS = 8192
 """That one step reads of prompts; the engine's default."""
 PAGE_SIZE, BUFFER_SHARE = 16, 8
 """Positions of a page, and the share of a bound that its buffer takes at least; as in ``generation.paged_cache``."""
-LEAST_PACKED_STEPS, LEAST_PACKED_SLOTS, LEAST_PACKED_FLOAT32 = 32, 8, 1 << 20
+LEAST_PACKED_STEPS, LEAST_PACKED_SLOTS, LEAST_PACKED_FLOAT32 = 32, 8, 768 * 768
 """When packing pays: tokens of a response, and in fp32 slots and elements; as in ``generation.packed_linear``."""
+PACKED_AS_ONE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that read the same tensor, by name; as in ``generation.packed_linear``."""
 LEARNING_TOKENS = 1024
 """Of a batch that a draft model learns from; ``generation.distillation`` has the same number."""
 _FLOAT32 = 4
@@ -129,7 +132,7 @@ def draft_shape(draft: DraftMemory | None, target: ModelShape) -> ModelShape | N
 def packed_bytes(
     role: RoleMemory, engine: EngineMemory, *, tp: int, element_bytes: int, slots: int, num_steps: int
 ) -> int:
-    """Return what packed copies of linear layers take: of those that lie whole on the rank, a tied head with them.
+    """Return what packed copies of linear layers take: all but those whose products ranks sum, a tied head with them.
 
     Weights of two dims count as linear layers', unless they come before the blocks.
     """
@@ -141,15 +144,20 @@ def packed_bytes(
             return 0
         least = LEAST_PACKED_FLOAT32
     tied = {owner for _, owner in role.model.aliases}
-    sizes = (
-        param.numel
-        for param in role.model.params
-        if len(param.shape) == 2
-        and (param.section != "input" or param.name in tied)
-        and (tp == 1 or param.tp is None)
-        and param.numel >= least
-    )
-    return sum(sizes) * element_bytes
+    sizes: Counter[str] = Counter()
+    for param in role.model.params:
+        is_linear = len(param.shape) == 2 and (param.section != "input" or param.name in tied)
+        if is_linear and (tp == 1 or param.tp is None or param.tp.dim == 0):
+            sizes[_shared_product(param.name)] += param.numel // (1 if param.tp is None else tp)
+    return sum(size for size in sizes.values() if size >= least) * element_bytes
+
+
+def _shared_product(name: str) -> str:
+    """Return the same for weights that are packed as one."""
+    for siblings in PACKED_AS_ONE:
+        for sibling in siblings:
+            name = name.replace(f".{sibling}.", f".{siblings[0]}.")
+    return name
 
 
 def draft_bytes(draft: DraftMemory | None, *, element_bytes: int) -> int:

@@ -76,6 +76,13 @@ def test_each_precision_trains_in_each_layout_close_to_one_rank(
         assert supervised[1] < supervised[0], precision
 
 
+def test_mixed_precision_generates_in_the_very_replicas_that_it_trains(workers: WorkerPool) -> None:
+    found = workers.run(train_in_every_precision, "dp2", "dp2", world_size=2, init_process_group=False)[0]
+    dtypes, losses, _ = found["bf16-mixed"]
+    assert dtypes["actor.generate"] == "float32"  # FSDP casts them, block by block
+    assert all(math.isfinite(loss) for loss in losses)
+
+
 def refusals() -> list[str]:
     """Return what each precision that cannot work is refused with."""
     world_size, found = runs.world_size(), []

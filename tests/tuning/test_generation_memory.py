@@ -164,7 +164,8 @@ def test_packed_weights_take_the_memory_of_the_process_that_was_counted() -> Non
     before = resident_bytes()
     with packed_linears(model, num_slots=16, num_steps=64):
         measured = resident_bytes() - before
-    assert counted == pytest.approx(measured, rel=0.1)
+    joined = 4 * 2 * 1024 * 2048  # gate and up are laid end to end before they are packed as one
+    assert counted + joined == pytest.approx(measured, rel=0.1)
 
 
 def resident_bytes() -> int:
@@ -186,4 +187,5 @@ def test_weights_are_packed_only_where_that_pays_and_they_lie_whole() -> None:
     assert counted(EngineMemory()) == 0
     assert counted(num_steps=16) == 0  # too few steps to earn the copies
     assert counted(element_bytes=4, slots=64) == 0  # in fp32, matrices are too small
-    assert counted(tp=2) == 0  # every matrix is cut
+    columns = 64 * 64 + 2 * 64 * 32 + 2 * 64 * 128  # those of the other products are summed over ranks
+    assert counted(tp=2) == 2 * (2 * columns + 128 * 64) // 2
