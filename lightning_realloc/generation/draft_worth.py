@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 _TRIAL = 8
 """Steps after which it is judged whether drafting pays."""
+_GLARING = 1.5
+"""Loss, in seconds per second spent and summed over steps, that ends a trial at once."""
 _PAUSE = 12
 """Plain steps in a row that tell what a plain step takes; the first ones behind verifying steps are slower."""
 _COST_OF_TRYING = 0.005
@@ -91,9 +93,9 @@ class Payoff:
         record = self._record(num_rows)
         record.trial += max(gained_s / spent_s - 1.0 - _LEAST_GAIN, -_MOST_LOSS)
         record.num_steps += 1
-        if record.num_steps == _TRIAL:
-            record.balance += _RATE * (record.trial / _TRIAL - record.balance)
-            record.steps_since_pause += _TRIAL
+        if record.num_steps == _TRIAL or record.trial <= -_GLARING:
+            record.balance += _RATE * (record.trial / record.num_steps - record.balance)
+            record.steps_since_pause += record.num_steps
             record.trial, record.num_steps = 0.0, 0
             record.rest = _rest(record)
             if record.rest:

@@ -61,6 +61,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     """Let a model compute as its base does."""
     # PEFT's own switch also decides which parameters have gradients, which is none of a forward pass's business.
     layers = [layer for layer in adapted_layers(model).values() if not layer.disable_adapters]
+    assert not any(layer.merged for layer in layers), "what is merged cannot be off: its weights are other ones"
     for layer in layers:
         layer._disable_adapters = True
     try:

@@ -17,6 +17,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.adapters import adapted_layers, adapters_merged, adapters_off
 from lightning_realloc.runtime.model_spec import describe_model
 from tests.models import tiny_model, tiny_scorer
+from tests.strategies import runs
 
 TOKENS = torch.arange(3, 20)[None]
 KINDS: dict[str, dict[str, Any]] = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
@@ -165,6 +166,22 @@ def test_fresh_adapters_in_a_frozen_role_and_second_ones_are_refused() -> None:
     wrapped = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ConfigError, match="has adapters in it already; leave its peft_config out"):
         _actor(wrapped, _lora()).build(seed=0)
+
+
+def test_a_configuration_is_for_every_trained_role_or_by_role() -> None:
+    adapted = {role.name: role.has_adapters for role in runs.ppo(peft_config=_lora()).roles()}
+    assert adapted == {"actor": True, "critic": True, "reference": False}
+    adapted = {role.name: role.has_adapters for role in runs.ppo(peft_config={"critic": _lora()}).roles()}
+    assert adapted == {"actor": False, "critic": True, "reference": False}
+    with pytest.raises(ConfigError, match="peft_config names judge, and the roles are actor, critic, reference; write"):
+        runs.ppo(peft_config={"judge": _lora()}).configure_model()
+    for options, shares in (({"peft_config": _lora()}, "actor"), ({}, None)):
+        module = runs.RecordedGRPO(tiny_model("llama"), runs.low_tokens, sampling=runs.SAMPLING, **options)
+        module.configure_model()
+        assert module.roles()[1].shares == shares
+        assert hasattr(module, "reference") == (shares is None)
+    with pytest.raises(ConfigError, match="reference shares the base of 'actor' and is trained, follows a role or has"):
+        _actor(tiny_model("llama"), name="reference", shares="actor")
 
 
 def test_quantised_bases_are_refused() -> None:

@@ -88,7 +88,7 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def dpo(**settings: Any) -> DPO:
     """Return DPO on the tiny llama, whose reference is another one: log-ratios are not all zero."""
-    return DPO(tiny_model("llama"), reference=tiny_model("llama", seed=1), **_settings(settings))
+    return DPO(tiny_model("llama"), **_settings({"reference": tiny_model("llama", seed=1), **settings}))
 
 
 def dpo_with_adapters(**settings: Any) -> DPO:

@@ -44,6 +44,11 @@ def first_rank(workers: WorkerPool, world_size: int, *args: Any) -> tuple[Outcom
     return outcome
 
 
+def without_engine(logged: dict[str, float]) -> dict[str, float]:
+    """Return what was logged but for how far the engine's rounding is from the trained model's."""
+    return {name: value for name, value in logged.items() if not name.startswith("actor/engine_")}
+
+
 @pytest.mark.parametrize(("world_size", "num_minibatches"), [(1, 1), (2, 1), (2, 2)])
 def test_everything_on_learns_the_same_bits_as_everything_off(
     workers: WorkerPool, world_size: int, num_minibatches: int
@@ -53,7 +58,7 @@ def test_everything_on_learns_the_same_bits_as_everything_off(
     assert (moved > 0) == (world_size > 1)
     assert full.tokens == plain.tokens
     assert full.rewards == plain.rewards
-    assert full.logged == plain.logged
+    assert [without_engine(logged) for logged in full.logged] == [without_engine(logged) for logged in plain.logged]
     assert all(torch.equal(full.weights[name], weight) for name, weight in plain.weights.items())
 
 

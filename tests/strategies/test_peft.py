@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from lightning_realloc.algorithms.role import Role
 from lightning_realloc.callbacks import ParameterReallocation
 from lightning_realloc.errors import PlanError
 from lightning_realloc.runtime.adapters import merge_for_good
+from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.delivery import refuse_thawed
 from tests.models import tiny_model
 from tests.strategies import runs
-from tests.strategies.peft_runs import LORA, ChangeOfPlan, train, train_checked, train_ppo
+from tests.strategies.peft_runs import LORA, ChangeOfPlan, adapted_grpo, train, train_checked, train_ppo
 from tests.strategies.runs import calls
 from tests.workers import WorkerPool
 
@@ -124,6 +126,31 @@ def test_losses_are_those_of_peft_and_of_merged_weights(workers: WorkerPool) -> 
         optimizer.step()
         optimizer.zero_grad()
     assert runs.largest_difference(model.base_model.model.state_dict(), begun.state_dict()) > 0.01
+
+
+class Sharing(runs.RecordedGRPO):
+    """GRPO whose reference shares the base of an actor that is trained whole."""
+
+    def roles(self) -> tuple[Role, ...]:
+        """As GRPO's, but for the reference."""
+        actor, reference = super().roles()
+        return actor, replace(reference, shares="actor")
+
+
+def _refused() -> str:
+    with pytest.raises(PlanError) as caught:
+        runs.trainer(ReallocStrategy("heuristic"), 1).fit(
+            adapted_grpo(module_class=Sharing, peft_config=None), runs.Batches(1)
+        )
+    return str(caught.value)
+
+
+def test_a_base_is_shared_with_adapters_alone(workers: WorkerPool) -> None:
+    (message,) = workers.run(_refused, world_size=1, init_process_group=False)
+    assert message == (
+        "role 'reference' shares the base of 'actor', which is no role with adapters; give actor a peft_config, or "
+        "reference a model of its own"
+    )
 
 
 def test_what_thaws_in_the_middle_is_refused() -> None:

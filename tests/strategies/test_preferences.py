@@ -11,6 +11,7 @@ from torch.optim import AdamW
 
 from lightning_realloc.strategies import ReallocStrategy
 from tests.strategies import preferences, runs
+from tests.strategies.peft_runs import LORA
 from tests.strategies.runs import calls
 from tests.workers import WorkerPool
 
@@ -45,6 +46,14 @@ CASES: Mapping[str, tuple[str, str, Mapping[str, Any], Sequence[Any]]] = {
     "orpo": ("orpo", "pairs", {"train_options": runs.options(num_minibatches=2, **SMALL)}, ACTOR_PLANS),
     "reward model": (
         "reward_model", "pairs", {"centre_coef": 0.01, "train_options": runs.options(num_minibatches=2, **SMALL)},
+        REWARD_PLANS,
+    ),
+    "dpo of adapters": (
+        "dpo", "pairs", {"peft_config": LORA, "reference": None, "train_options": runs.options(**SMALL)},
+        REFERENCE_PLANS,
+    ),
+    "reward model of adapters": (
+        "reward_model", "pairs", {"peft_config": LORA, "train_options": runs.options(num_minibatches=2, **SMALL)},
         REWARD_PLANS,
     ),
     "process reward": ("process_reward", "steps", {"train_options": runs.options(**SMALL)}, REWARD_PLANS),
