@@ -131,7 +131,7 @@ def test_online_dpo_is_the_logistic_loss_of_log_ratios() -> None:
         ratios = []
         for row in (chosen, rejected):
             now = test_grpo.response_logprobs(model, test_grpo.PROMPTS[row], test_grpo.RESPONSES[row], 1.0).sum()
-            ratios.append(float(now) - sum(samples.ragged("ref_logprobs").to_lists()[row]))
+            ratios.append(now.item() - sum(samples.ragged("ref_logprobs").to_lists()[row]))
         total += math.log1p(math.exp(-0.3 * (ratios[0] - ratios[1])))
     assert loss.value.item() == pytest.approx(total / 2, abs=1e-5)
     for settings, message in (
