@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lightning_realloc.callbacks import MemoryMonitor as MemoryMonitor
     from lightning_realloc.callbacks import ParameterReallocation as ParameterReallocation
     from lightning_realloc.callbacks import PhaseCallback as PhaseCallback
+    from lightning_realloc.callbacks import PredictionWriter as PredictionWriter
     from lightning_realloc.callbacks import SaveHuggingFace as SaveHuggingFace
     from lightning_realloc.data.feedback import BinaryFeedbackDataModule as BinaryFeedbackDataModule
     from lightning_realloc.data.preferences import PreferenceDataModule as PreferenceDataModule
@@ -144,6 +145,7 @@ _HOMES = {
     "MemoryMonitor": "callbacks",
     "ParameterReallocation": "callbacks",
     "PhaseCallback": "callbacks",
+    "PredictionWriter": "callbacks",
     "SaveHuggingFace": "callbacks",
 }
 
