@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from lightning_realloc_autoload import install as _register_strategies
 
 if TYPE_CHECKING:
+    from lightning_realloc.algorithms.accuracy import Accuracy as Accuracy
     from lightning_realloc.algorithms.best_of_n import BestOfN as BestOfN
     from lightning_realloc.algorithms.calls import compute as compute
     from lightning_realloc.algorithms.calls import generate as generate
@@ -121,6 +122,7 @@ _HOMES = {
     "generate": "algorithms.calls",
     "infer": "algorithms.calls",
     "train": "algorithms.calls",
+    "Accuracy": "algorithms.accuracy",
     "GRPO": "algorithms.grpo",
     "BestOfN": "algorithms.best_of_n",
     "DynamicSampling": "algorithms.dynamic_sampling",

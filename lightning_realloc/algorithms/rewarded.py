@@ -51,6 +51,7 @@ class RewardedModule(PolicyModule):
 
     evaluation_calls = FIRST_WALK
     share_prompts = True
+    reward_column = "rewards"
 
     def __init__(
         self,
