@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from lightning_realloc_autoload import install as _register_strategies
 
 if TYPE_CHECKING:
+    from lightning_realloc.algorithms.accuracy import Accuracy as Accuracy
     from lightning_realloc.algorithms.best_of_n import BestOfN as BestOfN
     from lightning_realloc.algorithms.calls import compute as compute
     from lightning_realloc.algorithms.calls import generate as generate
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from lightning_realloc.callbacks import MemoryMonitor as MemoryMonitor
     from lightning_realloc.callbacks import ParameterReallocation as ParameterReallocation
     from lightning_realloc.callbacks import PhaseCallback as PhaseCallback
+    from lightning_realloc.callbacks import PredictionWriter as PredictionWriter
     from lightning_realloc.callbacks import SaveHuggingFace as SaveHuggingFace
     from lightning_realloc.data.feedback import BinaryFeedbackDataModule as BinaryFeedbackDataModule
     from lightning_realloc.data.preferences import PreferenceDataModule as PreferenceDataModule
@@ -119,6 +121,7 @@ _HOMES = {
     "generate": "algorithms.calls",
     "infer": "algorithms.calls",
     "train": "algorithms.calls",
+    "Accuracy": "algorithms.accuracy",
     "GRPO": "algorithms.grpo",
     "BestOfN": "algorithms.best_of_n",
     "DynamicSampling": "algorithms.dynamic_sampling",
@@ -142,6 +145,7 @@ _HOMES = {
     "MemoryMonitor": "callbacks",
     "ParameterReallocation": "callbacks",
     "PhaseCallback": "callbacks",
+    "PredictionWriter": "callbacks",
     "SaveHuggingFace": "callbacks",
 }
 

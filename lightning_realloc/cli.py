@@ -21,7 +21,13 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _Instan
 
 # Imported for their names: a configuration may say GRPO or SFTDataModule without the module.
 from lightning_realloc.algorithms import DPO, GRPO, KTO, ORPO, PPO, SFT, ProcessReward, RewardModel
-from lightning_realloc.callbacks import AutoTuner, MemoryMonitor, ParameterReallocation, SaveHuggingFace
+from lightning_realloc.callbacks import (
+    AutoTuner,
+    MemoryMonitor,
+    ParameterReallocation,
+    PredictionWriter,
+    SaveHuggingFace,
+)
 from lightning_realloc.data.feedback import BinaryFeedbackDataModule
 from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.data.prompts import PromptDataModule
@@ -52,6 +58,7 @@ SHORT_NAMES = (
     ReallocStrategy,
     ParameterReallocation,
     SaveHuggingFace,
+    PredictionWriter,
     MemoryMonitor,
     AutoTuner,
 )

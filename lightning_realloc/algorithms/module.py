@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from lightning_realloc.algorithms.adapters import AdapterSource
 from lightning_realloc.algorithms.calls import declared_calls
 from lightning_realloc.algorithms.role import ModelSource, Role
+from lightning_realloc.algorithms.sample_rows import sample_rows
 from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.errors import CheckpointError, ConfigError, PlanError
 from lightning_realloc.generation import Speculation
@@ -171,6 +172,10 @@ class MultiModelModule(L.LightningModule):
         """
         return {}
 
+    def summarize_evaluation(self, samples: Samples) -> dict[str, Tensor]:
+        """Return what ``validate`` and ``test`` log about held-out samples, as :meth:`summarize` does."""
+        return self.summarize(samples)
+
     def with_carried(self, batch: Samples) -> Samples:
         """Return what an iteration works on: the loader's batch, and prompts of earlier ones that it goes on with.
 
@@ -312,15 +317,20 @@ class MultiModelModule(L.LightningModule):
 
     def predict_step(self, batch: Samples, batch_idx: int) -> Samples:
         """Return the samples with what the evaluation calls made of them."""
+        self.check_batch(batch)
         samples: Samples = self._strategy.run_calls(self.prepare_batch(batch), self.evaluation_calls)
         return samples
+
+    def sample_rows(self, samples: Samples) -> list[dict[str, object]]:
+        """Return samples as rows for people and files: prompt, response, rewards, the data's columns."""
+        return sample_rows(samples, self.tokenizer)
 
     def _evaluate(self, batch: Samples, prefix: str) -> None:
         if not self.evaluation_calls:
             raise ConfigError(f"{type(self).__name__} declares no evaluation_calls; leave the validation data out")
         self.check_batch(batch)
         samples = self._strategy.run_calls(self.prepare_batch(batch), self.evaluation_calls).lengths_only()
-        metrics = {f"{prefix}/{name}": value for name, value in self.summarize(samples).items()}
+        metrics = {f"{prefix}/{name}": value for name, value in self.summarize_evaluation(samples).items()}
         self.log_dict(metrics, prog_bar=True, batch_size=len(samples), sync_dist=True)
 
     @property

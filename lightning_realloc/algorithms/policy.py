@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_realloc.algorithms.accuracy import Accuracy
 from lightning_realloc.algorithms.calls import generate, infer
 from lightning_realloc.algorithms.carried import Carried, PartialRollout
 from lightning_realloc.algorithms.environments import EnvironmentSource, import_environment, make_environment
@@ -30,6 +31,7 @@ class PolicyModule(MultiModelModule):
     Args:
         sampling: Of the rollout.
         evaluation_sampling: Of ``validate`` and ``test``; by default one greedy response per prompt.
+        accuracy: When a response counts as right, for ``val/accuracy`` and ``val/pass@k``; None: neither is logged.
         environment: Who speaks after each of the actor's turns: a function ``f(turn) -> token ids``, None where the
             response is over; a class of such, made from the tokenizer; or the import path of either. Its tokens are
             read, and never learnt. None: a response is one turn.
@@ -42,12 +44,15 @@ class PolicyModule(MultiModelModule):
     optional_roles: tuple[str, ...] = ("reference",)
     learns_whole_groups = False
     """Whether responses to one prompt are learnt from together."""
+    reward_column: str | None = None
+    """What holds the rewards of whole responses; None: there are none."""
 
     def __init__(
         self,
         *,
         sampling: SamplingParams,
         evaluation_sampling: SamplingParams | None = None,
+        accuracy: Accuracy | None = None,
         environment: EnvironmentSource | None = None,
         conversation: Conversation | None = None,
         rollout_budget: RolloutBudget | None = None,
@@ -57,6 +62,8 @@ class PolicyModule(MultiModelModule):
         check_sampling(sampling, evaluation_sampling)
         self.sampling = sampling
         self.evaluation_sampling = evaluation_sampling or replace(sampling, n=1, temperature=0.0)
+        self.accuracy = accuracy
+        self._check_accuracy()
         self._environment: Callable[..., Any] | None = None
         self._asked: Environment | None = None
         """The environment, once it was made."""
@@ -86,6 +93,13 @@ class PolicyModule(MultiModelModule):
                 "out, or use engine='native'"
             )
         self._environment = import_environment(environment)
+
+    def _check_accuracy(self) -> None:
+        if self.accuracy is None:
+            return
+        if self.reward_column is None:
+            raise ConfigError(f"{type(self).__name__} has no rewards that could tell what is right; leave accuracy out")
+        self.accuracy.check_responses(self.evaluation_sampling.n)
 
     @property
     def training_now(self) -> bool:
@@ -125,6 +139,13 @@ class PolicyModule(MultiModelModule):
         if self._asked is None:
             self._asked = make_environment(self._environment, self.tokenizer)
         return Dialogue(self._asked, self._conversation)
+
+    def summarize_evaluation(self, samples: Samples) -> dict[str, Tensor]:
+        """Return besides how often held-out prompts were answered right."""
+        found = super().summarize_evaluation(samples)
+        if self.accuracy is None or self.reward_column is None:
+            return found
+        return found | self.accuracy.summary(samples, self.reward_column)
 
     # ---- responses that go on in the next iteration
     def setup(self, stage: str) -> None:

@@ -108,6 +108,7 @@ class PPO(PolicyModule):
 
     optional_roles = ("reference", "reward")
     share_prompts = True
+    reward_column = "scores"
 
     def __init__(
         self,

@@ -48,6 +48,7 @@ class RewardedModule(PolicyModule):
     evaluation_calls = ("actor.generate", "judge")
     """Up to the rewards; what comes before samples are chosen, too."""
     share_prompts = True
+    reward_column = "rewards"
 
     def __init__(
         self,

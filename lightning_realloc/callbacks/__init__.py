@@ -1,9 +1,17 @@
-"""When layouts change, when models are written, and what the user sees of it."""
+"""When layouts change, when models and predictions are written, and what the user sees of it."""
 
 from lightning_realloc.callbacks.auto_tuner import AutoTuner
 from lightning_realloc.callbacks.huggingface import SaveHuggingFace
 from lightning_realloc.callbacks.memory_monitor import MemoryMonitor
 from lightning_realloc.callbacks.phase import PhaseCallback
+from lightning_realloc.callbacks.predictions import PredictionWriter
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
 
-__all__ = ["AutoTuner", "MemoryMonitor", "ParameterReallocation", "PhaseCallback", "SaveHuggingFace"]
+__all__ = [
+    "AutoTuner",
+    "MemoryMonitor",
+    "ParameterReallocation",
+    "PhaseCallback",
+    "PredictionWriter",
+    "SaveHuggingFace",
+]

@@ -1,0 +1,94 @@
+"""How often does a policy answer right: with one response, and with the best of k?"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.samples import Samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """When a held-out response counts as right, for ``accuracy`` and ``pass@k`` in ``validate`` and ``test``.
+
+    Responses that nobody could judge do not count.
+    """
+
+    threshold: float = 1.0
+    """The reward from which on a response is right."""
+    function: str | None = None
+    """Whose reward, where there are several reward functions; None: their weighted sum."""
+    ks: tuple[int, ...] | None = None
+    """Of ``pass@k``; None: the powers of two up to the number of responses per prompt, and that number."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.threshold):
+            raise ConfigError(
+                f"threshold={self.threshold} must be finite: the reward from which on a response is right"
+            )
+        if self.ks is not None and (not self.ks or min(self.ks) < 1):
+            raise ConfigError(f"ks={list(self.ks)} must hold numbers of responses, each at least 1; None chooses them")
+
+    def check_responses(self, n: int) -> None:
+        """Refuse a ``k`` above the number of responses per prompt."""
+        if self.ks is not None and max(self.ks) > n:
+            raise ConfigError(
+                f"pass@{max(self.ks)} needs as many responses per prompt, and evaluation_sampling.n={n}; raise n, or "
+                f"lower accuracy.ks"
+            )
+
+    def summary(self, samples: Samples, column: str) -> dict[str, Tensor]:
+        """Return ``accuracy`` and every ``pass@k``, means over the prompts that have k judged responses.
+
+        ``column`` holds the weighted sum of all functions' rewards.
+        """
+        rewards = samples.tensor(self._column(samples, column)).tolist()
+        right = defaultdict(list)
+        for prompt_id, reward in zip(samples.tensor("prompt_id").tolist(), rewards, strict=True):
+            if not math.isnan(reward):
+                right[prompt_id].append(reward >= self.threshold)
+        groups = [(len(found), sum(found)) for found in right.values()]
+        if not groups:
+            return {}
+        summary = {"accuracy": torch.tensor(sum(c for _, c in groups) / sum(n for n, _ in groups))}
+        for k in self.ks or _powers_of_two(max(n for n, _ in groups)):
+            chances = [pass_at_k(n, c, k) for n, c in groups if n >= k]
+            if chances:
+                summary[f"pass@{k}"] = torch.tensor(sum(chances) / len(chances))
+        return summary
+
+    def _column(self, samples: Samples, total: str) -> str:
+        if self.function is None:
+            return total
+        name = f"reward/{self.function}"
+        if name not in samples:
+            known = [column.removeprefix("reward/") for column in samples.columns if column.startswith("reward/")]
+            raise ConfigError(
+                f"accuracy.function={self.function!r} must be one of the reward functions "
+                f"({', '.join(known) or 'a single one has no column of its own'}); leave it out for their weighted sum"
+            )
+        return name
+
+
+def pass_at_k(n: int, num_right: int, k: int) -> float:
+    """Return the chance that k of n responses, drawn without replacement, hold one of the ``num_right`` right ones.
+
+    That is the unbiased estimate of the chance that k new responses do.
+
+    Source: Chen et al., arXiv:2107.03374, eq. 1.
+    """
+    if not 1 <= k <= n:
+        raise ConfigError(f"pass@{k} needs 1 to n={n} responses; lower k or sample more")
+    return 1.0 - math.comb(n - num_right, k) / math.comb(n, k)
+
+
+def _powers_of_two(n: int) -> Sequence[int]:
+    """Return 2, 4, 8, ... below n, and n; nothing for one response, whose pass@1 is the accuracy."""
+    return [*(2**power for power in range(1, (n - 1).bit_length())), n] if n > 1 else []

@@ -1,0 +1,104 @@
+"""One file of predictions: every row once, in order, the same for any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+from lightning_realloc.callbacks import PredictionWriter
+from lightning_realloc.data.prompts import PromptDataModule
+from lightning_realloc.errors import ConfigError, RewardError
+from tests.models import byte_tokenizer, tiny_model
+from tests.strategies import runs
+from tests.workers import WorkerPool
+
+ROWS = [{"prompt": f"prompt {number}", "tag": f"№ {number}"} for number in range(5)]
+
+
+def predict(folder: str) -> list[dict[str, Any]]:
+    """Write predictions for all rows, and return what is in the file."""
+    world_size = runs.world_size()
+    sampling = replace(runs.SAMPLING, n=2)
+    models = {role: tiny_model("llama", vocab_size=259) for role in ("actor", "reference")}
+    module = runs.grpo(evaluation_sampling=sampling, **models)
+    path = Path(folder) / "made" / "predictions.jsonl"
+    trainer = runs.trainer("realloc", world_size, callbacks=[PredictionWriter(path)])
+    data = PromptDataModule(ROWS, batch_size=2, tokenizer=byte_tokenizer())
+    trainer.predict(module, data, return_predictions=False)
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_rows_come_in_order_and_are_the_same_for_any_number_of_ranks(workers: WorkerPool, tmp_path: Path) -> None:
+    found: list[Any] = []
+    for world_size in (1, 2):
+        folder = tmp_path / str(world_size)
+        first, *_ = workers.run(predict, str(folder), world_size=world_size, init_process_group=False)
+        assert [file.name for file in (folder / "made").iterdir()] == ["predictions.jsonl"]
+        found.append(first)
+    # two responses to each of five prompts
+    assert [row["tag"] for row in found[0]] == [f"№ {number // 2}" for number in range(10)]
+    assert [row["prompt_id"] for row in found[0]] == [number // 2 for number in range(10)]
+    assert len({row["response"] for row in found[0]}) > 5
+    assert all(0.0 <= row["reward"] <= 1.0 for row in found[0])
+    assert found[1] == found[0]
+
+
+class Broken(PredictionWriter):
+    """Fails in its second batch."""
+
+    def on_predict_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *args: Any) -> None:
+        """Write the first batch."""
+        if args[1] == 1:
+            raise OSError("the disk is full")
+        super().on_predict_batch_end(trainer, pl_module, outputs, *args)
+
+
+def break_off(folder: str) -> list[str]:
+    """Return the files that are there after a failure."""
+    path = Path(folder) / "predictions.jsonl"
+    trainer = runs.trainer("realloc", 1, callbacks=[Broken(path)])
+    with pytest.raises(OSError, match="the disk is full"):
+        trainer.predict(runs.grpo(), runs.Batches(2, size=3))
+    return [f"{file.name}: {len(file.read_text().splitlines())}" for file in Path(folder).iterdir()]
+
+
+def test_half_a_file_does_not_get_the_name_of_a_whole_one(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers.run(break_off, str(tmp_path), world_size=1, init_process_group=False) == [
+        ["predictions.jsonl.part: 3"]
+    ]
+
+
+def needs_answer(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    """Judge by a column."""
+    return [0.0] * len(completions)
+
+
+def predict_without_a_column() -> str:
+    """Return what data without a column that a reward function needs is told, before anything is generated."""
+    batches = runs.Batches(1, size=3)
+    with pytest.raises(RewardError) as caught:
+        runs.trainer("realloc", 1).predict(runs.grpo(reward=needs_answer), batches)
+    return str(caught.value)
+
+
+def test_rows_that_cannot_be_judged_are_refused_by_column(workers: WorkerPool) -> None:
+    (told,) = workers.run(predict_without_a_column, world_size=1, init_process_group=False)
+    assert "'needs_answer' needs the columns ['answer']" in told
+
+
+class Plain(L.LightningModule):
+    """No algorithm of this package."""
+
+
+def test_what_cannot_be_written_is_refused_before_anything_is_generated(tmp_path: Path) -> None:
+    trainer: Any = None
+    with pytest.raises(ConfigError, match=r"Plain has no sample_rows\(\)"):
+        PredictionWriter(tmp_path / "predictions.jsonl").setup(trainer, Plain(), "predict")
+    with pytest.raises(ConfigError, match="is a folder; name a file in it"):
+        PredictionWriter(tmp_path).setup(trainer, runs.grpo(), "predict")
+    PredictionWriter(tmp_path).setup(trainer, Plain(), "fit")
