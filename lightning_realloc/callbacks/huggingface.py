@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.callbacks.hub import HubRepository, file_marks
+from lightning_realloc.callbacks.model_card import CARD_FILE, card_of
+from lightning_realloc.errors import CheckpointError, ConfigError
 
 
 class SaveHuggingFace(Callback):
@@ -21,6 +24,11 @@ class SaveHuggingFace(Callback):
         at_end: Whether to write when training ends.
         dtype: ``"bfloat16"`` and the like; by default the weights as they are trained.
         merge: Of a role with adapters, whether to write the merged model; by default the adapters, as PEFT does.
+        model_card: Whether to write a ``README.md`` that says what was trained from what and with which settings,
+            unless the folder has one that is not ours.
+        push_to_hub: A repository of the Hugging Face hub to which the files that are written at the end are uploaded,
+            ``"user/model"``; it is made before training. None: nothing leaves this machine.
+        hub_private: Whether a repository that is new is private.
     """
 
     def __init__(
@@ -33,10 +41,15 @@ class SaveHuggingFace(Callback):
         at_end: bool = True,
         dtype: str | None = None,
         merge: bool = False,
+        model_card: bool = True,
+        push_to_hub: str | None = None,
+        hub_private: bool = True,
     ) -> None:
         for name, every in (("every_n_steps", every_n_steps), ("every_n_epochs", every_n_epochs)):
             if every is not None and every < 1:
                 raise ConfigError(f"{name}={every} must be at least 1; use None for never")
+        if push_to_hub is not None and not at_end:
+            raise ConfigError(f"push_to_hub={push_to_hub!r} uploads what is written at the end; set at_end=True")
         self.dirpath = Path(dirpath)
         self.role = role
         self.every_n_steps = every_n_steps
@@ -44,6 +57,8 @@ class SaveHuggingFace(Callback):
         self.at_end = at_end
         self.dtype = dtype
         self.merge = merge
+        self.model_card = model_card
+        self.hub = None if push_to_hub is None else HubRepository(name=push_to_hub, private=hub_private)
 
     @property
     def state_key(self) -> str:
@@ -58,24 +73,61 @@ class SaveHuggingFace(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a role that cannot be written, before the first step."""
+        """Refuse a role that cannot be written, and a repository that cannot be, before the first step."""
         trainer.strategy.check_huggingface(self.role, dtype=self.dtype)  # type: ignore[attr-defined]
+        if self.hub is not None:
+            way_out = "name it 'user/model' and log in with `hf auth login`, or leave push_to_hub out"
+            _on_first_rank(trainer, self.hub.make, f"cannot write to {self.hub.name!r} on the hub; {way_out}")
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Write after every ``every_n_steps`` iterations."""
         if self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0:
-            self._write(trainer, self.dirpath / f"step-{trainer.global_step}")
+            self._write(trainer, pl_module, self.dirpath / f"step-{trainer.global_step}")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write after every ``every_n_epochs`` epochs."""
         if self.every_n_epochs is not None and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
-            self._write(trainer, self.dirpath / f"step-{trainer.global_step}")
+            self._write(trainer, pl_module, self.dirpath / f"step-{trainer.global_step}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the final weights."""
-        if self.at_end:
-            self._write(trainer, self.dirpath)
+        """Write the final weights, and upload them where a repository was named."""
+        if not self.at_end:
+            return
+        before = file_marks(self.dirpath)
+        self._write(trainer, pl_module, self.dirpath)
+        hub = self.hub
+        if hub is not None:
+            _on_first_rank(
+                trainer,
+                lambda: hub.upload(self.dirpath, self._own_files(before), message=f"Step {trainer.global_step}"),
+                f"the model is in {self.dirpath}, but not on the hub; try `hf upload {hub.name} {self.dirpath}`",
+            )
 
-    def _write(self, trainer: Trainer, folder: Path) -> None:
+    def _write(self, trainer: Trainer, module: LightningModule, folder: Path) -> None:
         strategy: Any = trainer.strategy
         strategy.save_huggingface(self.role, folder, dtype=self.dtype, merge=self.merge)
+        if self.model_card:
+            _on_first_rank(trainer, lambda: self._describe(trainer, module, folder), f"no {CARD_FILE} in {folder}")
+
+    def _describe(self, trainer: Trainer, module: LightningModule, folder: Path) -> None:
+        title, is_adapter = self.dirpath.absolute().name, (folder / "adapter_config.json").exists()
+        card_of(trainer, module, self.role, title=title, is_adapter=is_adapter).write(folder)
+
+    def _own_files(self, before: dict[str, tuple[int, int]]) -> list[str]:
+        """Return what was written since, and the card: other files of the folder are nobody's business."""
+        now = file_marks(self.dirpath)
+        return sorted(name for name, mark in now.items() if before.get(name) != mark or name == CARD_FILE)
+
+
+def _on_first_rank(trainer: Trainer, action: Callable[[], None], problem: str) -> None:
+    """Do something on the first rank while the others wait; where it fails, all of them do. Collective."""
+    error: Exception | None = None
+    if trainer.is_global_zero:
+        try:
+            action()
+        except Exception as raised:
+            error = raised
+    told = None if error is None else f"{problem} ({type(error).__name__}: {error})"
+    told = trainer.strategy.broadcast(told)
+    if told is not None:
+        raise CheckpointError(told) from error

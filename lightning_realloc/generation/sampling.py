@@ -38,11 +38,11 @@ class SamplingParams:
     """Responses per prompt."""
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response, besides the model's own end-of-sequence tokens."""
+    """Tokens that end a response, besides the end-of-sequence tokens of model and tokenizer."""
     stop_strings: tuple[str, ...] = ()
     """Texts that end a response once they occur in it. The engine needs a tokenizer for these."""
     ignore_eos: bool = False
-    """True: the model's own end-of-sequence tokens do not end a response."""
+    """True: the end-of-sequence tokens of model and tokenizer do not end a response."""
 
     def __post_init__(self) -> None:
         _require(self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens} must be at least 1")

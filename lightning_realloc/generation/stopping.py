@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import nn
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.model_facts import eos_ids_of
+from lightning_realloc.generation.model_facts import eos_ids_of, vocabulary_of
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.sampling import SamplingParams
 
@@ -86,14 +86,23 @@ class StopRule:
 
 
 def stop_rule_of(model: nn.Module, params: SamplingParams, tokenizer: Tokenizer | None) -> StopRule:
-    """Return the rule that a model's own end-of-sequence tokens and ``params`` make together."""
-    own = frozenset[int]() if params.ignore_eos else eos_ids_of(model)
+    """Return the rule that end-of-sequence tokens, the model's own and the tokenizer's, and ``params`` make together.
+
+    Chat models are taught the tokenizer's, which the configuration of the model that they began as does not name.
+    """
+    own = frozenset[int]() if params.ignore_eos else eos_ids_of(model) | _eos_ids_of_text(model, tokenizer)
     return StopRule(
         token_ids=frozenset(params.stop_token_ids) | own,
         strings=params.stop_strings,
         tokenizer=tokenizer,
         min_new_tokens=params.min_new_tokens,
     )
+
+
+def _eos_ids_of_text(model: nn.Module, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Return the tokenizer's end-of-sequence token, if it has one that the model can say."""
+    eos = getattr(tokenizer, "eos_token_id", None)
+    return frozenset({eos}) if isinstance(eos, int) and eos < vocabulary_of(model) else frozenset()
 
 
 def check_possible(strings: Iterable[str], tokenizer: Tokenizer) -> None:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams
+from lightning_realloc.generation import Completion, GenerationEngine, HFEngine, SamplingParams
 from tests.models import FAMILIES, SIZES, byte_tokenizer, tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0)
@@ -156,6 +156,21 @@ def test_end_of_sequence_tokens_of_the_model_end_a_response_unless_ignored() -> 
     assert (list(ended.token_ids), ended.finish_reason) == (free[:length], "stop")
     (ignored,) = engine.generate([prompt], SamplingParams(max_new_tokens=20, temperature=0, ignore_eos=True))
     assert (list(ignored.token_ids), ignored.finish_reason) == (free, "length")
+
+
+@pytest.mark.parametrize("engine_class", [GenerationEngine, HFEngine])
+def test_the_end_of_sequence_token_of_the_tokenizer_ends_a_response_too(engine_class: Any) -> None:
+    model, tokenizer, prompt = tiny_model("llama"), byte_tokenizer(), [9, 8, 7]
+    free = reference_greedy(model, prompt, eos_token_id=None)
+    stop = free[4]
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(stop)
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    (ended,) = engine_class(model, tokenizer=tokenizer).generate([prompt], GREEDY)
+    assert (list(ended.token_ids), ended.finish_reason) == (free[: free.index(stop) + 1], "stop")
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(200)  # beyond the model's 128 tokens
+    least = SamplingParams(max_new_tokens=20, min_new_tokens=2, temperature=0)
+    (unending,) = engine_class(model, tokenizer=tokenizer).generate([prompt], least)
+    assert (list(unending.token_ids), unending.finish_reason) == (free, "length")
 
 
 def test_stop_token_ids_end_a_response_after_min_new_tokens() -> None:
