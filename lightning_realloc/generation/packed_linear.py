@@ -18,14 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.runtime.tensor_parallel import multiplies_alone
+from lightning_realloc.tuning.generation_memory import (
+    LEAST_PACKED_FLOAT32,
+    LEAST_PACKED_SLOTS,
+    LEAST_PACKED_STEPS,
+    PACKED_AS_ONE,
+)
 
-_READ_THE_SAME = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Siblings of these names share a product where they are called with the same tensor, as they are in most families."""
-_LEAST_STEPS = 32
-_LEAST_SLOTS = 8
 _FLOAT32_ROWS = range(4, 129)
 """Rows of a product in float32 for which a packed weight is faster; that of more takes as long either way."""
-_LEAST_FLOAT32_WEIGHTS = 768 * 768
 
 
 class _Group(NamedTuple):
@@ -38,7 +39,9 @@ class _Group(NamedTuple):
     def pays(self, num_slots: int) -> bool:
         """Return whether steps of so many samples get faster: in float32 those of few rows or small weights do not."""
         num_weights = sum(layer.weight.numel() for layer in self.layers)
-        return self.dtype is not torch.float32 or (num_slots >= _LEAST_SLOTS and num_weights >= _LEAST_FLOAT32_WEIGHTS)
+        return self.dtype is not torch.float32 or (
+            num_slots >= LEAST_PACKED_SLOTS and num_weights >= LEAST_PACKED_FLOAT32
+        )
 
 
 @contextmanager
@@ -49,7 +52,9 @@ def packed_linears(model: nn.Module, *, num_slots: int, num_steps: int) -> Itera
     whose forward is more than the product with their own weight or was replaced by somebody, and those whose weights
     are sharded or quantized; hooks stay in force.
     """
-    groups = [group for group in _packable_groups(model) if group.pays(num_slots)] if num_steps >= _LEAST_STEPS else []
+    groups = (
+        [group for group in _packable_groups(model) if group.pays(num_slots)] if num_steps >= LEAST_PACKED_STEPS else []
+    )
     try:
         for group in groups:
             _pack_group(group, num_slots)
@@ -100,7 +105,7 @@ def _reading_the_same(model: nn.Module) -> Iterator[tuple[nn.Linear, ...]]:
     if torch.is_inference_mode_enabled():  # tensors do not say there whether they were written to since
         return
     for module in model.modules():
-        for names in _READ_THE_SAME:
+        for names in PACKED_AS_ONE:
             layers = tuple(getattr(module, name, None) for name in names)
             if all(isinstance(layer, nn.Linear) for layer in layers):
                 yield layers  # type: ignore[misc]

@@ -18,9 +18,9 @@ MOST_PREFILL_TOKENS = 8192
 PAGE_SIZE, BUFFER_SHARE = 16, 8
 """Positions of a page, and the share of a bound that its buffer takes at least; as in ``generation.paged_cache``."""
 LEAST_PACKED_STEPS, LEAST_PACKED_SLOTS, LEAST_PACKED_FLOAT32 = 32, 8, 768 * 768
-"""When packing pays: tokens of a response, and in fp32 slots and elements; as in ``generation.packed_linear``."""
+"""When packing pays: tokens of a response, and in fp32 slots and elements."""
 PACKED_AS_ONE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that read the same tensor, by name; as in ``generation.packed_linear``."""
+"""Siblings of these names share a product where they are called with the same tensor, as they are in most families."""
 LEARNING_TOKENS = 1024
 """Of a batch that a draft model learns from; ``generation.distillation`` has the same number."""
 _FLOAT32 = 4
