@@ -55,6 +55,7 @@ def trained(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
 def test_a_configuration_trains_and_writes_the_actor(trained: Path, config: Path) -> None:
     actor = "random" if config.stem == "distillation" else "warm"
