@@ -1,10 +1,11 @@
 # `make test` and `make demo` work on a fresh machine: both make the environment in .venv first.
-# What can be set (PYTHON, TORCH, WHEELS_FOR): CONTRIBUTING.md.
+# What can be set (PYTHON, TORCH, WHEELS_FOR, JOBS): CONTRIBUTING.md.
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 WHEELS_FOR ?= auto
+JOBS ?= 2
 RUN := $(VENV)/bin/python -m
 
 # One thread per process: the tests and the demo run several on each core.
@@ -14,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .PHONY: test lint demo bench clean
 
 test: lint
-	$(RUN) pytest
+	$(RUN) pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.ready
 	$(RUN) ruff check

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -40,7 +42,13 @@ PRELOADED = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "transformers.tokenization_utils_fast",
+    "peft",
+    "lightning_realloc.cli",
+    "tests.models",
 )
+PORTS = range(20_000, 32_000)
+"""Below those that a system hands out by itself: one of these could be somebody else's before rank 0 listens on it."""
+PORT_SHARES = 8
 GRACE_S = 2.0
 """How long the other ranks may go on after one has failed, so that a failure of all is reported whole."""
 STACKS_S = 3.0
@@ -201,21 +209,28 @@ def _kill_tree(process: BaseProcess) -> None:
 
 def _environments(world_size: int) -> list[dict[str, str]]:
     """What torchrun would set on one node, for every rank."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     common = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "NODE_RANK": "0",
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(_free_port()),
     }
     names = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     if loopback is not None:
         common["GLOO_SOCKET_IFNAME"] = loopback
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+
+
+def _free_port() -> int:
+    """Return a port for rank 0 to listen on, of those that belong to this one of the processes that share the tests."""
+    mine = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % PORT_SHARES
+    for port in random.SystemRandom().sample(PORTS[mine::PORT_SHARES], 50):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError(f"none of 50 ports from {PORTS[0]} to {PORTS[-1]} is free")
 
 
 # --- the worker's side ------------------------------------------------------------------------------------------------
@@ -229,6 +244,7 @@ def _serve(connection: Connection, log: Path) -> None:
     os.dup2(stream.fileno(), 2)
     sys.stdout = sys.stderr = stream
     faulthandler.enable(stream)
+    gc.freeze()  # what was imported stays; looking through it takes half a second at the end of every run
     threading.Thread(target=_leave_with_parent, daemon=True, name="leave-with-parent").start()
     while True:
         try:
@@ -275,8 +291,6 @@ def _call(request: Request) -> Any:
 @contextlib.contextmanager
 def _process_state(environment: Mapping[str, str]) -> Iterator[None]:
     """Give the run this environment, fixed seeds and one thread, and undo what it changes of the process."""
-    import random
-
     import numpy
     import torch
 

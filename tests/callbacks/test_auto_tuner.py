@@ -35,7 +35,7 @@ from tests.workers import WorkerPool
 
 START = calls(actor_train="fsdp4", actor_generate="fsdp4", reference_infer="fsdp4")
 IMPOSSIBLE = calls(actor_train="fsdp4", actor_generate="dp4", reference_infer="tp3@0-2")
-FEW: dict[str, Any] = {"search_seconds": 0.3, "max_overhead": 1.0, "max_trials": 2}
+FEW: dict[str, Any] = {"search_seconds": 0.3, "profile_seconds": 2.0, "max_overhead": 1.0, "max_trials": 2}
 OTHER = calls(actor_train="dp2.fsdp2", actor_generate="dp4", reference_infer="tp2@0-1")
 DESCENT = partial(SGD, lr=0.05, momentum=0.9)
 SAMPLING = replace(runs.SAMPLING, max_new_tokens=4)
@@ -127,6 +127,7 @@ def tuned_and_untuned(folder: str) -> list[Kept]:
     return [train(tuner, START, 1000, after=ITERATIONS), train(None, "heuristic", ITERATIONS)]
 
 
+@pytest.mark.slow
 def test_a_tuned_run_learns_what_an_untuned_one_learns(workers: WorkerPool, tmp_path: Path) -> None:
     everyone = workers.run(tuned_and_untuned, str(tmp_path), world_size=4, init_process_group=False, deadline_s=90.0)
     tuned, untuned = everyone[0]
@@ -172,6 +173,7 @@ def stopped_and_resumed(folder: str) -> Resumed:
     return Resumed(straight, stopped, resumed, committed)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_its_plan_or_with_its_tuning(workers: WorkerPool, tmp_path: Path) -> None:
     found = workers.run(stopped_and_resumed, str(tmp_path), world_size=4, init_process_group=False, deadline_s=120.0)[0]
     start = ExecutionPlan.from_mapping(START).digest

@@ -14,7 +14,7 @@ from tests.examples.test_ppo import ROOT, write_demo_files
 from tests.workers import WorkerPool
 
 
-def fit_from_yaml(folder: str) -> int:
+def fit_from_yaml(folder: str) -> None:
     """Run the command line that the file's first lines name, for two iterations of two prompts."""
     from lightning_realloc import cli
 
@@ -23,7 +23,7 @@ def fit_from_yaml(folder: str) -> int:
     # The model was not warmed up and earns no rewards: fresh adapters, which begin as nothing, would stay nothing.
     few += ["--model.init_args.peft_config", "{peft_type: LORA, target_modules: all-linear, init_lora_weights: false}"]
     sys.argv = ["lightning-realloc", "fit", "--config", str(ROOT / "examples/lora.yaml"), *few]
-    return cli.main()
+    cli.run(sys.argv[1:])
 
 
 def export_from_the_command_line(folder: Path, *options: str) -> Path:
@@ -38,7 +38,7 @@ def export_from_the_command_line(folder: Path, *options: str) -> Path:
 @torch.no_grad()
 def test_the_configuration_trains_and_writes_adapters(workers: WorkerPool, tmp_path: Path) -> None:
     write_demo_files(tmp_path)
-    assert workers.run(fit_from_yaml, str(tmp_path), init_process_group=False, deadline_s=120.0) == [0] * 4
+    workers.run(fit_from_yaml, str(tmp_path), init_process_group=False, deadline_s=120.0)
     runs = tmp_path / "runs/lora"
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/demo/warm")
     ids = torch.arange(3, 20)[None]

@@ -56,19 +56,19 @@ def write_demo_files(folder: Path) -> None:
     sorting.byte_tokenizer().save_pretrained(demo / "warm")
 
 
-def fit_from_yaml(folder: str) -> int:
+def fit_from_yaml(folder: str) -> None:
     """Run the command line that the file's first lines name, for two iterations of two prompts."""
     from lightning_realloc import cli
 
     os.chdir(folder)
     few = ["--data.batch_size", "2", "--trainer.enable_progress_bar", "false"]
     sys.argv = ["lightning-realloc", "fit", "--config", str(CONFIG), *few]
-    return cli.main()
+    cli.run(sys.argv[1:])
 
 
 def test_the_configuration_trains_logs_and_writes_the_actor(workers: WorkerPool, tmp_path: Path) -> None:
     write_demo_files(tmp_path)
-    assert workers.run(fit_from_yaml, str(tmp_path), init_process_group=False, deadline_s=120.0) == [0] * 4
+    workers.run(fit_from_yaml, str(tmp_path), init_process_group=False, deadline_s=120.0)
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/ppo/trained")
     assert trained.num_parameters() > 100_000
     (metrics,) = (tmp_path / "runs/ppo/logs").rglob("metrics.csv")

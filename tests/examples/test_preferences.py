@@ -38,14 +38,14 @@ def write_files(folder: Path) -> None:
     sorting.byte_tokenizer().save_pretrained(folder / "runs/demo/warm")
 
 
-def fit_from_yaml(folder: str, name: str) -> int:
+def fit_from_yaml(folder: str, name: str) -> None:
     """Run the command line that the file's first lines name, for two iterations."""
     from lightning_realloc import cli
 
     os.chdir(folder)
     few = ["--data.batch_size", "8", "--data.val_fraction", "0.2", "--trainer.enable_progress_bar", "false"]
     sys.argv = ["lightning-realloc", "fit", "--config", str(ROOT / f"examples/{name}.yaml"), *few]
-    return cli.main()
+    cli.run(sys.argv[1:])
 
 
 @pytest.mark.parametrize("name", LOGGED)
@@ -54,8 +54,7 @@ def test_the_configuration_trains_validates_and_writes_the_model(
 ) -> None:
     architecture, names = LOGGED[name]
     write_files(tmp_path)
-    done = workers.run(fit_from_yaml, str(tmp_path), name, world_size=2, init_process_group=False, deadline_s=120.0)
-    assert done == [0, 0]
+    workers.run(fit_from_yaml, str(tmp_path), name, world_size=2, init_process_group=False, deadline_s=120.0)
     assert AutoConfig.from_pretrained(tmp_path / "runs" / name / "trained").architectures == [architecture]
     if name == "reward_model":  # what PPO does with it; it refuses a head that was not trained
         folder = str(tmp_path / "runs" / name / "trained")

@@ -51,11 +51,13 @@ def test_ending_early_is_not_passing(code: str) -> None:
     assert judge([code], [TESTS]) == [0.0]
 
 
-def test_what_goes_over_limits_earns_nothing_and_leaves_nothing() -> None:
-    before = set(Path(tempfile.gettempdir()).glob("code_tests_*"))
+def test_what_goes_over_limits_earns_nothing_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other tests use the real one meanwhile
     codes = ["while True: pass", "x = bytearray(2**31)", "while True: print('x' * 9999)", SQUARE]
     assert judge(codes, [TESTS[0]] * 4, wall_s=2.0) == [0.0, 0.0, 0.0, 1.0]
-    assert set(Path(tempfile.gettempdir()).glob("code_tests_*")) <= before
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

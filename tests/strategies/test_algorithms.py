@@ -126,6 +126,7 @@ LOGGED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_algorithm_is_the_same_on_one_rank_and_on_two(everything: Any, name: str) -> None:
     (alone,), together = (found[name] for found in everything)

@@ -21,7 +21,7 @@ from tests.workers import WorkerPool
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("launched.py"))
-DEADLINE_S = 120.0
+DEADLINE_S = 160.0
 
 
 def shell_environment() -> dict[str, str]:

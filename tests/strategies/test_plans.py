@@ -126,6 +126,7 @@ def _plans(world_size: int) -> st.SearchStrategy[dict[str, Any]]:
     return draw_plan()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "count"), [(1, 2), (2, 8), (3, 8), (4, 8), (6, 2), (8, 2)])
 def test_random_plans_learn_what_one_rank_learns(workers: WorkerPool, alone: Any, world_size: int, count: int) -> None:
     @settings(max_examples=count, derandomize=True, deadline=None, database=None)
