@@ -18,6 +18,7 @@ from lightning_realloc.algorithms.calls import train as trains
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.role import Role
 from lightning_realloc.callbacks import AutoTuner, ParameterReallocation
+from lightning_realloc.callbacks.iteration_clock import Timed
 from lightning_realloc.callbacks.tuning_report import Measured, comparison, outcome
 from lightning_realloc.callbacks.tuning_resume import obstacle
 from lightning_realloc.errors import ConfigError
@@ -235,9 +236,9 @@ def test_an_iteration_is_judged_by_what_is_logged_after_the_next_one() -> None:
     callback._tuner.watched = told.append  # type: ignore[method-assign]
     for tokens, rate in ((10, 99.0), (20, 5.0), (40, 8.0)):  # the first rate is of an iteration under another plan
         lengths = Lengths((tokens // 2,), (tokens // 2,))
-        callback._watch(Logged({"tokens_per_s": rate}), 7.0, lengths)  # type: ignore[arg-type]
+        callback._watch(Logged({"tokens_per_s": rate}), Timed(7.0, lengths, {}))  # type: ignore[arg-type]
     assert told == [Reading(10 / 5.0, 1.0), Reading(20 / 8.0, 2.0)]
-    callback._watch(Logged({}), 7.0, Lengths((5,), (5,)))  # type: ignore[arg-type]
+    callback._watch(Logged({}), Timed(7.0, Lengths((5,), (5,)), {}))  # type: ignore[arg-type]
     assert told[-1] == Reading(7.0, 1.0)
 
 
