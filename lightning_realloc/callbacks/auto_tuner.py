@@ -165,6 +165,8 @@ class AutoTuner(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Take an iteration in, and do what follows from it."""
         timed, action = self._clock.stop(trainer.strategy), self.tuner.action
+        if timed is None:
+            return
         if isinstance(action, Measure):
             self._iterations.append(timed)
             if len(self._iterations) == action.skip + action.count:

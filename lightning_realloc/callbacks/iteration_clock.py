@@ -28,20 +28,26 @@ class IterationClock:
 
     def __init__(self) -> None:
         self._begin = 0.0
+        self._steps = 0
         self._calls: dict[str, float] = {}
 
     def start(self, strategy: Any) -> None:
         """Begin; the strategy is about to run an iteration."""
+        self._steps = strategy.iteration
         self._calls = dict(strategy.runner.seconds)
         self._begin = time.perf_counter()
 
-    def stop(self, strategy: Any) -> Timed:
-        """Return what the iteration took.
+    def stop(self, strategy: Any) -> Timed | None:
+        """Return what the iteration took; None where it took no step, as while dynamic sampling lacks groups.
+
+        Such a batch has no training calls, and lengths that nobody is told of: it compares with no other.
 
         Raises:
             ConfigError: for a module that runs its calls itself.
         """
         seconds = time.perf_counter() - self._begin
+        if strategy.iteration == self._steps:
+            return None
         if strategy.lengths is None:
             raise ConfigError(
                 f"AutoTuner needs iterations whose calls the strategy runs, with prompt_ids and response_ids; "

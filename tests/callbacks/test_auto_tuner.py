@@ -18,7 +18,7 @@ from lightning_realloc.algorithms.calls import train as trains
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.role import Role
 from lightning_realloc.callbacks import AutoTuner, ParameterReallocation
-from lightning_realloc.callbacks.iteration_clock import Timed
+from lightning_realloc.callbacks.iteration_clock import IterationClock, Timed
 from lightning_realloc.callbacks.tuning_report import Measured, comparison, outcome
 from lightning_realloc.callbacks.tuning_resume import obstacle
 from lightning_realloc.errors import ConfigError
@@ -240,6 +240,39 @@ def test_an_iteration_is_judged_by_what_is_logged_after_the_next_one() -> None:
     assert told == [Reading(10 / 5.0, 1.0), Reading(20 / 8.0, 2.0)]
     callback._watch(Logged({}), Timed(7.0, Lengths((5,), (5,)), {}))  # type: ignore[arg-type]
     assert told[-1] == Reading(7.0, 1.0)
+
+
+@dataclass
+class Stepping:
+    """What of a strategy tells an iteration's seconds: its steps, its lengths, and itself as what runs the calls."""
+
+    iteration: int = 0
+    lengths: Lengths | None = None
+    lightning_module: object = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def runner(self) -> Stepping:
+        """What counts the seconds of calls."""
+        return self
+
+
+def test_a_batch_without_a_step_is_passed_over() -> None:
+    clock, strategy = IterationClock(), Stepping()
+    clock.start(strategy)
+    strategy.seconds["actor.generate"] = 2.0  # dynamic sampling found too few groups
+    assert clock.stop(strategy) is None
+    clock.start(strategy)
+    strategy.seconds |= {"actor.generate": 3.0, "actor.train": 0.5}
+    strategy.iteration, strategy.lengths = 1, Lengths((5,), (5,))
+    timed = clock.stop(strategy)
+    assert timed is not None and timed.lengths == Lengths((5,), (5,))
+    assert timed.calls == {"actor.generate": 1.0, "actor.train": 0.5}
+    strategy.lengths = None
+    clock.start(strategy)
+    strategy.iteration = 2
+    with pytest.raises(ConfigError, match=r"NoneType has none\. Use its training_step as it is"):
+        clock.stop(strategy)
 
 
 # ---- what is refused
