@@ -19,7 +19,7 @@ from lightning_realloc.callbacks.iteration_clock import IterationClock, Timed, s
 from lightning_realloc.callbacks.memory_monitor import cheap_peak
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.callbacks.tuning_report import Measured, comparison, outcome
-from lightning_realloc.callbacks.tuning_resume import obstacle, ranks_of
+from lightning_realloc.callbacks.tuning_resume import obstacle, ranks_of, settings_of
 from lightning_realloc.errors import ConfigError, LayoutError, PlanError, ReallocError
 from lightning_realloc.runtime.objects import gather_objects
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
@@ -92,6 +92,7 @@ class AutoTuner(Callback):
         self._tuner: Tuner | None = None
         self._restored: Mapping[str, Any] | None = None
         self._began_at = 0
+        self._settings: dict[str, str] = {}
         self._yardstick: Yardstick | None = None
         self._prospects: Prospects | None = None
         self._profile_s = 0.0
@@ -147,6 +148,7 @@ class AutoTuner(Callback):
         except PlanError as error:
             raise ConfigError(f"AutoTuner cannot say what a plan takes: {error}; or leave the callback out") from error
         self._forget()
+        self._settings = settings_of(strategy)
         restored, self._restored = self._restored, None
         problem = None if restored is None else obstacle(restored, strategy)
         if problem is not None:
@@ -192,6 +194,7 @@ class AutoTuner(Callback):
         return {
             "world_size": len(ranks_of(self._tuner.current)),
             "calls": [name for name, _ in self._tuner.current.calls],
+            "settings": self._settings,
             "began_at": self._began_at,
             "tuner": self._tuner.state_dict(),
             "yardstick": None if self._yardstick is None else self._yardstick.state_dict(),

@@ -20,8 +20,9 @@ from lightning_realloc.algorithms.role import Role
 from lightning_realloc.callbacks import AutoTuner, ParameterReallocation
 from lightning_realloc.callbacks.iteration_clock import IterationClock, Timed
 from lightning_realloc.callbacks.tuning_report import Measured, comparison, outcome
-from lightning_realloc.callbacks.tuning_resume import obstacle
+from lightning_realloc.callbacks.tuning_resume import obstacle, settings_of
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation import Speculation
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
@@ -191,22 +192,42 @@ class Runs:
 
     plan: ExecutionPlan
     world_size: int
+    lightning_module: Any
+    generation_parts: int = 1
 
 
 def test_a_tuning_of_another_run_is_not_gone_on_with() -> None:
-    def plan(mapping: Any) -> ExecutionPlan:
-        return ExecutionPlan.from_mapping(mapping)
-
-    tuner = Tuner(plan(START), TunerSettings(), None)
+    plan, module = ExecutionPlan.from_mapping, runs.grpo()
+    start = Runs(plan(START), 4, module)
     state = {
-        "world_size": 4, "calls": [name for name, _ in plan(START).calls], "tuner": tuner.state_dict(),
-        "yardstick": {"plan": OTHER, "lengths": []},
+        "world_size": 4, "calls": [name for name, _ in start.plan.calls], "settings": settings_of(start),
+        "tuner": Tuner(start.plan, TunerSettings(), None).state_dict(), "yardstick": {"plan": OTHER, "lengths": []},
     }  # fmt: skip
-    assert obstacle(state, Runs(plan(START), 4)) is None
-    assert obstacle(state, Runs(plan(OTHER), 4)) is None  # what an earlier tuning began with
-    assert "tuned on 4 ranks, this run has 2" in str(obstacle(state, Runs(plan(START), 2)))
-    assert "another plan than the checkpoint's" in str(obstacle(state, Runs(plan(IMPOSSIBLE), 4)))
-    assert "this algorithm has actor.train" in str(obstacle(state, Runs(plan(calls(actor_train="dp4")), 4)))
+    assert obstacle(state, start) is None
+    assert obstacle(state, Runs(plan(OTHER), 4, module)) is None  # what an earlier tuning began with
+    assert "tuned on 4 ranks, this run has 2" in str(obstacle(state, Runs(plan(START), 2, module)))
+    assert "another plan than the checkpoint's" in str(obstacle(state, Runs(plan(IMPOSSIBLE), 4, module)))
+    assert "this algorithm has actor.train" in str(obstacle(state, Runs(plan(calls(actor_train="dp4")), 4, module)))
+
+
+def test_a_tuning_of_other_settings_is_not_gone_on_with() -> None:
+    plan = ExecutionPlan.from_mapping(START)
+    state = {
+        "world_size": 4, "calls": [name for name, _ in plan.calls], "settings": settings_of(Runs(plan, 4, runs.grpo())),
+        "tuner": Tuner(plan, TunerSettings(), None).state_dict(), "yardstick": None,
+    }  # fmt: skip
+    reseeded = runs.grpo(sampling=replace(runs.SAMPLING, seed=7))
+    assert obstacle(state, Runs(plan, 4, reseeded)) is None
+    bounded, drafting = runs.grpo(max_cache_bytes=4096), runs.grpo(speculation=Speculation(drafter="ngram"))
+    assert obstacle(state, Runs(plan, 4, bounded)) == (
+        "the checkpoint was tuned with max_cache_bytes=None, this run has max_cache_bytes=4096"
+    )
+    assert "tuned with speculation=None, this run has speculation=Speculation(" in str(
+        obstacle(state, Runs(plan, 4, drafting))
+    )
+    assert "generation_parts=1, this run has generation_parts=2" in str(
+        obstacle(state, Runs(plan, 4, runs.grpo(), generation_parts=2))
+    )
 
 
 # ---- watching
