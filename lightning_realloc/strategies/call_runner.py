@@ -30,10 +30,11 @@ from lightning_realloc.strategies.lockstep import PeerFailure
 from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.rates import facts_of, with_rates
 from lightning_realloc.strategies.replica import Replica
-from lightning_realloc.strategies.routes import Routes, Workplace
+from lightning_realloc.strategies.routes import Routes
 from lightning_realloc.strategies.tail import TailCalls
 from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.strategies.training_metrics import TrainingMetrics
+from lightning_realloc.strategies.workplace import Workplace
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 from lightning_realloc.tuning.simulator import Overlap
 
