@@ -52,7 +52,7 @@ class GenerationEngine:
 
     Args:
         model: Nothing of it is copied or kept, but for packed weights during a call.
-        tokenizer: Needed for stop strings alone.
+        tokenizer: Its end-of-sequence token ends responses, as the model's does; stop strings need it.
         max_slots: Samples that run at a time.
         max_length: Bounds prompt plus response, besides the model's own context.
         lockstep: For models whose forward is collective: called before every step with "this rank has work", it returns
