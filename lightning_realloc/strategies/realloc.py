@@ -40,7 +40,7 @@ from lightning_realloc.strategies.pool_builder import PoolBuilder
 from lightning_realloc.strategies.precision import check_precision
 from lightning_realloc.strategies.profiling import Profile
 from lightning_realloc.strategies.replica import Replica
-from lightning_realloc.strategies.schedules import check_schedules, step_schedules
+from lightning_realloc.strategies.schedules import check_schedules
 from lightning_realloc.strategies.stepping import SteppingStrategy
 from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
@@ -208,11 +208,7 @@ class ReallocStrategy(SteppingStrategy):
 
     def _set_up_roles(self, trainer: Trainer) -> None:
         module: Any = self.lightning_module
-        if not any(isinstance(callback, ParameterReallocation) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            trainer.callbacks.insert(0, ParameterReallocation())  # type: ignore[attr-defined]
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, ParameterReallocation):
-                self._reallocation = callback
+        self._reallocation = ParameterReallocation.of(trainer)
         if self._placed_module is module and self._pool is not None:
             if self.runner.has_failed:
                 self._runner = self._make_runner(module, self._pool)
@@ -335,13 +331,7 @@ class ReallocStrategy(SteppingStrategy):
             self.lengths = lengths_of(result.samples)
             module.log_dict(dict(result.metrics), batch_size=1)
             module.on_samples_carried(result.carried, num_learnt=len(result.samples))
-        progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
-        progress.increment_ready()
-        progress.increment_completed()
-        step_schedules(
-            trainer.lr_scheduler_configs, iteration=self.iteration, epoch=trainer.current_epoch + 1,
-            is_last_batch=trainer.is_last_batch,
-        )  # fmt: skip
+        self.count_iteration()
         return tuple(result.samples.lengths_only() for result in results)
 
     def run_calls(self, batch: Samples, names: tuple[str, ...]) -> Samples:

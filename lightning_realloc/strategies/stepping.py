@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.strategies.checkpointing import CheckpointStrategy
+from lightning_realloc.strategies.schedules import step_schedules
 
 
 class SteppingStrategy(CheckpointStrategy):
@@ -23,6 +24,17 @@ class SteppingStrategy(CheckpointStrategy):
     def iteration(self) -> int:
         """Iterations done so far."""
         return int(self.lightning_module.trainer.global_step)  # type: ignore[union-attr]
+
+    def count_iteration(self) -> None:
+        """Count one step, however many optimizers stepped in it, and advance learning-rate schedules."""
+        trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
+        progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+        progress.increment_ready()
+        progress.increment_completed()
+        step_schedules(
+            trainer.lr_scheduler_configs, iteration=self.iteration, epoch=trainer.current_epoch + 1,
+            is_last_batch=trainer.is_last_batch,
+        )  # fmt: skip
 
     def optimizer_of(self, role: str) -> torch.optim.Optimizer:
         """Return the optimizer whose parameter groups are named after ``role``."""
