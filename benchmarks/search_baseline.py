@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from itertools import accumulate, chain, combinations, product
 
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.tuning.search_problem import Choice, Option, Problem, Score
+from lightning_realloc.tuning.search_options import Option
+from lightning_realloc.tuning.search_problem import Choice, Problem, Score
 from lightning_realloc.tuning.search_progress import Progress
 from lightning_realloc.tuning.space import RankSet, legal_dims, node_counts, node_run, parts, rank_sets
 

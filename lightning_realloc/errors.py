@@ -10,6 +10,10 @@ class ReallocError(Exception):
     """Base of every error that this package raises on purpose."""
 
 
+class RankLost(ReallocError):
+    """Another rank ended while this one waited for it; why it did is in that rank's log."""
+
+
 class LayoutError(ReallocError, ValueError):
     """A layout that cannot be built: its text, its degrees, or its fit to a model."""
 

@@ -15,10 +15,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_realloc.callbacks.iteration_clock import IterationClock, Timed, seen_by_all
 from lightning_realloc.callbacks.memory_monitor import cheap_peak
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.callbacks.tuning_report import Measured, comparison, outcome
-from lightning_realloc.callbacks.tuning_resume import obstacle, ranks_of
+from lightning_realloc.callbacks.tuning_resume import obstacle, ranks_of, settings_of
 from lightning_realloc.errors import ConfigError, LayoutError, PlanError, ReallocError
 from lightning_realloc.runtime.objects import gather_objects
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
@@ -91,17 +92,18 @@ class AutoTuner(Callback):
         self._tuner: Tuner | None = None
         self._restored: Mapping[str, Any] | None = None
         self._began_at = 0
+        self._settings: dict[str, str] = {}
         self._yardstick: Yardstick | None = None
         self._prospects: Prospects | None = None
         self._profile_s = 0.0
         self._typical: Sequence[Lengths] = ()
         self.has_profile = False
         """Whether predictions rest on measured passes, and not on data sheets alone."""
-        self._iterations: list[tuple[float, Lengths]] = []
-        self._calls_before: dict[str, float] = {}
+        self._clock = IterationClock()
+        self._iterations: list[Timed] = []
+        """Those that were asked for, so far."""
         self._measured: dict[ExecutionPlan, Measured] = {}
         self._previous: Lengths | None = None
-        self._begin = 0.0
 
     @property
     def tuner(self) -> Tuner:
@@ -146,6 +148,7 @@ class AutoTuner(Callback):
         except PlanError as error:
             raise ConfigError(f"AutoTuner cannot say what a plan takes: {error}; or leave the callback out") from error
         self._forget()
+        self._settings = settings_of(strategy)
         restored, self._restored = self._restored, None
         problem = None if restored is None else obstacle(restored, strategy)
         if problem is not None:
@@ -159,26 +162,19 @@ class AutoTuner(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start the clock."""
-        if isinstance(self.tuner.action, Measure) and len(self._iterations) == self.tuner.action.skip:
-            self._calls_before = dict(trainer.strategy.runner.seconds)  # type: ignore[attr-defined]
-        self._begin = time.perf_counter()
+        self._clock.start(trainer.strategy)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Take an iteration in, and do what follows from it."""
-        seconds = time.perf_counter() - self._begin
-        strategy: Any = trainer.strategy
-        if strategy.lengths is None:
-            raise ConfigError(
-                f"AutoTuner needs iterations whose calls the strategy runs, with prompt_ids and response_ids; "
-                f"{type(pl_module).__name__} has none. Use its training_step as it is, or leave the callback out"
-            )
-        action = self.tuner.action
+        timed, action = self._clock.stop(trainer.strategy), self.tuner.action
+        if timed is None:
+            return
         if isinstance(action, Measure):
-            self._iterations.append((seconds, strategy.lengths))
+            self._iterations.append(timed)
             if len(self._iterations) == action.skip + action.count:
                 self._report(trainer, action)
         elif isinstance(action, Watch):
-            self._watch(trainer, seconds, strategy.lengths)
+            self._watch(trainer, timed)
         self._act(trainer)
         pl_module.log("tuner/trials", float(self.tuner.num_tried), batch_size=1)
         if self.tuner.drift is not None:
@@ -198,6 +194,7 @@ class AutoTuner(Callback):
         return {
             "world_size": len(ranks_of(self._tuner.current)),
             "calls": [name for name, _ in self._tuner.current.calls],
+            "settings": self._settings,
             "began_at": self._began_at,
             "tuner": self._tuner.state_dict(),
             "yardstick": None if self._yardstick is None else self._yardstick.state_dict(),
@@ -258,15 +255,10 @@ class AutoTuner(Callback):
                 self._commit(trainer)
 
     def _report(self, trainer: Trainer, asked: Measure) -> None:
-        """Tell the tuner of the iterations it asked for, as a mean over ranks, which see the same ones end in turn."""
+        """Tell the tuner of the iterations it asked for."""
         strategy: Any = trainer.strategy
-        lengths = [made for _, made in self._iterations]
-        own = (
-            [seconds for seconds, _ in self._iterations],
-            self._seconds_of_calls(trainer, asked.count),
-            cheap_peak(trainer),
-        )
-        everyone = gather_objects(own)
+        lengths = [one.lengths for one in self._iterations]
+        seconds, measured = seen_by_all(self._iterations, skip=asked.skip, peak_bytes=cheap_peak(trainer))
         self._iterations.clear()
         if self.tuner.phase == "profile":
             begin = time.perf_counter()
@@ -275,17 +267,9 @@ class AutoTuner(Callback):
                 self._yardstick = Yardstick(self._prospects, strategy.plan, lengths)
             self._profile_s = max(gather_objects(time.perf_counter() - begin))
         assert self._yardstick is not None, "made at the end of a profile"
-        calls = [made for _, made, _ in everyone]
-        peaks = tuple(peak for _, _, peak in everyone if peak is not None)
-        slowest = {name: max(of.get(name, 0.0) for of in calls) for name in set().union(*calls)}
-        self._measured[self.tuner.current] = Measured(slowest, peaks)
-        seconds = [sum(row) / len(row) for row in zip(*(times for times, _, _ in everyone), strict=True)]
+        self._measured[self.tuner.current] = measured
         works = [self._yardstick.work(made) for made in lengths]
         self.tuner.measured([Reading(took, work) for took, work in zip(seconds, works, strict=True)])
-
-    def _seconds_of_calls(self, trainer: Trainer, count: int) -> dict[str, float]:
-        runner: Any = trainer.strategy.runner  # type: ignore[attr-defined]
-        return {name: (took - self._calls_before.get(name, 0.0)) / count for name, took in runner.seconds.items()}
 
     def _search(self, trainer: Trainer, asked: Search) -> None:
         """Measure what passes take, where the time suffices; let rank 0 look for plans, and tell all."""
@@ -341,13 +325,13 @@ class AutoTuner(Callback):
         self.tuner.committed()
         self._previous = None
 
-    def _watch(self, trainer: Trainer, seconds: float, lengths: Lengths) -> None:
+    def _watch(self, trainer: Trainer, timed: Timed) -> None:
         """Tell the tuner of the iteration before, of which all ranks know already what it took: nobody waits."""
         rate = trainer.callback_metrics.get("tokens_per_s")
-        before, self._previous = self._previous, lengths
+        before, self._previous = self._previous, timed.lengths
         assert self._yardstick is not None, "made at the end of a profile"
         if rate is None:  # calls that tell each other nothing: a single training call on all ranks
-            self.tuner.watched(Reading(max(gather_objects(seconds)), self._yardstick.work(lengths)))
+            self.tuner.watched(Reading(max(gather_objects(timed.seconds)), self._yardstick.work(timed.lengths)))
         elif before is not None and float(rate) > 0:
             self.tuner.watched(Reading(before.num_tokens / float(rate), self._yardstick.work(before)))
 

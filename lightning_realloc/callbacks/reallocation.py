@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_realloc.callbacks.phase import PhaseCallback, dispatch
 from lightning_realloc.runtime.executor import ReallocationReport
@@ -53,6 +53,14 @@ class ParameterReallocation(PhaseCallback):
         self.enabled = enabled
         self.free_after = free_after
         self.switches: dict[str, SwitchTotals] = {}
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> ParameterReallocation:
+        """Return the Trainer's, of several the last; where there is none, add one before its other callbacks."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, cls) for callback in callbacks):
+            callbacks.insert(0, cls())
+        return [callback for callback in callbacks if isinstance(callback, cls)][-1]
 
     def on_phase_start(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
         """Fill the replica that ``phase`` works on."""

@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
+from lightning_realloc.generation import SamplingParams, Speculation
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
 
 
 def ranks_of(plan: ExecutionPlan) -> set[int]:
     """Return every rank that a plan uses: all ranks of its run."""
     return {rank for layout in plan.layouts for rank in layout.ranks}
+
+
+_SETTINGS = ("sampling", "engine", "speculation", "max_cache_bytes", "sample_reallocation", "rollout_budget")
+"""Of an algorithm, as far as it has them: what an iteration takes under a plan depends on each."""
+
+
+def settings_of(strategy: Any) -> dict[str, str]:
+    """Return how a run generates and learns, as far as plans that were measured compare with nothing once it changes.
+
+    Seeds are left out, and batches: an iteration's work is counted by its lengths.
+    """
+    module = strategy.lightning_module
+    settings = {name: _text(getattr(module, name)) for name in _SETTINGS if hasattr(module, name)}
+    settings["generation_parts"] = str(strategy.generation_parts)
+    return settings | {f"train_options of {r}": str(module.train_options_of(r)) for r in module.dataflow.trained_roles}
+
+
+def _text(setting: object) -> str:
+    if isinstance(setting, SamplingParams):
+        return str(replace(setting, seed=0))
+    if isinstance(setting, Speculation) and isinstance(setting.draft_model, nn.Module):
+        return str(replace(setting, draft_model=type(setting.draft_model).__name__))
+    return str(setting)
 
 
 def obstacle(state: Mapping[str, Any], strategy: Any) -> str | None:
@@ -20,6 +47,10 @@ def obstacle(state: Mapping[str, Any], strategy: Any) -> str | None:
         return f"the checkpoint was tuned on {state['world_size']} ranks, this run has {strategy.world_size}"
     if state["calls"] != calls:
         return f"the checkpoint was tuned for {', '.join(state['calls'])}, this algorithm has {', '.join(calls)}"
+    then = state.get("settings", {})
+    for name, now in settings_of(strategy).items():
+        if then.get(name) != now:
+            return f"the checkpoint was tuned with {name}={then.get(name, 'unknown')}, this run has {name}={now}"
     known = [state["tuner"]["current"], *(trial["plan"] for trial in state["tuner"]["trials"])]
     known += [] if state["yardstick"] is None else [state["yardstick"]["plan"]]
     if strategy.plan not in map(ExecutionPlan.from_mapping, known):

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -48,6 +49,30 @@ class GenerationEngine:
     The model is used as it is: every forward reads its parameters anew, so all that a weight update has to do is to
     happen between two calls. Output is a function of weights, prompts, ``params.seed`` and sample ids; slots, batch
     composition and layout enter only through the rounding of matrix products of other shapes.
+
+    Args:
+        model: Nothing of it is copied or kept, but for packed weights during a call.
+        tokenizer: Its end-of-sequence token ends responses, as the model's does; stop strings need it.
+        max_slots: Samples that run at a time.
+        max_length: Bounds prompt plus response, besides the model's own context.
+        lockstep: For models whose forward is collective: called before every step with "this rank has work", it returns
+            whether any rank has, and a rank without work then joins with a dummy token.
+        speculation: Drafts tokens ahead and verifies several at once; None: one token at a time.
+        drafter: Takes the place of the one that ``speculation`` names.
+        agree: For models in tensor parallelism: given this rank's measured seconds, it returns those that all ranks of
+            the group go by, such as the first one's.
+        pack_weights: Let long generations on CPU copy linear layers' weights into the order that their products are
+            fastest with, and drop the copies at the end; False: it saves the memory of the copies.
+        clock: Tells the seconds by which depths are planned and ``stats`` are counted; on a machine shared with others
+            ``time.process_time`` says more about this process.
+        max_prefill_tokens: Bounds what one step reads besides the tokens of running samples; longer prompts are read in
+            several steps.
+        max_cache_bytes: Bounds the bytes of keys and values, a draft model's among them: they are kept in pages, which
+            sequences that begin alike share; samples for which there are none wait, or give theirs back and are read
+            again later. None: every slot has room for the longest sequence. The tokens are the same.
+        wall_clock: Tells seconds for budgets and deadlines.
+        peers: Ranks that call `generate` at the same time for samples of their own, on the same weights; samples then
+            move between the ranks so that all end together, and every rank returns those that it was asked for.
     """
 
     def __init__(
@@ -69,30 +94,6 @@ class GenerationEngine:
         peers: Peers | None = None,
     ) -> None:
         """Remember the model; nothing is allocated before the first `generate`.
-
-        ``max_length`` bounds prompt plus response, besides the model's own context. ``lockstep`` is for models whose
-        forward is collective: called before every step with "this rank has work", it returns whether any rank has, and
-        a rank without work then joins with a dummy token.
-
-        ``speculation`` drafts tokens ahead and verifies several at once; None: one token at a time. ``drafter`` takes
-        the place of the one that it names. ``agree`` is for models in tensor parallelism: given this rank's measured
-        seconds, it returns those that all ranks of the group go by, such as the first one's.
-        ``clock`` tells the seconds by which depths are planned and ``stats`` are counted; on a machine shared with
-        others ``time.process_time`` says more about this process.
-
-        ``pack_weights`` lets long generations on CPU copy linear layers' weights into the order that their products
-        are fastest with, and drop the copies at the end; False: it saves the memory of the copies.
-        ``max_prefill_tokens`` bounds what one step reads besides the tokens of running samples; longer prompts are
-        read in several steps.
-
-        ``max_cache_bytes`` bounds the bytes of keys and values, a draft model's among them: they are kept in pages,
-        which sequences that begin alike share; samples for which there are none wait, or give theirs back and are read
-        again later. None: every slot has room for the longest sequence. The tokens are the same.
-
-        ``wall_clock`` tells seconds for budgets and deadlines.
-
-        ``peers`` are ranks that call `generate` at the same time for samples of their own, on the same weights; samples
-        then move between the ranks so that all end together, and every rank returns those that it was asked for.
 
         Raises:
             GenerationError: for a model that the engine cannot run; see :func:`check_supported`.
@@ -171,10 +172,10 @@ class GenerationEngine:
     ) -> list[Completion]:
         """Return ``params.n`` completions per prompt, those of one prompt adjacent, in the order of the prompts.
 
-        ``sample_ids`` holds one distinct id per new completion (default: their order, behind the ids in ``resume``) and
-        keys their randomness.
-        ``length_hints`` holds an expected response length per prompt: long ones start first. ``token_limits`` holds a
-        bound per prompt that may lower ``params.max_new_tokens``.
+        ``prompts`` holds token ids. ``sample_ids`` holds one distinct id per new completion (default: their order,
+        behind the ids in ``resume``) and keys their randomness. ``length_hints`` holds an expected response length per
+        prompt: long ones start first. ``token_limits`` holds a bound per prompt that may lower
+        ``params.max_new_tokens``.
 
         ``environment`` is asked what follows whenever a turn ends by its stop rule; ``conversation`` bounds how often
         and how long. ``params.max_new_tokens`` bounds the model's tokens and the environment's together.
@@ -188,21 +189,16 @@ class GenerationEngine:
         when they do, with all others at the end. A budget ends the call only where ``may_stop`` returns True, which is
         asked after ``on_finished``; under tensor parallelism it must tell all ranks the same.
 
-        Args:
-            prompts: Token ids of each prompt; text is for the tokenizer first.
-            params: By default ``SamplingParams()``.
-
         Raises:
             GenerationError: for what cannot be generated from, and for logits that are not finite.
         """
-        params = params or SamplingParams()
         requests = Requests(
-            prompts=prompts, resume=resume, params=params, sample_ids=sample_ids, length_hints=length_hints,
-            token_limits=token_limits, vocabulary=vocabulary_of(self._model),
+            prompts=prompts, resume=resume, params=params or SamplingParams(), sample_ids=sample_ids,
+            length_hints=length_hints, token_limits=token_limits, vocabulary=vocabulary_of(self._model),
             bounds=length_bounds(self._model, self._max_length),
         )  # fmt: skip
         samples = requests.samples()
-        indices = requests.prompt_indices(samples)
+        indices, num_own = requests.prompt_indices(samples), len(samples)
 
         def completion_of(sample: Sample) -> Completion:
             return replace(sample.completion(self._version), prompt_index=indices[sample.sample_id])
@@ -214,27 +210,37 @@ class GenerationEngine:
             return may_stop is None or may_stop()
 
         budget = self._budget(token_budget, seconds_budget, may_end)
-        stop = self._stop_rule(params)
+        run = self._begin(requests, samples, budget, self._conversations(environment, conversation))
+        self._carry_out(run, announcer, requests)
+        del samples[num_own:]  # other ranks'
+        _warn_of_failures(samples)
+        announcer.tell(samples)
+        return [completion_of(sample) for sample in samples]
+
+    def _begin(
+        self, requests: Requests, samples: list[Sample], budget: Budget, conversations: Conversations
+    ) -> GenerationRun:
+        """Return a run with nothing admitted yet, and the cache as long as its samples need it."""
+        stop = self._stop_rule(requests.params)
         waiting = [prompt for prompt in requests.queue(samples) if not stop.already_ends(samples[prompt.samples[0]])]
         longest = max(map(longest_of, samples), default=1)
         check_supported(self._model, max_length=longest)
-        migration, num_own = self._migration, len(samples)
-        num_slots = self._max_slots if migration is not None else max(1, min(self._max_slots, num_own))
-        runner = ModelRunner(self._model, self._cache, num_slots=min(num_slots, max(num_own, 1)), longest=longest)
-        scheduler = self._scheduler(waiting, samples, runner, num_slots)
-        run = GenerationRun(
-            runner, scheduler, samples, params, stop, self._speculator,
-            self._conversations(environment, conversation), budget,
-            num_slots=num_slots, may_pause=self._lockstep is None,
-            longest_pause_s=math.inf if migration is None else LONGEST_PAUSE_S,
+        num_own, num_slots = max(1, len(samples)), self._num_slots(samples)
+        runner = ModelRunner(self._model, self._cache, num_slots=min(num_slots, num_own), longest=longest)
+        return GenerationRun(
+            runner, self._scheduler(waiting, samples, runner, num_slots), samples, requests.params, stop,
+            self._speculator, conversations, budget, num_slots=num_slots, may_pause=self._lockstep is None,
+            longest_pause_s=math.inf if self._migration is None else LONGEST_PAUSE_S,
         )  # fmt: skip
-        idle_steps = 0 if migration is None else params.max_new_tokens
-        num_steps = max((sample.max_new_tokens for sample in samples), default=idle_steps) if self._pack_weights else 0
-        packed = packed_linears(self._model, num_slots=num_slots, num_steps=num_steps)
+
+    def _carry_out(self, run: GenerationRun, announcer: Announcer, requests: Requests) -> None:
+        """Take all samples to their ends, those of other ranks that move here among them."""
         try:
-            with slot_attention(self._model), packed, run:
-                if migration is not None:
-                    migration.carry_out(run, length_hints, follow=announcer.follow, waiting_calls=self.waiting_calls)
+            with slot_attention(self._model), self._packed_weights(run.samples, requests.params), run:
+                if self._migration is not None:
+                    self._migration.carry_out(
+                        run, requests.length_hints, follow=announcer.follow, waiting_calls=self.waiting_calls
+                    )
                 while self._anybody_has_work(run.has_work):
                     run.step()
                     announcer.follow(run.ended)
@@ -242,10 +248,16 @@ class GenerationEngine:
             self._cache.release()  # it may hold values that are not finite
             raise
         self._stats = run.stats()
-        del samples[num_own:]  # other ranks'
-        _warn_of_failures(samples)
-        announcer.tell(samples)
-        return [completion_of(sample) for sample in samples]
+
+    def _packed_weights(self, samples: Sequence[Sample], params: SamplingParams) -> AbstractContextManager[None]:
+        """Return the context within which weights are packed, where the responses to come are long enough for it."""
+        of_others = 0 if self._migration is None else params.max_new_tokens
+        num_steps = max((sample.max_new_tokens for sample in samples), default=of_others) if self._pack_weights else 0
+        return packed_linears(self._model, num_slots=self._num_slots(samples), num_steps=num_steps)
+
+    def _num_slots(self, samples: Sequence[Sample]) -> int:
+        """Return how many of a call's samples, and of those that other ranks bring, run at a time."""
+        return self._max_slots if self._migration is not None else max(1, min(self._max_slots, len(samples)))
 
     def _scheduler(
         self, waiting: Sequence[Prompt], samples: Sequence[Sample], runner: ModelRunner, num_slots: int

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_realloc.errors import ReallocError
+from lightning_realloc.errors import RankLost
 
 _FIRST_TAG = 16
 """Those below belong to the mailbox, which has the same group."""
@@ -48,7 +48,7 @@ class Parcel:
         """Return the content, a (bytes,) uint8 tensor on the host, once it has arrived.
 
         Raises:
-            ReallocError: if the other end is gone.
+            RankLost: if the other end is gone.
         """
         if not self._is_open:
             self._open()
@@ -89,7 +89,7 @@ class Dispatch:
         """Return once the message has left for good.
 
         Raises:
-            ReallocError: if the other end is gone.
+            RankLost: if the other end is gone.
         """
         while self._works:
             _wait(self._works.pop(0))
@@ -129,6 +129,6 @@ def _wait(work: dist.Work) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise ReallocError(
+        raise RankLost(
             f"a rank ended while something was on its way from or to it ({error}); see its own log"
         ) from error

@@ -5,7 +5,8 @@ for one frame takes in whatever else arrives meanwhile, so frames may come in an
 iteration apart. Frames travel over gloo, between hosts' memories: what ranks hand each other are samples, not weights.
 
 A rank that fails says so to all others instead. Every rank that hears of it says so too, and waits for the rest: so all
-of them raise the same error, that of the lowest rank that failed by itself.
+of them raise the same error, that of the lowest rank that failed by itself. To have lost another rank is no failure by
+itself as long as any other is known of.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_realloc import errors
-from lightning_realloc.errors import ReallocError
+from lightning_realloc.errors import RankLost, ReallocError
 from lightning_realloc.runtime.freight import Freight
 
 FAILURE_DEADLINE_S = 10.0
@@ -122,7 +123,7 @@ class Mailbox:
         """Wait until what was sent in ``run`` and before has been received, and free it."""
         for sent_in, work, _ in self._on_the_way:
             if sent_in <= run:
-                work.wait()
+                self._wait(work, None)
         self._on_the_way = [sent for sent in self._on_the_way if sent[0] > run]
 
     def meet(self) -> None:
@@ -154,7 +155,8 @@ class Mailbox:
         self._raise_lowest(error)
 
     def _raise_lowest(self, own: Exception | None) -> NoReturn:
-        failed = sorted(rank for rank, (is_own, _, _) in self._failures.items() if is_own)
+        told = {rank: name for rank, (is_own, name, _) in sorted(self._failures.items()) if is_own}
+        failed = [rank for rank, name in told.items() if name != RankLost.__name__] or list(told)
         if not failed:
             raise ReallocError("another rank ended without saying why; see its own log") from own
         if own is not None and failed[0] == self._rank:
@@ -191,7 +193,7 @@ class Mailbox:
         try:
             work.wait(timeout) if timeout is not None else work.wait()
         except RuntimeError as error:
-            raise ReallocError(f"a rank ended while this one waited for its data ({error}); see its own log") from error
+            raise RankLost(f"a rank ended while this one waited for its data ({error}); see its own log") from error
 
 
 def _time_until(deadline: float) -> timedelta:

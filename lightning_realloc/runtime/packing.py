@@ -1,6 +1,6 @@
 """How do sequences of different lengths share one forward pass? Laid end to end, without padding.
 
-A pack is one row of N tokens; each sequence keeps its own positions, and ``packed_forward`` keeps them from
+A pack is one row of N tokens; each sequence keeps its own positions, and ``packed_attention`` keeps them from
 seeing each other. Which sequences go together is decided by token counts alone, so it can be planned anywhere.
 Neighbours that answer the same prompt may hold it once: a group of responses then costs one prompt, not one each.
 """

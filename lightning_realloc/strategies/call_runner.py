@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_realloc.generation.outlet import Outlet
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.mailbox import Mailbox
-from lightning_realloc.runtime.samples import Column, Divided, Samples
+from lightning_realloc.runtime.samples import Column, Samples
 from lightning_realloc.runtime.training import MicroBatch
+from lightning_realloc.strategies.generating import Generating
 from lightning_realloc.strategies.generators import Generators, refuse_long_prompts
 from lightning_realloc.strategies.idle import IdleClock, merge_idle_shares
 from lightning_realloc.strategies.inference import Inference
@@ -30,10 +30,11 @@ from lightning_realloc.strategies.lockstep import PeerFailure
 from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.rates import facts_of, with_rates
 from lightning_realloc.strategies.replica import Replica
-from lightning_realloc.strategies.routes import Routes, Workplace
+from lightning_realloc.strategies.routes import Routes
 from lightning_realloc.strategies.tail import TailCalls
 from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.strategies.training_metrics import TrainingMetrics
+from lightning_realloc.strategies.workplace import Workplace
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 from lightning_realloc.tuning.simulator import Overlap
 
@@ -106,17 +107,18 @@ class CallRunner:
         self._device = device
         self._rank = rank
         self._world_size = world_size
+        self._idle = IdleClock(mailbox, pool)
         self._generators = Generators(module, pool, mailbox, device=device, rank=rank)
         self._inference = Inference(module, pool, device=device, rank=rank, precise=self._precise)
         # With responses of the policy before, weights change between a generating call and those that read from it.
         self._tails = TailCalls(pool, self._inference) if not max_staleness else None
+        self._generating = Generating(module, pool, self._generators, self._tails, self._idle, precise=self._precise)
         self._run = self._num_tokens = 0
         self.is_running = False
         """Whether calls are under way."""
         self._training_metrics = TrainingMetrics(
             mailbox, rank=rank, world_size=world_size, may_be_late=overlap == "iterations"
         )
-        self._idle = IdleClock(mailbox, pool)
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.counts: defaultdict[str, int] = defaultdict(int)
 
@@ -286,41 +288,9 @@ class CallRunner:
             if takes_part:
                 prompts = data.inputs(call)
                 prompts = table.known.select([]) if prompts is None else prompts
-                made = self._generate_share(call, data, replica, prompts)
+                made = self._generating.share(call, replica, prompts, data)
         data.publish_samples(call, made)
         return takes_part
-
-    def _generate_share(self, call: ModelFunctionCall, data: Iteration, replica: Replica, prompts: Samples) -> Samples:
-        generator = self._generators.of(call, replica, version=data.version)
-        generator.begin(data.run, data.index(call))
-        outlet = Outlet(data.routes.fusion.parts(call), lambda made: data.hand_on(call, made))
-        tail = self._tails.of(call, data, outlet) if self._tails is not None and generator.moves is not None else None
-        if data.routes.fusion.parts(call) > 1 or tail is not None:
-            generator.engine.outlet = outlet
-        try:
-            with self._precise(), generator.freed_for(tail), self._pool.adapted_for(call, replica.model):
-                made: Samples | Divided = getattr(self._module, call.method)(generator.engine, prompts)
-            self._generators.tell(generator, data.run, data.index(call))
-            data.facts |= self._generators.facts(call.name, replica)
-            moved = generator.migration_stats
-            self._idle.add(0.0 if moved is None else moved.waited_s)
-            if isinstance(made, Divided):
-                data.carry(call, made.carried)
-                return made.finished
-            if tail is not None:
-                data.work_early(tail.hand_in(call, made))
-            return made
-        except PeerFailure:
-            raise
-        except Exception:
-            if generator.lockstep is not None:
-                generator.lockstep.give_up()
-            raise
-        finally:
-            generator.engine.outlet = None
-            # Training needs the memory more. And a cache that has grown rounds logprobs differently, in the last bit,
-            # than the fresh one of a run that was resumed here.
-            generator.engine.release()
 
     # ---- infer
     def _infer(self, call: ModelFunctionCall, data: Iteration) -> bool:

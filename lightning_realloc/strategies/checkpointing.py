@@ -18,6 +18,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.strategies import checkpoint as checkpoints
 from lightning_realloc.strategies import huggingface
 from lightning_realloc.strategies.gather import gather_weights
+from lightning_realloc.strategies.long_waits import waiting_for_all
 from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.process import ProcessStrategy
 from lightning_realloc.strategies.random_state import random_state
@@ -69,7 +70,7 @@ class CheckpointStrategy(ProcessStrategy):
         return raw.state_dict() if self.dataflow is None else checkpoints.optimizer_settings(raw)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint: one file, or a folder of shards where roles are sharded."""
+        """Write a checkpoint: one file, or a folder of shards where roles are sharded. Collective over all ranks."""
         if self.dataflow is None:
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
@@ -77,7 +78,8 @@ class CheckpointStrategy(ProcessStrategy):
         if storage_options is not None:
             raise ConfigError("storage_options cannot be used: a folder of shards is not written by a CheckpointIO")
         self.bring_back()
-        checkpoint[checkpoints.RANDOM_STATES] = self._gather_random_states()
+        with waiting_for_all("save_checkpoint", self.global_rank):
+            checkpoint[checkpoints.RANDOM_STATES] = self._gather_random_states()
         folder = Path(self.broadcast(str(filepath)))
         checkpoints.save(folder, checkpoint, self._trained_models(), include_frozen=self._save_frozen_roles)
 
@@ -108,7 +110,8 @@ class CheckpointStrategy(ProcessStrategy):
         """
         models, parsed = self._trained_models(), huggingface.parse_dtype(dtype)
         names = None if merge else self.pool.saved_parameters(role, include_frozen=False)
-        weights = self.full_weights(role, names)
+        with waiting_for_all("save_huggingface", self.global_rank):
+            weights = self.full_weights(role, names)
         checkpoints.on_first_rank(
             lambda: huggingface.write_running_model(
                 self.pool.home(role).model,

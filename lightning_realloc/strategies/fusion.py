@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lightning_realloc.runtime.training import MicroBatch, micro_batch_plan
+from lightning_realloc.strategies.workplace import Workplace
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 from lightning_realloc.tuning.fusion import fused_first, fused_groups, fused_sources, tail_sources
-
-if TYPE_CHECKING:
-    from lightning_realloc.strategies.routes import Workplace
 
 UnitShares = tuple[tuple[MicroBatch, ...], ...]
 """Of every data-parallel rank the micro-batches of one unit; positions count from the unit's beginning."""

@@ -28,7 +28,8 @@ from lightning_realloc.runtime.training_mode import enable_activation_checkpoint
 from lightning_realloc.runtime.twin import make_skeleton
 from lightning_realloc.strategies.copies import prepare_copy
 from lightning_realloc.strategies.delivery import Delivery, refuse_thawed
-from lightning_realloc.strategies.pool_options import Following, PoolOptions
+from lightning_realloc.strategies.following import Followers
+from lightning_realloc.strategies.pool_options import PoolOptions
 from lightning_realloc.strategies.precision import cast_parameters
 from lightning_realloc.strategies.rearrange import Mover, move_optimizer, move_weights
 from lightning_realloc.strategies.replica import Replica
@@ -48,16 +49,10 @@ class ModelPool:
         self._blanks: dict[str, nn.Module] = {}
         self._frozen: dict[str, frozenset[str]] = {}
         """Role -> parameters that its training leaves as they are."""
-        self._followings: dict[str, Reallocation] = {}
+        self._followers = Followers(dataflow, options)
         self._copies: dict[tuple[str, Layout], Replica] = {}
         self._realized: set[str] = set()
         self._reports: dict[str, ReallocationReport] = {}
-        for role, following in options.followers.items():
-            if following.role not in dataflow.trained_roles:
-                raise PlanError(
-                    f"role {role!r} follows {following.role!r}, which is not trained; trained are "
-                    f"{', '.join(dataflow.trained_roles) or 'none'}"
-                )
         self.seconds_moving = 0.0
         """Seconds that this rank spent on moving weights, waiting for other ranks not included."""
 
@@ -95,7 +90,7 @@ class ModelPool:
             ):
                 self._home[role] = self._move_home(old, home, optimizers.get(role))
             if self._home[role] is not old:
-                self._followings.clear()
+                self._followers.forget()
             for kept in (copy for (of, _), copy in self._copies.items() if of == role):
                 if self._home[role] is not old:
                     kept.delivery = None
@@ -345,37 +340,8 @@ class ModelPool:
         """Let the roles that follow ``leader`` take a step towards its weights. Collective over all ranks."""
         for role, following in self._options.followers.items():
             if following.role == leader:
-                self._take_step(role, following)
-
-    def _take_step(self, role: str, following: Following) -> None:
-        """Source: ReaL, arXiv:2406.14088: a reallocation with ``target = rate * source + (1 - rate) * target``."""
-        follower, leader = self.home(role), self.home(following.role)
-        for model in (follower.model, leader.model):
-            reshard(model)
-        if role not in self._followings:
-            self._followings[role] = self._arrive(leader, follower)
-        reallocation = self._followings[role]
-        self.seconds_moving += reallocation.run().seconds
-        if self._options.rank in follower.layout:
-            ours = local_tensors(follower.model)
-            torch._foreach_lerp_(list(ours.values()), [reallocation.target_tensors[n] for n in ours], following.rate)
-        reallocation.release()
-        self.weights_changed(role)
-
-    def _arrive(self, leader: Replica, follower: Replica) -> Reallocation:
-        """Return the way of the leader's weights to where the follower's lie."""
-        if leader.model_layout.model != follower.model_layout.model:
-            raise PlanError(
-                f"role {follower.role!r} follows {leader.role!r}, whose parameters have other names or shapes; build "
-                f"both from the same model"
-            )
-        options = self._options
-        return Reallocation(
-            leader.model_layout, local_tensors(leader.model) if options.rank in leader.layout else {},
-            follower.model_layout, rank=options.rank, world_size=options.world_size,
-            dtype=next(follower.model.parameters()).dtype, device=options.device, cluster=options.cluster,
-            transport=options.transport,
-        )  # fmt: skip
+                self.seconds_moving += self._followers.take_step(self.home(role), self.home(leader), following.rate)
+                self.weights_changed(role)
 
     def _connect(self, home: Replica, target: Replica) -> Delivery:
         options = self._options

@@ -8,16 +8,15 @@ is overridden and why.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_realloc.callbacks.phase import dispatch
@@ -32,7 +31,6 @@ from lightning_realloc.runtime.profile_subject import Machine
 from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.runtime.shards import reshard
 from lightning_realloc.strategies.call_runner import CallRunner
-from lightning_realloc.strategies.checkpointing import CheckpointStrategy
 from lightning_realloc.strategies.data_parallel import broadcast_module
 from lightning_realloc.strategies.estimation import lengths_of, profile_of, prospects_of
 from lightning_realloc.strategies.model_pool import ModelPool
@@ -42,7 +40,8 @@ from lightning_realloc.strategies.pool_builder import PoolBuilder
 from lightning_realloc.strategies.precision import check_precision
 from lightning_realloc.strategies.profiling import Profile
 from lightning_realloc.strategies.replica import Replica
-from lightning_realloc.strategies.schedules import check_schedules, step_schedules
+from lightning_realloc.strategies.schedules import check_schedules
+from lightning_realloc.strategies.stepping import SteppingStrategy
 from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.lengths import Lengths
@@ -52,7 +51,7 @@ from lightning_realloc.tuning.prospects import Prospects
 from lightning_realloc.tuning.simulator import Overlap
 
 
-class ReallocStrategy(CheckpointStrategy):
+class ReallocStrategy(SteppingStrategy):
     """Gives every model function call of an iteration the layout and ranks that suit it.
 
     Args:
@@ -209,11 +208,7 @@ class ReallocStrategy(CheckpointStrategy):
 
     def _set_up_roles(self, trainer: Trainer) -> None:
         module: Any = self.lightning_module
-        if not any(isinstance(callback, ParameterReallocation) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            trainer.callbacks.insert(0, ParameterReallocation())  # type: ignore[attr-defined]
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, ParameterReallocation):
-                self._reallocation = callback
+        self._reallocation = ParameterReallocation.of(trainer)
         if self._placed_module is module and self._pool is not None:
             if self.runner.has_failed:
                 self._runner = self._make_runner(module, self._pool)
@@ -336,13 +331,7 @@ class ReallocStrategy(CheckpointStrategy):
             self.lengths = lengths_of(result.samples)
             module.log_dict(dict(result.metrics), batch_size=1)
             module.on_samples_carried(result.carried, num_learnt=len(result.samples))
-        progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
-        progress.increment_ready()
-        progress.increment_completed()
-        step_schedules(
-            trainer.lr_scheduler_configs, iteration=self.iteration, epoch=trainer.current_epoch + 1,
-            is_last_batch=trainer.is_last_batch,
-        )  # fmt: skip
+        self.count_iteration()
         return tuple(result.samples.lengths_only() for result in results)
 
     def run_calls(self, batch: Samples, names: tuple[str, ...]) -> Samples:
@@ -382,47 +371,6 @@ class ReallocStrategy(CheckpointStrategy):
             module.release()
         super().teardown()
         give_back_freed_memory()
-
-    # ---- what a training call needs (strategies.trainer_step.Stepper)
-    @property
-    def iteration(self) -> int:
-        """Iterations done so far."""
-        return int(self.lightning_module.trainer.global_step)  # type: ignore[union-attr]
-
-    def optimizer_of(self, role: str) -> torch.optim.Optimizer:
-        """Return the optimizer whose parameter groups are named after ``role``."""
-        for optimizer in self.optimizers:
-            if optimizer.param_groups[0].get("name") == role:
-                return optimizer
-        names = [str(optimizer.param_groups[0].get("name")) for optimizer in self.optimizers]
-        raise ConfigError(
-            f"no optimizer's parameter group is named {role!r}, there are {names}; name groups after roles"
-        )
-
-    def forward_context(self, *, wrapped: bool) -> Any:
-        """Autocast under ``bf16-mixed``, unless FSDP wraps the model and gathers its weights in bfloat16 already."""
-        is_mixed = str(self.precision_plugin.precision).endswith("-mixed")
-        return self.precision_plugin.forward_context() if is_mixed and not wrapped else nullcontext()
-
-    def backward_loss(self, loss: Tensor) -> None:
-        """Run backward with Lightning's hooks."""
-        self.lightning_module.manual_backward(loss)  # type: ignore[union-attr]
-
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step an optimizer with Lightning's hooks; the iteration is counted once, in ``run_iteration``."""
-        self.optimizer_step(optimizer, lambda: None)
-
-    def optimizer_step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
-        """Step, and note that copies of the weights it changed are stale; a hand-written step comes here too."""
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.dataflow is not None:
-            named = {str(group.get("name")) for group in optimizer.param_groups}
-            trained = self.pool.dataflow.trained_roles
-            for role in named if named.issubset(trained) else trained:
-                self.pool.weights_trained(role)
-        return result
 
     # ---- names
     @classmethod

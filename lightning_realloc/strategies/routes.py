@@ -9,32 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_realloc.errors import PlanError
-from lightning_realloc.layout.dims import Coordinate, Layout
 from lightning_realloc.runtime.balance import balanced_shares
-from lightning_realloc.runtime.training import MicroBatch, TrainOptions, TrainStep, micro_batch_plan, train_steps
+from lightning_realloc.runtime.training import MicroBatch, TrainStep, micro_batch_plan, train_steps
 from lightning_realloc.strategies.fusion import Fusion
 from lightning_realloc.strategies.sample_table import Holders, SampleTable
+from lightning_realloc.strategies.workplace import Workplace
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workplace:
-    """Where a model's call runs, and in what portions."""
-
-    layout: Layout
-    """The layout that its model will be in."""
-    micro_batch_tokens: int
-    """Most tokens of one forward pass."""
-    train_options: TrainOptions
-    """Of a training call."""
-    order_seeds: Sequence[int] = ()
-    """Of a training call's epochs."""
-
-    def holders(self, index: int) -> tuple[int, ...]:
-        """Return the ranks that have the results of data-parallel share ``index``: the last stage's."""
-        dims = self.layout.dims
-        dp, fsdp = divmod(index, dims.fsdp)
-        return tuple(self.layout.rank_at(Coordinate(dims.pp - 1, dp, fsdp, tp)) for tp in range(dims.tp))
 
 
 @dataclass(slots=True)

@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import chain, combinations
 
-from lightning_realloc.tuning.search_problem import Choice, Option, Problem, Score, undominated
+from lightning_realloc.tuning.search_options import Option, undominated
+from lightning_realloc.tuning.search_problem import Choice, Problem, Score
 from lightning_realloc.tuning.space import RankSet, canonical_sets, rank_sets
 
 _ROUNDING = 1e-9

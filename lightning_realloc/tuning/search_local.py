@@ -13,7 +13,8 @@ import random
 from collections.abc import Iterator, Sequence
 
 from lightning_realloc.tuning.search_exact import offload_sets
-from lightning_realloc.tuning.search_problem import Choice, Option, Problem, Score, undominated
+from lightning_realloc.tuning.search_options import Option, undominated
+from lightning_realloc.tuning.search_problem import Choice, Problem, Score
 from lightning_realloc.tuning.search_progress import Progress
 from lightning_realloc.tuning.space import RankSet, node_counts, node_run, parts
 

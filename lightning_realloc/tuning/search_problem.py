@@ -1,7 +1,7 @@
 """What a joint choice of plans for all calls of an iteration costs: seconds, and bytes beyond the budget.
 
-Every call has a table of options for every number of ranks, priced once. A choice is an option on a set of ranks; a
-state is a choice for every call, and what is offloaded. Everything that a search evaluates again and again is cached.
+Every call has a table of options for every number of ranks, see ``search_options``. A choice is an option on a set of
+ranks; a state is a choice for every call, and what is offloaded. What a search evaluates again and again is cached.
 """
 
 from __future__ import annotations
@@ -18,25 +18,14 @@ from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.tuning.estimate import Estimator
 from lightning_realloc.tuning.execution_plan import CallPlan, ExecutionPlan
+from lightning_realloc.tuning.search_options import Option, Pricing, Subject
 from lightning_realloc.tuning.search_portions import Portions
 from lightning_realloc.tuning.search_timeline import Waits, crowded_seconds_per_iteration, seconds_per_iteration
 from lightning_realloc.tuning.simulator import Overlap
-from lightning_realloc.tuning.space import CallOptions, RankSet, legal_dims, node_run, sizes
+from lightning_realloc.tuning.space import CallOptions, RankSet, node_run
 
 _MAX_CACHED = 200_000
 """Entries of a cache that is emptied when it is full: what a search visits has no end."""
-
-
-class Option(NamedTuple):
-    """One way to run a call on a number of ranks."""
-
-    dims: ParallelDims
-    plan: CallPlan
-    """On the first ranks of the cluster; only its options count."""
-    seconds: float
-    active_bytes: int
-    resident_bytes: int
-    """Of the role's home where the call is the home call, else of a copy."""
 
 
 @dataclass(slots=True, eq=False)
@@ -105,9 +94,9 @@ class Problem:
         self._waits: dict[tuple[int, ...], Waits] = {}
         self._groups: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
         self._layout = lru_cache(maxsize=256)(Layout)
-        self.is_complete = True
-        self.tables: list[dict[int, list[Option]]] = [{} for _ in self.calls]
-        self._price_all(is_late)
+        pricing = Pricing(models=models, estimator=estimator, options=options, memory_budget=memory_budget)
+        subjects = [Subject(self.calls[i], self.home[i] == i, self.timed[i]) for i in self.numbers]
+        self.tables, self.is_complete = pricing.tables(subjects, is_late)
         per_node = range(1, self.cluster.devices_per_node + 1)
         self.is_crowded = any(estimator.slowdown(count) != 1.0 for count in per_node)
         """Whether ranks of a node are in each other's way."""
@@ -116,44 +105,7 @@ class Problem:
         self.least_seconds = [self._least(i, lambda option: option.seconds) for i in self.numbers]
         self.least_work = [self._least(i, self.work_of) for i in self.numbers]
 
-    # ---- tables
-    def _price_all(self, is_late: Callable[[], bool]) -> None:
-        only = self.options.num_ranks
-        legal = [size for size in sizes(self.cluster) if only in (None, size)]
-        for size in sorted(legal, key=lambda size: (self.cluster.num_devices % size != 0, -size)):
-            if is_late() and all(self.tables):
-                self.is_complete = False
-                return
-            ranks = tuple(range(size))
-            layouts: dict[ParallelDims, Layout] = {}
-            for i, call in enumerate(self.calls):
-                dims = legal_dims(self.models[str(call.role)], call.kind, size, self.cluster)
-                found = [option for one in dims
-                         for option in self._priced(i, layouts.setdefault(one, Layout(one, ranks)))]  # fmt: skip
-                if found:
-                    self.tables[i][size] = found
-
-    def _priced(self, i: int, layout: Layout) -> list[Option]:
-        """Return a layout's options but those that another one of the same layout makes needless.
-
-        The layout decides moves and resident bytes; of the rest, an iteration's seconds grow with the call's and its
-        peak with the call's bytes. So what is slower and larger than another option of its layout is in no best plan.
-        """
-        call = self.calls[i]
-        resident = self.estimator.resident_bytes(str(call.role), layout, is_home=self.home[i] == i)
-        kept = resident if self.home[i] == i else 0
-        if kept > self.budget:
-            return []
-        found = []
-        for plan in self.options.plans(call.kind, layout):
-            active = self.estimator.active_bytes(call.name, plan)
-            if kept + active > self.budget:
-                continue
-            seconds = self.estimator.call_seconds(call.name, plan).total if self.timed[i] else 0.0
-            if math.isfinite(seconds):
-                found.append(Option(layout.dims, plan, seconds, active, resident))
-        return undominated(found, lambda option: (option.seconds, option.active_bytes))
-
+    # ---- least of all options
     def _least(self, i: int, value: Callable[[Option], float]) -> float:
         if not self.timed[i]:
             return 0.0
@@ -361,16 +313,6 @@ class Problem:
     def all_ranks(self) -> RankSet:
         """Return the whole cluster."""
         return node_run(self.cluster, 0, self.cluster.num_nodes)
-
-
-def undominated(options: Iterable[Option], values: Callable[[Option], tuple[float, ...]]) -> list[Option]:
-    """Return the options that none other is at least as good as in all values; of equal ones the first."""
-    kept: list[tuple[tuple[float, ...], Option]] = []
-    for option in sorted(options, key=values):  # what dominates an option comes before it
-        own = values(option)
-        if not any(all(a <= b for a, b in zip(other, own, strict=True)) for other, _ in kept):
-            kept.append((own, option))
-    return [option for _, option in kept]
 
 
 def _dependencies(

@@ -18,9 +18,11 @@ from lightning_realloc.algorithms.calls import train as trains
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.role import Role
 from lightning_realloc.callbacks import AutoTuner, ParameterReallocation
+from lightning_realloc.callbacks.iteration_clock import IterationClock, Timed
 from lightning_realloc.callbacks.tuning_report import Measured, comparison, outcome
-from lightning_realloc.callbacks.tuning_resume import obstacle
+from lightning_realloc.callbacks.tuning_resume import obstacle, settings_of
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation import Speculation
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
@@ -192,22 +194,42 @@ class Runs:
 
     plan: ExecutionPlan
     world_size: int
+    lightning_module: Any
+    generation_parts: int = 1
 
 
 def test_a_tuning_of_another_run_is_not_gone_on_with() -> None:
-    def plan(mapping: Any) -> ExecutionPlan:
-        return ExecutionPlan.from_mapping(mapping)
-
-    tuner = Tuner(plan(START), TunerSettings(), None)
+    plan, module = ExecutionPlan.from_mapping, runs.grpo()
+    start = Runs(plan(START), 4, module)
     state = {
-        "world_size": 4, "calls": [name for name, _ in plan(START).calls], "tuner": tuner.state_dict(),
-        "yardstick": {"plan": OTHER, "lengths": []},
+        "world_size": 4, "calls": [name for name, _ in start.plan.calls], "settings": settings_of(start),
+        "tuner": Tuner(start.plan, TunerSettings(), None).state_dict(), "yardstick": {"plan": OTHER, "lengths": []},
     }  # fmt: skip
-    assert obstacle(state, Runs(plan(START), 4)) is None
-    assert obstacle(state, Runs(plan(OTHER), 4)) is None  # what an earlier tuning began with
-    assert "tuned on 4 ranks, this run has 2" in str(obstacle(state, Runs(plan(START), 2)))
-    assert "another plan than the checkpoint's" in str(obstacle(state, Runs(plan(IMPOSSIBLE), 4)))
-    assert "this algorithm has actor.train" in str(obstacle(state, Runs(plan(calls(actor_train="dp4")), 4)))
+    assert obstacle(state, start) is None
+    assert obstacle(state, Runs(plan(OTHER), 4, module)) is None  # what an earlier tuning began with
+    assert "tuned on 4 ranks, this run has 2" in str(obstacle(state, Runs(plan(START), 2, module)))
+    assert "another plan than the checkpoint's" in str(obstacle(state, Runs(plan(IMPOSSIBLE), 4, module)))
+    assert "this algorithm has actor.train" in str(obstacle(state, Runs(plan(calls(actor_train="dp4")), 4, module)))
+
+
+def test_a_tuning_of_other_settings_is_not_gone_on_with() -> None:
+    plan = ExecutionPlan.from_mapping(START)
+    state = {
+        "world_size": 4, "calls": [name for name, _ in plan.calls], "settings": settings_of(Runs(plan, 4, runs.grpo())),
+        "tuner": Tuner(plan, TunerSettings(), None).state_dict(), "yardstick": None,
+    }  # fmt: skip
+    reseeded = runs.grpo(sampling=replace(runs.SAMPLING, seed=7))
+    assert obstacle(state, Runs(plan, 4, reseeded)) is None
+    bounded, drafting = runs.grpo(max_cache_bytes=4096), runs.grpo(speculation=Speculation(drafter="ngram"))
+    assert obstacle(state, Runs(plan, 4, bounded)) == (
+        "the checkpoint was tuned with max_cache_bytes=None, this run has max_cache_bytes=4096"
+    )
+    assert "tuned with speculation=None, this run has speculation=Speculation(" in str(
+        obstacle(state, Runs(plan, 4, drafting))
+    )
+    assert "generation_parts=1, this run has generation_parts=2" in str(
+        obstacle(state, Runs(plan, 4, runs.grpo(), generation_parts=2))
+    )
 
 
 # ---- watching
@@ -237,10 +259,43 @@ def test_an_iteration_is_judged_by_what_is_logged_after_the_next_one() -> None:
     callback._tuner.watched = told.append  # type: ignore[method-assign]
     for tokens, rate in ((10, 99.0), (20, 5.0), (40, 8.0)):  # the first rate is of an iteration under another plan
         lengths = Lengths((tokens // 2,), (tokens // 2,))
-        callback._watch(Logged({"tokens_per_s": rate}), 7.0, lengths)  # type: ignore[arg-type]
+        callback._watch(Logged({"tokens_per_s": rate}), Timed(7.0, lengths, {}))  # type: ignore[arg-type]
     assert told == [Reading(10 / 5.0, 1.0), Reading(20 / 8.0, 2.0)]
-    callback._watch(Logged({}), 7.0, Lengths((5,), (5,)))  # type: ignore[arg-type]
+    callback._watch(Logged({}), Timed(7.0, Lengths((5,), (5,)), {}))  # type: ignore[arg-type]
     assert told[-1] == Reading(7.0, 1.0)
+
+
+@dataclass
+class Stepping:
+    """What of a strategy tells an iteration's seconds: its steps, its lengths, and itself as what runs the calls."""
+
+    iteration: int = 0
+    lengths: Lengths | None = None
+    lightning_module: object = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def runner(self) -> Stepping:
+        """What counts the seconds of calls."""
+        return self
+
+
+def test_a_batch_without_a_step_is_passed_over() -> None:
+    clock, strategy = IterationClock(), Stepping()
+    clock.start(strategy)
+    strategy.seconds["actor.generate"] = 2.0  # dynamic sampling found too few groups
+    assert clock.stop(strategy) is None
+    clock.start(strategy)
+    strategy.seconds |= {"actor.generate": 3.0, "actor.train": 0.5}
+    strategy.iteration, strategy.lengths = 1, Lengths((5,), (5,))
+    timed = clock.stop(strategy)
+    assert timed is not None and timed.lengths == Lengths((5,), (5,))
+    assert timed.calls == {"actor.generate": 1.0, "actor.train": 0.5}
+    strategy.lengths = None
+    clock.start(strategy)
+    strategy.iteration = 2
+    with pytest.raises(ConfigError, match=r"NoneType has none\. Use its training_step as it is"):
+        clock.stop(strategy)
 
 
 # ---- what is refused

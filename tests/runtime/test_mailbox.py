@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_realloc.errors import ReallocError, RewardError
+from lightning_realloc.errors import RankLost, ReallocError, RewardError
 from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
 from tests.workers import WorkerPool
 
@@ -79,8 +79,10 @@ def _fail_on(failing: dict[int, Exception]) -> str:
         ({2: RewardError("no reward for 'x'")}, "RewardError: no reward for 'x'", {}),
         ({2: KeyError("x")}, "ReallocError: rank 2 failed with KeyError: 'x'", {2: "KeyError: 'x'"}),
         ({1: ReallocError("first"), 3: RewardError("second")}, "ReallocError: first", {}),
+        ({0: RankLost("gone"), 3: RewardError("the cause")}, "RewardError: the cause", {}),
+        ({1: RankLost("gone"), 2: RankLost("too")}, "RankLost: gone", {}),
     ],
-    ids=["ours", "python's", "two"],
+    ids=["ours", "python's", "two", "a-lost-rank-and-why", "a-lost-rank"],
 )
 def test_every_rank_raises_the_lowest_failed_ranks_error(
     workers: WorkerPool, failing: dict[int, Exception], heard: str, own: dict[int, str]

@@ -15,7 +15,8 @@ from transformers import (
 )
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.packed_forward import ATTENTION, install_packed_attention, packed_logits, token_logprobs
+from lightning_realloc.runtime.packed_attention import ATTENTION, install_packed_attention
+from lightning_realloc.runtime.packed_forward import packed_logits, token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch, pack
 from lightning_realloc.runtime.samples import Ragged, Samples
 from tests.models import FAMILIES, tiny_model

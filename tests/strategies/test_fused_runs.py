@@ -21,7 +21,8 @@ from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.iteration import Iteration
-from lightning_realloc.strategies.routes import Routes, Workplace
+from lightning_realloc.strategies.routes import Routes
+from lightning_realloc.strategies.workplace import Workplace
 from tests.models import tiny_scorer
 from tests.strategies import runs
 from tests.strategies.runs import Batches, Outcome, calls

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.samples import Ragged, Samples
 from lightning_realloc.runtime.training import TrainOptions
-from lightning_realloc.strategies.routes import Routes, Workplace
+from lightning_realloc.strategies.routes import Routes
 from lightning_realloc.strategies.sample_table import SampleTable
+from lightning_realloc.strategies.workplace import Workplace
 from tests.strategies.test_iteration import CALLS, GENERATE, INFER, JUDGE, REWARD
 
 APART = {"actor.generate": "dp2@0-1", "critic.infer": "dp1@2", "reward.infer": "dp1@2"}

@@ -21,7 +21,8 @@ from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
 from lightning_realloc.runtime.samples import Ragged, Samples
 from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies.iteration import Iteration
-from lightning_realloc.strategies.routes import Routes, Workplace, table_owner
+from lightning_realloc.strategies.routes import Routes, table_owner
+from lightning_realloc.strategies.workplace import Workplace
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 DEADLINE_S = 20.0

@@ -9,8 +9,9 @@ from lightning_realloc.errors import DataError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.samples import Ragged, Samples
 from lightning_realloc.runtime.training import TrainOptions
-from lightning_realloc.strategies.routes import Routes, Workplace
+from lightning_realloc.strategies.routes import Routes
 from lightning_realloc.strategies.sample_table import SampleTable
+from lightning_realloc.strategies.workplace import Workplace
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 TRAIN = ModelFunctionCall("actor.train", "train", "actor", "actor_loss", ("batch",), ())

@@ -21,9 +21,10 @@ from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.samples import Ragged, Samples
 from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.strategies.routes import Routes, Workplace
+from lightning_realloc.strategies.routes import Routes
 from lightning_realloc.strategies.sample_table import SampleTable
 from lightning_realloc.strategies.tail import TailWork, TokenPace
+from lightning_realloc.strategies.workplace import Workplace
 from lightning_realloc.tuning.fusion import tail_sources
 from tests.models import tiny_scorer
 from tests.strategies import runs
