@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from lightning_realloc.data.preferences import PreferenceDataModule as PreferenceDataModule
     from lightning_realloc.data.prompts import PromptDataModule as PromptDataModule
     from lightning_realloc.data.sft import SFTDataModule as SFTDataModule
+    from lightning_realloc.data.sources import DatasetSource as DatasetSource
     from lightning_realloc.data.steps import StepDataModule as StepDataModule
     from lightning_realloc.errors import CheckpointError as CheckpointError
     from lightning_realloc.errors import ConfigError as ConfigError
@@ -116,6 +117,7 @@ _HOMES = {
     "PreferenceDataModule": "data.preferences",
     "BinaryFeedbackDataModule": "data.feedback",
     "StepDataModule": "data.steps",
+    "DatasetSource": "data.sources",
     "MultiModelModule": "algorithms.module",
     "Role": "algorithms.role",
     "compute": "algorithms.calls",
