@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from lightning_realloc.callbacks import ParameterReallocation as ParameterReallocation
     from lightning_realloc.callbacks import PhaseCallback as PhaseCallback
     from lightning_realloc.callbacks import PredictionWriter as PredictionWriter
+    from lightning_realloc.callbacks import SampleTable as SampleTable
     from lightning_realloc.callbacks import SaveHuggingFace as SaveHuggingFace
     from lightning_realloc.data.feedback import BinaryFeedbackDataModule as BinaryFeedbackDataModule
     from lightning_realloc.data.preferences import PreferenceDataModule as PreferenceDataModule
@@ -150,6 +151,7 @@ _HOMES = {
     "ParameterReallocation": "callbacks",
     "PhaseCallback": "callbacks",
     "PredictionWriter": "callbacks",
+    "SampleTable": "callbacks",
     "SaveHuggingFace": "callbacks",
 }
 
