@@ -62,6 +62,7 @@ class RowDataModule(L.LightningDataModule, ABC):
         shuffle: bool,
         drop_last: bool,
         long_rows: LongRows,
+        bucket_batches: int | None,
     ) -> None:
         super().__init__()
         if long_rows not in get_args(LongRows):
@@ -80,6 +81,7 @@ class RowDataModule(L.LightningDataModule, ABC):
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.long_rows = long_rows
+        self.bucket_batches = bucket_batches
         self._tokenizer = tokenizer
         self._tables: dict[str, Samples] = {}
         self._train_loader: BatchLoader | None = None
@@ -119,7 +121,7 @@ class RowDataModule(L.LightningDataModule, ABC):
             table = self._table("train")
             self._train_loader = BatchLoader(
                 table, batch_size=self.batch_size, seed=self.seed, shuffle=self.shuffle, drop_last=self.drop_last,
-                group_size=self.group_size,
+                group_size=self.group_size, bucket_batches=self.bucket_batches,
             )  # fmt: skip
         self._train_loader.epoch_batches = self._epoch_batches(len(self._train_loader))
         return self._train_loader

@@ -56,11 +56,13 @@ class PreferenceDataModule(ResponseDataModule):
         drop_last: bool = True,
         max_tokens: int | None = None,
         long_rows: LongRows = "refuse",
+        bucket_batches: int | None = None,
         margin_column: str = "margin",
     ) -> None:
         super().__init__(
             data, batch_size=batch_size, val_data=val_data, val_fraction=val_fraction, tokenizer=tokenizer, seed=seed,
             shuffle=shuffle, drop_last=drop_last, max_tokens=max_tokens, long_rows=long_rows,
+            bucket_batches=bucket_batches,
         )  # fmt: skip
         self.margin_column = margin_column
 

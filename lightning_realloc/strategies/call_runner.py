@@ -51,6 +51,8 @@ class IterationResult:
     measured in the iteration before: nobody waits for them."""
     carried: Samples | None = None
     """What generating calls left for the next iteration, from all ranks; None: nothing."""
+    shown: Samples | None = None
+    """The first samples by id, with their responses; None where none were asked for."""
 
 
 class CallRunner:
@@ -121,7 +123,7 @@ class CallRunner:
         self.counts: defaultdict[str, int] = defaultdict(int)
 
     def run_iteration(
-        self, batch: Samples, calls: Sequence[ModelFunctionCall], *, iteration: int, is_last: bool
+        self, batch: Samples, calls: Sequence[ModelFunctionCall], *, iteration: int, is_last: bool, num_shown: int = 0
     ) -> tuple[IterationResult, ...]:
         """Run an iteration's calls and return what every rank knows of each batch that was trained on.
 
@@ -131,6 +133,7 @@ class CallRunner:
             batch: What the loader supplied, the same on every rank.
             calls: In the dataflow's order.
             iteration: Iterations done before.
+            num_shown: Of how many samples all ranks are told the responses.
             is_last: Whether training may end or pause here: then all metrics are waited for, and nothing is left over.
 
         Raises:
@@ -140,6 +143,7 @@ class CallRunner:
             self._idle.begin()
             self._version = iteration - len(self._ahead)
             data = self._begin(batch, calls, iteration)
+            data.num_shown = num_shown
             now = [call for call in data.routes.calls if call.kind == "generate" or not self._max_staleness]
             self._work_on(data, now)
             due = (*self._ahead, data) if is_last or not self._max_staleness else self._ahead
@@ -245,7 +249,8 @@ class CallRunner:
         metrics |= self._training_metrics.exchange(data, wait=is_last)
         self._num_tokens = _count_tokens(known)
         self._version += 1
-        return IterationResult(known, {name: torch.tensor(value) for name, value in metrics.items()}, data.carried)
+        told = {name: torch.tensor(value) for name, value in metrics.items()}
+        return IterationResult(known, told, data.carried, data.shown())
 
     def _workplace(self, call: ModelFunctionCall, iteration: int) -> Workplace:
         options = self._module.train_options_of(str(call.role))

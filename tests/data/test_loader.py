@@ -12,7 +12,7 @@ import torch
 
 from lightning_realloc.data.loader import BatchLoader, EvaluationLoader
 from lightning_realloc.errors import CheckpointError, DataError
-from lightning_realloc.runtime.samples import Samples
+from lightning_realloc.runtime.samples import Ragged, Samples
 
 
 def _table(num_rows: int) -> Samples:
@@ -158,3 +158,51 @@ def test_a_trainer_resumes_from_a_checkpoint_written_at_the_end_of_an_epoch(tmp_
     saver = L.pytorch.callbacks.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     whole = _fit(-1, max_epochs=3, callbacks=[saver], enable_checkpointing=True)
     assert whole[:5] + _fit(-1, max_epochs=3, resume=tmp_path / "epoch=0.ckpt") == whole
+
+
+def _long_table(num_rows: int, group_size: int = 1) -> Samples:
+    """Return rows of 1 to 40 tokens, at random, as prompts and responses."""
+    lengths = torch.randint(1, 20, (num_rows * group_size,), generator=torch.Generator().manual_seed(0)).tolist()
+    sequences = Ragged.from_list([[1] * length for length in lengths])
+    return Samples(torch.arange(num_rows * group_size), {"prompt_ids": sequences, "response_ids": sequences})
+
+
+def _spread(loader: BatchLoader) -> int:
+    """Return the sum over batches of the longest row's tokens less the shortest one's."""
+    lengths = [batch.ragged("prompt_ids").lengths.view(-1, loader.group_size).sum(1) for batch in loader]
+    return sum(int(of.max() - of.min()) for of in lengths)
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_buckets_hold_rows_of_similar_length_and_every_row_once(group_size: int) -> None:
+    table = _long_table(50, group_size)
+    settings = {"batch_size": 4, "seed": 3, "group_size": group_size}
+    plain, some, all_rows = (BatchLoader(table, bucket_batches=count, **settings) for count in (None, 3, 100))
+    epochs = [_epoch(loader) for loader in (plain, some, all_rows)]
+    assert all(sorted(chain(*epoch)) == list(range(50 * group_size)) for epoch in epochs)
+    assert all(len(epoch) == 13 and epoch[-1] == epochs[0][-1] for epoch in epochs)
+    # Three batches of the shuffled order hold the rows of three batches of the buckets.
+    first = set(chain(*epochs[0][:3]))
+    assert sum(set(batch) <= first for batch in epochs[1]) == 3
+    spreads = [_spread(loader) for loader in (plain, some, all_rows)]
+    assert spreads[0] > spreads[1] > spreads[2]
+    means = [batch.ragged("prompt_ids").lengths.float().mean().item() for batch in all_rows]
+    assert means != sorted(means), "short batches do not all come first"
+
+
+def test_a_bucketed_order_is_resumed_and_is_another_one_than_without() -> None:
+    def loader(bucket_batches: int | None) -> BatchLoader:
+        return BatchLoader(_long_table(20), batch_size=3, seed=1, bucket_batches=bucket_batches)
+
+    whole, begun, resumed = loader(4), loader(4), loader(4)
+    expected = _epoch(whole) + _epoch(whole)
+    batches = iter(begun)
+    assert [next(batches).ids.tolist() for _ in range(5)] == expected[:5]
+    resumed.load_state_dict(begun.state_dict())
+    assert _epoch(resumed) + _epoch(resumed) == expected[5:]
+    with pytest.raises(CheckpointError, match="bucket_batches=4 and this run bucket_batches=None"):
+        loader(None).load_state_dict(begun.state_dict())
+    older = {name: value for name, value in loader(None).state_dict().items() if name != "bucket_batches"}
+    loader(None).load_state_dict(older)
+    with pytest.raises(DataError, match="bucket_batches=4 with shuffle=False"):
+        BatchLoader(_long_table(4), batch_size=2, shuffle=False, bucket_batches=4)
