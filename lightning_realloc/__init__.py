@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lightning_realloc.callbacks import ParameterReallocation as ParameterReallocation
     from lightning_realloc.callbacks import PhaseCallback as PhaseCallback
     from lightning_realloc.callbacks import PredictionWriter as PredictionWriter
-    from lightning_realloc.callbacks import SampleTable as SampleTable
+    from lightning_realloc.callbacks import RolloutTable as RolloutTable
     from lightning_realloc.callbacks import SaveHuggingFace as SaveHuggingFace
     from lightning_realloc.data.feedback import BinaryFeedbackDataModule as BinaryFeedbackDataModule
     from lightning_realloc.data.preferences import PreferenceDataModule as PreferenceDataModule
@@ -149,7 +149,7 @@ _HOMES = {
     "ParameterReallocation": "callbacks",
     "PhaseCallback": "callbacks",
     "PredictionWriter": "callbacks",
-    "SampleTable": "callbacks",
+    "RolloutTable": "callbacks",
     "SaveHuggingFace": "callbacks",
 }
 

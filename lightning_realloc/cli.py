@@ -26,7 +26,7 @@ from lightning_realloc.callbacks import (
     MemoryMonitor,
     ParameterReallocation,
     PredictionWriter,
-    SampleTable,
+    RolloutTable,
     SaveHuggingFace,
 )
 from lightning_realloc.data.feedback import BinaryFeedbackDataModule
@@ -60,7 +60,7 @@ SHORT_NAMES = (
     ParameterReallocation,
     SaveHuggingFace,
     PredictionWriter,
-    SampleTable,
+    RolloutTable,
     MemoryMonitor,
     AutoTuner,
 )

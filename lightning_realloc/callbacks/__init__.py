@@ -6,7 +6,7 @@ from lightning_realloc.callbacks.memory_monitor import MemoryMonitor
 from lightning_realloc.callbacks.phase import PhaseCallback
 from lightning_realloc.callbacks.predictions import PredictionWriter
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
-from lightning_realloc.callbacks.sample_table import SampleTable
+from lightning_realloc.callbacks.rollout_table import RolloutTable
 
 __all__ = [
     "AutoTuner",
@@ -14,6 +14,6 @@ __all__ = [
     "ParameterReallocation",
     "PhaseCallback",
     "PredictionWriter",
-    "SampleTable",
+    "RolloutTable",
     "SaveHuggingFace",
 ]

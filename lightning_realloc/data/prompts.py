@@ -36,6 +36,7 @@ class PromptDataModule(RowDataModule):
             tokens, or ``drop`` their rows.
         bucket_batches: Rows of similar length share a batch, chosen among so many batches of the shuffled order;
             None: whatever their lengths.
+        shuffle_buffer: Of a stream: how many of its rows are read at a time, and shuffled.
 
     Raises:
         DataError: in ``setup``, for anything in the data that cannot be used, with its file and line.
@@ -56,10 +57,12 @@ class PromptDataModule(RowDataModule):
         max_prompt_tokens: int | None = None,
         long_prompts: LongRows = "refuse",
         bucket_batches: int | None = None,
+        shuffle_buffer: int = 1000,
     ) -> None:
         super().__init__(
             data, batch_size=batch_size, val_data=val_data, val_fraction=val_fraction, tokenizer=tokenizer,
             seed=seed, shuffle=shuffle, drop_last=drop_last, long_rows=long_prompts, bucket_batches=bucket_batches,
+            shuffle_buffer=shuffle_buffer,
         )  # fmt: skip
         if max_prompt_tokens is not None and max_prompt_tokens < 1:
             raise DataError(f"max_prompt_tokens={max_prompt_tokens} must be at least 1; use None for the models' limit")

@@ -42,6 +42,7 @@ class ResponseDataModule(RowDataModule):
             ``drop`` them.
         bucket_batches: Rows of similar length share a batch, chosen among so many batches of the shuffled order;
             None: whatever their lengths.
+        shuffle_buffer: Of a stream: how many of its rows are read at a time, and shuffled.
     """
 
     def __init__(
@@ -58,10 +59,12 @@ class ResponseDataModule(RowDataModule):
         max_tokens: int | None = None,
         long_rows: LongRows = "refuse",
         bucket_batches: int | None = None,
+        shuffle_buffer: int = 1000,
     ) -> None:
         super().__init__(
             data, batch_size=batch_size, val_data=val_data, val_fraction=val_fraction, tokenizer=tokenizer,
             seed=seed, shuffle=shuffle, drop_last=drop_last, long_rows=long_rows, bucket_batches=bucket_batches,
+            shuffle_buffer=shuffle_buffer,
         )  # fmt: skip
         if max_tokens is not None and max_tokens < 1:
             raise DataError(f"max_tokens={max_tokens} must be at least 1; use None for the models' limit")

@@ -5,6 +5,7 @@ Neither package is required: each is imported by the first source that needs it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,6 +15,8 @@ from typing import Any
 from lightning_realloc.errors import DataError
 
 _ROWS_AT_A_TIME = 1000
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+"""The end of a file's name -> what ``datasets`` calls the way to read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,26 +24,28 @@ class DatasetSource:
     """A data set that the package ``datasets`` finds: on the Hugging Face hub, or in a folder."""
 
     path: str
-    """A name such as ``openai/gsm8k``, a folder of files, or one that ``save_to_disk`` wrote."""
+    """A name such as ``openai/gsm8k``, a file, a folder of files, or one that ``save_to_disk`` wrote."""
     split: str = "train"
     """One of its splits, or a part of one: ``train[:1000]``. A folder saved from a single split has no other."""
     name: str | None = None
     """The configuration, for data sets that have several: ``main``."""
     revision: str | None = None
     """The branch, tag or commit on the hub."""
+    streaming: bool = False
+    """Whether rows are read as they are needed, instead of all of them before the first step."""
 
     def __str__(self) -> str:
         return f"{self.path} [{self.split}]"
 
-    def rows(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the rows.
+    def open(self) -> Iterable[Mapping[str, Any]]:
+        """Return the rows, those of a stream not read yet.
 
         Raises:
             DataError: without the package, the data set or the split.
         """
         datasets = _package("datasets", f"reading {self}")
         try:
-            table = self._saved(datasets) if is_saved(Path(self.path)) else self._loaded(datasets)
+            return self._saved(datasets) if is_saved(Path(self.path)) else self._loaded(datasets)
         except DataError:
             raise
         except Exception as error:  # of any of the packages that may fetch it
@@ -48,21 +53,33 @@ class DatasetSource:
                 f"{self} cannot be loaded: {_first_line(error)}; check its path, name and split. Without a network, "
                 f"load it once where there is one, save_to_disk() it, and give the folder as path"
             ) from error
-        yield from table
 
     def _loaded(self, datasets: Any) -> Iterable[Mapping[str, Any]]:
-        found: Iterable[Mapping[str, Any]] = datasets.load_dataset(
-            self.path, self.name, split=self.split, revision=self.revision
-        )
-        return found
+        settings: dict[str, Any] = {"split": self.split, "revision": self.revision, "streaming": self.streaming}
+        path = Path(self.path)
+        if path.is_file() and path.suffix in _BUILDERS:
+            found = datasets.load_dataset(_BUILDERS[path.suffix], data_files=self.path, **settings)
+        else:
+            found = datasets.load_dataset(self.path, self.name, **settings)
+        return found  # type: ignore[no-any-return]
 
     def _saved(self, datasets: Any) -> Iterable[Mapping[str, Any]]:
         table: Any = datasets.load_from_disk(self.path)
-        if not isinstance(table, Mapping):
-            return table  # type: ignore[no-any-return]
-        if self.split not in table:
-            raise DataError(f"{self.path} holds the splits {', '.join(table)}; split={self.split!r} is none of them")
-        return table[self.split]  # type: ignore[no-any-return]
+        if isinstance(table, Mapping):
+            if self.split not in table:
+                raise DataError(
+                    f"{self.path} holds the splits {', '.join(table)}; split={self.split!r} is none of them"
+                )
+            table = table[self.split]
+        return table.to_iterable_dataset() if self.streaming else table  # type: ignore[no-any-return]
+
+
+def is_stream(source: object) -> bool:
+    """Return whether a source's rows are to be read as they are needed; nothing is opened for that."""
+    if isinstance(source, DatasetSource):
+        return source.streaming
+    datasets: Any = sys.modules.get("datasets")  # whoever has such an object imported it
+    return datasets is not None and isinstance(source, datasets.IterableDataset)
 
 
 def is_saved(folder: Path) -> bool:

@@ -28,7 +28,7 @@ from lightning_realloc.strategies.inference import Inference
 from lightning_realloc.strategies.iteration import Iteration
 from lightning_realloc.strategies.lockstep import PeerFailure
 from lightning_realloc.strategies.model_pool import ModelPool
-from lightning_realloc.strategies.rates import facts_of, with_rates
+from lightning_realloc.strategies.rates import count_tokens, facts_of, with_rates
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.routes import Routes, Workplace
 from lightning_realloc.strategies.tail import TailCalls
@@ -247,7 +247,7 @@ class CallRunner:
         if self._max_staleness:
             metrics["staleness"] = float(self._version - data.version)
         metrics |= self._training_metrics.exchange(data, wait=is_last)
-        self._num_tokens = _count_tokens(known)
+        self._num_tokens = count_tokens(known)
         self._version += 1
         told = {name: torch.tensor(value) for name, value in metrics.items()}
         return IterationResult(known, told, data.carried, data.shown())
@@ -397,8 +397,3 @@ class CallRunner:
 
 def _has_notes(calls: Sequence[ModelFunctionCall]) -> bool:
     return any(call.kind != "train" for call in calls)
-
-
-def _count_tokens(samples: Samples) -> int:
-    columns = (samples.ragged(name) for name in ("prompt_ids", "response_ids") if name in samples)
-    return sum(int(column.lengths.sum()) for column in columns)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_realloc.data.loader import BatchLoader, EvaluationLoader
 from lightning_realloc.errors import CheckpointError, DataError
@@ -206,3 +208,35 @@ def test_a_bucketed_order_is_resumed_and_is_another_one_than_without() -> None:
     loader(None).load_state_dict(older)
     with pytest.raises(DataError, match="bucket_batches=4 with shuffle=False"):
         BatchLoader(_long_table(4), batch_size=2, shuffle=False, bucket_batches=4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 40), st.integers(1, 7), st.integers(1, 12), st.integers(0, 3), st.booleans(), st.integers(0, 20)
+)  # fmt: skip
+def test_bucketed_batches_follow_from_the_seed_alone_and_resume_anywhere(
+    num_rows: int, batch_size: int, bucket_batches: int, seed: int, drop_last: bool, stop: int
+) -> None:
+    batch_size = min(batch_size, num_rows)
+    table, lengths = _long_table(num_rows), _long_table(num_rows).ragged("prompt_ids").lengths
+
+    def loader(buckets: int | None = bucket_batches) -> BatchLoader:
+        return BatchLoader(table, batch_size=batch_size, seed=seed, drop_last=drop_last, bucket_batches=buckets)
+
+    def draw(batches: BatchLoader, count: int) -> list[list[int]]:
+        epochs = chain.from_iterable(iter(batches) for _ in range(count + 1))
+        return [batch.ids.tolist() for batch in islice(epochs, count)]
+
+    whole, begun, resumed = draw(loader(), 45), loader(), loader()
+    assert draw(begun, stop) == whole[:stop]
+    resumed.load_state_dict(begun.state_dict())
+    assert draw(resumed, 45 - stop) == whole[stop:]
+    # Without buckets an epoch holds the same rows; within a window, batches do not overlap in length.
+    num_batches, num_full = len(loader()), num_rows // batch_size
+    plain = draw(loader(None), num_batches)
+    assert sorted(chain(*whole[:num_batches])) == sorted(chain(*plain))
+    for begin in range(0, num_full, bucket_batches):
+        window = set(chain(*plain[begin : min(begin + bucket_batches, num_full)]))
+        inside = [sorted(int(lengths[row]) for row in batch) for batch in whole[:num_full] if set(batch) <= window]
+        assert sum(map(len, inside)) == len(window)
+        assert all(before[-1] <= after[0] for before, after in pairwise(sorted(inside)))

@@ -51,11 +51,19 @@ def test_datasets_makes_rows_of_a_folder_of_files(tmp_path: Path, monkeypatch: p
     assert read_rows(source)[0].place == f"row 0 of {folder} [train[:1]]"
     with pytest.raises(DataError, match=r"is a folder that save_to_disk.*; name one of its files, or give Data"):
         read_rows(folder)
+    files = [("rows.jsonl", Dataset.to_json), ("rows.parquet", Dataset.to_parquet)]
+    for name, write in files:
+        write(Dataset.from_list(TABLE), tmp_path / name)
+        assert values(DatasetSource(str(tmp_path / name), split="train[1:]")) == TABLE[1:]
 
 
 def test_what_cannot_be_read_is_refused_with_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match=r"no-such/data \[train\] cannot be loaded: .*Without a network, load it once"):
-        read_rows(DatasetSource("no-such/data"))
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for streaming in (False, True):
+        source = DatasetSource("no-such/data", streaming=streaming)
+        with pytest.raises(DataError, match=r"no-such/data \[train\] cannot be loaded: .*Without a network, load it"):
+            source.open()
     with pytest.raises(DataError, match=r"of the Hugging Face hub as DatasetSource.'no-such/data', split='train'"):
         read_rows("no-such/data")
     (tmp_path / "text.parquet").write_text("no table")
@@ -63,6 +71,9 @@ def test_what_cannot_be_read_is_refused_with_a_way_out(tmp_path: Path, monkeypat
         read_rows(tmp_path / "text.parquet")
     Dataset.from_dict({"prompt": []}).to_parquet(tmp_path / "empty.parquet")
     with pytest.raises(DataError, match=r"empty.parquet holds no rows"):
+        read_rows(tmp_path / "empty.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(DataError, match=r"empty.parquet needs the package pyarrow; pip install .*, or give"):
         read_rows(tmp_path / "empty.parquet")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"needs the package datasets; pip install 'lightning-realloc\[datasets\]'"):
@@ -73,7 +84,7 @@ def test_a_configuration_names_a_data_set() -> None:
     parser = ArgumentParser()
     parser.add_class_arguments(PromptDataModule, "data")
     chosen = parser.parse_object(
-        {"data": {"data": {"path": "openai/gsm8k", "name": "main", "split": "test"}, "batch_size": 2}}
+        {"data": {"data": {"path": "openai/gsm8k", "name": "main", "streaming": True}, "batch_size": 2}}
     )
-    assert parser.instantiate_classes(chosen).data.data == DatasetSource("openai/gsm8k", split="test", name="main")
+    assert parser.instantiate_classes(chosen).data.data == DatasetSource("openai/gsm8k", name="main", streaming=True)
     assert parser.parse_object({"data": {"data": "a.jsonl", "batch_size": 2}}).data.data == "a.jsonl"

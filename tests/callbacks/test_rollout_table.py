@@ -1,4 +1,4 @@
-"""The table of samples: what it holds on one rank and on two, in every mode, and where it is written."""
+"""The table of rollouts: what it holds on one rank and on two, in every mode, and where it is written."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from lightning_realloc.callbacks import SampleTable
-from lightning_realloc.callbacks.sample_table import markdown
+from lightning_realloc.algorithms.best_of_n import BestOfN
+from lightning_realloc.callbacks import RolloutTable
+from lightning_realloc.callbacks.rollout_table import markdown
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.samples import Samples
-from tests.models import byte_tokenizer
+from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.workers import WorkerPool
 
@@ -28,17 +29,28 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+class RecordedBestOfN(runs.Recorded, BestOfN):
+    """Keeps what it learns from, which are fewer samples than it generates."""
+
+
+def best_of_n() -> RecordedBestOfN:
+    """Return one that begins as `runs.grpo` does."""
+    return RecordedBestOfN(
+        tiny_model("llama"), runs.low_tokens, sampling=runs.SAMPLING, learning_rate=1e-2, tokenizer=byte_tokenizer()
+    )  # fmt: skip
+
+
 def show(folder: str, options: Mapping[str, Any], algorithm: str) -> list[dict[str, str]]:
     """Train four iterations with a table every two, and return what it should hold of the first three samples."""
     world_size = runs.world_size()
-    module, seen = getattr(runs, algorithm)(), []
+    module, seen = best_of_n() if algorithm == "best_of_n" else getattr(runs, algorithm)(), []
 
     def summarize(samples: Samples) -> dict[str, Tensor]:
         seen.append(samples.sorted_by_id())
         return type(module).summarize(module, samples)
 
     module.summarize = summarize
-    table = SampleTable(every_n_steps=2, num_samples=3, path=Path(folder) / "samples.csv")
+    table = RolloutTable(every_n_steps=2, num_samples=3, path=Path(folder) / "rollouts.csv")
     trainer = runs.trainer(
         runs.ReallocStrategy(**options), world_size, callbacks=[table], max_steps=4, max_epochs=-1
     )  # fmt: skip
@@ -58,6 +70,7 @@ def show(folder: str, options: Mapping[str, Any], algorithm: str) -> list[dict[s
         (2, {"plan": "static"}, "grpo"),
         (2, {"max_staleness": 1}, "grpo"),
         (2, {"overlap": "none"}, "ppo"),
+        (2, {"plan": "static"}, "best_of_n"),
         (2, {"plan": APART, "overlap": "iterations", "max_staleness": 1}, "grpo"),
     ],
 )
@@ -65,10 +78,12 @@ def test_the_first_samples_are_shown_with_their_rewards(
     workers: WorkerPool, tmp_path: Path, world_size: int, options: dict[str, Any], algorithm: str
 ) -> None:
     expected, *_ = workers.run(show, str(tmp_path), options, algorithm, world_size=world_size, init_process_group=False)
-    rows = read(tmp_path / "samples.csv")
+    rows = read(tmp_path / "rollouts.csv")
     name = "score" if algorithm == "ppo" else "reward"
     assert [{"response": row["response"], "reward": row[name]} for row in rows] == expected
-    assert [row["prompt"] for row in rows] == ["prompt 6", "prompt 6", "prompt 7"] * 2
+    shown = [6, 7, 8] if algorithm == "best_of_n" else [6, 6, 7]
+    assert [row["prompt"] for row in rows] == [f"prompt {number}" for number in shown] * 2
+    assert [file.name for file in tmp_path.iterdir()] == ["rollouts.csv"], "one file, whatever the ranks"
 
 
 class Tables(WandbLogger):
@@ -88,6 +103,10 @@ class Tables(WandbLogger):
         return "0"
 
     @property
+    def experiment(self) -> None:
+        """No run."""
+
+    @property
     def save_dir(self) -> None:
         """Nowhere."""
 
@@ -101,7 +120,7 @@ class Tables(WandbLogger):
         self, key: str, columns: Any = None, data: Any = None, dataframe: Any = None, step: Any = None
     ) -> None:
         """Keep a table."""
-        assert key == "samples"
+        assert key == "rollouts"
         self.tables.append((step, columns, data))
 
     def finalize(self, status: str) -> None:
@@ -114,7 +133,7 @@ def show_everywhere(folder: str) -> Any:
 
     def run(steps: int, **options: Any) -> str:
         loggers = [CSVLogger(folder, name="", version="csv"), TensorBoardLogger(folder, name="", version="tb"), tables]
-        table = SampleTable(every_n_steps=1, num_samples=2, path=f"{folder}/own.csv")
+        table = RolloutTable(every_n_steps=1, num_samples=2, path=f"{folder}/own.csv")
         trainer = runs.trainer("realloc", 1, callbacks=[table], logger=loggers, max_steps=steps, max_epochs=-1)
         trainer.fit(runs.sft(), runs.Batches(3, responses=True), **options)
         trainer.save_checkpoint(f"{folder}/at-{steps}.ckpt", weights_only=False)
@@ -130,12 +149,12 @@ def test_every_logger_that_can_shows_it_and_a_resumed_run_goes_on(workers: Worke
     own = read(tmp_path / "own.csv")
     assert [row["step"] for row in own] == ["1", "1", "2", "2"]
     assert [row["prompt"] for row in own[:2]] == ["prompt 0", "prompt 1"]
-    assert read(tmp_path / "csv" / "samples.csv") == own
+    assert read(tmp_path / "csv" / "rollouts.csv") == own
     assert [step for step, *_ in tables] == [1, 2]
     assert [dict(zip(columns, cells, strict=True)) for _, columns, rows in tables for cells in rows] == own
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
-    (tag,) = (tag for tag in events.Tags()["tensors"] if tag.startswith("samples"))
+    (tag,) = (tag for tag in events.Tags()["tensors"] if tag.startswith("rollouts"))
     texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors(tag)]
     assert [text.count("\n") for text in texts] == [3, 3]
     assert f"| 2 | {own[3]['prompt']} |" in texts[1]
@@ -159,11 +178,11 @@ class Elsewhere:
 
 def test_a_table_that_nobody_would_see_is_refused() -> None:
     trainer: Any = Elsewhere(runs.ReallocStrategy())
-    with pytest.raises(ConfigError, match=r"the loggers are: none; add one, or give path='samples.csv'"):
-        SampleTable().setup(trainer, runs.grpo(), "fit")
-    SampleTable(path="samples.csv").setup(trainer, runs.grpo(), "fit")
-    SampleTable().setup(trainer, runs.grpo(), "validate")
+    with pytest.raises(ConfigError, match=r"the loggers are: none; add one, or give path='rollouts.csv'"):
+        RolloutTable().setup(trainer, runs.grpo(), "fit")
+    RolloutTable(path="rollouts.csv").setup(trainer, runs.grpo(), "fit")
+    RolloutTable().setup(trainer, runs.grpo(), "validate")
     with pytest.raises(ConfigError, match="this is RecordedGRPO under object"):
-        SampleTable(path="samples.csv").setup(Elsewhere(object()), runs.grpo(), "fit")  # type: ignore[arg-type]
+        RolloutTable(path="rollouts.csv").setup(Elsewhere(object()), runs.grpo(), "fit")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="num_samples=0 must be at least 1"):
-        SampleTable(num_samples=0)
+        RolloutTable(num_samples=0)

@@ -1,4 +1,7 @@
-"""Shows what a policy answers while it learns: a table of a few samples with their rewards, now and then."""
+"""What does a policy answer while it learns? A table of a few samples with their rewards, now and then.
+
+Ranks tell each other the first samples with everything else that all of them are to know; the first rank writes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 
 from lightning_realloc.errors import ConfigError
 
-_KEY = "samples"
+_KEY = "rollouts"
 """What loggers and files call the table."""
 _MOST_LETTERS = 1000
 """Of a cell in TensorBoard, which shows whole tables at once."""
@@ -21,10 +24,10 @@ _MOST_LETTERS = 1000
 Row = Mapping[str, object]
 
 
-class SampleTable(Callback):
+class RolloutTable(Callback):
     """Writes prompts, responses and rewards of an iteration to every logger that can show them.
 
-    A ``CSVLogger`` gets ``samples.csv`` beside its metrics, a ``TensorBoardLogger`` a text, a ``WandbLogger`` a table.
+    A ``CSVLogger`` gets ``rollouts.csv`` beside its metrics, a ``TensorBoardLogger`` a text, a ``WandbLogger`` a table.
     The samples are those with the lowest ids: responses to the same prompt follow each other.
 
     Args:
@@ -49,14 +52,14 @@ class SampleTable(Callback):
             return
         if not hasattr(trainer.strategy, "num_shown") or not hasattr(pl_module, "sample_rows"):
             raise ConfigError(
-                f"SampleTable shows samples of this package's algorithms under strategy='realloc'; this is "
+                f"RolloutTable shows samples of this package's algorithms under strategy='realloc'; this is "
                 f"{type(pl_module).__name__} under {type(trainer.strategy).__name__}, leave the callback out"
             )
         if self.path is None and not any(_shows_tables(logger) for logger in trainer.loggers):
             names = ", ".join(type(logger).__name__ for logger in trainer.loggers) or "none"
             raise ConfigError(
-                f"SampleTable writes to CSVLogger, TensorBoardLogger and WandbLogger, and the loggers are: {names}; "
-                f"add one, or give path='samples.csv'"
+                f"RolloutTable writes to CSVLogger, TensorBoardLogger and WandbLogger, and the loggers are: {names}; "
+                f"add one, or give path='rollouts.csv'"
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
