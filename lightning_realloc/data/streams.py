@@ -52,29 +52,36 @@ class RowStream:
         """Yield the rows from number ``begin`` on; those before it are read, too.
 
         Raises:
-            DataError: for what cannot be read, and for columns that other rows do not have.
+            DataError: for what cannot be read, for columns that other rows do not have, and where there is no such row.
         """
         if hasattr(self.table, "set_epoch"):
             self.table.set_epoch(epoch)  # what datasets shuffles comes in another order in every epoch
-        first: Row | None = None
-        rows, number = table_rows(self.table, self.name), 0
-        while True:
-            try:
-                row = next(rows)
-            except StopIteration:
-                return
-            except DataError:
-                raise
-            except Exception as error:  # of any of the packages that may fetch it
-                raise DataError(
-                    f"row {number} of {self.name} cannot be read: {type(error).__name__}({error}); a run that is "
-                    f"resumed from a checkpoint goes on behind the rows it has seen"
-                ) from error
-            first = first or row
-            refuse_other_columns(row, first)
-            if number >= begin:
+        last = -1
+        for last, row in enumerate(self._read()):
+            if last >= begin:
                 yield row
-            number += 1
+        if last < begin > 0:
+            raise DataError(
+                f"{self.name} ended after {last + 1} rows, and the run that is resumed was at row {begin}; give the "
+                f"same stream, or start from the weights alone"
+            )
+
+    def _read(self) -> Iterator[Row]:
+        first: Row | None = None
+        number = 0
+        try:
+            for row in table_rows(self.table, self.name):
+                first = first or row
+                refuse_other_columns(row, first)
+                number += 1
+                yield row
+        except DataError:
+            raise
+        except Exception as error:  # of any of the packages that may fetch it
+            raise DataError(
+                f"row {number} of {self.name} cannot be read: {type(error).__name__}({error}); a run that is resumed "
+                f"from a checkpoint goes on behind the rows it has seen"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)

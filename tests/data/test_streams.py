@@ -154,6 +154,11 @@ def test_what_a_stream_cannot_give_is_told_with_the_row() -> None:
         list(RowStream("the web", broken()).rows(0, 0))
     with pytest.raises(DataError, match=r"row 1 of the web must have the same columns as row 0 .* lacks 'at' and adds"):
         list(RowStream("the web", [{"at": 0}, {"to": 1}]).rows(0, 1))
+    shorter = loader(10, batch_size=2, shuffle_buffer=5)
+    place = {"epoch": 0, "block": 10, "position": 1, "num_before": 10}
+    shorter.load_state_dict({**shorter.state_dict(), "place": place})
+    with pytest.raises(DataError, match="numbers ended after 10 rows, and the run that is resumed was at row 10; give"):
+        next(iter(shorter))
 
 
 # ---- data modules
