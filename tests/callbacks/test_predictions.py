@@ -20,26 +20,26 @@ from tests.workers import WorkerPool
 ROWS = [{"prompt": f"prompt {number}", "tag": f"№ {number}"} for number in range(5)]
 
 
-def predict(folder: str) -> list[dict[str, Any]]:
-    """Write predictions for all rows, and return what is in the file."""
+def predict(folder: str) -> None:
+    """Write predictions for all rows."""
     world_size = runs.world_size()
     sampling = replace(runs.SAMPLING, n=2)
     models = {role: tiny_model("llama", vocab_size=259) for role in ("actor", "reference")}
     module = runs.grpo(evaluation_sampling=sampling, **models)
-    path = Path(folder) / "made" / "predictions.jsonl"
-    trainer = runs.trainer("realloc", world_size, callbacks=[PredictionWriter(path)])
+    writer = PredictionWriter(Path(folder) / "made" / "predictions.jsonl")
+    trainer = runs.trainer("realloc", world_size, callbacks=[writer])
     data = PromptDataModule(ROWS, batch_size=2, tokenizer=byte_tokenizer())
     trainer.predict(module, data, return_predictions=False)
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def test_rows_come_in_order_and_are_the_same_for_any_number_of_ranks(workers: WorkerPool, tmp_path: Path) -> None:
     found: list[Any] = []
     for world_size in (1, 2):
         folder = tmp_path / str(world_size)
-        first, *_ = workers.run(predict, str(folder), world_size=world_size, init_process_group=False)
-        assert [file.name for file in (folder / "made").iterdir()] == ["predictions.jsonl"]
-        found.append(first)
+        workers.run(predict, str(folder), world_size=world_size, init_process_group=False)
+        (file,) = (folder / "made").iterdir()
+        assert file.name == "predictions.jsonl"
+        found.append([json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()])
     # two responses to each of five prompts
     assert [row["tag"] for row in found[0]] == [f"№ {number // 2}" for number in range(10)]
     assert [row["prompt_id"] for row in found[0]] == [number // 2 for number in range(10)]
