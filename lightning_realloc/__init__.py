@@ -41,11 +41,13 @@ if TYPE_CHECKING:
     from lightning_realloc.callbacks import ParameterReallocation as ParameterReallocation
     from lightning_realloc.callbacks import PhaseCallback as PhaseCallback
     from lightning_realloc.callbacks import PredictionWriter as PredictionWriter
+    from lightning_realloc.callbacks import RolloutTable as RolloutTable
     from lightning_realloc.callbacks import SaveHuggingFace as SaveHuggingFace
     from lightning_realloc.data.feedback import BinaryFeedbackDataModule as BinaryFeedbackDataModule
     from lightning_realloc.data.preferences import PreferenceDataModule as PreferenceDataModule
     from lightning_realloc.data.prompts import PromptDataModule as PromptDataModule
     from lightning_realloc.data.sft import SFTDataModule as SFTDataModule
+    from lightning_realloc.data.sources import DatasetSource as DatasetSource
     from lightning_realloc.data.steps import StepDataModule as StepDataModule
     from lightning_realloc.errors import CheckpointError as CheckpointError
     from lightning_realloc.errors import ConfigError as ConfigError
@@ -115,6 +117,7 @@ _HOMES = {
     "PreferenceDataModule": "data.preferences",
     "BinaryFeedbackDataModule": "data.feedback",
     "StepDataModule": "data.steps",
+    "DatasetSource": "data.sources",
     "MultiModelModule": "algorithms.module",
     "Role": "algorithms.role",
     "compute": "algorithms.calls",
@@ -146,6 +149,7 @@ _HOMES = {
     "ParameterReallocation": "callbacks",
     "PhaseCallback": "callbacks",
     "PredictionWriter": "callbacks",
+    "RolloutTable": "callbacks",
     "SaveHuggingFace": "callbacks",
 }
 

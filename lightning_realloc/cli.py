@@ -26,6 +26,7 @@ from lightning_realloc.callbacks import (
     MemoryMonitor,
     ParameterReallocation,
     PredictionWriter,
+    RolloutTable,
     SaveHuggingFace,
 )
 from lightning_realloc.data.feedback import BinaryFeedbackDataModule
@@ -59,6 +60,7 @@ SHORT_NAMES = (
     ParameterReallocation,
     SaveHuggingFace,
     PredictionWriter,
+    RolloutTable,
     MemoryMonitor,
     AutoTuner,
 )

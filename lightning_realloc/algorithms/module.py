@@ -317,9 +317,14 @@ class MultiModelModule(L.LightningModule):
 
     def predict_step(self, batch: Samples, batch_idx: int) -> Samples:
         """Return the samples with what the evaluation calls made of them."""
-        self.check_batch(batch)
-        samples: Samples = self._strategy.run_calls(self.prepare_batch(batch), self.evaluation_calls)
+        names = self.prediction_calls(batch)
+        samples: Samples = self._strategy.run_calls(self.prepare_batch(batch), names)
         return samples
+
+    def prediction_calls(self, batch: Samples) -> tuple[str, ...]:
+        """Return the calls that ``predict`` runs on a batch; raise for one that they cannot use."""
+        self.check_batch(batch)
+        return self.evaluation_calls
 
     def sample_rows(self, samples: Samples) -> list[dict[str, object]]:
         """Return samples as rows for people and files: prompt, response, rewards, the data's columns."""

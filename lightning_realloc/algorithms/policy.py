@@ -14,7 +14,7 @@ from lightning_realloc.algorithms.calls import generate, infer
 from lightning_realloc.algorithms.carried import Carried, PartialRollout
 from lightning_realloc.algorithms.environments import EnvironmentSource, import_environment, make_environment
 from lightning_realloc.algorithms.module import MultiModelModule
-from lightning_realloc.algorithms.rollout import Dialogue, sample_responses
+from lightning_realloc.algorithms.rollout import Dialogue, Informed, sample_responses
 from lightning_realloc.algorithms.settings import check_sampling
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.generation import Conversation, Environment, GenerationEngine, RolloutBudget, SamplingParams
@@ -67,6 +67,8 @@ class PolicyModule(MultiModelModule):
         self._environment: Callable[..., Any] | None = None
         self._asked: Environment | None = None
         """The environment, once it was made."""
+        self._batch: Samples | None = None
+        """All prompts of the iteration under way, less those of earlier ones."""
         self._conversation = conversation or Conversation()
         self._set_environment(environment, conversation)
         self.rollout_budget = rollout_budget
@@ -116,11 +118,11 @@ class PolicyModule(MultiModelModule):
         sampling = self.rollout_sampling() if self.training_now else self.evaluation_sampling
         sampling = replace(sampling, seed=sampling.seed + self.seed)
         if self.rollout_budget is None or not self.training_now:
-            return sample_responses(actor, prompts, sampling, dialogue=self._dialogue())
+            return sample_responses(actor, prompts, sampling, dialogue=self._dialogue(prompts, sampling))
         part = PartialRollout(
             budget=self.rollout_budget, iteration=self._strategy.iteration, whole_groups=self.learns_whole_groups,
             num_minibatches=max(self.train_options_of(r).num_minibatches for r in self.dataflow.trained_roles),
-            dialogue=self._dialogue(),
+            dialogue=self._dialogue(prompts, sampling),
         )  # fmt: skip
         return part.run(actor, prompts, sampling, None if self._carried is None else self._carried.responses)
 
@@ -133,12 +135,19 @@ class PolicyModule(MultiModelModule):
         """Return (N,) the log-probability of every response token, zero for the others."""
         return token_logprobs(model, batch, temperature=self.sampling.temperature, only_responses=True).logprobs
 
-    def _dialogue(self) -> Dialogue | None:
+    def _dialogue(self, prompts: Samples, sampling: SamplingParams) -> Dialogue | None:
         if self._environment is None:
             return None
         if self._asked is None:
             self._asked = make_environment(self._environment, self.tokenizer)
-        return Dialogue(self._asked, self._conversation)
+        # Where samples move between ranks, other ranks' come here too.
+        known = self._batch if self.sample_reallocation and self._batch is not None else prompts
+        return Dialogue(Informed(self._asked, known, sampling.n), self._conversation)
+
+    def prepare_batch(self, batch: Samples) -> Samples:
+        """Return the batch as it is, and keep it for what an environment is told."""
+        self._batch = batch
+        return batch
 
     def summarize_evaluation(self, samples: Samples) -> dict[str, Tensor]:
         """Return besides how often held-out prompts were answered right."""
@@ -146,6 +155,21 @@ class PolicyModule(MultiModelModule):
         if self.accuracy is None or self.reward_column is None:
             return found
         return found | self.accuracy.summary(samples, self.reward_column)
+
+    def prediction_calls(self, batch: Samples) -> tuple[str, ...]:
+        """Return the calls that ``predict`` runs: rewards are left out where the data lacks what they ask for."""
+        given = [name for name, column in batch.columns.items() if isinstance(column, tuple)]
+        missing: dict[str, list[str]] = {}
+        for functions in self._reward_functions_kept():
+            missing |= functions.missing_columns(given)
+        if not missing:
+            return super().prediction_calls(batch)
+        asked = "; ".join(f"{name!r} asks for {', '.join(map(repr, columns))}" for name, columns in missing.items())
+        rank_zero_warn(
+            f"responses are predicted without rewards: the data has the columns {sorted(given)}, and reward function "
+            f"{asked}; add them for rewards"
+        )
+        return tuple(name for name in self.evaluation_calls if name != "judge")
 
     # ---- responses that go on in the next iteration
     def setup(self, stage: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,13 +11,35 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.generation import Completion, Conversation, Environment, GenerationEngine, SamplingParams
+from lightning_realloc.generation import Completion, Conversation, Environment, GenerationEngine, SamplingParams, Turn
 from lightning_realloc.rewards.functions import RewardFunctions, Rewards
 from lightning_realloc.runtime.samples import Column, Ragged, Samples
 
 FINISH_REASONS = ("stop", "length", "environment", "unfinished")
 """What a rollout's ``finish_reason`` column counts in."""
 _FAILURES = "reward_failures/"
+
+
+class Informed:
+    """An environment that is told the data's row of each sample that it is asked about.
+
+    Args:
+        environment: Which to ask.
+        prompts: Those of all samples that may come here.
+        num_responses: To each of them, as ``prompts.repeat`` numbers them.
+    """
+
+    def __init__(self, environment: Environment, prompts: Samples, num_responses: int) -> None:
+        self._environment = environment
+        self._columns = {name: column for name, column in prompts.columns.items() if isinstance(column, tuple)}
+        self._place = {prompt: place for place, prompt in enumerate(prompts.ids.tolist())}
+        self._num_responses = num_responses
+
+    def __call__(self, turn: Turn) -> Sequence[int] | None:
+        """Return what the environment says."""
+        place = self._place[turn.sample_id // self._num_responses]
+        columns = {name: column[place] for name, column in self._columns.items()}
+        return self._environment(replace(turn, columns=columns))
 
 
 @dataclass(frozen=True, slots=True)

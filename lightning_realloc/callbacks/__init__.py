@@ -6,6 +6,7 @@ from lightning_realloc.callbacks.memory_monitor import MemoryMonitor
 from lightning_realloc.callbacks.phase import PhaseCallback
 from lightning_realloc.callbacks.predictions import PredictionWriter
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
+from lightning_realloc.callbacks.rollout_table import RolloutTable
 
 __all__ = [
     "AutoTuner",
@@ -13,5 +14,6 @@ __all__ = [
     "ParameterReallocation",
     "PhaseCallback",
     "PredictionWriter",
+    "RolloutTable",
     "SaveHuggingFace",
 ]

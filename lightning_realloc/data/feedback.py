@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_realloc.data.module import RESERVED_COLUMNS, tabulated
 from lightning_realloc.data.preferences import MEASURED_COLUMNS, with_prompt
 from lightning_realloc.data.responses import ResponseDataModule, ResponseText, cut, encoded, response_text
-from lightning_realloc.data.rows import Row, RowSource
+from lightning_realloc.data.rows import Row
 from lightning_realloc.errors import DataError
 from lightning_realloc.runtime.samples import Column, Ragged, Samples
 
@@ -37,9 +37,8 @@ class BinaryFeedbackDataModule(ResponseDataModule):
         """Return the prompts' column: equal prompts are never on both sides."""
         return "prompt"
 
-    def read(self, source: RowSource) -> tuple[Row, ...]:
-        """Return all rows; of pairs, two each."""
-        rows = super().read(source)
+    def shaped(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        """Return rows as they are; of pairs, two each."""
         if "completion" in rows[0].values or not {"chosen", "rejected"} <= set(rows[0].values):
             return rows
         return tuple(judged for row in rows for judged in _both_sides(with_prompt(row)))

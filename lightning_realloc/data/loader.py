@@ -7,7 +7,7 @@ the epoch alone, and Lightning stores a loader's place in its checkpoints, so a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ class BatchLoader:
         batch_size: Rows per batch over all ranks together.
         drop_last: Whether to leave out a last batch that is smaller than the others.
         group_size: Samples of the table that are one row, next to each other; a batch holds whole rows.
+        bucket_batches: Rows of similar length share a batch: within every so many batches of the shuffled order, rows
+            are sorted by length; then batches are shuffled. None: rows are drawn whatever their lengths.
         epoch_batches: Batches after which the trainer begins the next epoch, where it does so before all are used
             (``limit_train_batches``).
 
@@ -44,10 +46,16 @@ class BatchLoader:
         shuffle: bool = True,
         drop_last: bool = False,
         group_size: int = 1,
+        bucket_batches: int | None = None,
         epoch_batches: int | None = None,
     ) -> None:
         if batch_size < 1:
             raise DataError(f"batch_size={batch_size} must be at least 1")
+        if bucket_batches is not None and (bucket_batches < 1 or not shuffle):
+            raise DataError(
+                f"bucket_batches={bucket_batches} with shuffle={shuffle}: it counts batches, at least 1, of a shuffled "
+                f"order; set shuffle=True, or bucket_batches=None"
+            )
         self.num_rows = len(table) // group_size
         if drop_last and self.num_rows < batch_size:
             raise DataError(
@@ -60,6 +68,8 @@ class BatchLoader:
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.group_size = group_size
+        self.bucket_batches = bucket_batches
+        self._lengths = [] if bucket_batches is None else _row_lengths(table, group_size)
         self.epoch_batches = len(self) if epoch_batches is None else min(epoch_batches, len(self))
         self.epoch = 0
         self._position = 0
@@ -122,7 +132,11 @@ class BatchLoader:
         digest = hashlib.sha256(f"{self.seed},{self.epoch}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
         order: list[int] = torch.randperm(self.num_rows, generator=generator).tolist()
-        return order
+        if self.bucket_batches is None:
+            return order
+        return bucketed(
+            order, self._lengths, batch_size=self.batch_size, bucket_batches=self.bucket_batches, generator=generator
+        )
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -130,6 +144,7 @@ class BatchLoader:
             "batch_size": self.batch_size,
             "seed": self.seed,
             "shuffle": self.shuffle,
+            "bucket_batches": self.bucket_batches,
         }
 
 
@@ -156,6 +171,34 @@ class EvaluationLoader:
         step = self.batch_size * self.group_size
         for begin in range(0, len(self.table), step):
             yield self.table.select(range(begin, min(begin + step, len(self.table))))
+
+
+def bucketed(
+    order: Sequence[int], lengths: Sequence[int], *, batch_size: int, bucket_batches: int, generator: torch.Generator
+) -> list[int]:
+    """Return the rows of ``order`` so that batches cut from it hold rows of similar length, in any order of batches.
+
+    The rows of a smaller last batch stay those at the end of ``order``, whatever their lengths: which rows an epoch
+    leaves out does not depend on them.
+    """
+    num_full = len(order) // batch_size * batch_size
+    window = batch_size * bucket_batches
+    batches: list[list[int]] = []
+    for begin in range(0, num_full, window):
+        rows = sorted(order[begin : min(begin + window, num_full)], key=lambda row: lengths[row])
+        batches += [rows[at : at + batch_size] for at in range(0, len(rows), batch_size)]
+    shuffled = torch.randperm(len(batches), generator=generator).tolist()
+    return [row for index in shuffled for row in batches[index]] + list(order[num_full:])
+
+
+def _row_lengths(table: Samples, group_size: int) -> list[int]:
+    """Return the tokens of every row's sequences, all of its samples together."""
+    lengths = torch.zeros(len(table), dtype=torch.int64)
+    for name in ("prompt_ids", "response_ids"):
+        if name in table:
+            lengths += table.ragged(name).lengths
+    summed: list[int] = lengths.view(-1, group_size).sum(1).tolist()
+    return summed
 
 
 def _samples_of(rows: list[int], group_size: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.data.loader import BatchLoader, EvaluationLoader
 from lightning_realloc.data.rows import Row, RowSource, read_rows, split_by_hash
+from lightning_realloc.data.sources import is_stream
+from lightning_realloc.data.streams import RowStream, StreamLoader
 from lightning_realloc.errors import DataError
 from lightning_realloc.runtime.samples import Column, Samples
 
@@ -31,6 +34,7 @@ RESERVED_COLUMNS = frozenset(
     | {"model_mask", "num_model_tokens", "num_turns", "ended_by_environment", "versions", "stale_tokens", "began_in"}
 )
 """Names that calls produce or reward functions are given; a data set must use others."""
+_WITHOUT_STREAMING = "give the rows without streaming, such as DatasetSource(..., split='train[:1000]')"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,10 @@ class TokenLimit:
     tokens: int
     source: str
     """For error messages, e.g. ``max_prompt_tokens``."""
+
+
+class NothingFitsError(DataError):
+    """Rows of which not one can be used."""
 
 
 class RowDataModule(L.LightningDataModule, ABC):
@@ -62,6 +70,8 @@ class RowDataModule(L.LightningDataModule, ABC):
         shuffle: bool,
         drop_last: bool,
         long_rows: LongRows,
+        bucket_batches: int | None,
+        shuffle_buffer: int,
     ) -> None:
         super().__init__()
         if long_rows not in get_args(LongRows):
@@ -72,6 +82,17 @@ class RowDataModule(L.LightningDataModule, ABC):
             raise DataError(f"val_fraction={val_fraction} must be at least 0 and below 1")
         if val_data is not None and val_fraction > 0.0:
             raise DataError(f"val_data and val_fraction={val_fraction} both name held-out rows; give one of them")
+        if is_stream(val_data):
+            raise DataError(
+                "val_data is a stream, and held-out rows are read whole; name a part of it without streaming, such as "
+                "DatasetSource(..., split='test[:500]'), or give list(stream.take(500))"
+            )
+        for name, value, off in (("val_fraction", val_fraction, 0.0), ("bucket_batches", bucket_batches, None)):
+            if is_stream(data) and value != off:
+                raise DataError(
+                    f"{name}={value} looks at all rows, which a stream has not yet; leave it out, or "
+                    f"{_WITHOUT_STREAMING}"
+                )
         self.data = data
         self.batch_size = batch_size
         self.val_data = val_data
@@ -80,49 +101,55 @@ class RowDataModule(L.LightningDataModule, ABC):
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.long_rows = long_rows
+        self.bucket_batches = bucket_batches
+        self.shuffle_buffer = shuffle_buffer
         self._tokenizer = tokenizer
         self._tables: dict[str, Samples] = {}
-        self._train_loader: BatchLoader | None = None
+        self._train_loader: BatchLoader | StreamLoader | None = None
 
     @abstractmethod
     def split_column(self, rows: Sequence[Row]) -> str:
         """Return the column whose hash decides which rows are held out."""
 
     def read(self, source: RowSource) -> tuple[Row, ...]:
-        """Return all rows of a source, before any of them is held out; a subclass may bring them into one form."""
-        return read_rows(source)
+        """Return all rows of a source, before any of them is held out."""
+        return self.shaped(read_rows(source))
+
+    def shaped(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        """Return rows in the form that :meth:`tabulate` takes; a subclass may know several."""
+        return rows
 
     @abstractmethod
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
-        """Return the rows that fit as samples with ids 0, 1, ...; called once per split, on every rank alike."""
+        """Return the rows that fit as samples with ids 0, 1, ...; called on every rank alike.
+
+        Raises:
+            NothingFitsError: where not one of them does.
+        """
 
     # ---- Lightning's hooks
     def setup(self, stage: str | None = None) -> None:
-        """Read, check and tokenize all rows, so that whatever is wrong with them is found before the first step."""
-        if self._tables:
-            return
-        tokenizer = self.tokenizer
-        rows = self.read(self.data)
-        held_out: tuple[Row, ...] = ()
-        if self.val_data is not None:
-            held_out = self.read(self.val_data)
-        elif self.val_fraction > 0.0:
-            rows, held_out = self._split(rows)
-        self._tables["train"] = self.tabulate(rows, tokenizer)
-        if held_out:
-            self._tables["val"] = self.tabulate(held_out, tokenizer)
-        rank_zero_info(f"{len(self._tables['train']) // self.group_size} rows to train on, {len(held_out)} held out")
+        """Read, check and tokenize all rows, so that whatever is wrong with them is found before the first step.
 
-    def train_dataloader(self) -> BatchLoader:
+        Of a stream that is the first block, and only where it is trained on.
+        """
+        if not self._tables:
+            self._read_tables()
+        if is_stream(self.data) and self._train_loader is None and stage in (None, "fit"):
+            self._train_loader = self._stream_loader()
+
+    def train_dataloader(self) -> BatchLoader | StreamLoader:
         """Return the training batches; the same loader every time, so that its epochs go on."""
-        if self._train_loader is None:
-            table = self._table("train")
-            self._train_loader = BatchLoader(
-                table, batch_size=self.batch_size, seed=self.seed, shuffle=self.shuffle, drop_last=self.drop_last,
-                group_size=self.group_size,
+        loader = self._train_loader
+        if loader is None:
+            loader = self._train_loader = BatchLoader(
+                self._table("train"), batch_size=self.batch_size, seed=self.seed, shuffle=self.shuffle,
+                drop_last=self.drop_last, group_size=self.group_size, bucket_batches=self.bucket_batches,
             )  # fmt: skip
-        self._train_loader.epoch_batches = self._epoch_batches(len(self._train_loader))
-        return self._train_loader
+        loader.epoch_batches = (
+            self._stream_epoch() if isinstance(loader, StreamLoader) else self._epoch_batches(len(loader))
+        )
+        return loader
 
     def val_dataloader(self) -> EvaluationLoader | list[object]:
         """Return the held-out batches, in the order of the rows; none without held-out rows."""
@@ -172,11 +199,12 @@ class RowDataModule(L.LightningDataModule, ABC):
 
     def require(self, rows: Sequence[Row], *columns: str) -> None:
         """Refuse rows without one of the ``columns``."""
-        for column in columns:
-            if column not in rows[0].values:
-                raise DataError(
-                    f"{rows[0].place} has no column {column!r}, only {sorted(rows[0].values)}; name another one"
-                )
+        missing = [repr(column) for column in columns if column not in rows[0].values]
+        if missing:
+            raise DataError(
+                f"{rows[0].place} has no column {' and no column '.join(missing)}, only {sorted(rows[0].values)}; "
+                f"rename yours, or name another one"
+            )
 
     def fitted(self, row: Row, num_tokens: int, limit: TokenLimit | None, ways_out: str) -> bool:
         """Return whether the row is kept: it fits, or long rows are truncated.
@@ -192,6 +220,21 @@ class RowDataModule(L.LightningDataModule, ABC):
         raise DataError(f"{row.place} has {num_tokens} tokens, and {limit.source} allows {limit.tokens}; {ways_out}")
 
     # ---- inside
+    def _read_tables(self) -> None:
+        tokenizer = self.tokenizer
+        rows = () if is_stream(self.data) else self.read(self.data)
+        held_out: tuple[Row, ...] = ()
+        if self.val_data is not None:
+            held_out = self.read(self.val_data)
+        elif self.val_fraction > 0.0:
+            rows, held_out = self._split(rows)
+        if rows:
+            self._tables["train"] = self.tabulate(rows, tokenizer)
+        if held_out:
+            self._tables["val"] = self.tabulate(held_out, tokenizer)
+        found = "read as they are needed" if is_stream(self.data) else len(self._tables["train"]) // self.group_size
+        rank_zero_info(f"rows to train on: {found}; held out: {len(held_out)}")
+
     def _split(self, rows: tuple[Row, ...]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
         column = self.split_column(rows)
         self.require(rows, column)
@@ -204,6 +247,8 @@ class RowDataModule(L.LightningDataModule, ABC):
         return rest, held_out
 
     def _table(self, split: str) -> Samples:
+        if split == "train" and is_stream(self.data):
+            raise DataError(f"all rows of a stream cannot be tested on or predicted; {_WITHOUT_STREAMING}")
         if split not in self._tables:
             raise DataError(f"{type(self).__name__} has read no rows yet; call setup() first, as Trainer does")
         return self._tables[split]
@@ -218,6 +263,40 @@ class RowDataModule(L.LightningDataModule, ABC):
             return num_batches
         return min(limit, num_batches) if isinstance(limit, int) else int(limit * num_batches)
 
+    def _stream_loader(self) -> StreamLoader:
+        """Return the batches of a stream, of which the first rows were looked at."""
+        self._stream_epoch()
+        tokenizer = self.tokenizer
+
+        def tabulate(block: Sequence[Row]) -> Samples | None:
+            try:
+                return self.tabulate(self.shaped(tuple(block)), tokenizer)
+            except NothingFitsError:
+                return None  # of this block; a stream without a single row that fits is refused
+
+        loader = StreamLoader(
+            RowStream.open(self.data), tabulate, batch_size=self.batch_size, seed=self.seed, shuffle=self.shuffle,
+            shuffle_buffer=self.shuffle_buffer, drop_last=self.drop_last, group_size=self.group_size,
+        )  # fmt: skip
+        loader.check()
+        return loader
+
+    def _stream_epoch(self) -> int:
+        """Return after how many batches of a stream Lightning begins its next epoch."""
+        trainer = self.trainer
+        if trainer is None:
+            return sys.maxsize
+        limit, steps = trainer.limit_train_batches, trainer.max_steps
+        if isinstance(limit, int):
+            return limit
+        if limit not in (None, 1.0) or steps < 1:
+            raise DataError(
+                f"a stream has no length of which an epoch could be made: limit_train_batches={limit} and "
+                f"max_steps={steps}; give Trainer(max_steps=...), or the batches of an epoch as limit_train_batches, "
+                f"a whole number"
+            )
+        return steps
+
     def _module(self) -> object:
         return None if self.trainer is None else self.trainer.lightning_module
 
@@ -225,5 +304,5 @@ class RowDataModule(L.LightningDataModule, ABC):
 def tabulated(columns: Mapping[str, Column], num_rows: int, what: str) -> Samples:
     """Return the columns as samples with ids 0, 1, ...; refuse a split of which nothing is left."""
     if num_rows == 0:
-        raise DataError(f"no {what} is left to use; raise the token limit or give shorter ones")
+        raise NothingFitsError(f"no {what} is left to use; raise the token limit or give shorter ones")
     return Samples(torch.arange(num_rows), columns)

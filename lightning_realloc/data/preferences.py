@@ -56,11 +56,14 @@ class PreferenceDataModule(ResponseDataModule):
         drop_last: bool = True,
         max_tokens: int | None = None,
         long_rows: LongRows = "refuse",
+        bucket_batches: int | None = None,
+        shuffle_buffer: int = 1000,
         margin_column: str = "margin",
     ) -> None:
         super().__init__(
             data, batch_size=batch_size, val_data=val_data, val_fraction=val_fraction, tokenizer=tokenizer, seed=seed,
             shuffle=shuffle, drop_last=drop_last, max_tokens=max_tokens, long_rows=long_rows,
+            bucket_batches=bucket_batches, shuffle_buffer=shuffle_buffer,
         )  # fmt: skip
         self.margin_column = margin_column
 
@@ -68,9 +71,8 @@ class PreferenceDataModule(ResponseDataModule):
         """Return the prompts' column: equal prompts are never on both sides."""
         return "prompt"
 
-    def read(self, source: RowSource) -> tuple[Row, ...]:
-        """Return all rows, each with a prompt: what both sides begin with, where the data name none."""
-        rows = super().read(source)
+    def shaped(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        """Return rows each with a prompt: what both sides begin with, where the data name none."""
         self.require(rows, "chosen", "rejected")
         return tuple(with_prompt(row) for row in rows)
 

@@ -21,7 +21,8 @@ class PromptDataModule(RowDataModule):
     column of the data as python objects.
 
     Args:
-        data: A JSONL file, a list of dictionaries, or a ``datasets.Dataset``.
+        data: A JSONL or Parquet file, a folder that ``datasets`` saved, a :class:`DatasetSource`, a list of
+            dictionaries, or a ``datasets.Dataset``.
         prompt_column: Holds text, or a list of messages with ``role`` and ``content`` for the chat template.
         batch_size: Prompts per iteration, over all ranks together.
         val_data: Held-out rows, read like ``data``.
@@ -33,6 +34,9 @@ class PromptDataModule(RowDataModule):
         max_prompt_tokens: The longest prompt that is accepted; by default one less than the models have positions.
         long_prompts: What happens to longer ones: ``refuse`` them all with an error, ``truncate`` them to their last
             tokens, or ``drop`` their rows.
+        bucket_batches: Rows of similar length share a batch, chosen among so many batches of the shuffled order;
+            None: whatever their lengths.
+        shuffle_buffer: Of a stream: how many of its rows are read at a time, and shuffled.
 
     Raises:
         DataError: in ``setup``, for anything in the data that cannot be used, with its file and line.
@@ -52,10 +56,13 @@ class PromptDataModule(RowDataModule):
         drop_last: bool = True,
         max_prompt_tokens: int | None = None,
         long_prompts: LongRows = "refuse",
+        bucket_batches: int | None = None,
+        shuffle_buffer: int = 1000,
     ) -> None:
         super().__init__(
             data, batch_size=batch_size, val_data=val_data, val_fraction=val_fraction, tokenizer=tokenizer,
-            seed=seed, shuffle=shuffle, drop_last=drop_last, long_rows=long_prompts,
+            seed=seed, shuffle=shuffle, drop_last=drop_last, long_rows=long_prompts, bucket_batches=bucket_batches,
+            shuffle_buffer=shuffle_buffer,
         )  # fmt: skip
         if max_prompt_tokens is not None and max_prompt_tokens < 1:
             raise DataError(f"max_prompt_tokens={max_prompt_tokens} must be at least 1; use None for the models' limit")

@@ -28,7 +28,8 @@ class ResponseDataModule(RowDataModule):
     """What data modules of prompts with given responses have in common.
 
     Args:
-        data: A JSONL file, a list of dictionaries, or a ``datasets.Dataset``.
+        data: A JSONL or Parquet file, a folder that ``datasets`` saved, a :class:`DatasetSource`, a list of
+            dictionaries, or a ``datasets.Dataset``.
         batch_size: Rows per iteration, over all ranks together.
         val_data: Held-out rows, read like ``data``.
         val_fraction: Instead of ``val_data``: the share of ``data`` that is held out, chosen by a hash of the row.
@@ -39,6 +40,9 @@ class ResponseDataModule(RowDataModule):
         max_tokens: Most tokens of prompt and response together; by default as many as the models have positions.
         long_rows: What happens to longer ones: ``refuse`` them all with an error, ``truncate`` their responses, or
             ``drop`` them.
+        bucket_batches: Rows of similar length share a batch, chosen among so many batches of the shuffled order;
+            None: whatever their lengths.
+        shuffle_buffer: Of a stream: how many of its rows are read at a time, and shuffled.
     """
 
     def __init__(
@@ -54,10 +58,13 @@ class ResponseDataModule(RowDataModule):
         drop_last: bool = True,
         max_tokens: int | None = None,
         long_rows: LongRows = "refuse",
+        bucket_batches: int | None = None,
+        shuffle_buffer: int = 1000,
     ) -> None:
         super().__init__(
             data, batch_size=batch_size, val_data=val_data, val_fraction=val_fraction, tokenizer=tokenizer,
-            seed=seed, shuffle=shuffle, drop_last=drop_last, long_rows=long_rows,
+            seed=seed, shuffle=shuffle, drop_last=drop_last, long_rows=long_rows, bucket_batches=bucket_batches,
+            shuffle_buffer=shuffle_buffer,
         )  # fmt: skip
         if max_tokens is not None and max_tokens < 1:
             raise DataError(f"max_tokens={max_tokens} must be at least 1; use None for the models' limit")

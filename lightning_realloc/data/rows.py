@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_realloc.data.sources import DatasetSource, is_saved, parquet_rows
 from lightning_realloc.errors import DataError
 
-RowSource = str | Path | Iterable[Mapping[str, Any]]
-"""A JSONL file, a list of dictionaries, or anything that iterates over dictionaries, such as a ``datasets.Dataset``."""
+RowSource = str | Path | DatasetSource | Iterable[Mapping[str, Any]]
+"""A JSONL or Parquet file, a folder that ``datasets`` saved, a :class:`DatasetSource`, a list of dictionaries, or
+anything that iterates over dictionaries, such as a ``datasets.Dataset``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +39,29 @@ def read_rows(source: RowSource) -> tuple[Row, ...]:
             for a data set without rows.
     """
     if isinstance(source, str | Path):
-        name, rows = str(source), tuple(_read_jsonl(Path(source)))
+        name, rows = str(source), tuple(_read_path(Path(source)))
+    elif isinstance(source, DatasetSource):
+        name, rows = str(source), tuple(table_rows(source.open(), str(source)))
     else:
-        name, rows = "the data set", tuple(_read_table(source))
+        name, rows = "the data set", tuple(table_rows(source, "the data set"))
     if not rows:
         raise DataError(f"{name} holds no rows; it needs at least one")
     for row in rows[1:]:
-        _refuse_other_columns(row, rows[0])
+        refuse_other_columns(row, rows[0])
     return rows
+
+
+def table_rows(table: Iterable[Mapping[str, Any]], name: str) -> Iterator[Row]:
+    """Yield what iterates over dictionaries as rows that know their place in it.
+
+    Raises:
+        DataError: for anything else.
+    """
+    for number, values in enumerate(table):
+        place = f"row {number} of {name}"
+        if not isinstance(values, Mapping):
+            raise DataError(f"{place} must be a mapping from column to value; it is a {type(values).__name__}")
+        yield Row(place, dict(values))
 
 
 def split_by_hash(
@@ -63,7 +80,8 @@ def split_by_hash(
     return tuple(rest), tuple(chosen)
 
 
-def _refuse_other_columns(row: Row, first: Row) -> None:
+def refuse_other_columns(row: Row, first: Row) -> None:
+    """Raise DataError where a row has not the columns of the data set's first one, saying which and what to do."""
     missing = sorted(map(repr, first.values.keys() - row.values.keys()))
     extra = sorted(map(repr, row.values.keys() - first.values.keys()))
     differences = [f"{verb} {', '.join(names)}" for verb, names in (("lacks", missing), ("adds", extra)) if names]
@@ -74,9 +92,23 @@ def _refuse_other_columns(row: Row, first: Row) -> None:
         )
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
+def _read_path(path: Path) -> Iterator[Row]:
+    if path.is_dir():
+        if not is_saved(path):
+            raise DataError(
+                f"{str(path)!r} is a folder that save_to_disk() of datasets did not write; name one of its files, or "
+                f"give DatasetSource({str(path)!r}, split='train') for what datasets makes of it"
+            )
+        return table_rows(DatasetSource(str(path)).open(), str(path))
     if not path.is_file():
-        raise DataError(f"no file at {str(path)!r}; give a JSONL file, one object a line, or pass a data set")
+        raise DataError(
+            f"no file at {str(path)!r}; give a JSONL file, one object a line, a Parquet file, or a data set: of the "
+            f"Hugging Face hub as DatasetSource({str(path)!r}, split='train')"
+        )
+    return table_rows(parquet_rows(path), str(path)) if path.suffix == ".parquet" else _read_jsonl(path)
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8") as lines:
         try:
             for number, line in enumerate(lines, start=1):
@@ -95,14 +127,6 @@ def _parsed(line: str, place: str) -> Mapping[str, Any]:
     if not isinstance(values, dict):
         raise DataError(f'{place} must be a JSON object such as {{"prompt": "..."}}; it is {_short(line)}')
     return values
-
-
-def _read_table(table: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
-    for number, values in enumerate(table):
-        place = f"row {number} of the data set"
-        if not isinstance(values, Mapping):
-            raise DataError(f"{place} must be a mapping from column to value; it is a {type(values).__name__}")
-        yield Row(place, dict(values))
 
 
 def _short(line: str) -> str:

@@ -65,11 +65,14 @@ class StepDataModule(ResponseDataModule):
         drop_last: bool = True,
         max_tokens: int | None = None,
         long_rows: LongRows = "refuse",
+        bucket_batches: int | None = None,
+        shuffle_buffer: int = 1000,
         step_separator: str = "\n",
     ) -> None:
         super().__init__(
             data, batch_size=batch_size, val_data=val_data, val_fraction=val_fraction, tokenizer=tokenizer, seed=seed,
             shuffle=shuffle, drop_last=drop_last, max_tokens=max_tokens, long_rows=long_rows,
+            bucket_batches=bucket_batches, shuffle_buffer=shuffle_buffer,
         )  # fmt: skip
         self.step_separator = step_separator
 

@@ -10,9 +10,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
@@ -35,6 +35,8 @@ class Turn:
     """The response so far, with what environments appended; its last token ended the turn."""
     number: int
     """From 1."""
+    columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """In training: the data's row, column by column, its prompt as text or messages; otherwise empty."""
 
 
 class Environment(Protocol):

@@ -95,13 +95,16 @@ class RewardFunctions:
         Raises:
             RewardError: naming the function and the columns it misses.
         """
-        for name, function in self._named():
-            missing = sorted(required_columns(function) - set(columns))
-            if missing:
-                raise RewardError(
-                    f"reward function {name!r} needs the columns {missing}, the data has {sorted(columns)}; "
-                    f"add them to the data or give the function's parameters defaults"
-                )
+        for name, missing in self.missing_columns(columns).items():
+            raise RewardError(
+                f"reward function {name!r} needs the columns {missing}, the data has {sorted(columns)}; "
+                f"add them to the data or give the function's parameters defaults"
+            )
+
+    def missing_columns(self, columns: Collection[str]) -> dict[str, list[str]]:
+        """Return function name -> the columns that it asks for by name and that are missing, where there are any."""
+        missing = {name: sorted(required_columns(function) - set(columns)) for name, function in self._named()}
+        return {name: names for name, names in missing.items() if names}
 
     def __call__(
         self,

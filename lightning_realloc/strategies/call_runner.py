@@ -28,7 +28,7 @@ from lightning_realloc.strategies.inference import Inference
 from lightning_realloc.strategies.iteration import Iteration
 from lightning_realloc.strategies.lockstep import PeerFailure
 from lightning_realloc.strategies.model_pool import ModelPool
-from lightning_realloc.strategies.rates import facts_of, with_rates
+from lightning_realloc.strategies.rates import count_tokens, facts_of, with_rates
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.routes import Routes
 from lightning_realloc.strategies.tail import TailCalls
@@ -52,6 +52,8 @@ class IterationResult:
     measured in the iteration before: nobody waits for them."""
     carried: Samples | None = None
     """What generating calls left for the next iteration, from all ranks; None: nothing."""
+    shown: Samples | None = None
+    """The first samples by id, with their responses; None where none were asked for."""
 
 
 class CallRunner:
@@ -123,7 +125,7 @@ class CallRunner:
         self.counts: defaultdict[str, int] = defaultdict(int)
 
     def run_iteration(
-        self, batch: Samples, calls: Sequence[ModelFunctionCall], *, iteration: int, is_last: bool
+        self, batch: Samples, calls: Sequence[ModelFunctionCall], *, iteration: int, is_last: bool, num_shown: int = 0
     ) -> tuple[IterationResult, ...]:
         """Run an iteration's calls and return what every rank knows of each batch that was trained on.
 
@@ -133,6 +135,7 @@ class CallRunner:
             batch: What the loader supplied, the same on every rank.
             calls: In the dataflow's order.
             iteration: Iterations done before.
+            num_shown: Of how many samples all ranks are told the responses.
             is_last: Whether training may end or pause here: then all metrics are waited for, and nothing is left over.
 
         Raises:
@@ -142,6 +145,7 @@ class CallRunner:
             self._idle.begin()
             self._version = iteration - len(self._ahead)
             data = self._begin(batch, calls, iteration)
+            data.num_shown = num_shown
             now = [call for call in data.routes.calls if call.kind == "generate" or not self._max_staleness]
             self._work_on(data, now)
             due = (*self._ahead, data) if is_last or not self._max_staleness else self._ahead
@@ -245,9 +249,10 @@ class CallRunner:
         if self._max_staleness:
             metrics["staleness"] = float(self._version - data.version)
         metrics |= self._training_metrics.exchange(data, wait=is_last)
-        self._num_tokens = _count_tokens(known)
+        self._num_tokens = count_tokens(known)
         self._version += 1
-        return IterationResult(known, {name: torch.tensor(value) for name, value in metrics.items()}, data.carried)
+        told = {name: torch.tensor(value) for name, value in metrics.items()}
+        return IterationResult(known, told, data.carried, data.shown())
 
     def _workplace(self, call: ModelFunctionCall, iteration: int) -> Workplace:
         options = self._module.train_options_of(str(call.role))
@@ -362,8 +367,3 @@ class CallRunner:
 
 def _has_notes(calls: Sequence[ModelFunctionCall]) -> bool:
     return any(call.kind != "train" for call in calls)
-
-
-def _count_tokens(samples: Samples) -> int:
-    columns = (samples.ragged(name) for name in ("prompt_ids", "response_ids") if name in samples)
-    return sum(int(column.lengths.sum()) for column in columns)

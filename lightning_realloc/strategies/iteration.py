@@ -24,6 +24,8 @@ REST = -1
 """The part of a call's rows that did not go with a unit."""
 _CARRIED = "carried over"
 """Beside the names of calls: what generating calls left for the next iteration."""
+_SHOWN = "shown"
+"""Beside the names of calls: the first responses, for people to read."""
 
 
 class Iteration:
@@ -57,6 +59,9 @@ class Iteration:
         self.carried: Samples | None = None
         """What generating calls left for the next iteration on all ranks, by id, once notes were received."""
         self._my_carried: list[Samples] = []
+        self.num_shown = 0
+        """Of how many samples all ranks are told the responses."""
+        self._shown: Samples | None = None
         self._mine: dict[str, Samples] = {}
         self._early: dict[str, UnitWork] = {}
         self._notes: dict[str, Samples] = {}
@@ -175,6 +180,8 @@ class Iteration:
         made = {name: outline(part) for name, part in self._mine.items() if name not in self._made}
         if self._my_carried:
             made[_CARRIED] = Samples.concatenate(self._my_carried)
+        if (shown := self._my_shown()) is not None:
+            made[_SHOWN] = shown
         self._notes = made
         content = encode_message(self.facts, made)
         self._mailbox.send(self._mailbox.others, FrameKind.NOTES, self.run, 0, content)
@@ -193,6 +200,8 @@ class Iteration:
                 parts.setdefault(name, []).append(part)
         if _CARRIED in parts:
             self.carried = Samples.concatenate(parts[_CARRIED]).sorted_by_id()
+        if _SHOWN in parts:
+            self._shown = Samples.concatenate(parts[_SHOWN])
         for call in self.routes.calls:
             if call.name in parts:
                 table = self.table(call)
@@ -202,6 +211,16 @@ class Iteration:
     def known(self) -> Samples:
         """Return the last set of samples, with what every rank knows of them: sequences by their lengths alone."""
         return self._last_table().known.lengths_only()
+
+    def shown(self) -> Samples | None:
+        """Return the first samples by id as :meth:`known`, with their responses; None where none were asked for."""
+        if not self.num_shown:
+            return None
+        known = self._last_table().known.sorted_by_id()
+        first = known.select(range(min(self.num_shown, len(known))))
+        if self._shown is None:  # the loader's batch, which is known whole
+            return first
+        return first.with_columns(response_ids=self._shown.by_ids(first.ids).ragged("response_ids"))
 
     def gather(self, device: torch.device) -> Samples:
         """Return the last set of samples with everything that was made of them, on every rank. Collective."""
@@ -226,6 +245,15 @@ class Iteration:
             for name, work in self._early.items()
             if work.parts and tails[name] == source.name
         }
+
+    def _my_shown(self) -> Samples | None:
+        """Return the first responses that were made here; the first of all ranks are among those of each."""
+        generating = [call.name for call in self.routes.calls if call.kind == "generate"]
+        mine = self._mine.get(generating[-1]) if generating else None
+        if not self.num_shown or mine is None or "response_ids" not in mine:
+            return None
+        first = mine.sorted_by_id().select(range(min(self.num_shown, len(mine))))
+        return Samples(first.ids, {"response_ids": first.ragged("response_ids")})
 
     def _last_table(self) -> SampleTable:
         tables = [self._made_table(call) for call in self.routes.calls if call.kind == "generate"]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from lightning_realloc.generation import GenerationStats
 from lightning_realloc.generation.migration import MigrationStats
 from lightning_realloc.runtime.executor import ReallocationReport
+from lightning_realloc.runtime.samples import Samples
 
 ITERATION_S = "iteration_s"
 """Seconds of the iteration before, as one rank tells them to the others."""
@@ -35,6 +36,12 @@ def facts_of_migration(call: str, stats: MigrationStats, rank: int) -> dict[str,
 def facts_of_preemptions(call: str, stats: GenerationStats, rank: int) -> dict[str, float]:
     """Return what one rank tells of a call whose cache is bounded."""
     return {f"{_PREEMPTIONS}{call}/{rank}": float(stats.num_preemptions)}
+
+
+def count_tokens(samples: Samples) -> int:
+    """Return how many tokens prompts and responses have together."""
+    columns = (samples.ragged(name) for name in ("prompt_ids", "response_ids") if name in samples)
+    return sum(int(column.lengths.sum()) for column in columns)
 
 
 def with_rates(facts: Mapping[str, float], *, num_tokens: int) -> dict[str, float]:

@@ -126,6 +126,10 @@ class ReallocStrategy(SteppingStrategy):
         self._offloader: Offloader | None = None
         self._placed_module: nn.Module | None = None
         self._overlap: Overlap = overlap
+        self.num_shown = 0
+        """Of how many samples of an iteration every rank is to be told the responses."""
+        self.shown: tuple[Samples, ...] = ()
+        """These samples, of each batch that the last iteration trained on."""
         self.lengths: Lengths | None = None
         """Of the latest iteration's sequences; None before it, and where it has no prompts with responses."""
         self._reallocation: ParameterReallocation | None = None
@@ -326,7 +330,10 @@ class ReallocStrategy(SteppingStrategy):
         trainer: Any = module.trainer
         calls = [call for call in self.pool.dataflow.iteration_calls if module.runs(call.name, self.iteration)]
         is_last = trainer.is_last_batch or self.iteration + 1 == trainer.max_steps
-        results = self.runner.run_iteration(batch, calls, iteration=self.iteration, is_last=is_last)
+        results = self.runner.run_iteration(
+            batch, calls, iteration=self.iteration, is_last=is_last, num_shown=self.num_shown
+        )
+        self.shown = tuple(result.shown for result in results if result.shown is not None)
         for result in results:
             self.lengths = lengths_of(result.samples)
             module.log_dict(dict(result.metrics), batch_size=1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_realloc.algorithms.environments import import_environment, make_environment
-from lightning_realloc.algorithms.rollout import Dialogue, response_summary, rollout_of
+from lightning_realloc.algorithms.rollout import Dialogue, Informed, response_summary, rollout_of
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Completion, Conversation, Turn
 from lightning_realloc.runtime.samples import Ragged, Samples
@@ -158,6 +158,23 @@ def estimated(module: Any, samples: Samples) -> dict[str, list[float]]:
     """Return the numbers of what PPO estimates for one sample."""
     made = type(module).__mro__[1].estimate_advantages(module, samples)
     return {name: (c.values if isinstance(c, Ragged) else c).tolist() for name, c in made.items()}
+
+
+def test_an_environment_is_told_the_row_that_the_rewards_are_told() -> None:
+    prompts = Samples(
+        torch.tensor([7, 9]), {"prompt": ("a", "b"), "answer": (1, 2), "prompt_ids": Ragged.from_list([[5], [6]])}
+    )
+    seen = []
+
+    def listen(turn: Turn) -> None:
+        seen.append((turn.sample_id, dict(turn.columns), turn.number))
+
+    environment = Informed(listen, prompts, num_responses=3)
+    for sample_id in (29, 21, 23, 27):  # samples 3i to 3i + 2 are of prompt i
+        environment(Turn(sample_id, 0, (5,), (11,), 2))
+    first, second = {"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}
+    assert seen == [(29, second, 2), (21, first, 2), (23, first, 2), (27, second, 2)]
+    assert Turn(0, 0, (5,), (11,), 1).columns == {}
 
 
 # ---- settings

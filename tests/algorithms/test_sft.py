@@ -59,3 +59,26 @@ def test_scores_are_summarized_per_token() -> None:
     assert measured["response_logprobs"].tolist() == [-3.0, 0.0, -4.0]
     # 7 nats over 7 tokens, known from the lengths alone
     assert float(module.summarize(scored.with_columns(**measured).lengths_only())["loss"]) == pytest.approx(1.0)
+
+
+def test_what_is_learnt_of_a_pair_does_not_depend_on_the_others_in_its_pack() -> None:
+    model, device = tiny_model("llama"), torch.device("cpu")
+    module, embedded = runs.sft(actor=model), []
+    model.get_input_embeddings().register_forward_hook(lambda layer, given, made: embedded.append(made))
+    for row in range(3):
+        alone = pairs().select([row])
+        # Only this pair counts: the others say the same tokens, and not one of them was chosen by a model.
+        mask = [[index == row] * len(response) for index, response in enumerate(RESPONSES)]
+        counted = pairs().with_columns(model_mask=Ragged.from_list(mask, dtype=torch.bool))
+        gradients = []
+        for samples in (alone, counted):
+            packed = pack_columns(samples, device)
+            model.zero_grad()
+            loss = module.actor_loss(model, packed, Totals(1, len(RESPONSES[row])))
+            embedded[-1].retain_grad()
+            loss.value.backward()
+            touched = embedded[-1].grad[0].abs().sum(-1) > 0
+            own = packed.ids[packed.sample_index] == row
+            assert not touched[~own].any() and touched[own][:-1].all(), "a pair sees another one"
+            gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+        torch.testing.assert_close(gradients[1], gradients[0], atol=1e-6, rtol=1e-5)

@@ -20,26 +20,26 @@ from tests.workers import WorkerPool
 ROWS = [{"prompt": f"prompt {number}", "tag": f"№ {number}"} for number in range(5)]
 
 
-def predict(folder: str) -> list[dict[str, Any]]:
-    """Write predictions for all rows, and return what is in the file."""
+def predict(folder: str) -> None:
+    """Write predictions for all rows."""
     world_size = runs.world_size()
     sampling = replace(runs.SAMPLING, n=2)
     models = {role: tiny_model("llama", vocab_size=259) for role in ("actor", "reference")}
     module = runs.grpo(evaluation_sampling=sampling, **models)
-    path = Path(folder) / "made" / "predictions.jsonl"
-    trainer = runs.trainer("realloc", world_size, callbacks=[PredictionWriter(path)])
+    writer = PredictionWriter(Path(folder) / "made" / "predictions.jsonl")
+    trainer = runs.trainer("realloc", world_size, callbacks=[writer])
     data = PromptDataModule(ROWS, batch_size=2, tokenizer=byte_tokenizer())
     trainer.predict(module, data, return_predictions=False)
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def test_rows_come_in_order_and_are_the_same_for_any_number_of_ranks(workers: WorkerPool, tmp_path: Path) -> None:
     found: list[Any] = []
     for world_size in (1, 2):
         folder = tmp_path / str(world_size)
-        first, *_ = workers.run(predict, str(folder), world_size=world_size, init_process_group=False)
-        assert [file.name for file in (folder / "made").iterdir()] == ["predictions.jsonl"]
-        found.append(first)
+        workers.run(predict, str(folder), world_size=world_size, init_process_group=False)
+        (file,) = (folder / "made").iterdir()
+        assert file.name == "predictions.jsonl"
+        found.append([json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()])
     # two responses to each of five prompts
     assert [row["tag"] for row in found[0]] == [f"№ {number // 2}" for number in range(10)]
     assert [row["prompt_id"] for row in found[0]] == [number // 2 for number in range(10)]
@@ -78,17 +78,30 @@ def needs_answer(completions: list[str], answer: list[str], **columns: Any) -> l
     return [0.0] * len(completions)
 
 
-def predict_without_a_column() -> str:
-    """Return what data without a column that a reward function needs is told, before anything is generated."""
-    batches = runs.Batches(1, size=3)
-    with pytest.raises(RewardError) as caught:
-        runs.trainer("realloc", 1).predict(runs.grpo(reward=needs_answer), batches)
-    return str(caught.value)
+def run_without_a_column(folder: str, algorithm: str) -> tuple[str, list[dict[str, Any]], str]:
+    """Return what data without a column that a reward function needs is told, and what is predicted all the same."""
+    batches, path = runs.Batches(2, size=3), Path(folder) / f"{algorithm}.jsonl"
+    module = getattr(runs, algorithm)(reward=needs_answer)
+    trainer = runs.trainer("realloc", 1, callbacks=[PredictionWriter(path)])
+    with pytest.warns(UserWarning, match="responses are predicted without rewards") as caught:
+        trainer.predict(module, batches)
+    with pytest.raises(RewardError) as refused:
+        runs.trainer("realloc", 1).validate(module, batches)
+    told = next(str(entry.message) for entry in caught if "without rewards" in str(entry.message))
+    return told, [json.loads(line) for line in path.read_text().splitlines()], str(refused.value)
 
 
-def test_rows_that_cannot_be_judged_are_refused_by_column(workers: WorkerPool) -> None:
-    (told,) = workers.run(predict_without_a_column, world_size=1, init_process_group=False)
-    assert "'needs_answer' needs the columns ['answer']" in told
+@pytest.mark.parametrize(("algorithm", "reward"), [("grpo", "reward"), ("ppo", "score")])
+def test_rows_that_cannot_be_judged_are_predicted_without_rewards(
+    workers: WorkerPool, tmp_path: Path, algorithm: str, reward: str
+) -> None:
+    ((told, rows, refused),) = workers.run(
+        run_without_a_column, str(tmp_path), algorithm, world_size=1, init_process_group=False
+    )
+    assert "the data has the columns ['prompt'], and reward function 'needs_answer' asks for 'answer'" in told
+    assert [row["prompt"] for row in rows] == [f"prompt {number}" for number in range(6)]
+    assert all(row["num_response_tokens"] > 0 and reward not in row for row in rows)
+    assert "'needs_answer' needs the columns ['answer']" in refused
 
 
 class Plain(L.LightningModule):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_realloc.data.loader import BatchLoader, EvaluationLoader
 from lightning_realloc.errors import CheckpointError, DataError
-from lightning_realloc.runtime.samples import Samples
+from lightning_realloc.runtime.samples import Ragged, Samples
 
 
 def _table(num_rows: int) -> Samples:
@@ -158,3 +160,83 @@ def test_a_trainer_resumes_from_a_checkpoint_written_at_the_end_of_an_epoch(tmp_
     saver = L.pytorch.callbacks.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     whole = _fit(-1, max_epochs=3, callbacks=[saver], enable_checkpointing=True)
     assert whole[:5] + _fit(-1, max_epochs=3, resume=tmp_path / "epoch=0.ckpt") == whole
+
+
+def _long_table(num_rows: int, group_size: int = 1) -> Samples:
+    """Return rows of 1 to 40 tokens, at random, as prompts and responses."""
+    lengths = torch.randint(1, 20, (num_rows * group_size,), generator=torch.Generator().manual_seed(0)).tolist()
+    sequences = Ragged.from_list([[1] * length for length in lengths])
+    return Samples(torch.arange(num_rows * group_size), {"prompt_ids": sequences, "response_ids": sequences})
+
+
+def _spread(loader: BatchLoader) -> int:
+    """Return the sum over batches of the longest row's tokens less the shortest one's."""
+    lengths = [batch.ragged("prompt_ids").lengths.view(-1, loader.group_size).sum(1) for batch in loader]
+    return sum(int(of.max() - of.min()) for of in lengths)
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_buckets_hold_rows_of_similar_length_and_every_row_once(group_size: int) -> None:
+    table = _long_table(50, group_size)
+    settings = {"batch_size": 4, "seed": 3, "group_size": group_size}
+    plain, some, all_rows = (BatchLoader(table, bucket_batches=count, **settings) for count in (None, 3, 100))
+    epochs = [_epoch(loader) for loader in (plain, some, all_rows)]
+    assert all(sorted(chain(*epoch)) == list(range(50 * group_size)) for epoch in epochs)
+    assert all(len(epoch) == 13 and epoch[-1] == epochs[0][-1] for epoch in epochs)
+    # Three batches of the shuffled order hold the rows of three batches of the buckets.
+    first = set(chain(*epochs[0][:3]))
+    assert sum(set(batch) <= first for batch in epochs[1]) == 3
+    spreads = [_spread(loader) for loader in (plain, some, all_rows)]
+    assert spreads[0] > spreads[1] > spreads[2]
+    means = [batch.ragged("prompt_ids").lengths.float().mean().item() for batch in all_rows]
+    assert means != sorted(means), "short batches do not all come first"
+
+
+def test_a_bucketed_order_is_resumed_and_is_another_one_than_without() -> None:
+    def loader(bucket_batches: int | None) -> BatchLoader:
+        return BatchLoader(_long_table(20), batch_size=3, seed=1, bucket_batches=bucket_batches)
+
+    whole, begun, resumed = loader(4), loader(4), loader(4)
+    expected = _epoch(whole) + _epoch(whole)
+    batches = iter(begun)
+    assert [next(batches).ids.tolist() for _ in range(5)] == expected[:5]
+    resumed.load_state_dict(begun.state_dict())
+    assert _epoch(resumed) + _epoch(resumed) == expected[5:]
+    with pytest.raises(CheckpointError, match="bucket_batches=4 and this run bucket_batches=None"):
+        loader(None).load_state_dict(begun.state_dict())
+    older = {name: value for name, value in loader(None).state_dict().items() if name != "bucket_batches"}
+    loader(None).load_state_dict(older)
+    with pytest.raises(DataError, match="bucket_batches=4 with shuffle=False"):
+        BatchLoader(_long_table(4), batch_size=2, shuffle=False, bucket_batches=4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 40), st.integers(1, 7), st.integers(1, 12), st.integers(0, 3), st.booleans(), st.integers(0, 20)
+)  # fmt: skip
+def test_bucketed_batches_follow_from_the_seed_alone_and_resume_anywhere(
+    num_rows: int, batch_size: int, bucket_batches: int, seed: int, drop_last: bool, stop: int
+) -> None:
+    batch_size = min(batch_size, num_rows)
+    table, lengths = _long_table(num_rows), _long_table(num_rows).ragged("prompt_ids").lengths
+
+    def loader(buckets: int | None = bucket_batches) -> BatchLoader:
+        return BatchLoader(table, batch_size=batch_size, seed=seed, drop_last=drop_last, bucket_batches=buckets)
+
+    def draw(batches: BatchLoader, count: int) -> list[list[int]]:
+        epochs = chain.from_iterable(iter(batches) for _ in range(count + 1))
+        return [batch.ids.tolist() for batch in islice(epochs, count)]
+
+    whole, begun, resumed = draw(loader(), 45), loader(), loader()
+    assert draw(begun, stop) == whole[:stop]
+    resumed.load_state_dict(begun.state_dict())
+    assert draw(resumed, 45 - stop) == whole[stop:]
+    # Without buckets an epoch holds the same rows; within a window, batches do not overlap in length.
+    num_batches, num_full = len(loader()), num_rows // batch_size
+    plain = draw(loader(None), num_batches)
+    assert sorted(chain(*whole[:num_batches])) == sorted(chain(*plain))
+    for begin in range(0, num_full, bucket_batches):
+        window = set(chain(*plain[begin : min(begin + bucket_batches, num_full)]))
+        inside = [sorted(int(lengths[row]) for row in batch) for batch in whole[:num_full] if set(batch) <= window]
+        assert sum(map(len, inside)) == len(window)
+        assert all(before[-1] <= after[0] for before, after in pairwise(sorted(inside)))

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lightning_realloc.data.rows import read_rows, split_by_hash
+from lightning_realloc.data.rows import Row, read_rows, split_by_hash
 from lightning_realloc.errors import DataError
 
 
@@ -74,3 +78,34 @@ def test_held_out_rows_depend_on_their_text_and_the_seed_alone() -> None:
     reversed_rest, reversed_held_out = split_by_hash(rows[::-1], "prompt", fraction=0.2, seed=1)
     assert (reversed_rest[::-1], reversed_held_out[::-1]) == (rest, held_out)
     assert split_by_hash(rows, "prompt", fraction=0.2, seed=2)[1] != held_out
+
+
+MESSAGES = st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": st.text(max_size=3)}), max_size=2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.text(max_size=3) | MESSAGES, max_size=30), st.integers(0, 3), st.floats(0, 1), st.floats(0, 1),
+    st.randoms(),
+)  # fmt: skip
+def test_a_row_stays_on_its_side_whatever_other_rows_there_are(
+    prompts: list[Any], seed: int, one: float, other: float, random: Random
+) -> None:
+    rows = [Row(f"row {place}", {"prompt": prompt, "place": place}) for place, prompt in enumerate(prompts)]
+    smaller, larger = sorted((one, other))
+    rest, held_out = split_by_hash(rows, "prompt", fraction=smaller, seed=seed)
+    assert sorted((*rest, *held_out), key=rows.index) == rows
+    # A larger share holds out the same rows and more; some of the rows, in any order, fall as they did among all.
+    _, more = split_by_hash(rows, "prompt", fraction=larger, seed=seed)
+    assert all(row in more for row in held_out)
+    some = random.sample(rows, len(rows) // 2)
+    assert split_by_hash(some, "prompt", fraction=smaller, seed=seed) == (
+        tuple(row for row in some if row in rest), tuple(row for row in some if row in held_out),
+    )  # fmt: skip
+
+
+def test_the_split_is_the_same_one_in_every_version() -> None:
+    rows = read_rows([{"prompt": f"prompt {number}"} for number in range(12)])
+    _, held_out = split_by_hash(rows, "prompt", fraction=0.25, seed=0)
+    # SHA-256 of '[0, "prompt 0"]' begins with 0x0a67: 0.04 of the unit.
+    assert [rows.index(row) for row in held_out] == [0, 2, 4, 7, 8, 9, 10]

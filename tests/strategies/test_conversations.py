@@ -27,6 +27,13 @@ def never(turn: Turn) -> None:
     """End every response after its first turn."""
 
 
+def informed(turn: Turn) -> list[int] | None:
+    """Answer as the tool does, whoever is told of the right row of the data."""
+    if turn.columns != {"prompt": f"prompt {turn.sample_id // SAMPLING.n}"}:
+        raise ValueError(f"sample {turn.sample_id} is told of {turn.columns}")
+    return tool(turn)
+
+
 def unreliable(turn: Turn) -> list[int] | None:
     """Raise for every third sample, hang for the one behind it, and answer the others."""
     if turn.sample_id % 3 == 0:
@@ -70,12 +77,13 @@ def test_an_environment_that_never_answers_changes_nothing(workers: WorkerPool, 
 
 @pytest.mark.parametrize(("name", "layout"), [("grpo", "dp2"), ("grpo", "fsdp2"), ("ppo", "dp2")])
 def test_conversations_are_learnt_from_alike_on_one_rank_and_two(workers: WorkerPool, name: str, layout: str) -> None:
-    settings: dict[str, Any] = {"environment": tool, "conversation": Conversation(max_turns=2)}
+    settings: dict[str, Any] = {"environment": informed, "conversation": Conversation(max_turns=2)}
     alone, together = run(workers, name, "dp1", 1, **settings), run(workers, name, layout, 2, **settings)
     assert together.tokens == alone.tokens
     assert together.rewards == alone.rewards
     assert runs.largest_difference(together.weights, alone.weights) < 1e-4
     first = alone.logged[0]
+    assert first["environment_failures"] == 0.0
     assert 1.0 < first["turns"] < 2.0 and 0.0 < first["ended_by_environment"] < 1.0
     # Lengths are of the model's tokens alone.
     whole = [sum(map(len, rows)) / len(rows) for rows in alone.tokens]
@@ -94,7 +102,7 @@ def test_conversations_are_handed_on_early_and_made_ahead(workers: WorkerPool, s
 
 def run_with_moves(moves: bool) -> tuple[Outcome, list[float]]:
     """Return what two iterations come to, and how many samples moved in each."""
-    module = runs.grpo(sampling=SAMPLING, environment=tool, sample_reallocation=moves)
+    module = runs.grpo(sampling=SAMPLING, environment=informed, sample_reallocation=moves)
     moved = Moved()
     with mock.patch.multiple(migration, plan_balance=at_random, PERIOD_STEPS=1):
         outcome = runs.train(module, plan_of(module, "dp2"), 2, Batches(2), callbacks=[moved])
@@ -106,6 +114,7 @@ def test_conversations_go_on_where_their_samples_move(workers: WorkerPool) -> No
         workers.run(run_with_moves, moves, world_size=2, init_process_group=False)[0] for moves in (False, True)
     )
     assert sum(counts) >= 1
+    assert all(step["environment_failures"] == 0.0 for step in moved.logged)
     assert moved.tokens == stayed.tokens
     assert runs.largest_difference(moved.weights, stayed.weights) < 1e-4
 

@@ -16,9 +16,9 @@ from lightning_realloc.generation import RolloutBudget, SamplingParams
 from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies import ReallocStrategy
-from tests.generation.dialogues import tool
 from tests.strategies import runs
 from tests.strategies.runs import Batches
+from tests.strategies.test_conversations import informed
 from tests.strategies.test_set_plan import Move
 from tests.strategies.test_speculation import plan_of
 from tests.workers import WorkerFailure, WorkerPool
@@ -141,7 +141,7 @@ def test_a_budget_that_is_never_spent_changes_nothing(workers: WorkerPool, name:
 
 @pytest.mark.parametrize(
     ("name", "layout", "environment"),
-    [("grpo", "dp2", None), ("grpo", "fsdp2", None), ("ppo", "tp2", None), ("grpo", "dp2", tool)],
+    [("grpo", "dp2", None), ("grpo", "fsdp2", None), ("ppo", "tp2", None), ("grpo", "dp2", informed)],
 )
 def test_responses_in_pieces_are_those_in_one(
     workers: WorkerPool, name: str, layout: str, environment: Any
@@ -159,6 +159,7 @@ def test_responses_in_pieces_are_those_in_one(
     assert len(done) == len(everything) - carried[-1]
     # Reward functions see the columns of the prompt that a response belongs to, also in a later iteration.
     assert all(text == f"prompt {sample_id // 2}" for sample_id, text in pieces.objects.items())
+    assert all(step.get("environment_failures", 0.0) == 0.0 for step in pieces.logged)  # and so does an environment
     assert pieces.logged[0]["staleness"] == 0.0 and max(step["staleness"] for step in pieces.logged) > 0.0
 
 

@@ -1,0 +1,116 @@
+"""Which tables are read by other packages: Parquet files by ``pyarrow``, everything else of ``datasets`` by itself.
+
+Neither package is required: each is imported by the first source that needs it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lightning_realloc.errors import DataError
+
+_ROWS_AT_A_TIME = 1000
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+"""The end of a file's name -> what ``datasets`` calls the way to read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSource:
+    """A data set that the package ``datasets`` finds: on the Hugging Face hub, or in a folder."""
+
+    path: str
+    """A name such as ``openai/gsm8k``, a file, a folder of files, or one that ``save_to_disk`` wrote."""
+    split: str = "train"
+    """One of its splits, or a part of one: ``train[:1000]``. A folder saved from a single split has no other."""
+    name: str | None = None
+    """The configuration, for data sets that have several: ``main``."""
+    revision: str | None = None
+    """The branch, tag or commit on the hub."""
+    streaming: bool = False
+    """Whether rows are read as they are needed, instead of all of them before the first step."""
+
+    def __str__(self) -> str:
+        return f"{self.path} [{self.split}]"
+
+    def open(self) -> Iterable[Mapping[str, Any]]:
+        """Return the rows, those of a stream not read yet.
+
+        Raises:
+            DataError: without the package, the data set or the split.
+        """
+        datasets = _package("datasets", f"reading {self}")
+        try:
+            return self._saved(datasets) if is_saved(Path(self.path)) else self._loaded(datasets)
+        except DataError:
+            raise
+        except Exception as error:  # of any of the packages that may fetch it
+            raise DataError(
+                f"{self} cannot be loaded: {_first_line(error)}; check its path, name and split. Without a network, "
+                f"load it once where there is one, save_to_disk() it, and give the folder as path"
+            ) from error
+
+    def _loaded(self, datasets: Any) -> Iterable[Mapping[str, Any]]:
+        settings: dict[str, Any] = {"split": self.split, "revision": self.revision, "streaming": self.streaming}
+        path = Path(self.path)
+        if path.is_file() and path.suffix in _BUILDERS:
+            found = datasets.load_dataset(_BUILDERS[path.suffix], data_files=self.path, **settings)
+        else:
+            found = datasets.load_dataset(self.path, self.name, **settings)
+        return found  # type: ignore[no-any-return]
+
+    def _saved(self, datasets: Any) -> Iterable[Mapping[str, Any]]:
+        table: Any = datasets.load_from_disk(self.path)
+        if isinstance(table, Mapping):
+            if self.split not in table:
+                raise DataError(
+                    f"{self.path} holds the splits {', '.join(table)}; split={self.split!r} is none of them"
+                )
+            table = table[self.split]
+        return table.to_iterable_dataset() if self.streaming else table  # type: ignore[no-any-return]
+
+
+def is_stream(source: object) -> bool:
+    """Return whether a source's rows are to be read as they are needed; nothing is opened for that."""
+    if isinstance(source, DatasetSource):
+        return source.streaming
+    datasets: Any = sys.modules.get("datasets")  # whoever has such an object imported it
+    return datasets is not None and isinstance(source, datasets.IterableDataset)
+
+
+def is_saved(folder: Path) -> bool:
+    """Return whether ``save_to_disk`` wrote this folder."""
+    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a Parquet file.
+
+    Raises:
+        DataError: without the package, or for a file that is none.
+    """
+    parquet = _package("pyarrow.parquet", f"reading {path}")
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME):
+                yield from batch.to_pylist()
+    except (OSError, ValueError) as error:  # what pyarrow's own errors are, too
+        raise DataError(f"{path} is not a Parquet file that can be read: {_first_line(error)}") from error
+
+
+def _package(name: str, purpose: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise DataError(
+            f"{purpose} needs the package {name.partition('.')[0]}; pip install 'lightning-realloc[datasets]', or give "
+            f"the rows as JSONL"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,188 @@
+"""The table of rollouts: what it holds on one rank and on two, in every mode, and where it is written."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+
+from lightning_realloc.algorithms.best_of_n import BestOfN
+from lightning_realloc.callbacks import RolloutTable
+from lightning_realloc.callbacks.rollout_table import markdown
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.samples import Samples
+from tests.models import byte_tokenizer, tiny_model
+from tests.strategies import runs
+from tests.workers import WorkerPool
+
+APART = runs.calls(actor_train="dp1@0", actor_generate="dp1@1", reference_infer="dp1@1")
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+class RecordedBestOfN(runs.Recorded, BestOfN):
+    """Keeps what it learns from, which are fewer samples than it generates."""
+
+
+def best_of_n() -> RecordedBestOfN:
+    """Return one that begins as `runs.grpo` does."""
+    return RecordedBestOfN(
+        tiny_model("llama"), runs.low_tokens, sampling=runs.SAMPLING, learning_rate=1e-2, tokenizer=byte_tokenizer()
+    )  # fmt: skip
+
+
+def show(folder: str, options: Mapping[str, Any], algorithm: str) -> list[dict[str, str]]:
+    """Train four iterations with a table every two, and return what it should hold of the first three samples."""
+    world_size = runs.world_size()
+    module, seen = best_of_n() if algorithm == "best_of_n" else getattr(runs, algorithm)(), []
+
+    def summarize(samples: Samples) -> dict[str, Tensor]:
+        seen.append(samples.sorted_by_id())
+        return type(module).summarize(module, samples)
+
+    module.summarize = summarize
+    table = RolloutTable(every_n_steps=2, num_samples=3, path=Path(folder) / "rollouts.csv")
+    trainer = runs.trainer(
+        runs.ReallocStrategy(**options), world_size, callbacks=[table], max_steps=4, max_epochs=-1
+    )  # fmt: skip
+    trainer.fit(module, runs.Batches(2))
+    decode, column = byte_tokenizer().decode, "scores" if algorithm == "ppo" else "rewards"
+    return [
+        {"response": decode(tokens, skip_special_tokens=True), "reward": f"{reward:.6g}"}
+        for samples in seen[1::2]
+        for tokens, reward in list(zip(runs.rows_of_tokens(samples), samples.tensor(column).tolist(), strict=True))[:3]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "algorithm"),
+    [
+        (1, {}, "grpo"),
+        (2, {"plan": "static"}, "grpo"),
+        (2, {"max_staleness": 1}, "grpo"),
+        (2, {"overlap": "none"}, "ppo"),
+        (2, {"plan": "static"}, "best_of_n"),
+        (2, {"plan": APART, "overlap": "iterations", "max_staleness": 1}, "grpo"),
+    ],
+)
+def test_the_first_samples_are_shown_with_their_rewards(
+    workers: WorkerPool, tmp_path: Path, world_size: int, options: dict[str, Any], algorithm: str
+) -> None:
+    expected, *_ = workers.run(show, str(tmp_path), options, algorithm, world_size=world_size, init_process_group=False)
+    rows = read(tmp_path / "rollouts.csv")
+    name = "score" if algorithm == "ppo" else "reward"
+    assert [{"response": row["response"], "reward": row[name]} for row in rows] == expected
+    shown = [6, 7, 8] if algorithm == "best_of_n" else [6, 6, 7]
+    assert [row["prompt"] for row in rows] == [f"prompt {number}" for number in shown] * 2
+    assert [file.name for file in tmp_path.iterdir()] == ["rollouts.csv"], "one file, whatever the ranks"
+
+
+class Tables(WandbLogger):
+    """Keeps the tables that Weights & Biases would be given; its own package need not be there."""
+
+    def __init__(self) -> None:
+        self.tables: list[tuple[int, list[str], list[list[str]]]] = []
+
+    @property
+    def name(self) -> str:
+        """A name."""
+        return "tables"
+
+    @property
+    def version(self) -> str:
+        """A version."""
+        return "0"
+
+    @property
+    def experiment(self) -> None:
+        """No run."""
+
+    @property
+    def save_dir(self) -> None:
+        """Nowhere."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Leave metrics out."""
+
+    def log_hyperparams(self, *args: Any, **options: Any) -> None:
+        """Leave settings out."""
+
+    def log_text(
+        self, key: str, columns: Any = None, data: Any = None, dataframe: Any = None, step: Any = None
+    ) -> None:
+        """Keep a table."""
+        assert key == "rollouts"
+        self.tables.append((step, columns, data))
+
+    def finalize(self, status: str) -> None:
+        """Do nothing."""
+
+
+def show_everywhere(folder: str) -> Any:
+    """Return what each logger was given, of supervised pairs, in a run and in one that goes on from its checkpoint."""
+    tables = Tables()
+
+    def run(steps: int, **options: Any) -> str:
+        loggers = [CSVLogger(folder, name="", version="csv"), TensorBoardLogger(folder, name="", version="tb"), tables]
+        table = RolloutTable(every_n_steps=1, num_samples=2, path=f"{folder}/own.csv")
+        trainer = runs.trainer("realloc", 1, callbacks=[table], logger=loggers, max_steps=steps, max_epochs=-1)
+        trainer.fit(runs.sft(), runs.Batches(3, responses=True), **options)
+        trainer.save_checkpoint(f"{folder}/at-{steps}.ckpt", weights_only=False)
+        return f"{folder}/at-{steps}.ckpt"
+
+    checkpoint = run(1)
+    run(2, ckpt_path=checkpoint)
+    return tables.tables
+
+
+def test_every_logger_that_can_shows_it_and_a_resumed_run_goes_on(workers: WorkerPool, tmp_path: Path) -> None:
+    (tables,) = workers.run(show_everywhere, str(tmp_path), world_size=1, init_process_group=False)
+    own = read(tmp_path / "own.csv")
+    assert [row["step"] for row in own] == ["1", "1", "2", "2"]
+    assert [row["prompt"] for row in own[:2]] == ["prompt 0", "prompt 1"]
+    assert read(tmp_path / "csv" / "rollouts.csv") == own
+    assert [step for step, *_ in tables] == [1, 2]
+    assert [dict(zip(columns, cells, strict=True)) for _, columns, rows in tables for cells in rows] == own
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    (tag,) = (tag for tag in events.Tags()["tensors"] if tag.startswith("rollouts"))
+    texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors(tag)]
+    assert [text.count("\n") for text in texts] == [3, 3]
+    assert f"| 2 | {own[3]['prompt']} |" in texts[1]
+
+
+def test_markdown_keeps_a_row_on_a_line() -> None:
+    rows = [{"step": 1, "response": "a|b\nc", "reward": None}, {"step": 1, "response": "d" * 2000, "reward": 0.25}]
+    header, rule, first, second = markdown(rows).split("\n")
+    assert (header, rule) == ("| step | response | reward |", "| --- | --- | --- |")
+    assert first == "| 1 | a\\|b ⏎ c |  |"
+    assert second == f"| 1 | {'d' * 999}… | 0.25 |"
+
+
+class Elsewhere:
+    """Stands for a Trainer before a fit."""
+
+    def __init__(self, strategy: object, *loggers: Logger) -> None:
+        self.strategy = strategy
+        self.loggers = loggers
+
+
+def test_a_table_that_nobody_would_see_is_refused() -> None:
+    trainer: Any = Elsewhere(runs.ReallocStrategy())
+    with pytest.raises(ConfigError, match=r"the loggers are: none; add one, or give path='rollouts.csv'"):
+        RolloutTable().setup(trainer, runs.grpo(), "fit")
+    RolloutTable(path="rollouts.csv").setup(trainer, runs.grpo(), "fit")
+    RolloutTable().setup(trainer, runs.grpo(), "validate")
+    with pytest.raises(ConfigError, match="this is RecordedGRPO under object"):
+        RolloutTable(path="rollouts.csv").setup(Elsewhere(object()), runs.grpo(), "fit")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="num_samples=0 must be at least 1"):
+        RolloutTable(num_samples=0)
