@@ -43,7 +43,20 @@ class TokenLimit:
 
 
 class RowDataModule(L.LightningDataModule, ABC):
-    """Global batches of :class:`Samples` from rows; a subclass says how rows become columns."""
+    """Global batches of :class:`Samples` from rows; a subclass says how rows become columns.
+
+    Args:
+        data: A JSONL file, a list of dictionaries, or a ``datasets.Dataset``.
+        batch_size: Rows per iteration, over all ranks together.
+        val_data: Held-out rows, read like ``data``.
+        val_fraction: Instead of ``val_data``: the share of ``data`` that is held out, chosen by a hash of the row.
+        tokenizer: A Hugging Face name, folder or tokenizer; by default the LightningModule's.
+        seed: Of the order of the rows and of what is held out.
+        shuffle: Whether rows come in another order every epoch.
+        drop_last: Whether an epoch leaves out a last batch that is smaller than the others.
+        long_rows: What happens to rows with more tokens than fit: ``refuse`` them all with an error, ``truncate`` them,
+            or ``drop`` them.
+    """
 
     group_size: int = 1
     """Samples that a row becomes, next to each other; they are always in one batch."""
@@ -55,13 +68,13 @@ class RowDataModule(L.LightningDataModule, ABC):
         data: RowSource,
         *,
         batch_size: int,
-        val_data: RowSource | None,
-        val_fraction: float,
-        tokenizer: PreTrainedTokenizerBase | str | Path | None,
-        seed: int,
-        shuffle: bool,
-        drop_last: bool,
-        long_rows: LongRows,
+        val_data: RowSource | None = None,
+        val_fraction: float = 0.0,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        long_rows: LongRows = "refuse",
     ) -> None:
         super().__init__()
         if long_rows not in get_args(LongRows):
@@ -83,6 +96,7 @@ class RowDataModule(L.LightningDataModule, ABC):
         self._tokenizer = tokenizer
         self._tables: dict[str, Samples] = {}
         self._train_loader: BatchLoader | None = None
+        self._evaluation_loaders: dict[str, EvaluationLoader] = {}
 
     @abstractmethod
     def split_column(self, rows: Sequence[Row]) -> str:
@@ -140,6 +154,20 @@ class RowDataModule(L.LightningDataModule, ABC):
         """Return every row of ``data`` that is not held out, in order."""
         return self._evaluation("train")
 
+    # ---- what algorithms use
+    @property
+    def tables(self) -> dict[str, Samples]:
+        """Return the samples of ``train`` and, where rows are held out, of ``val``; empty before :meth:`setup`."""
+        return dict(self._tables)
+
+    def add_columns(self, split: str, **columns: Column) -> None:
+        """Add to what is known of a split's samples; batches drawn from now on bring it, too."""
+        self._tables[split] = self._table(split).with_columns(**columns)
+        if split == "train" and self._train_loader is not None:
+            self._train_loader.table = self._tables[split]
+        if split in self._evaluation_loaders:
+            self._evaluation_loaders[split].table = self._tables[split]
+
     # ---- what subclasses use
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -163,6 +191,21 @@ class RowDataModule(L.LightningDataModule, ABC):
         known = [context for context in contexts if isinstance(context, int) and context > 0]
         return min(known, default=None)
 
+    def token_limit(self, most: int | None, source: str, *, reserved: int = 0) -> TokenLimit | None:
+        """Return the smaller one of ``most`` tokens and the models' context; None where neither is known.
+
+        Args:
+            source: What names ``most`` in messages.
+            reserved: Positions of the context that are left free.
+        """
+        context = self.model_context()
+        limits = [] if context is None else [
+            TokenLimit(context - reserved, f"the models' context of {context} positions")
+        ]  # fmt: skip
+        if most is not None:
+            limits.append(TokenLimit(most, source))
+        return min(limits, key=lambda limit: limit.tokens, default=None)
+
     def columns_of(self, rows: Sequence[Row]) -> dict[str, Column]:
         """Return every column of the rows as python objects, for reward functions and logs."""
         taken = sorted(self.reserved_columns & set(rows[0].values))
@@ -172,11 +215,14 @@ class RowDataModule(L.LightningDataModule, ABC):
 
     def require(self, rows: Sequence[Row], *columns: str) -> None:
         """Refuse rows without one of the ``columns``."""
-        for column in columns:
-            if column not in rows[0].values:
-                raise DataError(
-                    f"{rows[0].place} has no column {column!r}, only {sorted(rows[0].values)}; name another one"
-                )
+        first = rows[0]
+        missing = [repr(column) for column in columns if column not in first.values]
+        if missing:
+            raise DataError(
+                f"{first.place} has no column{'s' * (len(missing) > 1)} {' and '.join(missing)}, only "
+                f"{sorted(first.values)}; "
+                f"{type(self).__name__} needs {', '.join(columns)}, rename a column or add what is missing"
+            )
 
     def fitted(self, row: Row, num_tokens: int, limit: TokenLimit | None, ways_out: str) -> bool:
         """Return whether the row is kept: it fits, or long rows are truncated.
@@ -209,7 +255,12 @@ class RowDataModule(L.LightningDataModule, ABC):
         return self._tables[split]
 
     def _evaluation(self, split: str) -> EvaluationLoader:
-        return EvaluationLoader(self._table(split), batch_size=self.batch_size, group_size=self.group_size)
+        if split not in self._evaluation_loaders:
+            table = self._table(split)
+            self._evaluation_loaders[split] = EvaluationLoader(
+                table, batch_size=self.batch_size, group_size=self.group_size
+            )
+        return self._evaluation_loaders[split]
 
     def _epoch_batches(self, num_batches: int) -> int:
         """Return after how many batches Lightning begins the next epoch."""
