@@ -57,9 +57,7 @@ def _text(tokenizer: PreTrainedTokenizerBase, row: Row, columns: tuple[str, ...]
     values = [row.values[column] for column in columns]
     tools = row.values.get("tools")
     if values[-1] in ("", []):
-        raise DataError(
-            f"{row.place}: {columns[-1]} is empty, so nothing can be learnt; give it text or leave the row out"
-        )
+        raise DataError(f"{row.place}: {columns[-1]!r} is empty; give it text or leave the row out")
     match values:
         case [str(text)] if columns == ("text",):
             return whole_text(text, row.place)
