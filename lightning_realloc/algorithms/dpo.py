@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.algorithms.calls import compute, infer, train
+from lightning_realloc.algorithms.calls import compute, train
+from lightning_realloc.algorithms.functional import sequence_sums
 from lightning_realloc.algorithms.pairs import (
     PairwiseModule,
     both_sides,
@@ -31,9 +30,12 @@ from lightning_realloc.algorithms.preference_losses import (
     PairLossSettings,
     Pairs,
     pair_loss,
+    policy_weights,
     rank_matches,
 )
-from lightning_realloc.algorithms.role import ModelSource, Role
+from lightning_realloc.algorithms.ranking import calibration_error
+from lightning_realloc.algorithms.referenced import ReferencedModule
+from lightning_realloc.algorithms.role import ModelSource
 from lightning_realloc.algorithms.settings import (
     check_choice,
     check_not_negative,
@@ -50,18 +52,17 @@ from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 DPOLoss = PairLossName | Literal["sft"]
 """A loss of pairs, or the mean negative log-likelihood of the chosen responses' tokens, to be added to one."""
+Weighting = Literal["wpo"]
 _NAMES: tuple[DPOLoss, ...] = (*get_args(PairLossName), "sft")
 
 
-class DPO(PairwiseModule):
+class DPO(ReferencedModule, PairwiseModule):
     """Train an actor to prefer what people preferred, compared with what a reference prefers.
 
     Source: Rafailov et al., arXiv:2305.18290. The other losses' sources: ``preference_losses.py``.
 
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
-        reference: What log-probabilities are compared with; by default the actor as it was loaded.
-        tokenizer: By default the actor's.
         loss: ``"sigmoid"``, or another of ``PairLossName``, or ``"sft"``; several are added up.
         loss_weights: One per loss; by default all count 1.
         beta: How dear it is to leave the reference.
@@ -71,18 +72,18 @@ class DPO(PairwiseModule):
         alpha: Of the divergence ``alpha``; 1 is ``reverse_kl``.
         discopop_tau: How sharply ``discopop`` changes from one of its losses to the other.
         tail_weight: What tokens of the longer response count that lie behind the length of the shorter one.
-        settings: Of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+        weighting: ``"wpo"`` lets a pair count in training the less, the less likely its responses are to be the
+            policy's own (arXiv:2406.11827); not in ``"sft"``, and not in what is measured of held-out pairs.
+        settings: Of :class:`ReferencedModule`: reference, tokenizer, whether the reference is asked once; of
+            :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
 
-    evaluation_calls = ("reference.infer", "actor.infer", "measure")
     totals_of = ("chosen_tokens",)
 
     def __init__(
         self,
         actor: ModelSource,
         *,
-        reference: ModelSource | None = None,
-        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
         loss: DPOLoss | Sequence[DPOLoss] = "sigmoid",
         loss_weights: Sequence[float] | None = None,
         beta: float = 0.1,
@@ -91,9 +92,10 @@ class DPO(PairwiseModule):
         alpha: float = 0.5,
         discopop_tau: float = 0.05,
         tail_weight: float = 1.0,
+        weighting: Weighting | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__(**settings)
+        super().__init__(actor, **settings)
         self.losses = _weighted(loss, loss_weights)
         check_positive(beta=beta, discopop_tau=discopop_tau)
         check_share(tail_weight=tail_weight)
@@ -101,20 +103,20 @@ class DPO(PairwiseModule):
         _check_smoothing(self.losses, label_smoothing)
         _check_divergence(self.losses, divergence)
         whole = sorted(OF_WHOLE_BATCH.intersection(self.losses))
+        if weighting is not None:
+            check_choice("weighting", weighting, get_args(Weighting))
+        if whole and weighting is not None:
+            raise ConfigError(
+                f"weighting={weighting!r} weighs pairs one by one, and loss={whole[0]!r} compares values of several "
+                f"pairs; leave one of them out"
+            )
         if whole:
             check_single_step(f"loss={whole[0]!r} compares pairs by their rank in the batch", self.train_options)
         self.settings = PairLossSettings(
             beta=beta, label_smoothing=label_smoothing, divergence=divergence, alpha=alpha, discopop_tau=discopop_tau
         )
         self.tail_weight = tail_weight
-        self.tokenizer = tokenizer
-        self._actor_source = actor
-        self._reference_source = reference
-
-    def roles(self) -> tuple[Role, ...]:
-        """Return the actor and the reference."""
-        actor = Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor"))
-        return actor, self.reference_of(actor, self._reference_source)
+        self.weighting = weighting
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
         """Let training wait for ranks over the whole batch where a loss compares them, and leave them out elsewhere."""
@@ -128,16 +130,6 @@ class DPO(PairwiseModule):
         return batch.with_columns(chosen_tokens=chosen_tokens(batch))
 
     # ---- the calls
-    @infer("reference", needs="batch", produces="ref_logprobs")
-    def score_reference(self, reference: nn.Module, batch: PackedBatch) -> Tensor:
-        """Return the reference's log-probability of every response token."""
-        return token_logprobs(reference, batch, only_responses=True).logprobs
-
-    @infer("actor", needs="batch", produces="logprobs")
-    def score(self, actor: nn.Module, batch: PackedBatch) -> Tensor:
-        """Return the actor's log-probability of every response token, before the step."""
-        return token_logprobs(actor, batch, only_responses=True).logprobs
-
     @compute(needs=("batch", "logprobs", "ref_logprobs"), produces="matches", whole_batch=True)
     def match(self, samples: Samples) -> Mapping[str, Column]:
         """Return what each sample is compared with: its pair's first match where it was chosen, else the second."""
@@ -157,18 +149,30 @@ class DPO(PairwiseModule):
     @train("actor", needs=("batch", "ref_logprobs"))
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
         """Return one micro-batch's part of the mean loss over pairs."""
-        logprobs = batch.responses(token_logprobs(actor, batch, only_responses=True).logprobs)
+        said = token_logprobs(actor, batch, only_responses=True, with_collision=self.weighting is not None)
+        logprobs = batch.responses(said.logprobs)
+        weights = 1.0 if said.collision is None else _policy_weights(batch.responses(said.logprobs - said.collision))
         matches = sides(batch["matches"]) if "matches" in batch.columns else None
         pairs = self._pairs(logprobs, batch.responses(batch["ref_logprobs"]), matches)
         value = pairs.chosen.new_zeros(())
         for name, weight in self._pair_losses.items():
-            value = value + weight * pair_loss(name, pairs, self.settings).sum() / totals.num_groups
+            value = value + weight * (weights * pair_loss(name, pairs, self.settings)).sum() / totals.num_groups
         metrics = pair_metrics(self._margins(pairs)) | self._reward_metrics(pairs)
         if "sft" in self.losses:
             nll = self._likelihood(logprobs).sum()
             value = value + self.losses["sft"] * nll / totals.sums["chosen_tokens"]
             metrics["nll"] = Average(nll, pairs.chosen_lengths.sum())
+        if isinstance(weights, Tensor):
+            metrics["policy_weight"] = Average(weights.sum(), len(weights))
         return Loss(value, metrics)
+
+    def summarize(self, samples: Samples) -> dict[str, Tensor]:
+        """Return besides how well the implied rewards know which response of a pair is the better one.
+
+        They are known up to a constant of each prompt, so those of other prompts are not compared with them.
+        """
+        found = super().summarize(samples)
+        return found and found | {"calibration_error": calibration_error(sides(samples.tensor("margins"))[0])}
 
     # ---- helpers
     @property
@@ -201,6 +205,11 @@ class DPO(PairwiseModule):
         return {
             name: Average(self.settings.beta * ratios.detach().sum(), len(ratios)) for name, ratios in found.items()
         }
+
+
+def _policy_weights(aligned: Ragged) -> Tensor:
+    lengths = aligned.lengths.to(aligned.values.device)
+    return policy_weights(sequence_sums(aligned) / lengths)
 
 
 def _weighted(loss: DPOLoss | Sequence[DPOLoss], weights: Sequence[float] | None) -> dict[DPOLoss, float]:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.algorithms.calls import compute, infer, train
+from lightning_realloc.algorithms.calls import compute, train
 from lightning_realloc.algorithms.functional import sequence_sums
-from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.preference_losses import kto_loss
-from lightning_realloc.algorithms.role import ModelSource, Role
+from lightning_realloc.algorithms.ranking import ranking_metrics
+from lightning_realloc.algorithms.referenced import ReferencedModule
+from lightning_realloc.algorithms.role import ModelSource
 from lightning_realloc.algorithms.settings import (
     check_choice,
     check_minibatches,
@@ -26,49 +25,44 @@ from lightning_realloc.algorithms.settings import (
 from lightning_realloc.errors import DataError
 from lightning_realloc.runtime.packed_forward import token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.samples import Column, Samples
+from lightning_realloc.runtime.samples import Column, Ragged, Samples
 from lightning_realloc.runtime.training import Average, Loss, Totals
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
+_MISMATCHED, _MISMATCHED_LOGPROBS = "mismatched_ids", "mismatched_ref_logprobs"
 KTOLoss = Literal["kto", "apo_zero_unpaired"]
 
 
-class KTO(MultiModelModule):
+class KTO(ReferencedModule):
     """Train an actor on responses with a label each: desirable or not.
 
     Gains and losses count from a reference point, the divergence from the reference. It is estimated from responses
     that answer other prompts: every batch is also scored with its responses shifted on by one prompt, and these
-    samples are no part of training.
+    samples are no part of training. With ``precompute_reference`` they are shifted over all rows, in their order.
 
     Source: Ethayarajh et al., arXiv:2402.01306.
 
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
-        reference: What log-probabilities are compared with; by default the actor as it was loaded.
-        tokenizer: By default the actor's.
         loss: ``"kto"``, or ``"apo_zero_unpaired"``, which counts from zero and needs no estimate.
         beta: How fast gains and losses saturate; larger keeps closer to the reference.
         desirable_weight: Of the loss of desirable responses.
         undesirable_weight: Of the others. The paper balances both: weight times count, within 1 : 1 and 4 : 3.
-        settings: Of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+        settings: Of :class:`ReferencedModule`: reference, tokenizer, whether the reference is asked once; of
+            :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
-
-    evaluation_calls = ("reference.infer", "actor.infer", "measure")
-    share_prompts = True
 
     def __init__(
         self,
         actor: ModelSource,
         *,
-        reference: ModelSource | None = None,
-        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
         loss: KTOLoss = "kto",
         beta: float = 0.1,
         desirable_weight: float = 1.0,
         undesirable_weight: float = 1.0,
         **settings: Any,
     ) -> None:
-        super().__init__(**settings)
+        super().__init__(actor, **settings)
         check_choice("loss", loss, get_args(KTOLoss))
         check_positive(beta=beta)
         check_not_negative(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
@@ -78,14 +72,6 @@ class KTO(MultiModelModule):
         self.beta = beta
         self.desirable_weight = desirable_weight
         self.undesirable_weight = undesirable_weight
-        self.tokenizer = tokenizer
-        self._actor_source = actor
-        self._reference_source = reference
-
-    def roles(self) -> tuple[Role, ...]:
-        """Return the actor and the reference."""
-        actor = Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor"))
-        return actor, self.reference_of(actor, self._reference_source)
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
         """Leave the estimate out where the loss counts from zero."""
@@ -97,6 +83,7 @@ class KTO(MultiModelModule):
 
     def check_batch(self, batch: Samples) -> None:
         """Refuse labels other than 0 and 1, empty responses, and fewer samples than mini-batches."""
+        super().check_batch(batch)
         labels, lengths = batch.tensor("label"), batch.ragged("response_ids").lengths
         wrong = (labels != 0) & (labels != 1)
         for at_fault, what in ((wrong, "a label of 0 or 1"), (lengths == 0, "a response")):
@@ -113,21 +100,28 @@ class KTO(MultiModelModule):
         """
         if self.loss != "kto":
             return batch
+        if _MISMATCHED in batch:
+            return with_known_mismatches(batch)
         if _is_one_prompt(batch) and not self.trainer.training:
             return batch.with_columns(trained=torch.ones(len(batch), dtype=torch.bool))
         return with_mismatches(batch)
 
+    def reference_columns(self, table: Samples, batch_size: int) -> dict[str, Column]:
+        """Keep with each row another prompt's response, too, if the loss needs one, and what the reference says of it.
+
+        Held-out rows of a single prompt have none, and count from zero.
+        """
+        if self.loss != "kto" or _is_one_prompt(table):
+            return super().reference_columns(table, batch_size)
+        both = with_mismatches(table)
+        said, own = self.asked(both, batch_size), torch.arange(len(table)) * 2
+        return {
+            "ref_logprobs": said.select(own),
+            _MISMATCHED: both.ragged("response_ids").select(own + 1),
+            _MISMATCHED_LOGPROBS: said.select(own + 1),
+        }
+
     # ---- the calls
-    @infer("reference", needs="batch", produces="ref_logprobs")
-    def score_reference(self, reference: nn.Module, batch: PackedBatch) -> Tensor:
-        """Return the reference's log-probability of every response token."""
-        return token_logprobs(reference, batch, only_responses=True).logprobs
-
-    @infer("actor", needs="batch", produces="logprobs")
-    def score(self, actor: nn.Module, batch: PackedBatch) -> Tensor:
-        """Return the actor's log-probability of every response token, before the step."""
-        return token_logprobs(actor, batch, only_responses=True).logprobs
-
     @compute(needs=("batch", "logprobs", "ref_logprobs"), produces="kl", whole_batch=True)
     def estimate_kl(self, samples: Samples) -> Mapping[str, Column]:
         """Return the batch's reference point for each of its samples: the mismatched ones' mean log-ratio, if above 0.
@@ -159,7 +153,7 @@ class KTO(MultiModelModule):
         return Loss(losses.sum() / totals.num_sequences, metrics)
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Return the mean loss, each label's mean reward and their difference, where they were measured."""
+        """Return the mean loss, each label's mean reward, their difference, and how well rewards tell labels apart."""
         if "losses" not in samples:
             return {}
         kept = samples.tensor("trained").bool() if "trained" in samples else torch.ones(len(samples), dtype=torch.bool)
@@ -170,7 +164,7 @@ class KTO(MultiModelModule):
                 found[name] = rewards[rows].mean()
         if len(found) == 3:
             found["margin"] = found["desirable_reward"] - found["undesirable_reward"]
-        return found
+        return found | ranking_metrics(rewards[kept], desirable[kept])
 
     # ---- helpers
     def _losses(self, ratios: Tensor, desirable: Tensor, kl: Tensor) -> Tensor:
@@ -220,3 +214,21 @@ def with_mismatches(batch: Samples) -> Samples:
     both = batch.repeat(2)
     trained = torch.tensor([True, False]).repeat(len(batch))
     return both.with_columns(response_ids=batch.ragged("response_ids").select(rows), trained=trained)
+
+
+def with_known_mismatches(batch: Samples) -> Samples:
+    """Return what :func:`with_mismatches` does, of the mismatched responses that rows bring, with their scores."""
+    rows = torch.arange(len(batch) * 2).view(2, -1).T.flatten()  # in turn: a row's own, and its mismatched one
+
+    def in_turn(own: str, mismatched: str) -> Ragged:
+        return Ragged.concatenate([batch.ragged(own), batch.ragged(mismatched)]).select(rows)
+
+    return (
+        batch.without_columns(_MISMATCHED, _MISMATCHED_LOGPROBS)
+        .repeat(2)
+        .with_columns(
+            response_ids=in_turn("response_ids", _MISMATCHED),
+            ref_logprobs=in_turn("ref_logprobs", _MISMATCHED_LOGPROBS),
+            trained=torch.tensor([True, False]).repeat(len(batch)),
+        )
+    )

@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import lightning as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 
 from lightning_realloc.algorithms.adapters import AdapterSource
 from lightning_realloc.algorithms.calls import declared_calls
+from lightning_realloc.algorithms.evaluation import EvaluatedModule
 from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.sample_rows import sample_rows
 from lightning_realloc.data.chat import load_tokenizer
@@ -33,7 +33,7 @@ from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 EngineName = Literal["native", "hf"]
 
 
-class MultiModelModule(L.LightningModule):
+class MultiModelModule(EvaluatedModule):
     """A LightningModule of several models whose calls are declared, and run by ``strategy="realloc"``.
 
     A subclass decorates its methods with ``@generate``, ``@infer``, ``@compute`` and ``@train`` and returns its models
@@ -56,8 +56,6 @@ class MultiModelModule(L.LightningModule):
         seed: Of random weights, sampling and mini-batch order.
     """
 
-    evaluation_calls: tuple[str, ...] = ()
-    """The calls that ``validate`` and ``test`` run on held-out prompts."""
     optional_roles: tuple[str, ...] = ()
     """Roles that :meth:`roles` may leave out, and their calls with them."""
     share_prompts: bool = False
@@ -154,27 +152,6 @@ class MultiModelModule(L.LightningModule):
         if source is None and actor.has_adapters:
             return Role(name="reference", source=actor.source, trained=False, shares=actor.name)
         return Role(name="reference", source=actor.source if source is None else source, trained=False)
-
-    def check_batch(self, batch: Samples) -> None:
-        """Raise for a batch that the algorithm cannot use; called before any of its calls."""
-
-    def prepare_batch(self, batch: Samples) -> Samples:
-        """Return the batch as the calls take it: the same one, unless samples or columns are to be added.
-
-        Every rank does it alike. Samples whose column ``trained`` (B,) is False are no part of training calls.
-        """
-        return batch
-
-    def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Return what to log about an iteration's or an evaluation's samples; the same on every rank.
-
-        The samples have every column of one value per sample; sequences come as their lengths alone.
-        """
-        return {}
-
-    def summarize_evaluation(self, samples: Samples) -> dict[str, Tensor]:
-        """Return what ``validate`` and ``test`` log about held-out samples, as :meth:`summarize` does."""
-        return self.summarize(samples)
 
     def with_carried(self, batch: Samples) -> Samples:
         """Return what an iteration works on: the loader's batch, and prompts of earlier ones that it goes on with.
@@ -307,36 +284,9 @@ class MultiModelModule(L.LightningModule):
             self.log_dict(self.summarize(samples), prog_bar=True, batch_size=len(samples))
             self.on_iteration_end(samples)
 
-    def validation_step(self, batch: Samples, batch_idx: int) -> None:
-        """Run the evaluation calls on held-out prompts and log ``val/...``."""
-        self._evaluate(batch, "val")
-
-    def test_step(self, batch: Samples, batch_idx: int) -> None:
-        """Run the evaluation calls on held-out prompts and log ``test/...``."""
-        self._evaluate(batch, "test")
-
-    def predict_step(self, batch: Samples, batch_idx: int) -> Samples:
-        """Return the samples with what the evaluation calls made of them."""
-        names = self.prediction_calls(batch)
-        samples: Samples = self._strategy.run_calls(self.prepare_batch(batch), names)
-        return samples
-
-    def prediction_calls(self, batch: Samples) -> tuple[str, ...]:
-        """Return the calls that ``predict`` runs on a batch; raise for one that they cannot use."""
-        self.check_batch(batch)
-        return self.evaluation_calls
-
     def sample_rows(self, samples: Samples) -> list[dict[str, object]]:
         """Return samples as rows for people and files: prompt, response, rewards, the data's columns."""
         return sample_rows(samples, self.tokenizer)
-
-    def _evaluate(self, batch: Samples, prefix: str) -> None:
-        if not self.evaluation_calls:
-            raise ConfigError(f"{type(self).__name__} declares no evaluation_calls; leave the validation data out")
-        self.check_batch(batch)
-        samples = self._strategy.run_calls(self.prepare_batch(batch), self.evaluation_calls).lengths_only()
-        metrics = {f"{prefix}/{name}": value for name, value in self.summarize_evaluation(samples).items()}
-        self.log_dict(metrics, prog_bar=True, batch_size=len(samples), sync_dist=True)
 
     @property
     def optimizer_bytes(self) -> int:
@@ -359,16 +309,6 @@ class MultiModelModule(L.LightningModule):
         return TrainerState(
             global_step=trainer.global_step, max_steps=int(trainer.max_steps), epoch=float(trainer.current_epoch)
         )
-
-    @property
-    def _strategy(self) -> Any:
-        strategy = self.trainer.strategy
-        if not hasattr(strategy, "run_iteration"):
-            raise ConfigError(
-                f"{type(self).__name__} needs Trainer(strategy='realloc'), which runs its calls; "
-                f"this Trainer has {type(strategy).__name__}"
-            )
-        return strategy
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:

@@ -116,6 +116,19 @@ def _mean_difference(pairs: Pairs, settings: PairLossSettings) -> Tensor:
     return chosen / pairs.chosen_lengths.clamp(min=1) - rejected / pairs.rejected_lengths.clamp(min=1)
 
 
+def policy_weights(aligned_means: Tensor) -> Tensor:
+    """Return the (P,) weights of pairs: how likely the policy would have written both of their responses itself.
+
+    Args:
+        aligned_means: (2P,) of chosen and rejected responses in turn, the mean over their tokens of
+            ``log p(token) - log(sum(p^2))``: how likely a token is beside those that the policy draws there.
+
+    Source: Zhou et al., arXiv:2406.11827 (WPO), eq. 2 and §3.2, sampled alignment.
+    """
+    weights = aligned_means.detach().exp()
+    return weights[0::2] * weights[1::2]
+
+
 def smoothed_logistic(logits: Tensor, smoothing: float) -> Tensor:
     """Return ``-(1 - e) * log s(x) - e * log s(-x)``: the logistic loss where a share e of labels is wrong."""
     return -(1.0 - smoothing) * logsigmoid(logits) - smoothing * logsigmoid(-logits)

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics.functional.classification import binary_auroc, binary_calibration_error
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.calls import compute, infer, train
 from lightning_realloc.algorithms.pairs import PairwiseModule, both_sides, pair_metrics, sides
 from lightning_realloc.algorithms.preference_losses import bradley_terry_loss
+from lightning_realloc.algorithms.ranking import calibration_error, ranking_metrics
 from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.settings import check_not_negative
 from lightning_realloc.runtime.packed_forward import sequence_scores
@@ -79,21 +79,13 @@ class RewardModel(PairwiseModule):
         return Loss(losses.sum() / totals.num_groups, metrics)
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Return besides, of a batch's pairs: the area under the ROC curve of all scores, and the calibration error.
-
-        The area is the chance that any chosen response scores above any rejected one, of other prompts too. The error
-        (ECE, 15 bins) is that of ``s(|margin|)`` as the probability of having ordered a pair right.
-        """
+        """Return besides the mean score, and what :func:`ranking_metrics` and :func:`calibration_error` say of all."""
         if "losses" not in samples:
             return {}
-        margins, _ = sides(samples.tensor("margins"))
-        chosen = torch.tensor([1, 0]).repeat(len(margins))
-        scores = samples.tensor("scores").sigmoid()
-        return super().summarize(samples) | {
-            "auroc": binary_auroc(scores, chosen),
-            "calibration_error": binary_calibration_error(margins.abs().sigmoid(), (margins > 0).long(), n_bins=15),
-            "score": samples.tensor("scores").mean(),
-        }
+        scores = samples.tensor("scores")
+        chosen = torch.tensor([True, False]).repeat(len(samples) // 2)
+        found = {"score": scores.mean(), "calibration_error": calibration_error(sides(samples.tensor("margins"))[0])}
+        return super().summarize(samples) | found | ranking_metrics(scores, chosen)
 
     def _losses(self, scores: Tensor, margins: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return (P,) losses and score differences of (2P,) scores and margins."""

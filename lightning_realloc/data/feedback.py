@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.data.module import RESERVED_COLUMNS, tabulated
+from lightning_realloc.data.module import RESERVED_COLUMNS
 from lightning_realloc.data.preferences import MEASURED_COLUMNS, with_prompt
-from lightning_realloc.data.responses import ResponseDataModule, ResponseText, cut, encoded, response_text
+from lightning_realloc.data.responses import ResponseDataModule, ResponseText, response_text
 from lightning_realloc.data.rows import Row
 from lightning_realloc.errors import DataError
-from lightning_realloc.runtime.samples import Column, Ragged, Samples
+from lightning_realloc.runtime.samples import Samples
 
 
 class BinaryFeedbackDataModule(ResponseDataModule):
@@ -46,25 +45,8 @@ class BinaryFeedbackDataModule(ResponseDataModule):
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
         """Return the rows that fit."""
         self.require(rows, "prompt", "completion", "label")
-        limit = self.limit()
-        kept: list[Row] = []
-        pairs: list[tuple[list[int], list[int]]] = []
-        found = encoded(tokenizer, [_text(tokenizer, row) for row in rows])
-        labels = [_label(row) for row in rows]
-        kept_labels: list[bool] = []
-        for row, label, (prompt, response) in zip(rows, labels, found, strict=True):
-            if self.fits(row, len(prompt) + len(response), limit):
-                kept.append(row)
-                kept_labels.append(label)
-                pairs.append((prompt, cut(row.place, prompt, response, limit)))
-        if not kept:
-            return tabulated({}, 0, "row")
-        tokens: dict[str, Column] = {
-            "prompt_ids": Ragged.from_list([prompt for prompt, _ in pairs]),
-            "response_ids": Ragged.from_list([response for _, response in pairs]),
-            "label": torch.tensor(kept_labels),
-        }
-        return tabulated({**self.columns_of(kept), **tokens}, len(kept), "row")
+        texts = [_text(tokenizer, row) for row in rows]
+        return self.table_of(rows, texts, tokenizer, labels=[_label(row) for row in rows])
 
 
 def _both_sides(pair: Row) -> tuple[Row, Row]:

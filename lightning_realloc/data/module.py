@@ -51,7 +51,24 @@ class NothingFitsError(DataError):
 
 
 class RowDataModule(L.LightningDataModule, ABC):
-    """Global batches of :class:`Samples` from rows; a subclass says how rows become columns."""
+    """Global batches of :class:`Samples` from rows; a subclass says how rows become columns.
+
+    Args:
+        data: A JSONL or Parquet file, a folder that ``datasets`` saved, a :class:`DatasetSource`, a list of
+            dictionaries, or a ``datasets.Dataset``.
+        batch_size: Rows per iteration, over all ranks together.
+        val_data: Held-out rows, read like ``data``.
+        val_fraction: Instead of ``val_data``: the share of ``data`` that is held out, chosen by a hash of the row.
+        tokenizer: A Hugging Face name, folder or tokenizer; by default the LightningModule's.
+        seed: Of the order of the rows and of what is held out.
+        shuffle: Whether rows come in another order every epoch.
+        drop_last: Whether an epoch leaves out a last batch that is smaller than the others.
+        long_rows: What happens to rows with more tokens than fit: ``refuse`` them all with an error, ``truncate`` them,
+            or ``drop`` them.
+        bucket_batches: Rows of similar length share a batch, chosen among so many batches of the shuffled order;
+            None: whatever their lengths.
+        shuffle_buffer: Of a stream: how many of its rows are read at a time, and shuffled.
+    """
 
     group_size: int = 1
     """Samples that a row becomes, next to each other; they are always in one batch."""
@@ -63,15 +80,15 @@ class RowDataModule(L.LightningDataModule, ABC):
         data: RowSource,
         *,
         batch_size: int,
-        val_data: RowSource | None,
-        val_fraction: float,
-        tokenizer: PreTrainedTokenizerBase | str | Path | None,
-        seed: int,
-        shuffle: bool,
-        drop_last: bool,
-        long_rows: LongRows,
-        bucket_batches: int | None,
-        shuffle_buffer: int,
+        val_data: RowSource | None = None,
+        val_fraction: float = 0.0,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        long_rows: LongRows = "refuse",
+        bucket_batches: int | None = None,
+        shuffle_buffer: int = 1000,
     ) -> None:
         super().__init__()
         if long_rows not in get_args(LongRows):
@@ -106,6 +123,7 @@ class RowDataModule(L.LightningDataModule, ABC):
         self._tokenizer = tokenizer
         self._tables: dict[str, Samples] = {}
         self._train_loader: BatchLoader | StreamLoader | None = None
+        self._evaluation_loaders: dict[str, EvaluationLoader] = {}
 
     @abstractmethod
     def split_column(self, rows: Sequence[Row]) -> str:
@@ -167,6 +185,20 @@ class RowDataModule(L.LightningDataModule, ABC):
         """Return every row of ``data`` that is not held out, in order."""
         return self._evaluation("train")
 
+    # ---- what algorithms use
+    @property
+    def tables(self) -> dict[str, Samples]:
+        """Return the samples of ``train`` and, where rows are held out, of ``val``; empty before :meth:`setup`."""
+        return dict(self._tables)
+
+    def add_columns(self, split: str, **columns: Column) -> None:
+        """Add to what is known of a split's samples; batches drawn from now on bring it, too."""
+        self._tables[split] = self._table(split).with_columns(**columns)
+        if split == "train" and isinstance(self._train_loader, BatchLoader):
+            self._train_loader.table = self._tables[split]
+        if split in self._evaluation_loaders:
+            self._evaluation_loaders[split].table = self._tables[split]
+
     # ---- what subclasses use
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -190,6 +222,21 @@ class RowDataModule(L.LightningDataModule, ABC):
         known = [context for context in contexts if isinstance(context, int) and context > 0]
         return min(known, default=None)
 
+    def token_limit(self, most: int | None, source: str, *, reserved: int = 0) -> TokenLimit | None:
+        """Return the smaller one of ``most`` tokens and the models' context; None where neither is known.
+
+        Args:
+            source: What names ``most`` in messages.
+            reserved: Positions of the context that are left free.
+        """
+        context = self.model_context()
+        limits = [] if context is None else [
+            TokenLimit(context - reserved, f"the models' context of {context} positions")
+        ]  # fmt: skip
+        if most is not None:
+            limits.append(TokenLimit(most, source))
+        return min(limits, key=lambda limit: limit.tokens, default=None)
+
     def columns_of(self, rows: Sequence[Row]) -> dict[str, Column]:
         """Return every column of the rows as python objects, for reward functions and logs."""
         taken = sorted(self.reserved_columns & set(rows[0].values))
@@ -199,11 +246,13 @@ class RowDataModule(L.LightningDataModule, ABC):
 
     def require(self, rows: Sequence[Row], *columns: str) -> None:
         """Refuse rows without one of the ``columns``."""
-        missing = [repr(column) for column in columns if column not in rows[0].values]
+        first = rows[0]
+        missing = [repr(column) for column in columns if column not in first.values]
         if missing:
             raise DataError(
-                f"{rows[0].place} has no column {' and no column '.join(missing)}, only {sorted(rows[0].values)}; "
-                f"rename yours, or name another one"
+                f"{first.place} has no column{'s' * (len(missing) > 1)} {' and '.join(missing)}, only "
+                f"{sorted(first.values)}; "
+                f"{type(self).__name__} needs {', '.join(columns)}, rename a column or add what is missing"
             )
 
     def fitted(self, row: Row, num_tokens: int, limit: TokenLimit | None, ways_out: str) -> bool:
@@ -254,7 +303,12 @@ class RowDataModule(L.LightningDataModule, ABC):
         return self._tables[split]
 
     def _evaluation(self, split: str) -> EvaluationLoader:
-        return EvaluationLoader(self._table(split), batch_size=self.batch_size, group_size=self.group_size)
+        if split not in self._evaluation_loaders:
+            table = self._table(split)
+            self._evaluation_loaders[split] = EvaluationLoader(
+                table, batch_size=self.batch_size, group_size=self.group_size
+            )
+        return self._evaluation_loaders[split]
 
     def _epoch_batches(self, num_batches: int) -> int:
         """Return after how many batches Lightning begins the next epoch."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +11,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.data.chat import is_conversation
-from lightning_realloc.data.module import RESERVED_COLUMNS, LongRows, TokenLimit, tabulated
+from lightning_realloc.data.module import RESERVED_COLUMNS, TokenLimit, tabulated
 from lightning_realloc.data.responses import ResponseDataModule, ResponseText, cut, encoded, response_text
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
 from lightning_realloc.runtime.samples import Ragged, Samples
 
-MEASURED_COLUMNS = frozenset({"logprobs", "losses", "margins", "matches", "scores", "chosen_tokens", "trained", "kl"})
+MEASURED_COLUMNS = frozenset(
+    {"logprobs", "losses", "margins", "matches", "scores", "chosen_tokens", "trained", "kl"}
+    | {"mismatched_ids", "mismatched_ref_logprobs"}
+)
 """Names that algorithms of preferences produce besides."""
 
 
@@ -43,28 +45,8 @@ class PreferenceDataModule(ResponseDataModule):
     group_size = 2
     reserved_columns = RESERVED_COLUMNS | MEASURED_COLUMNS
 
-    def __init__(
-        self,
-        data: RowSource,
-        *,
-        batch_size: int,
-        val_data: RowSource | None = None,
-        val_fraction: float = 0.0,
-        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
-        seed: int = 0,
-        shuffle: bool = True,
-        drop_last: bool = True,
-        max_tokens: int | None = None,
-        long_rows: LongRows = "refuse",
-        bucket_batches: int | None = None,
-        shuffle_buffer: int = 1000,
-        margin_column: str = "margin",
-    ) -> None:
-        super().__init__(
-            data, batch_size=batch_size, val_data=val_data, val_fraction=val_fraction, tokenizer=tokenizer, seed=seed,
-            shuffle=shuffle, drop_last=drop_last, max_tokens=max_tokens, long_rows=long_rows,
-            bucket_batches=bucket_batches, shuffle_buffer=shuffle_buffer,
-        )  # fmt: skip
+    def __init__(self, data: RowSource, *, batch_size: int, margin_column: str = "margin", **settings: Any) -> None:
+        super().__init__(data, batch_size=batch_size, **settings)
         self.margin_column = margin_column
 
     def split_column(self, rows: Sequence[Row]) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.data.chat import prompt_text, prompt_token_ids
-from lightning_realloc.data.module import LongRows, RowDataModule, TokenLimit, tabulated
+from lightning_realloc.data.module import LongRows, RowDataModule, tabulated
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
 from lightning_realloc.runtime.samples import Ragged, Samples
@@ -21,22 +21,11 @@ class PromptDataModule(RowDataModule):
     column of the data as python objects.
 
     Args:
-        data: A JSONL or Parquet file, a folder that ``datasets`` saved, a :class:`DatasetSource`, a list of
-            dictionaries, or a ``datasets.Dataset``.
         prompt_column: Holds text, or a list of messages with ``role`` and ``content`` for the chat template.
-        batch_size: Prompts per iteration, over all ranks together.
-        val_data: Held-out rows, read like ``data``.
-        val_fraction: Instead of ``val_data``: the share of ``data`` that is held out, chosen by a hash of the prompt.
-        tokenizer: A Hugging Face name, folder or tokenizer; by default the LightningModule's.
-        seed: Of the order of the rows and of what is held out.
-        shuffle: Whether rows come in another order every epoch.
-        drop_last: Whether an epoch leaves out a last batch that is smaller than the others.
         max_prompt_tokens: The longest prompt that is accepted; by default one less than the models have positions.
         long_prompts: What happens to longer ones: ``refuse`` them all with an error, ``truncate`` them to their last
             tokens, or ``drop`` their rows.
-        bucket_batches: Rows of similar length share a batch, chosen among so many batches of the shuffled order;
-            None: whatever their lengths.
-        shuffle_buffer: Of a stream: how many of its rows are read at a time, and shuffled.
+        settings: Of :class:`RowDataModule` but ``long_rows``: data, batch size, held-out rows, tokenizer, seed, order.
 
     Raises:
         DataError: in ``setup``, for anything in the data that cannot be used, with its file and line.
@@ -48,22 +37,11 @@ class PromptDataModule(RowDataModule):
         *,
         batch_size: int,
         prompt_column: str = "prompt",
-        val_data: RowSource | None = None,
-        val_fraction: float = 0.0,
-        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
-        seed: int = 0,
-        shuffle: bool = True,
-        drop_last: bool = True,
         max_prompt_tokens: int | None = None,
         long_prompts: LongRows = "refuse",
-        bucket_batches: int | None = None,
-        shuffle_buffer: int = 1000,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            data, batch_size=batch_size, val_data=val_data, val_fraction=val_fraction, tokenizer=tokenizer,
-            seed=seed, shuffle=shuffle, drop_last=drop_last, long_rows=long_prompts, bucket_batches=bucket_batches,
-            shuffle_buffer=shuffle_buffer,
-        )  # fmt: skip
+        super().__init__(data, batch_size=batch_size, long_rows=long_prompts, **settings)
         if max_prompt_tokens is not None and max_prompt_tokens < 1:
             raise DataError(f"max_prompt_tokens={max_prompt_tokens} must be at least 1; use None for the models' limit")
         self.prompt_column = prompt_column
@@ -81,7 +59,8 @@ class PromptDataModule(RowDataModule):
                 f"{rows[0].place} has a column 'prompt' beside prompt_column={self.prompt_column!r}, and both would be "
                 f"the samples' prompt; rename one"
             )
-        limit = self._limit()
+        # One position is left for the first token that is generated.
+        limit = self.token_limit(self.max_prompt_tokens, "max_prompt_tokens", reserved=1)
         kept: list[Row] = []
         prompts: list[list[int]] = []
         texts = [
@@ -100,11 +79,3 @@ class PromptDataModule(RowDataModule):
             len(kept),
             "prompt",
         )
-
-    def _limit(self) -> TokenLimit | None:
-        context = self.model_context()
-        # One position is left for the first token that is generated.
-        limits = [] if context is None else [TokenLimit(context - 1, f"the models' context of {context} positions")]
-        if self.max_prompt_tokens is not None:
-            limits.append(TokenLimit(self.max_prompt_tokens, "max_prompt_tokens"))
-        return min(limits, key=lambda limit: limit.tokens, default=None)

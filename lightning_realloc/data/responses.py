@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.data.chat import (
@@ -19,68 +20,57 @@ from lightning_realloc.data.chat import (
     token_ids,
     with_end,
 )
-from lightning_realloc.data.module import LongRows, RowDataModule, TokenLimit
+from lightning_realloc.data.module import RowDataModule, TokenLimit, tabulated
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
+from lightning_realloc.runtime.samples import Column, Ragged, Samples
 
 
 class ResponseDataModule(RowDataModule):
     """What data modules of prompts with given responses have in common.
 
     Args:
-        data: A JSONL or Parquet file, a folder that ``datasets`` saved, a :class:`DatasetSource`, a list of
-            dictionaries, or a ``datasets.Dataset``.
-        batch_size: Rows per iteration, over all ranks together.
-        val_data: Held-out rows, read like ``data``.
-        val_fraction: Instead of ``val_data``: the share of ``data`` that is held out, chosen by a hash of the row.
-        tokenizer: A Hugging Face name, folder or tokenizer; by default the LightningModule's.
-        seed: Of the order of the rows and of what is held out.
-        shuffle: Whether rows come in another order every epoch.
-        drop_last: Whether an epoch leaves out a last batch that is smaller than the others.
         max_tokens: Most tokens of prompt and response together; by default as many as the models have positions.
-        long_rows: What happens to longer ones: ``refuse`` them all with an error, ``truncate`` their responses, or
-            ``drop`` them.
-        bucket_batches: Rows of similar length share a batch, chosen among so many batches of the shuffled order;
-            None: whatever their lengths.
-        shuffle_buffer: Of a stream: how many of its rows are read at a time, and shuffled.
+        settings: Of :class:`RowDataModule`: data, batch size, held-out rows, tokenizer, seed, order, long rows, of
+            which ``truncate`` cuts the responses.
     """
 
-    def __init__(
-        self,
-        data: RowSource,
-        *,
-        batch_size: int,
-        val_data: RowSource | None = None,
-        val_fraction: float = 0.0,
-        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
-        seed: int = 0,
-        shuffle: bool = True,
-        drop_last: bool = True,
-        max_tokens: int | None = None,
-        long_rows: LongRows = "refuse",
-        bucket_batches: int | None = None,
-        shuffle_buffer: int = 1000,
-    ) -> None:
-        super().__init__(
-            data, batch_size=batch_size, val_data=val_data, val_fraction=val_fraction, tokenizer=tokenizer,
-            seed=seed, shuffle=shuffle, drop_last=drop_last, long_rows=long_rows, bucket_batches=bucket_batches,
-            shuffle_buffer=shuffle_buffer,
-        )  # fmt: skip
+    def __init__(self, data: RowSource, *, batch_size: int, max_tokens: int | None = None, **settings: Any) -> None:
+        super().__init__(data, batch_size=batch_size, **settings)
         if max_tokens is not None and max_tokens < 1:
             raise DataError(f"max_tokens={max_tokens} must be at least 1; use None for the models' limit")
         self.max_tokens = max_tokens
 
     def limit(self) -> TokenLimit | None:
         """Return the smaller one of the models' context and ``max_tokens``, None where neither is known."""
-        context = self.model_context()
-        limits = [] if context is None else [TokenLimit(context, f"the models' context of {context} positions")]
-        if self.max_tokens is not None:
-            limits.append(TokenLimit(self.max_tokens, "max_tokens"))
-        return min(limits, key=lambda limit: limit.tokens, default=None)
+        return self.token_limit(self.max_tokens, "max_tokens")
 
     def fits(self, row: Row, num_tokens: int, limit: TokenLimit | None) -> bool:
         """Return whether the row is kept; DataError where it is too long and long rows are refused."""
         return self.fitted(row, num_tokens, limit, "shorten it, or set long_rows to 'truncate' or 'drop'")
+
+    def table_of(
+        self,
+        rows: Sequence[Row],
+        texts: Sequence[ResponseText],
+        tokenizer: PreTrainedTokenizerBase,
+        labels: Sequence[bool] | None = None,
+    ) -> Samples:
+        """Return ``prompt_ids``, ``response_ids``, ``label`` where given, and the columns of the rows that fit."""
+        limit = self.limit()
+        kept: list[int] = []
+        prompts: list[list[int]] = []
+        responses: list[list[int]] = []
+        for place, (row, (prompt, response)) in enumerate(zip(rows, encoded(tokenizer, texts), strict=True)):
+            if self.fits(row, len(prompt) + len(response), limit):
+                kept.append(place)
+                prompts.append(prompt)
+                responses.append(cut(row.place, prompt, response, limit))
+        if not kept:
+            return tabulated({}, 0, "row")
+        made: dict[str, Column] = {} if labels is None else {"label": torch.tensor([labels[place] for place in kept])}
+        tokens = {"prompt_ids": Ragged.from_list(prompts), "response_ids": Ragged.from_list(responses)}
+        return tabulated({**self.columns_of([rows[place] for place in kept]), **tokens, **made}, len(kept), "row")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,19 +7,16 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.data.chat import is_conversation
-from lightning_realloc.data.module import tabulated
 from lightning_realloc.data.responses import (
     ResponseDataModule,
     ResponseText,
     conversation,
-    cut,
-    encoded,
     response_text,
     whole_text,
 )
 from lightning_realloc.data.rows import Row
 from lightning_realloc.errors import DataError
-from lightning_realloc.runtime.samples import Ragged, Samples
+from lightning_realloc.runtime.samples import Samples
 
 
 class SFTDataModule(ResponseDataModule):
@@ -43,22 +40,7 @@ class SFTDataModule(ResponseDataModule):
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
         """Return ``prompt_ids``, ``response_ids`` and the columns of the rows that fit."""
         columns = _format(rows[0])
-        limit = self.limit()
-        kept: list[Row] = []
-        pairs: list[tuple[list[int], list[int]]] = []
-        texts = [_text(tokenizer, row, columns) for row in rows]
-        for row, (prompt, response) in zip(rows, encoded(tokenizer, texts), strict=True):
-            num_tokens = len(prompt) + len(response)
-            if self.fits(row, num_tokens, limit):
-                kept.append(row)
-                pairs.append((prompt, cut(row.place, prompt, response, limit)))
-        if not kept:
-            return tabulated({}, 0, "row")
-        tokens = {
-            "prompt_ids": Ragged.from_list([prompt for prompt, _ in pairs]),
-            "response_ids": Ragged.from_list([response for _, response in pairs]),
-        }
-        return tabulated({**self.columns_of(kept), **tokens}, len(kept), "row")
+        return self.table_of(rows, [_text(tokenizer, row, columns) for row in rows], tokenizer)
 
 
 def _format(row: Row) -> tuple[str, ...]:
@@ -74,6 +56,8 @@ def _format(row: Row) -> tuple[str, ...]:
 def _text(tokenizer: PreTrainedTokenizerBase, row: Row, columns: tuple[str, ...]) -> ResponseText:
     values = [row.values[column] for column in columns]
     tools = row.values.get("tools")
+    if values[-1] in ("", []):
+        raise DataError(f"{row.place}: {columns[-1]!r} is empty; give it text or leave the row out")
     match values:
         case [str(text)] if columns == ("text",):
             return whole_text(text, row.place)

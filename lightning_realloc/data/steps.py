@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.data.chat import Text, prompt_text, prompt_token_ids, token_ids
-from lightning_realloc.data.module import LongRows, tabulated
+from lightning_realloc.data.module import tabulated
 from lightning_realloc.data.responses import ResponseDataModule, cut
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
@@ -52,28 +52,8 @@ class StepDataModule(ResponseDataModule):
         DataError: in ``setup``, for anything in the data that cannot be used, with its file and line.
     """
 
-    def __init__(
-        self,
-        data: RowSource,
-        *,
-        batch_size: int,
-        val_data: RowSource | None = None,
-        val_fraction: float = 0.0,
-        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
-        seed: int = 0,
-        shuffle: bool = True,
-        drop_last: bool = True,
-        max_tokens: int | None = None,
-        long_rows: LongRows = "refuse",
-        bucket_batches: int | None = None,
-        shuffle_buffer: int = 1000,
-        step_separator: str = "\n",
-    ) -> None:
-        super().__init__(
-            data, batch_size=batch_size, val_data=val_data, val_fraction=val_fraction, tokenizer=tokenizer, seed=seed,
-            shuffle=shuffle, drop_last=drop_last, max_tokens=max_tokens, long_rows=long_rows,
-            bucket_batches=bucket_batches, shuffle_buffer=shuffle_buffer,
-        )  # fmt: skip
+    def __init__(self, data: RowSource, *, batch_size: int, step_separator: str = "\n", **settings: Any) -> None:
+        super().__init__(data, batch_size=batch_size, **settings)
         self.step_separator = step_separator
 
     def split_column(self, rows: Sequence[Row]) -> str:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.packed_attention import packed_attention, transformers_model
 from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.token_logprobs import TokenStatistics, selected_logprobs
+from lightning_realloc.runtime.token_logprobs import TokenStatistics, collision_logprobs, selected_logprobs
 
 
 def packed_logits(model: nn.Module, packed: PackedBatch) -> Tensor:
@@ -62,6 +62,7 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    with_collision: bool = False,
     only_responses: bool = False,
 ) -> TokenStatistics:
     """Return for every token its log-probability given the tokens of its sequence before it.
@@ -72,14 +73,16 @@ def token_logprobs(
     Args:
         temperature: What logits are divided by, as in sampling.
         with_entropy: Whether to return the entropy (nats) of the distribution each token was drawn from, too.
+        with_collision: Whether to return the log-probability that two tokens drawn from it are the same, too.
     """
     predicted = packed.response_mask if only_responses else packed.position_ids[0] > 0
     targets = predicted.nonzero().squeeze(1)
     logits = predicting_logits(model, packed, targets)
     chosen = selected_logprobs(logits, packed.input_ids[0, targets], temperature=temperature, with_entropy=with_entropy)
-    num_tokens = packed.num_tokens
-    entropy = None if chosen.entropy is None else _scattered(chosen.entropy, targets, num_tokens)
-    return TokenStatistics(_scattered(chosen.logprobs, targets, num_tokens), entropy)
+    collision = collision_logprobs(logits, temperature=temperature) if with_collision else None
+    logprobs = _scattered(chosen.logprobs, targets, packed.num_tokens)
+    beside = (None if v is None else _scattered(v, targets, packed.num_tokens) for v in (chosen.entropy, collision))
+    return TokenStatistics(logprobs, *beside)
 
 
 def predicting_logits(model: nn.Module, packed: PackedBatch, targets: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ class TokenStatistics:
     """(N,) fp32."""
     entropy: Tensor | None = None
     """(N,) fp32, in nats, of the distribution each token was drawn from."""
+    collision: Tensor | None = None
+    """(N,) fp32, no gradient: ``log(sum(p^2))``, of the probability that two tokens drawn from it are the same."""
 
 
 def selected_logprobs(
@@ -37,6 +39,16 @@ def selected_logprobs(
     """
     logprobs, entropy = _SelectedLogprobs.apply(logits, tokens, temperature, with_entropy)  # type: ignore[no-untyped-call]
     return TokenStatistics(logprobs, entropy if with_entropy else None)
+
+
+@torch.no_grad()
+def collision_logprobs(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Return (N,) ``log(sum(p^2)) = logsumexp(2z) - 2 logsumexp(z)`` of every row of (N, V) logits, in fp32."""
+    found = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    for rows in chunks(logits):
+        scaled = logits[rows].float() / temperature
+        found[rows] = (2.0 * scaled).logsumexp(-1) - 2.0 * scaled.logsumexp(-1)
+    return found
 
 
 class _SelectedLogprobs(torch.autograd.Function):

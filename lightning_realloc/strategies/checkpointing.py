@@ -180,6 +180,6 @@ class CheckpointStrategy(ProcessStrategy):
         if self.dataflow is None:
             return self.lightning_module.state_dict()
         state = self.lightning_module_state_dict()
-        for role in self.pool.roles:
+        for role in (role for role in self.pool.roles if role not in self.pool.released):
             state |= {f"{role}.{name}": tensor.cpu() for name, tensor in self.full_weights(role).items()}
         return state

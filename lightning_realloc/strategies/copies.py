@@ -1,4 +1,4 @@
-"""What a copy of a model in another layout is made of: a skeleton, which a delivery fills with weights later."""
+"""What models without weights of their own are made of: copies in another layout, and those that are to be filled."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from torch import nn
 
 from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.runtime.mesh import MeshRegistry
+from lightning_realloc.runtime.objects import gather_objects
 from lightning_realloc.runtime.parallelize import parallelize, tensor_parallelize
 from lightning_realloc.runtime.shards import bind_tensors
 from lightning_realloc.runtime.stage import cut_stage
 from lightning_realloc.runtime.twin import make_skeleton
 from lightning_realloc.strategies.pool_options import PoolOptions
+from lightning_realloc.strategies.replica import Replica
 
 
 def prepare_copy(
@@ -35,3 +37,27 @@ def prepare_copy(
     if target.layout.dims.pp > 1:
         cut_stage(skeleton, target, options.rank)
     return skeleton
+
+
+def blank_model(blank: nn.Module, old: Replica, device: torch.device, *, has_weights: bool) -> nn.Module:
+    """Return an undivided model like ``old``'s, its weights undefined; without memory unless it ``has_weights``.
+
+    Args:
+        blank: A skeleton of it.
+        old: Says what is frozen, and in which mode it is. Collective over all ranks where it is a pipeline's.
+        device: Of the weights.
+        has_weights: Whether there is room for them.
+    """
+    model = make_skeleton(blank)
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        room = torch.empty(parameter.shape if has_weights else (1,), dtype=parameter.dtype, device=device)
+        tensors[name] = room.expand(parameter.shape)
+    bind_tensors(model, tensors)
+    model.to(device)
+    frozen = {name for name, parameter in old.model.named_parameters() if not parameter.requires_grad}
+    if old.layout.dims.pp > 1:  # this rank may know one stage of the old model
+        frozen = set().union(*gather_objects(frozen))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    return model.train(old.model.training)

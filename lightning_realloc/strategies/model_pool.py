@@ -21,12 +21,11 @@ from lightning_realloc.runtime.adapters import adapter_config, adapters_merged, 
 from lightning_realloc.runtime.executor import Reallocation, ReallocationReport
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
-from lightning_realloc.runtime.objects import gather_objects
 from lightning_realloc.runtime.parallelize import needs_fsdp, parallelize
 from lightning_realloc.runtime.shards import bind_tensors, local_tensors, own_storage, reshard, vacate
 from lightning_realloc.runtime.training_mode import enable_activation_checkpointing
 from lightning_realloc.runtime.twin import make_skeleton
-from lightning_realloc.strategies.copies import prepare_copy
+from lightning_realloc.strategies.copies import blank_model, prepare_copy
 from lightning_realloc.strategies.delivery import Delivery, refuse_thawed
 from lightning_realloc.strategies.following import Followers
 from lightning_realloc.strategies.pool_options import PoolOptions
@@ -52,6 +51,8 @@ class ModelPool:
         self._followers = Followers(dataflow, options)
         self._copies: dict[tuple[str, Layout], Replica] = {}
         self._realized: set[str] = set()
+        self.released: set[str] = set()
+        """Roles whose weights are gone for good."""
         self._reports: dict[str, ReallocationReport] = {}
         self.seconds_moving = 0.0
         """Seconds that this rank spent on moving weights, waiting for other ranks not included."""
@@ -82,6 +83,8 @@ class ModelPool:
         """
         before, self.plan = self.plan, plan
         for role in self.roles:
+            if role in self.released:
+                continue
             old, call = self._home[role], self.dataflow.home_call(role).name
             home = ModelLayout(old.model_layout.model, plan.layout(call))
             if (
@@ -137,7 +140,8 @@ class ModelPool:
         return Replica(role, home, model, version=1, frozen_version=1)
 
     def _move_home(self, old: Replica, home: ModelLayout, optimizer: torch.optim.Optimizer | None) -> Replica:
-        model = self._blank_model(old, has_weights=self._options.rank in home.layout)
+        has_weights = self._options.rank in home.layout
+        model = blank_model(self._blanks[old.role], old, self._options.device, has_weights=has_weights)
         new = self._lay_out(old.role, model, home)
         new.version, new.frozen_version = old.version + 1, old.frozen_version + 1
         mover = Mover(old.model_layout, home, self._options.rank, self._options.world_size, self._options.device)
@@ -146,22 +150,17 @@ class ModelPool:
             move_optimizer(old, new, optimizer, mover)
         return new
 
-    def _blank_model(self, old: Replica, *, has_weights: bool) -> nn.Module:
-        """Return an undivided model like ``old``'s, its weights undefined; without memory unless it ``has_weights``."""
-        model = make_skeleton(self._blanks[old.role])
-        tensors = {}
-        for name, parameter in model.named_parameters():
-            shape = parameter.shape if has_weights else (1,)
-            room = torch.empty(shape, dtype=parameter.dtype, device=self._options.device)
-            tensors[name] = room.expand(parameter.shape)
-        bind_tensors(model, tensors)
-        model.to(self._options.device)
-        frozen = {name for name, parameter in old.model.named_parameters() if not parameter.requires_grad}
-        if old.layout.dims.pp > 1:  # this rank may know one stage of the old model
-            frozen = set().union(*gather_objects(frozen))
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name not in frozen)
-        return model.train(old.model.training)
+    def release(self, role: str) -> None:
+        """Free a role's weights on every rank, for good; PlanError where training changes them. Collective."""
+        if role in self.changing_roles:
+            raise PlanError(f"the weights of role {role!r} change as training goes on; it cannot be released")
+        if role in self.sharers:
+            return
+        self._copies = {key: copy for key, copy in self._copies.items() if key[0] != role}
+        old = self._home[role]
+        blank = blank_model(self._blanks[role], old, self._options.device, has_weights=False)
+        self._home[role] = Replica(role, old.model_layout, blank)
+        self.released.add(role)
 
     # ---- reading
     @property

@@ -36,7 +36,7 @@ class Offloader:
         self._optimizers: Mapping[str, torch.optim.Optimizer] = {}
         if schedule.parts:
             shared = carrier(device)
-            self._parts = {part: Offload(shared) for part in schedule.parts}
+            self._parts = {part: Offload(shared) for part in schedule.parts if part not in pool.released}
         for role in pool.roles:
             if role in self._parts:
                 self._guard(role, pool.home(role).model)
@@ -47,7 +47,9 @@ class Offloader:
             return
         begin = time.perf_counter()
         self._optimizers = {str(optimizer.param_groups[0].get("name")): optimizer for optimizer in optimizers}
-        needed, ahead = self._schedule.needed(call), self._schedule.ahead(call)
+        needed, ahead = (
+            kept & self._parts.keys() for kept in (self._schedule.needed(call), self._schedule.ahead(call))
+        )
         for part in self._parts:
             if part not in needed | ahead:
                 self._send_away(part)
@@ -60,7 +62,7 @@ class Offloader:
     def end(self, call: str) -> None:
         """Send away what a call needed and the next one does not."""
         begin = time.perf_counter()
-        for part in self._schedule.needed(call):
+        for part in self._schedule.needed(call) & self._parts.keys():
             self._send_away(part)
         self._pool.seconds_moving += time.perf_counter() - begin
 

@@ -293,6 +293,31 @@ class ReallocStrategy(SteppingStrategy):
             self._offloader.close()
         optimizers = {str(optimizer.param_groups[0].get("name")): optimizer for optimizer in self.optimizers}
         self.pool.rearrange(wanted, optimizers)
+        self._models_replaced()
+
+    def check_release(self, role: str) -> None:
+        """Raise ConfigError where a role's weights are needed after its last call."""
+        if self._save_frozen_roles:
+            raise ConfigError(
+                f"save_frozen_roles=True writes the weights of {role!r} into checkpoints, and they are to leave memory "
+                f"once its last call has run; leave save_frozen_roles out, or keep the role"
+            )
+
+    def release(self, role: str) -> None:
+        """Free the weights of a role that has run its last call. Collective over all ranks, between iterations.
+
+        Raises:
+            PlanError: for a role that is trained, or whose weights another role needs.
+        """
+        self.runner.finish()
+        if self._offloader is not None:
+            self._offloader.close()
+        self.pool.release(role)
+        self._models_replaced()
+        give_back_freed_memory()
+
+    def _models_replaced(self) -> None:
+        """Let the module, and what remembers models, have those that the pool holds now."""
         for role in self.pool.roles:
             setattr(self.lightning_module, role, self.pool.home(role).model)
         self._offloader = self._make_offloader(self.pool)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections import defaultdict
 
 import pytest
@@ -259,3 +260,9 @@ def test_explained_variance_by_hand() -> None:
     assert explained_variance(returns, returns).item() == 1.0
     assert explained_variance(torch.zeros(2), returns).item() == 0.0
     assert explained_variance(torch.zeros(2), torch.ones(2)).item() == 0.0
+
+
+def test_where_nothing_was_judged_no_variance_is_known_and_nobody_is_warned() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert explained_variance(torch.empty(0), torch.empty(0)).isnan().item()

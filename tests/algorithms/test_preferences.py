@@ -174,7 +174,8 @@ def test_held_out_responses_to_one_prompt_count_from_zero() -> None:
     # 1 - s(0.5 * 2) of the desirable one, 1 - s(0.5 * -2) of the other
     assert measured["losses"].tolist() == pytest.approx([0.26894, 0.73106], abs=1e-4)
     summary = {name: float(value) for name, value in module.summarize(batch.with_columns(**measured)).items()}
-    assert summary == pytest.approx({"loss": 0.5, "desirable_reward": 1.0, "undesirable_reward": 1.0, "margin": 0.0})
+    rewards = {"desirable_reward": 1.0, "undesirable_reward": 1.0, "margin": 0.0, "auroc": 0.5}
+    assert summary == pytest.approx({"loss": 0.5, **rewards})
 
 
 def test_scores_of_the_chosen_are_told_from_those_of_the_rejected() -> None:
@@ -227,8 +228,10 @@ def test_held_out_pairs_are_measured_as_in_training() -> None:
     # 6 nats over 3 chosen tokens
     expected = pair_loss("ipo", pairs, PairLossSettings(beta=0.2)).mean().item() + 0.5 * 2.0
     summary = {name: float(value) for name, value in module.summarize(batch.with_columns(**measured)).items()}
-    # Margins: 0.2 * (-3 + 4) and 0.2 * (-3 + 11).
-    assert summary == pytest.approx({"loss": expected, "margin": 0.9, "accuracy": 1.0}, abs=1e-5)
+    # Margins: 0.2 * (-3 + 4) and 0.2 * (-3 + 11). Both right, as sure as s(0.2) = 0.54983 and s(1.6) = 0.83202.
+    calibration = ((1 - 0.54983) + (1 - 0.83202)) / 2
+    rest = {"margin": 0.9, "accuracy": 1.0, "calibration_error": calibration}
+    assert summary == pytest.approx({"loss": expected, **rest}, abs=1e-5)
     assert module.summarize(batch) == {}
 
 
@@ -292,6 +295,8 @@ TWICE = TrainOptions(num_epochs=2)
         (DPO, {"loss": "exo_pair"}, "set 0.001"),
         (DPO, {"loss": "nca_pair", "divergence": "js"}, "loss='nca_pair' needs 'reverse_kl'"),
         (DPO, {"loss": ["aot", "aot_unpaired"]}, "choose one"),
+        (DPO, {"loss": "aot", "weighting": "wpo"}, "weighting='wpo' weighs pairs one by one, and loss='aot' compares"),
+        (DPO, {"weighting": "other"}, "weighting='other' must be one of wpo"),
         (DPO, {"loss": "aot", "train_options": TWICE}, r"one step a batch, not num_epochs=2 and num_minibatches=1"),
         (KTO, {"train_options": TWICE}, "loss='kto' estimates the divergence from the whole batch"),
         (KTO, {"loss": "dpo"}, "loss='dpo' must be one of kto, apo_zero_unpaired"),

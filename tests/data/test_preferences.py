@@ -114,6 +114,7 @@ def test_long_responses_are_cut_and_pairs_that_differ_behind_the_cut_are_refused
     ("row", "rule"),
     [
         ({"prompt": "a", "chosen": "b"}, r"has no column 'rejected', only \['chosen', 'prompt'\]"),
+        ({"prompt": "a"}, r"has no columns 'chosen' and 'rejected', only \['prompt'\]; PreferenceDataModule needs"),
         ({**PAIR, "rejected": "2"}, "row 0 of the data set: chosen and rejected are equal"),
         ({**PAIR, "rejected": ""}, "the rejected response is empty"),
         ({"chosen": "ab", "rejected": "abc"}, "the chosen response is empty"),

@@ -149,6 +149,13 @@ DPO_CASES: Sequence[Mapping[str, Any]] = (
 )  # fmt: skip
 
 
+WEIGHTED_CASES: Sequence[Mapping[str, Any]] = (
+    {"loss": "sigmoid", "weighting": "wpo"},
+    {"loss": ["ipo", "nca_pair"], "loss_weights": [0.3, 1.0], "weighting": "wpo"},
+)  # fmt: skip
+"""Weights count in training alone. On purpose the likelihood of chosen responses has none, which TRL weighs, too."""
+
+
 def trl_dpo(model: nn.Module, reference: nn.Module, case: Mapping[str, Any]) -> Tensor:
     """Return TRL's loss of a case that is described as for ours."""
     names = {"js": "js_divergence", "alpha": "alpha_divergence"}
@@ -158,16 +165,18 @@ def trl_dpo(model: nn.Module, reference: nn.Module, case: Mapping[str, Any]) -> 
         loss_types=[case["loss"]] if isinstance(case["loss"], str) else case["loss"],
         loss_weights=case.get("loss_weights"), label_smoothing=case.get("label_smoothing", 0.0),
         ld_alpha=case.get("tail_weight"), f_divergence_type=names.get(divergence, divergence),
-        f_alpha_divergence_coef=case.get("alpha", 0.5),
+        f_alpha_divergence_coef=case.get("alpha", 0.5), use_weighting=case.get("weighting") == "wpo",
     )  # fmt: skip
 
 
-each_dpo_case = pytest.mark.parametrize(
-    "case", DPO_CASES, ids=lambda case: "-".join(str(value) for value in case.values())
-)
+def _name(case: Mapping[str, Any]) -> str:
+    return "-".join(str(value) for value in case.values())
 
 
-@each_dpo_case
+each_dpo_case = pytest.mark.parametrize("case", DPO_CASES, ids=_name)
+
+
+@pytest.mark.parametrize("case", (*DPO_CASES, *WEIGHTED_CASES), ids=_name)
 def test_dpo_of_models(case: Mapping[str, Any]) -> None:
     ours, theirs = tiny_model("llama"), trl.fused(tiny_model("llama"))
     expected = trl_dpo(theirs, trl.fused(tiny_model("llama", seed=1)), case)

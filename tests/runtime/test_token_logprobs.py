@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_realloc.runtime import token_logprobs
-from lightning_realloc.runtime.token_logprobs import selected_logprobs
+from lightning_realloc.runtime.token_logprobs import collision_logprobs, selected_logprobs
 
 
 def _plain(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,3 +50,13 @@ def test_half_precision_logits_are_normalised_in_fp32_and_get_gradients_of_their
     statistics.logprobs.sum().backward()
     assert logits.grad is not None
     assert logits.grad.dtype == torch.bfloat16
+
+
+def test_two_draws_are_the_same_as_often_as_squared_probabilities_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_logprobs, "CHUNK_ELEMENTS", 10)  # chunks of two rows and of one
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0, -torch.inf], [2.0, 1.0, 0.0, -1.0, 3.0], [90.0, 0.0, 0.0, 0.0, 0.0]])
+    expected = (logits / 0.5).softmax(-1).square().sum(-1).log()
+    assert torch.allclose(collision_logprobs(logits.requires_grad_(), temperature=0.5), expected, atol=1e-6)
+    # Of four equally likely tokens, two draws are the same one time in four.
+    assert collision_logprobs(logits)[0].exp().item() == pytest.approx(0.25)
+    assert not collision_logprobs(logits).requires_grad

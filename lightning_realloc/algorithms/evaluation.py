@@ -1,0 +1,121 @@
+"""What do held-out samples say? It is asked once about all of them together, when an evaluation has seen the last one.
+
+Every rank is given every sample of a batch, so every rank works out the same numbers and none has to be merged: means
+are over all samples, tokens or steps of the set as they are named, whatever the batches hold, and what is no mean at
+all, as an area under a curve, is right too. The mean of batches' values is neither.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.samples import Samples
+
+
+class EvaluatedModule(L.LightningModule):
+    """A LightningModule whose ``validate``, ``test`` and ``predict`` run some of its calls on held-out samples.
+
+    A subclass that defines ``on_validation_epoch_end`` or one of the like calls ``super()``'s, which logs.
+    """
+
+    evaluation_calls: tuple[str, ...] = ()
+    """The calls that ``validate`` and ``test`` run on held-out prompts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held_out: list[Samples] = []
+        """What an evaluation under way has seen: columns of one value per sample, and lengths."""
+
+    # ---- what a subclass says about itself
+    def check_batch(self, batch: Samples) -> None:
+        """Raise for a batch that the algorithm cannot use; called before any of its calls."""
+
+    def prepare_batch(self, batch: Samples) -> Samples:
+        """Return the batch as the calls take it: the same one, unless samples or columns are to be added.
+
+        Every rank does it alike. Samples whose column ``trained`` (B,) is False are no part of training calls.
+        """
+        return batch
+
+    def summarize(self, samples: Samples) -> dict[str, Tensor]:
+        """Return what to log about the samples of an iteration, or of an evaluation; the same on every rank.
+
+        The samples have every column of one value per sample; sequences come as their lengths alone.
+        """
+        return {}
+
+    def summarize_evaluation(self, samples: Samples) -> dict[str, Tensor]:
+        """Return what ``validate`` and ``test`` log about all held-out samples, as :meth:`summarize` does."""
+        return self.summarize(samples)
+
+    def prediction_calls(self, batch: Samples) -> tuple[str, ...]:
+        """Return the calls that ``predict`` runs on a batch; raise for one that they cannot use."""
+        self.check_batch(batch)
+        return self.evaluation_calls
+
+    # ---- Lightning's hooks
+    def validation_step(self, batch: Samples, batch_idx: int) -> None:
+        """Run the evaluation calls on held-out samples; ``val/...`` is logged when all of them are through."""
+        self._evaluate(batch)
+
+    def test_step(self, batch: Samples, batch_idx: int) -> None:
+        """Run the evaluation calls on held-out samples; ``test/...`` is logged when all of them are through."""
+        self._evaluate(batch)
+
+    def predict_step(self, batch: Samples, batch_idx: int) -> Samples:
+        """Return the samples with what the evaluation calls made of them."""
+        names = self.prediction_calls(batch)
+        samples: Samples = self._strategy.run_calls(self.prepare_batch(batch), names)
+        return samples
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget what an evaluation has seen that did not come to its end."""
+        self._held_out.clear()
+
+    def on_test_epoch_start(self) -> None:
+        """See :meth:`on_validation_epoch_start`."""
+        self._held_out.clear()
+
+    def on_validation_epoch_end(self) -> None:
+        """Log ``val/...`` of all held-out samples."""
+        self._log_evaluation("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log ``test/...`` of all held-out samples."""
+        self._log_evaluation("test")
+
+    def _evaluate(self, batch: Samples) -> None:
+        if not self.evaluation_calls:
+            raise ConfigError(f"{type(self).__name__} declares no evaluation_calls; leave the validation data out")
+        self.check_batch(batch)
+        made = self._strategy.run_calls(self.prepare_batch(batch), self.evaluation_calls)
+        self._held_out.append(made.lengths_only())
+
+    def _log_evaluation(self, prefix: str) -> None:
+        if not self._held_out:
+            return
+        samples = all_samples(self._held_out)
+        self._held_out.clear()
+        metrics = {f"{prefix}/{name}": value for name, value in self.summarize_evaluation(samples).items()}
+        self.log_dict(metrics, prog_bar=True, batch_size=len(samples), sync_dist=True)
+
+    @property
+    def _strategy(self) -> Any:
+        strategy = self.trainer.strategy
+        if not hasattr(strategy, "run_iteration"):
+            raise ConfigError(
+                f"{type(self).__name__} needs Trainer(strategy='realloc'), which runs its calls; "
+                f"this Trainer has {type(strategy).__name__}"
+            )
+        return strategy
+
+
+def all_samples(batches: list[Samples]) -> Samples:
+    """Return the samples of all batches, numbered anew: loaders may give two batches the same ids."""
+    ids = torch.split(torch.arange(sum(map(len, batches))), [len(batch) for batch in batches])
+    return Samples.concatenate([Samples(own, batch.columns) for own, batch in zip(ids, batches, strict=True)])
