@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_realloc.algorithms.kto import KTO as KTO
     from lightning_realloc.algorithms.module import MultiModelModule as MultiModelModule
     from lightning_realloc.algorithms.online_dpo import OnlineDPO as OnlineDPO
+    from lightning_realloc.algorithms.optimizers import RoleOptimizer as RoleOptimizer
     from lightning_realloc.algorithms.orpo import ORPO as ORPO
     from lightning_realloc.algorithms.policy_gradient import PolicyGradient as PolicyGradient
     from lightning_realloc.algorithms.ppo import PPO as PPO
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from lightning_realloc.algorithms.rloo import RLOO as RLOO
     from lightning_realloc.algorithms.role import Role as Role
     from lightning_realloc.algorithms.sft import SFT as SFT
+    from lightning_realloc.callbacks import EMA as EMA
     from lightning_realloc.callbacks import AutoTuner as AutoTuner
     from lightning_realloc.callbacks import MemoryMonitor as MemoryMonitor
     from lightning_realloc.callbacks import ParameterReallocation as ParameterReallocation
@@ -143,8 +145,10 @@ _HOMES = {
     "RewardModel": "algorithms.reward_model",
     "ProcessReward": "algorithms.process_reward",
     "TrainOptions": "runtime.training",
+    "RoleOptimizer": "algorithms.optimizers",
     "ReallocStrategy": "strategies",
     "AutoTuner": "callbacks",
+    "EMA": "callbacks",
     "MemoryMonitor": "callbacks",
     "ParameterReallocation": "callbacks",
     "PhaseCallback": "callbacks",

@@ -164,6 +164,7 @@ def export_parser() -> ArgumentParser:
     parser.add_argument("--role", type=str, default="actor", help="Which model of the checkpoint.")
     parser.add_argument("--dtype", type=str | None, default=None, help="float32, bfloat16, ...; default: as trained.")
     parser.add_argument("--merge", action="store_true", help="Merge adapters into their base; default: adapters alone.")
+    parser.add_argument("--averaged", action="store_true", help="Write what an EMA kept; default: the weights.")
     parser.add_argument("--base", type=str | None, default=None, help="Their base; default: what it was loaded from.")
     return parser
 
@@ -174,7 +175,7 @@ def run(args: Sequence[str]) -> None:
         chosen = export_parser().parse_args(list(args[1:]))
         folder = export_checkpoint(
             Path(chosen.checkpoint), Path(chosen.output), role=chosen.role, dtype=parse_dtype(chosen.dtype),
-            merge=chosen.merge, base=chosen.base,
+            merge=chosen.merge, averaged=chosen.averaged, base=chosen.base,
         )  # fmt: skip
         sys.stdout.write(f"{chosen.role} of {chosen.checkpoint} written to {folder}\n")
     elif args[:1] == ["plan"]:

@@ -154,6 +154,51 @@ def test_conversations_and_budgets_are_settings_of_a_file(workers: WorkerPool, f
     assert refused.code == 2 and "RolloutBudget(tokens=0) must be at least 1" in refused.errors
 
 
+DESCENT = """
+import torch
+
+class Descent(torch.optim.Optimizer):
+    def __init__(self, params, lr=1.0, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            print(f"{group.get('name')} lr={group['lr']} weight_decay={group['weight_decay']}")
+            for parameter in group["params"]:
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(parameter.grad, alpha=group["lr"])
+"""
+
+
+def test_a_file_gives_roles_optimizers_by_class_path(workers: WorkerPool, folder: Path) -> None:
+    (folder / "descent.py").write_text(DESCENT)
+    model = json.loads(json.dumps(CONFIG["model"]))
+    model["init_args"] |= {
+        "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"fused": True}},
+        "weight_decay": 0.1, "no_decay": ["norms"],
+        "optimizers": {
+            "actor": {
+                "optimizer": {"class_path": "descent.Descent", "init_args": {"lr": 0.25}}, "weight_decay": 0.5,
+                "lr_scheduler": {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1}},
+            }
+        },
+    }  # fmt: skip
+    (folder / "roles.yaml").write_text(yaml.safe_dump(CONFIG | {"model": model}))
+    line = ["fit", "--config", "roles.yaml"]
+    fitted, printed, refused = _run(
+        workers, folder, line, [*line, "--print_config"], [*line, "--model.no_decay", "[gains]"]
+    )
+    assert fitted.code == 0, fitted.errors
+    steps = [text for text in fitted.output.splitlines() if text.startswith("actor")]
+    both = ["actor lr={0} weight_decay=0.5", "actor/1 lr={0} weight_decay=0.0"]
+    # Two iterations of two mini-batches, between which the schedule takes the rate to a tenth.
+    assert steps == [text.format(rate) for rate in (0.25, 0.25, 0.025, 0.025) for text in both]
+    settings = yaml.safe_load(printed.output)["model"]["init_args"]
+    assert settings["optimizers"]["actor"]["optimizer"]["class_path"] == "descent.Descent"
+    assert settings["optimizers"]["actor"]["learning_rate"] is None
+    assert refused.code == 2
+
+
 def test_realloc_is_the_strategy_unless_a_file_says_otherwise(workers: WorkerPool, folder: Path) -> None:
     printed = _run(workers, folder, ["fit", "--print_config"])[0]
 

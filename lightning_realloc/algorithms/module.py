@@ -8,29 +8,30 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from lightning_realloc.algorithms.adapters import AdapterSource
 from lightning_realloc.algorithms.calls import declared_calls
 from lightning_realloc.algorithms.evaluation import EvaluatedModule
+from lightning_realloc.algorithms.optimizers import NoDecay, Parameters, RoleOptimizer, chosen_for, state_bytes
 from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.sample_rows import sample_rows
+from lightning_realloc.algorithms.settings import EngineName, check_engine
 from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.errors import CheckpointError, ConfigError, PlanError
 from lightning_realloc.generation import Speculation
 from lightning_realloc.rewards.functions import RewardFunctions
+from lightning_realloc.runtime.liger import use_liger_kernels
 from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
-
-EngineName = Literal["native", "hf"]
 
 
 class MultiModelModule(EvaluatedModule):
@@ -43,6 +44,9 @@ class MultiModelModule(EvaluatedModule):
         learning_rate: Of the default optimizer, AdamW without weight decay.
         optimizer: Makes an optimizer from parameters; overrides ``learning_rate``.
         lr_scheduler: Makes a learning-rate schedule from an optimizer; it steps once per iteration.
+        weight_decay: Of all weights that ``no_decay`` does not name; None leaves it to ``optimizer``, for all weights.
+        no_decay: Of ``norms``, ``biases`` and ``embeddings`` what does not decay; by default the first two.
+        optimizers: Trained role -> what is to be different for it.
         train_options: Epochs, mini-batches, micro-batches and clipping of a training call.
         engine: What generates: ``"native"``, continuous batching; ``"hf"``, the model's own ``generate``, for models
             whose attention the native engine refuses.
@@ -53,6 +57,7 @@ class MultiModelModule(EvaluatedModule):
             them end together. Tokens stay the same; log-probabilities are rounded as the other rank's batches are.
         peft_config: Adapters to train in place of whole weights: a ``LoraConfig``, the same as a mapping with
             ``peft_type: LORA``, or a folder of saved ones, for every trained role; or role -> one of these.
+        liger_kernels: Whether models run Liger's kernels, on CUDA and with the package liger-kernel.
         seed: Of random weights, sampling and mini-batch order.
     """
 
@@ -75,40 +80,34 @@ class MultiModelModule(EvaluatedModule):
         learning_rate: float = 1e-6,
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
+        weight_decay: float | None = None,
+        no_decay: tuple[NoDecay, ...] | None = None,
+        optimizers: Mapping[str, RoleOptimizer] | None = None,
         train_options: TrainOptions | None = None,
         engine: EngineName = "native",
         speculation: Speculation | None = None,
         max_cache_bytes: int | None = None,
         sample_reallocation: bool = False,
         peft_config: Any = None,
+        liger_kernels: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.learning_rate = learning_rate
         self.train_options = train_options or TrainOptions()
-        if engine not in get_args(EngineName):
-            raise ConfigError(f"engine={engine!r} must be one of {', '.join(map(repr, get_args(EngineName)))}")
-        if engine == "hf" and speculation is not None:
-            raise ConfigError("engine='hf' does not draft; leave speculation out, or use engine='native'")
-        if engine == "hf" and sample_reallocation:
-            raise ConfigError(
-                "engine='hf' cannot hand samples over in the middle; leave sample_reallocation out, or use "
-                "engine='native'"
-            )
+        check_engine(engine, speculation, max_cache_bytes=max_cache_bytes, sample_reallocation=sample_reallocation)
         self.engine = engine
-        if max_cache_bytes is not None and (engine == "hf" or max_cache_bytes < 1):
-            raise ConfigError(
-                f"max_cache_bytes={max_cache_bytes} with engine={engine!r}: engine='native' alone bounds its cache, by "
-                f"at least 1; leave max_cache_bytes out, or use engine='native'"
-            )
         self.speculation = speculation
         self.max_cache_bytes = max_cache_bytes
         self.sample_reallocation = sample_reallocation
         self.peft_config = peft_config
+        self.liger_kernels = liger_kernels
         self.seed = seed
-        self._make_optimizer = optimizer
-        self._make_lr_scheduler = lr_scheduler
+        self.optimizer_settings = RoleOptimizer(
+            optimizer=optimizer, lr_scheduler=lr_scheduler, weight_decay=weight_decay, no_decay=no_decay
+        )
+        self.role_optimizers = dict(optimizers or {})
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     # ---- what a subclass says about itself
@@ -131,11 +130,14 @@ class MultiModelModule(EvaluatedModule):
         """Return how a role goes through its samples."""
         return self.train_options
 
-    def new_optimizer(self, role: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer of a trained role."""
-        if self._make_optimizer is not None:
-            return self._make_optimizer(parameters)
-        return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.0, fused=True)
+    def optimizer_of(self, role: str) -> RoleOptimizer:
+        """Return how a trained role is optimized."""
+        default = RoleOptimizer(learning_rate=self.learning_rate)
+        return chosen_for(role, self.role_optimizers, self.optimizer_settings.over(default))
+
+    def new_optimizer(self, role: str, parameters: Parameters) -> torch.optim.Optimizer:
+        """Return the optimizer of a trained role, for its parameters or groups of them."""
+        return self.optimizer_of(role).make(parameters)
 
     def peft_of(self, role: str, *, trained: bool = True) -> AdapterSource | None:
         """Return the adapters that ``peft_config`` gives a role: of one that is not trained, only if it is named."""
@@ -237,39 +239,34 @@ class MultiModelModule(EvaluatedModule):
 
     def configure_model(self) -> None:
         """Build every model that is not built yet; called again before validate and test."""
-        self._check_adapted_roles()
+        self._check_named_roles()
         for role in self.roles():
             if role.shares is None and not hasattr(self, role.name):
-                setattr(self, role.name, role.build(seed=self.seed))
+                model = role.build(seed=self.seed)
+                if self.liger_kernels:
+                    use_liger_kernels(model, role.name, self._strategy.root_device)
+                setattr(self, role.name, model)
 
-    def _check_adapted_roles(self) -> None:
-        config, roles = self.peft_config, [role.name for role in self.roles()]
-        if (
-            isinstance(config, Mapping)
-            and "peft_type" not in config
-            and (unknown := sorted(config.keys() - set(roles)))
-        ):
+    def _check_named_roles(self) -> None:
+        config, roles, trained = self.peft_config, [role.name for role in self.roles()], self.dataflow.trained_roles
+        adapted = config if isinstance(config, Mapping) and "peft_type" not in config else {}
+        if unknown := sorted(adapted.keys() - set(roles)):
             raise ConfigError(
                 f"peft_config names {', '.join(map(str, unknown))}, and the roles are {', '.join(roles)}; write "
                 f"role: configuration, or a single configuration with peft_type: LORA"
             )
+        if unknown := sorted(self.role_optimizers.keys() - set(trained)):
+            raise ConfigError(
+                f"optimizers names {', '.join(unknown)}, and the trained roles are {', '.join(trained) or 'none'}; "
+                f"write trained role: settings"
+            )
 
     def configure_optimizers(self) -> Any:
-        """Return one optimizer per trained role, its parameter group named after the role."""
+        """Return one optimizer per trained role, its first parameter group named after the role."""
         made = []
-        for name in self.dataflow.trained_roles:
-            parameters = [p for p in getattr(self, name).parameters() if p.requires_grad]
-            optimizer = self.new_optimizer(name, parameters)
-            for group in optimizer.param_groups:
-                group["name"] = name
-            entry: dict[str, Any] = {"optimizer": optimizer}
-            if self._make_lr_scheduler is not None:
-                entry["lr_scheduler"] = {
-                    "scheduler": self._make_lr_scheduler(optimizer),
-                    "interval": "step",
-                    "name": "lr",  # LearningRateMonitor appends the group's name: lr/actor
-                }
-            made.append(entry)
+        for role in self.dataflow.trained_roles:
+            settings = self.optimizer_of(role)
+            made.append(settings.configure(self.new_optimizer(role, settings.parameters(getattr(self, role))), role))
         return made if made else None
 
     def on_fit_start(self) -> None:
@@ -290,16 +287,11 @@ class MultiModelModule(EvaluatedModule):
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes that the optimizer keeps for each fp32 weight, found by a step on a small one; 0 where unknown."""
+        """Most bytes that an optimizer keeps for each fp32 weight, found by a step on a small one; 0 where unknown."""
         written_by_hand = type(self).configure_optimizers is not MultiModelModule.configure_optimizers
         if written_by_hand or not self.dataflow.trained_roles:
             return 0
-        weight = nn.Parameter(torch.zeros(16, 16))
-        weight.grad = torch.zeros_like(weight)
-        optimizer = self.new_optimizer(self.dataflow.trained_roles[0], [weight])
-        optimizer.step()
-        kept = (value for value in optimizer.state[weight].values() if isinstance(value, Tensor) and value.dim())
-        return sum(value.nbytes for value in kept) // weight.numel()
+        return max(state_bytes(partial(self.new_optimizer, role)) for role in self.dataflow.trained_roles)
 
     def _reward_functions_kept(self) -> list[RewardFunctions]:
         return [kept for kept in vars(self).values() if isinstance(kept, RewardFunctions)]

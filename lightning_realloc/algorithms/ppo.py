@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -21,22 +21,14 @@ from lightning_realloc.algorithms.functional import (
     KLEstimator,
     clipped_policy_loss,
     clipped_value_loss,
-    explained_variance,
-    generalized_advantages,
-    kept_tokens,
     kl_estimate,
     masked_sum,
-    sequence_sums,
-    shaped_scores,
-    spread_tokens,
-    token_rewards,
-    whiten,
 )
+from lightning_realloc.algorithms.optimizers import with_learning_rate
 from lightning_realloc.algorithms.policy import PolicyModule
 from lightning_realloc.algorithms.role import ModelSource, Role, is_model_source
 from lightning_realloc.algorithms.rollout import (
     judged_responses,
-    model_mask,
     num_model_tokens,
     response_summary,
     reward_columns,
@@ -47,8 +39,8 @@ from lightning_realloc.algorithms.settings import (
     check_minibatches,
     check_not_negative,
     check_positive,
-    check_share,
 )
+from lightning_realloc.algorithms.token_advantages import TokenAdvantages
 from lightning_realloc.algorithms.unjudged import judged_only, of_judged
 from lightning_realloc.algorithms.vocabulary import require_same_vocabulary, required_tokenizer, retokenized
 from lightning_realloc.errors import ConfigError
@@ -56,7 +48,7 @@ from lightning_realloc.generation import SamplingParams
 from lightning_realloc.rewards.functions import RewardFunction, RewardFunctions
 from lightning_realloc.runtime.packed_forward import packed_logits, sequence_scores, token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.samples import Column, Ragged, Samples
+from lightning_realloc.runtime.samples import Column, Samples
 from lightning_realloc.runtime.training import Average, Loss, Totals, TrainOptions
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
@@ -100,7 +92,7 @@ class PPO(PolicyModule):
         entropy_coef: Weight of the entropy that the actor is rewarded for.
         loss_average: ``"sequence"`` means each response's tokens, then the responses; ``"token"`` means all tokens.
         critic_warmup: Iterations in which the critic learns alone.
-        critic_learning_rate: By default the actor's.
+        critic_learning_rate: By default the actor's; ``optimizers`` tells more of the critic's optimizer.
         critic_train_options: Epochs, mini-batches, clipping and limits of the critic; by default the actor's.
         settings: Of :class:`PolicyModule`: environment, conversation, rollout budget; of :class:`MultiModelModule`:
             learning rate, optimizer, schedule, training options, seed.
@@ -143,50 +135,46 @@ class PPO(PolicyModule):
         critic_train_options: TrainOptions | None = None,
         **settings: Any,
     ) -> None:
+        settings["optimizers"] = with_learning_rate(settings.get("optimizers"), "critic", critic_learning_rate)
         super().__init__(sampling=sampling or SamplingParams(), evaluation_sampling=evaluation_sampling, **settings)
         if self.sampling.temperature == 0:
             raise ConfigError("sampling.temperature=0 explores nothing: no token is drawn; set it above 0")
-        check_choice("kl_place", kl_place, get_args(KLPlace))
         check_choice("kl_estimator", kl_estimator, get_args(KLEstimator))
         check_choice("loss_average", loss_average, get_args(LossAverage))
         check_not_negative(
-            kl_coef=kl_coef, kl_gain=kl_gain, clip_low=clip_low, clip_high=clip_high, entropy_coef=entropy_coef,
-            critic_warmup=critic_warmup,
-        )  # fmt: skip
-        check_positive(
-            kl_target=kl_target, value_clip=value_clip, reward_clip=reward_clip,
-            critic_learning_rate=critic_learning_rate,
-        )  # fmt: skip
-        check_share(discount=discount, gae_lambda=gae_lambda)
-        if kl_target is not None and kl_coef == 0:
-            raise ConfigError(
-                f"kl_target={kl_target} steers kl_coef, which is 0 and leaves the reference out; raise it"
-            )
-        self.has_reference = kl_coef > 0
-        self.kl_place = kl_place
+            clip_low=clip_low, clip_high=clip_high, entropy_coef=entropy_coef, critic_warmup=critic_warmup
+        )
+        check_positive(value_clip=value_clip)
         self.kl_estimator = kl_estimator
         self.clip_low = clip_low
         self.clip_high = clip_high
         self.value_clip = value_clip
-        self.discount = discount
-        self.gae_lambda = gae_lambda
-        self.normalize_advantages = normalize_advantages
-        self.normalize_values = normalize_values
-        self.reward_scale = reward_scale
-        self.reward_clip = reward_clip
+        self.token_advantages = TokenAdvantages(
+            discount=discount, gae_lambda=gae_lambda, normalize_advantages=normalize_advantages,
+            normalize_values=normalize_values, reward_scale=reward_scale, reward_clip=reward_clip,
+        )  # fmt: skip
         self.entropy_coef = entropy_coef
         self.loss_average = loss_average
         self.critic_warmup = critic_warmup
-        self.critic_learning_rate = critic_learning_rate
         self.critic_train_options = critic_train_options or self.train_options
         self.tokenizer = tokenizer
-        self.kl_controller = KLController(kl_coef, target=kl_target, gain=kl_gain)
         self.return_moments = RunningMoments()
-        self._actor_source = actor
-        self._reference_source = reference
+        self._set_divergence(kl_coef, kl_place, target=kl_target, gain=kl_gain)
         self._set_reward(reward, reward_weights, reward_tokenizer)
         reads_actor_tokens = self._reward_source is not None and reward_tokenizer == "actor"
+        self._actor_source = actor
+        self._reference_source = reference
         self._critic_source = critic or (self._reward_source if reads_actor_tokens else None) or actor
+
+    def _set_divergence(self, coef: float, place: KLPlace, *, target: float | None, gain: float) -> None:
+        check_choice("kl_place", place, get_args(KLPlace))
+        check_not_negative(kl_coef=coef, kl_gain=gain)
+        check_positive(kl_target=target)
+        if target is not None and coef == 0:
+            raise ConfigError(f"kl_target={target} steers kl_coef, which is 0 and leaves the reference out; raise it")
+        self.has_reference = coef > 0
+        self.kl_place = place
+        self.kl_controller = KLController(coef, target=target, gain=gain)
 
     def _set_reward(self, reward: RewardSource, weights: Sequence[float] | None, tokenizer: Any) -> None:
         self._reward_source: ModelSource | None = reward if is_model_source(reward) else None
@@ -229,14 +217,6 @@ class PPO(PolicyModule):
     def train_options_of(self, role: str) -> TrainOptions:
         """Return the critic's own, where there are some."""
         return self.critic_train_options if role == "critic" else self.train_options
-
-    def new_optimizer(self, role: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer of a role, the critic's with its own learning rate, where there is one."""
-        optimizer = super().new_optimizer(role, parameters)
-        if role == "critic" and self.critic_learning_rate is not None:
-            for group in optimizer.param_groups:
-                group["lr"] = self.critic_learning_rate
-        return optimizer
 
     def configure_model(self) -> None:
         """Build the models, once it is known that they read the same tokens."""
@@ -284,42 +264,15 @@ class PPO(PolicyModule):
     def estimate_advantages(self, samples: Samples) -> Mapping[str, Column]:
         """Return every token's advantage and return, and every sample's reward, divergence and moments of returns.
 
-        An environment's tokens are part of the states that the next token is chosen in, and no steps of their own.
         With ``normalize_values``, returns come in the critic's units, these returns being part of the running moments.
         All are NaN for a response without a score.
         """
-        return of_judged(samples, samples.tensor("scores"), self._estimates)
-
-    def _estimates(self, samples: Samples) -> dict[str, Column]:
-        mask = model_mask(samples)
-        behaviour = kept_tokens(samples.ragged("behaviour_logprobs"), mask)
-        columns: dict[str, Column] = {}
-        penalties = torch.zeros_like(behaviour.values)
-        if self.has_reference:
-            reference = kept_tokens(samples.ragged("ref_logprobs"), mask).values.to(behaviour.values)
-            k1 = kl_estimate(behaviour.values, reference, estimator="k1")
-            k3 = kl_estimate(behaviour.values, reference, estimator="k3")
-            columns["kl_k1"] = sequence_sums(Ragged(k1, behaviour.lengths))
-            columns["kl_k3"] = sequence_sums(Ragged(k3, behaviour.lengths))
-            if self.kl_place == "reward":
-                penalties = self.kl_controller.coefficient.to(k1) * k1
-        scores = shaped_scores(samples.tensor("scores"), scale=self.reward_scale, clip=self.reward_clip)
-        rewards = token_rewards(scores, Ragged(penalties, behaviour.lengths))
-        estimates = kept_tokens(samples.ragged("values"), mask).to(penalties.device)
-        # Moments into which nothing was ever taken, as without normalize_values, change nothing.
-        values = Ragged(self.return_moments.denormalize(estimates.values), estimates.lengths)
-        advantages = generalized_advantages(rewards, values, discount=self.discount, gae_lambda=self.gae_lambda)
-        returns = Ragged(advantages.values + values.values, values.lengths)
-        if self.normalize_advantages:
-            advantages = Ragged(whiten(advantages.values), values.lengths)
-        return columns | {
-            "rewards": sequence_sums(rewards),
-            "advantages": spread_tokens(advantages, mask),
-            "returns": spread_tokens(self._in_critic_units(returns), mask),
-            "return_sums": sequence_sums(Ragged(returns.values.double(), returns.lengths)),
-            "return_square_sums": sequence_sums(Ragged(returns.values.double().square(), returns.lengths)),
-            "explained_variance": explained_variance(values.values, returns.values).expand(len(samples)).clone(),
-        }
+        penalty = self.kl_controller.coefficient if self.kl_place == "reward" else None
+        estimate = partial(
+            self.token_advantages.estimate, moments=self.return_moments, has_reference=self.has_reference,
+            penalty=penalty,
+        )  # fmt: skip
+        return of_judged(samples, samples.tensor("scores"), estimate)
 
     @train("actor", needs=("rollout", "advantages", "ref_logprobs"))
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
@@ -377,7 +330,7 @@ class PPO(PolicyModule):
             return
         if self.has_reference:
             self.kl_controller.update(samples.tensor("kl_k1").nanmean())
-        if self.normalize_values:
+        if self.token_advantages.normalize_values:
             sums = (samples.tensor(name).nansum() for name in ("return_sums", "return_square_sums"))
             self.return_moments.update(num_model_tokens(samples)[judged].sum(), *sums)
 
@@ -397,10 +350,3 @@ class PPO(PolicyModule):
         if values.shape[1] != 1:
             raise ConfigError(f"critic gives {values.shape[1]} labels for each token; give one with num_labels=1")
         return values[batch.predecessors, 0].float()
-
-    def _in_critic_units(self, returns: Ragged) -> Ragged:
-        if not self.normalize_values:
-            return returns
-        exact = returns.values.double()
-        moments = self.return_moments.merged(returns.num_tokens, exact.sum(), exact.square().sum())
-        return Ragged(moments.normalize(returns.values), returns.lengths)

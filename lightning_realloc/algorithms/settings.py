@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.generation import SamplingParams
+from lightning_realloc.generation import SamplingParams, Speculation
 from lightning_realloc.runtime.training import TrainOptions, group_name
+
+EngineName = Literal["native", "hf"]
+"""What generates: continuous batching, or the model's own ``generate``."""
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -41,6 +45,24 @@ def check_sampling(*given: SamplingParams | None) -> None:
     for sampling in given:
         if sampling is not None and not isinstance(sampling, SamplingParams):
             raise ConfigError(f"sampling={sampling!r} is a {type(sampling).__name__}; write SamplingParams(n=8, ...)")
+
+
+def check_engine(
+    engine: str, speculation: Speculation | None, *, max_cache_bytes: int | None, sample_reallocation: bool
+) -> None:
+    """Raise ConfigError for an engine that there is not, or that cannot do what it is asked for."""
+    check_choice("engine", engine, get_args(EngineName))
+    if engine == "hf" and speculation is not None:
+        raise ConfigError("engine='hf' does not draft; leave speculation out, or use engine='native'")
+    if engine == "hf" and sample_reallocation:
+        raise ConfigError(
+            "engine='hf' cannot hand samples over in the middle; leave sample_reallocation out, or use engine='native'"
+        )
+    if max_cache_bytes is not None and (engine == "hf" or max_cache_bytes < 1):
+        raise ConfigError(
+            f"max_cache_bytes={max_cache_bytes} with engine={engine!r}: engine='native' alone bounds its cache, by "
+            f"at least 1; leave max_cache_bytes out, or use engine='native'"
+        )
 
 
 def check_minibatches(num_samples: int, options: TrainOptions, *, group_size: int = 1) -> None:

@@ -1,6 +1,7 @@
 """When layouts change, when models and predictions are written, and what the user sees of it."""
 
 from lightning_realloc.callbacks.auto_tuner import AutoTuner
+from lightning_realloc.callbacks.ema import EMA
 from lightning_realloc.callbacks.huggingface import SaveHuggingFace
 from lightning_realloc.callbacks.memory_monitor import MemoryMonitor
 from lightning_realloc.callbacks.phase import PhaseCallback
@@ -9,6 +10,7 @@ from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.callbacks.rollout_table import RolloutTable
 
 __all__ = [
+    "EMA",
     "AutoTuner",
     "MemoryMonitor",
     "ParameterReallocation",

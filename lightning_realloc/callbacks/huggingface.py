@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_realloc.callbacks.ema import EMA, averaged_weights
 from lightning_realloc.callbacks.hub import HubRepository, file_marks
 from lightning_realloc.callbacks.model_card import CARD_FILE, card_of
 from lightning_realloc.errors import CheckpointError, ConfigError
@@ -24,6 +26,7 @@ class SaveHuggingFace(Callback):
         at_end: Whether to write when training ends.
         dtype: ``"bfloat16"`` and the like; by default the weights as they are trained.
         merge: Of a role with adapters, whether to write the merged model; by default the adapters, as PEFT does.
+        averaged: Whether to write the averages that an :class:`EMA` keeps in place of the weights.
         model_card: Whether to write a ``README.md`` that says what was trained from what and with which settings,
             unless the folder has one that is not ours.
         push_to_hub: A repository of the Hugging Face hub to which the files that are written at the end are uploaded,
@@ -41,6 +44,7 @@ class SaveHuggingFace(Callback):
         at_end: bool = True,
         dtype: str | None = None,
         merge: bool = False,
+        averaged: bool = False,
         model_card: bool = True,
         push_to_hub: str | None = None,
         hub_private: bool = True,
@@ -57,6 +61,7 @@ class SaveHuggingFace(Callback):
         self.at_end = at_end
         self.dtype = dtype
         self.merge = merge
+        self.averaged = averaged
         self.model_card = model_card
         self.hub = None if push_to_hub is None else HubRepository(name=push_to_hub, private=hub_private)
 
@@ -67,6 +72,8 @@ class SaveHuggingFace(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what could not be written at the end, before the beginning."""
+        if self.averaged and not any(isinstance(callback, EMA) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ConfigError("SaveHuggingFace(averaged=True) writes what an EMA keeps; add EMA() to the callbacks")
         if not hasattr(trainer.strategy, "save_huggingface"):
             raise ConfigError(
                 f"SaveHuggingFace needs Trainer(strategy='realloc'); this Trainer has {type(trainer.strategy).__name__}"
@@ -105,7 +112,8 @@ class SaveHuggingFace(Callback):
 
     def _write(self, trainer: Trainer, module: LightningModule, folder: Path) -> None:
         strategy: Any = trainer.strategy
-        strategy.save_huggingface(self.role, folder, dtype=self.dtype, merge=self.merge)
+        with averaged_weights(strategy, self.role) if self.averaged else nullcontext():
+            strategy.save_huggingface(self.role, folder, dtype=self.dtype, merge=self.merge)
         if self.model_card:
             _on_first_rank(trainer, lambda: self._describe(trainer, module, folder), f"no {CARD_FILE} in {folder}")
 

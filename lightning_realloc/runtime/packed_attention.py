@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.packing import PackedBatch
@@ -77,7 +78,8 @@ def install_packed_attention(model: nn.Module) -> None:
     if hf_model.config._attn_implementation == ATTENTION:
         return
     _refuse_unpackable(hf_model)
-    AttentionInterface.register(ATTENTION, _segment_attention)
+    if ATTENTION not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(ATTENTION, segment_attention)
     AttentionMaskInterface.register(ATTENTION, _mask_unless_packed)
     hf_model.set_attn_implementation(ATTENTION)
     if hf_model.config._attn_implementation != ATTENTION:
@@ -143,7 +145,7 @@ def _mask_unless_packed(*args: Any, **kwargs: Any) -> Tensor | None:
     return None if _in_packed_forward.get() else sdpa_mask(*args, **kwargs)
 
 
-def _segment_attention(
+def segment_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.runtime.balance import balanced_shares
+from lightning_realloc.runtime.compiled import check_backend
 from lightning_realloc.runtime.packing import PackedBatch, micro_batches, pack
 from lightning_realloc.runtime.samples import Samples
 
@@ -77,6 +78,8 @@ class TrainOptions:
         max_grad_norm: The global norm that gradients are clipped to; None leaves them.
         stop_above: Metric -> limit. A mini-batch whose mean of a metric, over all its samples, exceeds the limit is not
             learnt from, nor is any after it in the same iteration.
+        compile: The backend of ``torch.compile`` that runs the model's blocks, ``"inductor"``; None: they run as they
+            are. Inference and generation always do.
     """
 
     num_epochs: int = 1
@@ -84,6 +87,7 @@ class TrainOptions:
     micro_batch_tokens: int = 8192
     max_grad_norm: float | None = 1.0
     stop_above: Mapping[str, float] = field(default_factory=dict)
+    compile: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_epochs", "num_minibatches", "micro_batch_tokens"):
@@ -91,6 +95,8 @@ class TrainOptions:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.max_grad_norm is not None and self.max_grad_norm <= 0:
             raise ConfigError(f"max_grad_norm={self.max_grad_norm} must be positive; use None to leave gradients alone")
+        if self.compile is not None:
+            check_backend(self.compile)
         for metric, limit in self.stop_above.items():
             if not math.isfinite(limit):
                 raise ConfigError(f"stop_above[{metric!r}]={limit} must be a finite number; leave it out to never stop")

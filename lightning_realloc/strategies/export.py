@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_realloc.callbacks.ema import AVERAGE
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.strategies import distributed_checkpoint, huggingface
 from lightning_realloc.strategies.adapter_files import ADAPTER_CONFIG_FILE
 from lightning_realloc.strategies.checkpoint import MODELS_FOLDER, read_description
-from lightning_realloc.strategies.sharded_state import weight_key
+from lightning_realloc.strategies.sharded_state import optimizer_key, weight_key
 
 
 def export_checkpoint(
@@ -22,6 +23,7 @@ def export_checkpoint(
     role: str = "actor",
     dtype: torch.dtype | None = None,
     merge: bool = False,
+    averaged: bool = False,
     base: str | Path | None = None,
 ) -> Path:
     """Write one role of a checkpoint as a folder that ``from_pretrained`` reads, and return that folder.
@@ -34,16 +36,18 @@ def export_checkpoint(
         role: Which model.
         dtype: Of its floating-point weights; by default as they were trained.
         merge: Whether adapters are merged into their base.
+        averaged: Whether to write the averages that an ``EMA`` kept, in place of the weights they are of.
         base: Where the base lies now; by default what the role was loaded from.
 
     Raises:
-        CheckpointError: for what is no checkpoint, a role without weights in it, or a folder with other files.
+        CheckpointError: for what is no checkpoint, a role without weights or averages in it, or a folder with other
+            files.
     """
     checkpoint, folder = Path(checkpoint), Path(folder)
     entry = _role_entry(checkpoint, role)
     model_class = huggingface.import_model_class(entry["class"], role)
     check_output(folder)
-    weights = _read_weights(checkpoint, role, entry)
+    weights = _read_weights(checkpoint, role, entry, averaged=averaged)
     huggingface.write_model(
         model_class, checkpoint / MODELS_FOLDER / role, weights, folder, dtype=dtype, merge=merge, base=base
     )
@@ -75,8 +79,17 @@ def _role_entry(checkpoint: Path, role: str) -> dict[str, Any]:
     return entry
 
 
-def _read_weights(checkpoint: Path, role: str, entry: dict[str, Any]) -> dict[str, Tensor]:
+def _read_weights(checkpoint: Path, role: str, entry: dict[str, Any], *, averaged: bool) -> dict[str, Tensor]:
     stored = distributed_checkpoint.stored_tensors(checkpoint)  # of adapters' base perhaps nothing
     names = {weight_key(role, name): name for name in entry["parameters"] if weight_key(role, name) in stored}
+    if averaged:
+        keys = {name: optimizer_key(role, name, AVERAGE) for name in names.values()}
+        if not any(key in stored for key in keys.values()):
+            raise CheckpointError(
+                f"{checkpoint} holds no averages of {role!r}: it was trained without the callback EMA, or saved before "
+                f"its first update; leave --averaged out to write the weights"
+            )
+        # A weight that never had a gradient, or is frozen, is its own average.
+        names = {keys[name] if keys[name] in stored else key: name for key, name in names.items()}
     weights = {names[key]: tensor for key, tensor in distributed_checkpoint.read_whole(checkpoint, names).items()}
     return weights | {alias: weights[owner] for alias, owner in entry["tied"].items() if owner in weights}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_realloc.callbacks.ema import EMA
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.errors import PlanError
 from lightning_realloc.generation import Speculation
@@ -99,8 +100,13 @@ def memory_settings(
 def with_callbacks(
     callbacks: Iterable[object], dataflow: Dataflow, plan: ExecutionPlan, settings: MemorySettings
 ) -> tuple[ExecutionPlan, MemorySettings]:
-    """Return what a :class:`ParameterReallocation` makes of them: freed copies, or, switched off, none at all."""
+    """Return what callbacks make of them.
+
+    A :class:`ParameterReallocation` may free copies or, switched off, make none; an :class:`EMA` keeps averages.
+    """
     for callback in callbacks:
+        if isinstance(callback, EMA):
+            settings = replace(settings, optimizer_bytes=settings.optimizer_bytes + 4)
         if isinstance(callback, ParameterReallocation):
             settings = replace(settings, frees_copies=callback.free_after)
             if not callback.enabled:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_realloc.callbacks.ema import refuse_weight_averaging
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.runtime.host_memory import keep_freed_memory
 from lightning_realloc.strategies.data_parallel import average_gradients
@@ -85,6 +86,8 @@ class ProcessStrategy(ModelParallelStrategy):
         """Take the module; refuse what Lightning would answer with advice that does not help here."""
         super().connect(model)
         trainer: Any = model.trainer
+        if self.dataflow is not None:
+            refuse_weight_averaging(trainer.callbacks, type(model).__name__)
         if self.dataflow is not None and (trainer.gradient_clip_val or trainer.accumulate_grad_batches != 1):
             raise MisconfigurationException(
                 f"gradient_clip_val={trainer.gradient_clip_val} and accumulate_grad_batches="

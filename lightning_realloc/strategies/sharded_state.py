@@ -29,6 +29,11 @@ def weight_key(role: str, name: str) -> str:
     return f"model/{role}/{name}"
 
 
+def optimizer_key(role: str, name: str, key: str, *, kind: str = "optimizer") -> str:
+    """Return the name under which a checkpoint stores an entry of an optimizer's state of a weight."""
+    return f"{kind}/{role}/{name}{_SEPARATOR}{key}"
+
+
 def weights_state(replica: Replica, rank: int, names: Set[str] | None = None) -> dict[str, ShardedTensor]:
     """Return a role's weights, or those of some ``names``, as this rank holds them, to be written or read in place."""
     locals_ = local_tensors(replica.model) if rank in replica.layout else {}
@@ -55,8 +60,9 @@ def optimizer_state(replica: Replica, optimizer: torch.optim.Optimizer, rank: in
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is not None:
                 kind = "optimizer_scalar" if _is_scalar(value) else "optimizer"
-                stored_name = f"{kind}/{replica.role}/{name}{_SEPARATOR}{key}"
-                state[stored_name] = _sharded(replica, name, parameter, key, value, rank)
+                state[optimizer_key(replica.role, name, key, kind=kind)] = _sharded(
+                    replica, name, parameter, key, value, rank
+                )
     return state
 
 

@@ -65,7 +65,7 @@ class SteppingStrategy(CheckpointStrategy):
         """Step, and note that copies of the weights it changed are stale; a hand-written step comes here too."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.dataflow is not None:
-            named = {str(group.get("name")) for group in optimizer.param_groups}
+            named = {str(group.get("name")).partition("/")[0] for group in optimizer.param_groups}  # actor, actor/1
             trained = self.pool.dataflow.trained_roles
             for role in named if named.issubset(trained) else trained:
                 self.pool.weights_trained(role)

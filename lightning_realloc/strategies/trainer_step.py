@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout import AXES
+from lightning_realloc.runtime.compiled import compiled_blocks
 from lightning_realloc.runtime.gradients import clip_gradients
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.packing import PackedBatch
@@ -100,7 +101,8 @@ class Trainee:
         # every data-parallel rank and pipeline stage, and the same ones again in a run that is resumed here.
         layout = replica.layout
         share = layout.data_parallel_index(self._rank) + layout.data_parallel_size * layout.coordinate(self._rank).pp
-        with seeded(hash((self._seed, self._stepper.iteration, share)) % 2**63, self._device):
+        own_masks = seeded(hash((self._seed, self._stepper.iteration, share)) % 2**63, self._device)
+        with own_masks, compiled_blocks(replica.model, self._options_of(replica.role).compile):
             for step in steps:
                 totals = table.totals(step.positions, group_size=self._group_size, sums_of=self._sums_of)
                 mine = step.shares[layout.data_parallel_index(self._rank)]

@@ -1,0 +1,168 @@
+"""How is each trained role optimized? Its learning rate, its optimizer and schedule, and which of its weights decay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lightning_realloc.algorithms.settings import check_choice, check_not_negative, check_positive
+from lightning_realloc.errors import ConfigError
+
+NoDecay = Literal["norms", "biases", "embeddings"]
+"""Gains of norms, and other vectors that are no biases; biases; tables of embeddings, with a head tied to one."""
+_NO_DECAY: tuple[NoDecay, ...] = ("norms", "biases")
+Parameters = list[nn.Parameter] | list[dict[str, Any]]
+"""What an optimizer is made of: parameters, or groups of them with settings of their own."""
+GROUP_SEPARATOR = "/"
+"""Between a role and a number in the names of its optimizer's further groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleOptimizer:
+    """How a trained role is optimized. What is None is as the algorithm says for all of its roles.
+
+    Args:
+        learning_rate: Of all its weights, whatever makes the optimizer.
+        optimizer: Makes an optimizer from parameters or groups of them: a class, or anything that can be called.
+        lr_scheduler: Makes a learning-rate schedule from an optimizer; it steps once per iteration.
+        weight_decay: Of the weights that ``no_decay`` does not name; None leaves all weights to the optimizer.
+        no_decay: What does not decay where there is a ``weight_decay``; by default norms and biases.
+    """
+
+    learning_rate: float | None = None
+    optimizer: OptimizerCallable | None = None
+    lr_scheduler: LRSchedulerCallable | None = None
+    weight_decay: float | None = None
+    no_decay: tuple[NoDecay, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_not_negative(learning_rate=self.learning_rate or 0.0, weight_decay=self.weight_decay or 0.0)
+        for kind in self.no_decay or ():
+            check_choice("no_decay", kind, get_args(NoDecay))
+
+    def over(self, others: RoleOptimizer) -> RoleOptimizer:
+        """Return these settings, and where they say nothing the others'.
+
+        An optimizer brings its own learning rate: the others' is for theirs.
+        """
+        brings_rate = self.learning_rate is not None or self.optimizer is not None
+        return RoleOptimizer(
+            learning_rate=self.learning_rate if brings_rate else others.learning_rate,
+            optimizer=self.optimizer or others.optimizer,
+            lr_scheduler=self.lr_scheduler or others.lr_scheduler,
+            weight_decay=others.weight_decay if self.weight_decay is None else self.weight_decay,
+            no_decay=others.no_decay if self.no_decay is None else self.no_decay,
+        )
+
+    def make(self, parameters: Parameters) -> torch.optim.Optimizer:
+        """Return the optimizer: AdamW without weight decay unless there is another one; its steps are fused."""
+        if self.optimizer is None:
+            assert self.learning_rate is not None, "an algorithm has one for its default optimizer"
+            return torch.optim.AdamW(parameters, lr=self.learning_rate, weight_decay=0.0, fused=True)
+        optimizer = self.optimizer(parameters)
+        if self.learning_rate is not None:
+            optimizer.defaults["lr"] = self.learning_rate
+            for group in optimizer.param_groups:
+                group["lr"] = self.learning_rate
+        return optimizer
+
+    def parameters(self, model: nn.Module) -> Parameters:
+        """Return a model's trained parameters, in two groups where some decay: the same two on every rank."""
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if self.weight_decay is None:
+            return trained
+        kinds = _NO_DECAY if self.no_decay is None else self.no_decay
+        spared = {id(parameter) for parameter in parameters_of(model, kinds)}
+        return [
+            {"params": [p for p in trained if id(p) not in spared], "weight_decay": self.weight_decay},
+            {"params": [p for p in trained if id(p) in spared], "weight_decay": 0.0},
+        ]
+
+    def configure(self, optimizer: torch.optim.Optimizer, role: str) -> dict[str, Any]:
+        """Return what ``configure_optimizers`` gives Lightning for a role: its optimizer, groups named, and schedule.
+
+        Raises:
+            ConfigError: for weight decay with an optimizer that knows none.
+        """
+        if self.weight_decay is not None:
+            if "weight_decay" not in optimizer.defaults:
+                raise ConfigError(
+                    f"weight_decay={self.weight_decay} of {role} is for an optimizer that knows it; "
+                    f"{type(optimizer).__name__} does not: leave it out, or choose another optimizer"
+                )
+            optimizer.defaults["weight_decay"] = self.weight_decay
+        for number, group in enumerate(optimizer.param_groups):
+            group["name"] = role if number == 0 else f"{role}{GROUP_SEPARATOR}{number}"
+        entry: dict[str, Any] = {"optimizer": optimizer}
+        if self.lr_scheduler is not None:
+            # LearningRateMonitor appends the group's name: lr/actor, and lr/actor/1 of what does not decay.
+            entry["lr_scheduler"] = {"scheduler": self.lr_scheduler(optimizer), "interval": "step", "name": "lr"}
+        return entry
+
+
+def chosen_for(role: str, given: Mapping[str, RoleOptimizer], default: RoleOptimizer) -> RoleOptimizer:
+    """Return how a role is optimized: by its own settings, and where they say nothing by the default.
+
+    Raises:
+        ConfigError: for ``no_decay`` where nothing decays.
+    """
+    chosen = given.get(role, RoleOptimizer()).over(default)
+    if chosen.no_decay is not None and chosen.weight_decay is None:
+        raise ConfigError(
+            f"no_decay={chosen.no_decay} of {role} spares weights where none decay; give weight_decay, too"
+        )
+    return chosen
+
+
+def with_learning_rate(
+    given: Mapping[str, RoleOptimizer] | None, role: str, learning_rate: float | None
+) -> dict[str, RoleOptimizer]:
+    """Return the roles' settings with a learning rate for one of them, where there is one.
+
+    Raises:
+        ConfigError: for a role that has one already.
+    """
+    settings = dict(given or {})
+    check_positive(**{f"{role}_learning_rate": learning_rate})
+    if learning_rate is None:
+        return settings
+    own = settings.get(role, RoleOptimizer())
+    if own.learning_rate is not None:
+        raise ConfigError(
+            f"{role}_learning_rate={learning_rate} and optimizers[{role!r}].learning_rate={own.learning_rate} say the "
+            f"same; leave one of them out"
+        )
+    return settings | {role: replace(own, learning_rate=learning_rate)}
+
+
+def state_bytes(make: Callable[[Parameters], torch.optim.Optimizer]) -> int:
+    """Return the bytes that an optimizer keeps for each fp32 weight, found by a step on a small one."""
+    weight = nn.Parameter(torch.zeros(16, 16))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = make([weight])
+    optimizer.step()
+    kept = (value for value in optimizer.state[weight].values() if isinstance(value, Tensor) and value.dim())
+    return sum(value.nbytes for value in kept) // weight.numel()
+
+
+def parameters_of(model: nn.Module, kinds: Collection[NoDecay]) -> list[nn.Parameter]:
+    """Return the parameters of some kinds; one with several names is of every kind that one of them is of."""
+    return [
+        parameter
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if _kind_of(module, name, parameter) in kinds
+    ]
+
+
+def _kind_of(module: nn.Module, name: str, parameter: nn.Parameter) -> NoDecay | None:
+    if isinstance(module, nn.Embedding):
+        return "embeddings"
+    if name.endswith("bias"):  # of experts it has a row for each
+        return "biases"
+    return "norms" if parameter.dim() == 1 else None

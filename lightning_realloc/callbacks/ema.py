@@ -1,0 +1,198 @@
+"""A moving average of trained weights that follows them through layouts, plans and checkpoints.
+
+It lies in the optimizer's state, beside each weight: divided as that is, moved by a change of plans, offloaded, saved
+and resumed with it. Lightning's own averaging copies the whole module before it is divided, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.shards import local_tensor, reshard
+from lightning_realloc.tuning.execution_plan import OPTIMIZER_SUFFIX
+
+AVERAGE = "ema"
+"""The key of the average in an optimizer's state of a parameter."""
+
+
+class EMA(Callback):
+    """Averages the weights of trained roles over iterations, and lets ``validate`` in training run on the averages.
+
+    ``average = decay * average + (1 - decay) * weight`` after each iteration; the first one begins it. Training,
+    generation for it included, goes on from the weights themselves. Averages are float32, and leave as a model by
+    ``SaveHuggingFace(averaged=True)`` or ``lightning-realloc export --averaged``.
+
+    Args:
+        decay: How much of the average stays in each update.
+        roles: Whose weights; by default those of every trained role.
+        every_n_steps: How many iterations lie between updates.
+        start_step: The iteration after which the average begins, counted from 1.
+        validate: Whether validation in training runs on the averages; the weights wait in host memory meanwhile.
+    """
+
+    def __init__(
+        self,
+        decay: float = 0.999,
+        *,
+        roles: Sequence[str] | None = None,
+        every_n_steps: int = 1,
+        start_step: int = 1,
+        validate: bool = True,
+    ) -> None:
+        if not 0 <= decay < 1:
+            raise ConfigError(f"decay={decay} must lie from 0, which is the weights themselves, to below 1")
+        for name, count in (("every_n_steps", every_n_steps), ("start_step", start_step)):
+            if count < 1:
+                raise ConfigError(f"{name}={count} must be at least 1")
+        self.decay = decay
+        self.roles = None if roles is None else tuple(roles)
+        self.every_n_steps = every_n_steps
+        self.start_step = start_step
+        self.validate = validate
+        self._stepped: set[str] = set()
+        """Roles whose optimizers have stepped here: before that a state of ours would keep them from making theirs."""
+        self._away: dict[str, _Weights] = {}
+        """Role -> weights that wait while models hold the averages."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse strategies without roles."""
+        if not hasattr(trainer.strategy, "run_iteration") or not hasattr(pl_module, "dataflow"):
+            raise ConfigError(
+                f"EMA averages the roles of an algorithm under Trainer(strategy='realloc'); for "
+                f"{type(pl_module).__name__} under {type(trainer.strategy).__name__} use Lightning's EMAWeightAveraging"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse roles that are not trained, and listen for the optimizers' steps."""
+        trained = trainer.strategy.pool.dataflow.trained_roles  # type: ignore[attr-defined]
+        unknown = sorted(set(self.roles or ()) - set(trained))
+        if unknown:
+            raise ConfigError(f"EMA(roles=...) names {', '.join(unknown)}; name trained roles: {', '.join(trained)}")
+        self._stepped.clear()
+        for role in self._roles(trainer):
+            optimizer = trainer.strategy.optimizer_of(role)  # type: ignore[attr-defined]
+            optimizer.register_step_post_hook(lambda *_, role=role: self._stepped.add(role))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Update the averages."""
+        steps = trainer.global_step - self.start_step
+        if steps < 0 or steps % self.every_n_steps:
+            return
+        strategy: Any = trainer.strategy
+        strategy.bring_back()
+        for role in self._roles(trainer):
+            home, optimizer = strategy.pool.home(role), strategy.optimizer_of(role)
+            if strategy.global_rank in home.layout:
+                reshard(home.model)
+                update_averages(optimizer, self.decay, may_begin=role in self._stepped)
+            if {role, role + OPTIMIZER_SUFFIX} & set(strategy.plan.offload):
+                strategy.pool.weights_trained(role)  # what was offloaded is not what is there now
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let models hold the averages."""
+        if self.validate and trainer.state.fn == TrainerFn.FITTING:
+            for role in self._roles(trainer):
+                self._away[role] = _Weights.replace_by_average(trainer.strategy, role)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go back to the weights."""
+        for role in tuple(self._away):
+            self._away.pop(role).restore()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Go back to the weights, which a checkpoint of the failure is to hold."""
+        self.on_validation_epoch_end(trainer, pl_module)
+
+    def _roles(self, trainer: Trainer) -> tuple[str, ...]:
+        return self.roles or trainer.strategy.pool.dataflow.trained_roles  # type: ignore[attr-defined]
+
+
+@contextmanager
+def averaged_weights(strategy: Any, role: str) -> Iterator[None]:
+    """Let a role's model hold the averages inside, and the weights again behind it. Collective over all ranks.
+
+    Raises:
+        ConfigError: on every rank, where there are no averages.
+    """
+    weights = _Weights.replace_by_average(strategy, role)
+    try:
+        if not strategy.reduce_boolean_decision(bool(weights.kept), all=False):
+            raise ConfigError(
+                f"there is no average of {role}'s weights to write; add the callback EMA(), and train for an iteration "
+                f"before the first folder is written"
+            )
+        yield
+    finally:
+        weights.restore()
+
+
+def update_averages(optimizer: torch.optim.Optimizer, decay: float, *, may_begin: bool) -> None:
+    """Move the averages towards the weights; where there are none, begin with the weights if ``may_begin``.
+
+    A weight without state, of an optimizer that keeps state for others, never had a gradient and is left out.
+    """
+    keeps_state = any(set(state) - {AVERAGE} for state in optimizer.state.values())
+    for parameter in _parameters(optimizer):
+        known = optimizer.state.get(parameter, {})
+        if AVERAGE in known:
+            local_tensor(known[AVERAGE]).lerp_(local_tensor(parameter).float(), 1.0 - decay)
+        elif may_begin and (known or not keeps_state):
+            optimizer.state[parameter][AVERAGE] = parameter.detach().to(torch.float32, copy=True)
+
+
+def refuse_weight_averaging(callbacks: Iterable[object], algorithm: str) -> None:
+    """Raise ConfigError for callbacks of Lightning that average copies of whole modules."""
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise ConfigError(
+                f"{type(callback).__name__} copies {algorithm} before its models are divided over ranks, and its copy "
+                f"cannot follow them; use lightning_realloc.EMA(decay=...)"
+            )
+
+
+class _Weights:
+    """What the models of a role held before they held averages."""
+
+    def __init__(self, strategy: Any, role: str) -> None:
+        self._strategy = strategy
+        self._role = role
+        self.kept: list[tuple[nn.Parameter, Tensor]] = []
+
+    @classmethod
+    def replace_by_average(cls, strategy: Any, role: str) -> _Weights:
+        """Write the averages over the weights, as far as there are any."""
+        weights = cls(strategy, role)
+        strategy.bring_back()
+        home = strategy.pool.home(role)
+        reshard(home.model)
+        if strategy.global_rank in home.layout:
+            optimizer = strategy.optimizer_of(role)
+            for parameter in _parameters(optimizer):
+                average = optimizer.state.get(parameter, {}).get(AVERAGE)
+                if average is not None:
+                    there = local_tensor(parameter)
+                    weights.kept.append((parameter, there.to("cpu", copy=True)))
+                    there.copy_(local_tensor(average))
+        strategy.pool.weights_trained(role)
+        return weights
+
+    def restore(self) -> None:
+        """Write the weights back."""
+        self._strategy.bring_back()
+        reshard(self._strategy.pool.home(self._role).model)
+        for parameter, before in self.kept:
+            local_tensor(parameter).copy_(before)
+        self._strategy.pool.weights_trained(self._role)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

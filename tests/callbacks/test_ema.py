@@ -1,0 +1,182 @@
+"""Averages of trained weights: what a loop makes of the whole weights, on every layout, saved, resumed and written."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
+from torch import Tensor
+from torch.optim import SGD, AdamW
+from transformers import AutoModelForCausalLM
+
+from lightning_realloc.callbacks import EMA, SaveHuggingFace
+from lightning_realloc.callbacks.ema import AVERAGE, averaged_weights, update_averages
+from lightning_realloc.data.loader import BatchLoader
+from lightning_realloc.errors import CheckpointError, ConfigError
+from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.strategies.export import export_checkpoint
+from tests.strategies import runs
+from tests.strategies.checkpoint_runs import BATCH_SIZE, Part, SaveAt, contents, table
+from tests.strategies.runs import Batches, calls
+from tests.strategies.test_set_plan import Move
+from tests.workers import WorkerPool
+
+DECAY = 0.75
+# The default eps lets the last bit of a tiny gradient decide.
+OPTIMIZERS = {"adam": partial(AdamW, lr=1e-2, eps=1e-4), "sgd": partial(SGD, lr=0.5)}
+
+
+def whole(strategy: Any) -> dict[str, Tensor]:
+    """Return a copy of the actor's whole weights, on rank 0."""
+    return {name: weight.detach().clone() for name, weight in strategy.full_weights("actor").items()}
+
+
+class Weights(Callback):
+    """Keeps the actor's whole weights after every iteration, and what validation finds in their place."""
+
+    def __init__(self) -> None:
+        self.trained: list[dict[str, Tensor]] = []
+        self.validated: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        """Gather them."""
+        self.trained.append(whole(trainer.strategy))
+
+    def on_validation_batch_start(self, trainer: Any, *args: Any) -> None:
+        """Gather what is validated."""
+        self.validated.append(whole(trainer.strategy))
+
+
+Run = tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], dict[str, Tensor]]
+"""The weights after every iteration and at the end, those validated, and the averages at the end."""
+
+
+def average(plans: list[Any], optimizer: str, folder: Path) -> list[Run]:
+    """Train and validate under each plan, a tuple of every iteration's layouts."""
+    found, world_size = [], runs.world_size()
+    for number, layouts in enumerate(plans):
+        first, *later = [calls(actor_train=layout) for layout in layouts] or ["heuristic"]
+        strategy, weights = ReallocStrategy(first, overlap="calls"), Weights()
+        ema = EMA(DECAY, start_step=2)
+        callbacks = [weights, ema, SaveHuggingFace(folder / f"model-{number}", averaged=True, model_card=False)]
+        trainer = runs.trainer(
+            strategy, world_size, callbacks=[*callbacks, Move(dict(enumerate(later, start=1)))], limit_val_batches=1
+        )
+        batches = Batches(4, responses=True)
+        trainer.fit(runs.sft(optimizer=OPTIMIZERS[optimizer]), batches, val_dataloaders=batches)
+        with averaged_weights(strategy, "actor"):
+            averages = whole(strategy)
+        weights.trained.append(whole(strategy))
+        trainer.save_checkpoint(folder / f"run-{number}")
+        found.append((weights.trained, weights.validated, averages))
+    return found
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_averages_are_those_of_whole_weights(workers: WorkerPool, tmp_path: Path, optimizer: str) -> None:
+    plans = [("fsdp2",), ("fsdp2", "tp2", "pp2", "dp2")]
+    ranks = workers.run(average, plans, optimizer, tmp_path, world_size=2, init_process_group=False, deadline_s=120.0)
+    for number, ((*trained, last), validated, averages) in enumerate(ranks[0]):
+        expected = trained[1]
+        for now in trained[2:]:
+            expected = {name: torch.lerp(expected[name], now[name], 1 - DECAY) for name in now}
+        assert runs.largest_difference(averages, expected) <= 1e-7
+        assert runs.largest_difference(averages, last) > 1e-3, "the test averages what does not change"
+        assert runs.largest_difference(validated[0], expected) <= 1e-7
+        assert runs.largest_difference(last, trained[-1]) == 0.0, "the weights came back"
+        # Out of the checkpoint, and out of the running model.
+        exported = export_checkpoint(tmp_path / f"run-{number}", tmp_path / f"exported-{number}", averaged=True)
+        for folder in (exported, tmp_path / f"model-{number}"):
+            read = AutoModelForCausalLM.from_pretrained(folder).requires_grad_(False)
+            assert runs.largest_difference(dict(read.named_parameters()), averages) == 0.0
+    assert runs.largest_difference(ranks[0][1][2], ranks[0][0][2]) <= 1e-5
+
+
+def resume(folder: Path) -> None:
+    """Train four iterations, and the last two of them once more under another layout."""
+    world_size, half = runs.world_size(), folder / "straight-2"
+    saving = SaveAt(Part(None, 4, save=folder / "straight", save_at=(2,)))
+    for name, layout, path, others in (("straight", "fsdp2", None, [saving]), ("resumed", "tp2", half, [])):
+        trainer = runs.trainer(
+            ReallocStrategy(calls(actor_train=layout)), world_size, max_steps=4, max_epochs=-1,
+            callbacks=[EMA(DECAY), *others],
+        )  # fmt: skip
+        loader = BatchLoader(table(responses=True), batch_size=BATCH_SIZE, seed=5)
+        trainer.fit(runs.sft(optimizer=OPTIMIZERS["adam"]), loader, ckpt_path=path)
+        trainer.save_checkpoint(folder / name)
+
+
+def test_averages_are_resumed_in_another_layout(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(resume, tmp_path, world_size=2, init_process_group=False, deadline_s=90.0)
+    straight, resumed, half = (
+        {name: tensor for name, tensor in contents(tmp_path / run).items() if name.endswith(f"//{AVERAGE}")}
+        for run in ("straight", "resumed", "straight-2")
+    )
+    assert straight and runs.largest_difference(resumed, straight) <= 1e-5
+    assert runs.largest_difference(half, straight) > 1e-4
+
+
+def test_a_weight_without_gradients_is_its_own_average() -> None:
+    used, unused = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = AdamW([used, unused], lr=0.5, weight_decay=0.0)
+    update_averages(optimizer, 0.5, may_begin=False)
+    assert not optimizer.state, "an optimizer makes its state only where there is none"
+    used.grad = torch.ones(2)
+    optimizer.step()
+    update_averages(optimizer, 0.5, may_begin=True)
+    assert AVERAGE in optimizer.state[used] and not optimizer.state.get(unused)
+    assert optimizer.state[used][AVERAGE].tolist() == pytest.approx([0.5, 0.5])
+    optimizer.step()
+    update_averages(optimizer, 0.5, may_begin=True)
+    assert optimizer.state[used][AVERAGE].tolist() == pytest.approx([0.25, 0.25])
+    unused.grad = torch.ones(2)
+    optimizer.step()
+    # Averages of bfloat16 weights are float32: a step of a thousandth would be rounded away.
+    half = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    plain = SGD([half], lr=1.0)
+    update_averages(plain, 0.999, may_begin=True)
+    half.data.fill_(2.0)
+    update_averages(plain, 0.999, may_begin=True)
+    assert plain.state[half][AVERAGE].item() == pytest.approx(1.001)
+
+
+def refused(kind: str, folder: Path) -> str:
+    """Return what is said to a run that cannot average."""
+    callbacks: dict[str, list[Callback]] = {
+        "lightning": [EMAWeightAveraging()], "role": [EMA(roles=["reference"])],
+        "none": [SaveHuggingFace(folder, averaged=True)],
+        "early": [EMA(start_step=9), SaveHuggingFace(folder, averaged=True)],
+    }  # fmt: skip
+    try:
+        runs.train(runs.grpo(), "heuristic", 1, Batches(1), callbacks=callbacks[kind])
+    except ConfigError as error:
+        return str(error)
+    return "it ran"
+
+
+def test_averages_that_cannot_be_are_refused(workers: WorkerPool, tmp_path: Path) -> None:
+    for kind, message in (
+        ("lightning", "EMAWeightAveraging copies RecordedGRPO before its models are divided over ranks, and its copy "
+                      "cannot follow them; use lightning_realloc.EMA(decay=...)"),
+        ("role", "EMA(roles=...) names reference; name trained roles: actor"),
+        ("none", "SaveHuggingFace(averaged=True) writes what an EMA keeps; add EMA() to the callbacks"),
+        ("early", "there is no average of actor's weights to write; add the callback EMA(), and train for an iteration "
+                  "before the first folder is written"),
+    ):  # fmt: skip
+        assert workers.run(refused, kind, tmp_path / kind, world_size=1, init_process_group=False) == [message]
+    for settings in ({"decay": 1.0}, {"every_n_steps": 0}, {"start_step": 0}):
+        with pytest.raises(ConfigError, match=f"{next(iter(settings))}=.* must"):
+            EMA(**settings)  # type: ignore[arg-type]
+    workers.run(_save_without, tmp_path / "run", world_size=1, init_process_group=False)
+    with pytest.raises(CheckpointError, match="holds no averages of 'actor': it was trained without the callback EMA"):
+        export_checkpoint(tmp_path / "run", tmp_path / "new", averaged=True)
+
+
+def _save_without(folder: Path) -> None:
+    trainer = runs.trainer(ReallocStrategy("heuristic"), 1)
+    trainer.fit(runs.sft(), Batches(1, responses=True))
+    trainer.save_checkpoint(folder)
