@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,6 +28,7 @@ from lightning_realloc.strategies.inference import Inference
 from lightning_realloc.strategies.iteration import Iteration
 from lightning_realloc.strategies.lockstep import PeerFailure
 from lightning_realloc.strategies.model_pool import ModelPool
+from lightning_realloc.strategies.precision import without_gradients
 from lightning_realloc.strategies.rates import facts_of, with_rates
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.routes import Routes, Workplace
@@ -107,7 +108,7 @@ class CallRunner:
         self._rank = rank
         self._world_size = world_size
         self._generators = Generators(module, pool, mailbox, device=device, rank=rank)
-        self._inference = Inference(module, pool, device=device, rank=rank, precise=self._precise)
+        self._inference = Inference(module, pool, device=device, rank=rank)
         # With responses of the policy before, weights change between a generating call and those that read from it.
         self._tails = TailCalls(pool, self._inference) if not max_staleness else None
         self._run = self._num_tokens = 0
@@ -298,7 +299,8 @@ class CallRunner:
         if data.routes.fusion.parts(call) > 1 or tail is not None:
             generator.engine.outlet = outlet
         try:
-            with self._precise(), generator.freed_for(tail), self._pool.adapted_for(call, replica.model):
+            precision, adapted = without_gradients(replica.model, self._device), self._pool.adapted_for
+            with precision, generator.freed_for(tail), adapted(call, replica.model):
                 made: Samples | Divided = getattr(self._module, call.method)(generator.engine, prompts)
             self._generators.tell(generator, data.run, data.index(call))
             data.facts |= self._generators.facts(call.name, replica)
@@ -384,10 +386,6 @@ class CallRunner:
         return takes_part
 
     _KINDS: ClassVar = {"generate": _generate, "infer": _infer, "compute": _compute, "train": _train}
-
-    def _precise(self) -> Any:
-        """Copies already hold the dtype they are read in: autocast would only cast again."""
-        return torch.autocast(self._device.type, enabled=False) if torch.is_autocast_enabled() else nullcontext()
 
 
 def _has_notes(calls: Sequence[ModelFunctionCall]) -> bool:
