@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -43,6 +44,9 @@ PRELOADED = (
 )
 GRACE_S = 2.0
 """How long the other ranks may go on after one has failed, so that a failure of all is reported whole."""
+PORTS = range(20_000, 32_000)
+"""Below those that outgoing connections get (Linux from 32768, macOS from 49152): a Trainer listens seconds after a
+port was found free, and on a machine that runs several tests a connection of another one could have taken it."""
 STACKS_S = 3.0
 """How long workers get to write where they are; on a busy machine each first has to be scheduled."""
 
@@ -201,8 +205,7 @@ def _kill_tree(process: BaseProcess) -> None:
 
 def _environments(world_size: int) -> list[dict[str, str]]:
     """What torchrun would set on one node, for every rank."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = _free_port()
     common = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
@@ -216,6 +219,13 @@ def _environments(world_size: int) -> list[dict[str, str]]:
     if loopback is not None:
         common["GLOO_SOCKET_IFNAME"] = loopback
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+
+
+def _free_port() -> int:
+    for port in random.SystemRandom().sample(PORTS, 50):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise RuntimeError(f"50 of the ports {PORTS.start} to {PORTS.stop} were tried, and all are taken")
 
 
 # --- the worker's side ------------------------------------------------------------------------------------------------
