@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
@@ -23,6 +24,12 @@ class RandomEstimator:
     unit_bytes: int = 1000
     cores_per_node: int | None = None
     """Which a node's ranks share; None: each has its own."""
+    sharers: Mapping[str, str] = field(default_factory=dict)
+    """Role without weights of its own -> the role whose base it is."""
+
+    def owner(self, role: str) -> str:
+        """Return the role on whose replicas a role's calls work."""
+        return self.sharers.get(role, role)
 
     def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
         """Return 1 to 10 s, divided by a share of the ranks; now and then it cannot run."""
@@ -49,7 +56,8 @@ class RandomEstimator:
     def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
         """Return up to three units, divided among shards."""
         shards = layout.dims.tp * layout.dims.fsdp * layout.dims.pp
-        return int(self._draw("resident", role, layout.dims, is_home).uniform(1, 3) * self.unit_bytes / shards)
+        draw = self._draw("resident", self.owner(role), layout.dims, is_home)
+        return int(draw.uniform(1, 3) * self.unit_bytes / shards)
 
     def active_bytes(self, call: str, plan: CallPlan) -> int:
         """Return up to three units."""

@@ -41,8 +41,8 @@ def every_state(problem: Problem) -> Iterator[tuple[list[Choice], frozenset[str]
                         option = Option(dims, plan, seconds, estimator.active_bytes(call.name, plan), kept)
                         choices.append(problem.choose(option, ranks))
         per_call.append(choices)
-    frozen = [role for role in problem.dataflow.roles
-              if role not in problem.dataflow.trained_roles and len(problem.dataflow.calls_of(role)) == 1]  # fmt: skip
+    frozen = [role for role in problem.dataflow.roles if role not in problem.dataflow.trained_roles
+              and len(problem.dataflow.calls_of(role)) == 1 and estimator.owner(role) == role]  # fmt: skip
     offloads = chain.from_iterable(combinations(frozen, count) for count in range(len(frozen) + 1))
     for offload in offloads:
         for state in product(*per_call):

@@ -40,6 +40,10 @@ class ToyEstimator:
     prompt_tokens: int = 128
     response_tokens: int = 896
 
+    def owner(self, role: str) -> str:
+        """Return the role itself: none shares another one's base."""
+        return role
+
     def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
         """Return the terms of a roofline."""
         kind, role = self.dataflow.call(call).kind, str(self.dataflow.call(call).role)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.workers import WorkerFailure, WorkerPool
 
 ROOT = Path(__file__).parent.parent
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def _sum_of_ranks(offset: int) -> tuple[int, int, float]:
@@ -49,6 +50,10 @@ def _leave_traces() -> int:
     return os.getpid()
 
 
+def _port() -> int:
+    return int(os.environ["MASTER_PORT"])
+
+
 def _environment() -> tuple[bool, str, str]:
     return dist.is_initialized(), os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]
 
@@ -70,6 +75,13 @@ def test_a_function_may_start_its_own_process_group(workers: WorkerPool) -> None
     answers = workers.run(_environment, world_size=2, init_process_group=False)
 
     assert answers == [(False, "0", "2"), (False, "1", "2")]
+
+
+@pytest.mark.skipif(not EPHEMERAL.exists(), reason="only Linux tells which ports outgoing connections get")
+def test_the_ports_of_runs_are_none_that_outgoing_connections_get(workers: WorkerPool) -> None:
+    first, last = map(int, EPHEMERAL.read_text().split())
+    (port,) = set(workers.run(_port, world_size=2, init_process_group=False))
+    assert not first <= port <= last
 
 
 def test_an_exception_is_reported_with_its_rank_and_the_pool_recovers(workers: WorkerPool) -> None:

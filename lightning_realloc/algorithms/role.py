@@ -223,7 +223,7 @@ class Role:
             raise ConfigError(
                 f"{self.name} is quantised ({getattr(method, 'value', method)}): weights that are packed into integers "
                 f"can neither be cut over ranks nor cast; give a base in bfloat16 or float32, as model.dequantize() "
-                f"makes one, and save memory by fsdp, tp or precision='bf16-true'"
+                f"makes one, and save memory by fsdp or tp; under precision='bf16-mixed' a frozen base is in bfloat16"
             )
 
     def _from_config(self, config: PreTrainedConfig) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def merged_weights(
     model.load_state_dict({name: weights[name].float() for name in needed}, strict=False, assign=True)
     merge_for_good(model)
     merged = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
-    dtype = next(iter(weights.values())).dtype
+    dtype = reduce(torch.promote_types, (weights[name].dtype for name in needed))
     return {name: tensor.to(dtype) for name, tensor in merged.items()}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -111,10 +111,10 @@ class CallRunner:
         self._world_size = world_size
         self._idle = IdleClock(mailbox, pool)
         self._generators = Generators(module, pool, mailbox, device=device, rank=rank)
-        self._inference = Inference(module, pool, device=device, rank=rank, precise=self._precise)
+        self._inference = Inference(module, pool, device=device, rank=rank)
         # With responses of the policy before, weights change between a generating call and those that read from it.
         self._tails = TailCalls(pool, self._inference) if not max_staleness else None
-        self._generating = Generating(module, pool, self._generators, self._tails, self._idle, precise=self._precise)
+        self._generating = Generating(module, pool, self._generators, self._tails, self._idle, device=device)
         self._run = self._num_tokens = 0
         self.is_running = False
         """Whether calls are under way."""
@@ -359,10 +359,6 @@ class CallRunner:
         return takes_part
 
     _KINDS: ClassVar = {"generate": _generate, "infer": _infer, "compute": _compute, "train": _train}
-
-    def _precise(self) -> Any:
-        """Copies already hold the dtype they are read in: autocast would only cast again."""
-        return torch.autocast(self._device.type, enabled=False) if torch.is_autocast_enabled() else nullcontext()
 
 
 def _has_notes(calls: Sequence[ModelFunctionCall]) -> bool:

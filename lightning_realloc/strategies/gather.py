@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
 from lightning_realloc.runtime.executor import Reallocation
+from lightning_realloc.runtime.objects import gather_objects
 from lightning_realloc.runtime.shards import local_tensors
 from lightning_realloc.strategies.replica import Replica
 
@@ -34,10 +35,10 @@ def gather_weights(
     spec = replica.model_layout.model
     if names is not None:
         spec = replace(spec, params=tuple(param for param in spec.params if param.name in names), aliases=())
-    dtype = next(replica.model.parameters()).dtype  # known also on ranks that hold no weights of the role
+    dtypes = _agree_on_dtypes(replica)
     held = local_tensors(replica.model) if rank in replica.layout else {}
     full: dict[str, Tensor] = {}
-    for window in _windows(spec, window_elements):
+    for window in _windows(spec, window_elements, dtypes):
         inside = {param.name for param in window.params}
         reallocation = Reallocation(
             ModelLayout(window, replica.layout),
@@ -45,7 +46,7 @@ def gather_weights(
             ModelLayout(window, Layout(ParallelDims(), (0,))),
             rank=rank,
             world_size=world_size,
-            dtype=dtype,
+            dtype=dtypes[window.params[0].name],
             device=device,
         )
         reallocation.run()
@@ -54,8 +55,20 @@ def gather_weights(
     return full | {alias: full[owner] for alias, owner in spec.aliases if owner in full}
 
 
-def _windows(spec: ModelSpec, most_elements: int) -> Iterator[ModelSpec]:
-    """Cut a model into runs of parameters, each of at most so many elements or of a single parameter."""
+def _agree_on_dtypes(replica: Replica) -> dict[str, torch.dtype]:
+    """Return every parameter's dtype, also of those on other stages of a pipeline. Collective."""
+    mine = {name: parameter.dtype for name, parameter in replica.model.named_parameters()}
+    return {name: dtype for theirs in gather_objects(mine) for name, dtype in theirs.items()}
+
+
+def _windows(spec: ModelSpec, most_elements: int, dtypes: Mapping[str, torch.dtype]) -> Iterator[ModelSpec]:
+    """Cut a model into parts of one dtype, each of at most so many elements or of a single parameter."""
+    for dtype in dict.fromkeys(dtypes[param.name] for param in spec.params):
+        alike = tuple(param for param in spec.params if dtypes[param.name] == dtype)
+        yield from _runs(replace(spec, params=alike, aliases=()), most_elements)
+
+
+def _runs(spec: ModelSpec, most_elements: int) -> Iterator[ModelSpec]:
     begin, elements = 0, 0
     for index, param in enumerate(spec.params):
         if index > begin and elements + param.numel > most_elements:

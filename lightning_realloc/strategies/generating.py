@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
+
+import torch
 
 from lightning_realloc.generation.outlet import Outlet
 from lightning_realloc.runtime.samples import Divided, Samples
@@ -13,6 +13,7 @@ from lightning_realloc.strategies.idle import IdleClock
 from lightning_realloc.strategies.iteration import Iteration
 from lightning_realloc.strategies.lockstep import PeerFailure
 from lightning_realloc.strategies.model_pool import ModelPool
+from lightning_realloc.strategies.precision import without_gradients
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.tail import TailCalls
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
@@ -27,7 +28,7 @@ class Generating:
         generators: Their engines.
         tails: Calls that a rank may go on to before all have generated; None: none may.
         idle: Learns how long this rank waited for samples.
-        precise: The context of every generation.
+        device: Of this rank.
     """
 
     def __init__(
@@ -38,10 +39,10 @@ class Generating:
         tails: TailCalls | None,
         idle: IdleClock,
         *,
-        precise: Callable[[], AbstractContextManager[Any]],
+        device: torch.device,
     ) -> None:
         self._module, self._pool, self._generators = module, pool, generators
-        self._tails, self._idle, self._precise = tails, idle, precise
+        self._tails, self._idle, self._device = tails, idle, device
 
     def share(self, call: ModelFunctionCall, replica: Replica, prompts: Samples, data: Iteration) -> Samples:
         """Return what this rank makes of its prompts; what is finished early is handed on at once."""
@@ -52,7 +53,8 @@ class Generating:
         if data.routes.fusion.parts(call) > 1 or tail is not None:
             generator.engine.outlet = outlet
         try:
-            with self._precise(), generator.freed_for(tail), self._pool.adapted_for(call, replica.model):
+            precision, adapted = without_gradients(replica.model, self._device), self._pool.adapted_for
+            with precision, generator.freed_for(tail), adapted(call, replica.model):
                 made: Samples | Divided = getattr(self._module, call.method)(generator.engine, prompts)
             self._tell(call, replica, generator, data)
             if isinstance(made, Divided):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from lightning_realloc.runtime.samples import Ragged, Samples
 from lightning_realloc.runtime.training import MicroBatch, pack_columns
 from lightning_realloc.strategies.iteration import Iteration
 from lightning_realloc.strategies.model_pool import ModelPool
+from lightning_realloc.strategies.precision import without_gradients
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.sample_table import Chosen
 from lightning_realloc.strategies.unit_work import UnitWork
@@ -31,7 +31,6 @@ class Inference:
         pool: Its models.
         device: Where tensors are worked on.
         rank: This process.
-        precise: The context of every forward pass.
     """
 
     def __init__(
@@ -41,9 +40,8 @@ class Inference:
         *,
         device: torch.device,
         rank: int,
-        precise: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self._module, self._pool, self._device, self._rank, self._precise = module, pool, device, rank, precise
+        self._module, self._pool, self._device, self._rank = module, pool, device, rank
 
     def share(
         self, call: ModelFunctionCall, replica: Replica, rows: Chosen, micro_batches: Sequence[MicroBatch]
@@ -52,7 +50,8 @@ class Inference:
         method = getattr(self._module, call.method)
         replica.model.eval()  # the home replica may come from a training call with dropout
         parts = [rows.at(micro.positions) for micro in micro_batches]
-        with torch.no_grad(), self._precise(), self._pool.adapted_for(call, replica.model):
+        precision, adapted = without_gradients(replica.model, self._device), self._pool.adapted_for
+        with torch.no_grad(), precision, adapted(call, replica.model):
             values = self._values(method, replica, parts)
         if values is None:
             return None

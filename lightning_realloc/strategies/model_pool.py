@@ -68,9 +68,9 @@ class ModelPool:
         self._frozen[role] = frozenset(n for n, p in model.named_parameters() if trains and not p.requires_grad)
         spec = describe_model(model, tp_plan=self._options.tp_plans.get(role))
         home = ModelLayout(spec, self.plan.layout(self.dataflow.home_call(role).name))
-        if role not in self.changing_roles:
-            # Weights that no optimizer changes need no more precision than copies; buffers (rotary frequencies) do.
-            cast_parameters(model, self._options.copy_dtype)
+        # Weights that no optimizer changes need no more precision than copies; buffers (rotary frequencies) do.
+        unchanged = self._frozen[role] if role in self.changing_roles else None
+        cast_parameters(model, self._options.copy_dtype, names=unchanged)
         self._blanks[role] = make_skeleton(model)
         self._add_copies(role, home)
         model.to(self._options.device)
@@ -122,8 +122,8 @@ class ModelPool:
         calls = [call for call in self._calls_on(role) if self.plan.layout(call.name) == home]
         reads = any(call.kind != "train" for call in calls)
         is_wrapped = role in self.dataflow.trained_roles and home.dims.dp > 1 and home.dims.fsdp == 1
-        master = next(self._blanks[role].parameters()).dtype
-        return reads and is_wrapped and master == self._options.copy_dtype
+        dtypes = {parameter.dtype for parameter in self._blanks[role].parameters()}
+        return reads and is_wrapped and dtypes == {self._options.copy_dtype}
 
     def _lay_out(self, role: str, model: nn.Module, home: ModelLayout) -> Replica:
         """Make ``model``, which holds full weights, the replica that owns them."""

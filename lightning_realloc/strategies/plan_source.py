@@ -43,13 +43,16 @@ def work_out_plan(
     *,
     world_size: int,
     element_bytes: int,
+    sharers: Mapping[str, str],
 ) -> ExecutionPlan:
-    """Return the plan; ``element_bytes`` are those of one weight in generation and inference."""
+    """Return the plan; see `heuristic_plan`."""
     if isinstance(source, ExecutionPlan):
         return source
     if source == "static":
         return ExecutionPlan.static(dataflow, Layout(ParallelDims(fsdp=world_size), tuple(range(world_size))))
-    return heuristic_plan(dataflow, models, cluster, world_size=world_size, element_bytes=element_bytes)
+    return heuristic_plan(
+        dataflow, models, cluster, world_size=world_size, element_bytes=element_bytes, sharers=sharers
+    )
 
 
 def agree_on(plan: ExecutionPlan) -> None:

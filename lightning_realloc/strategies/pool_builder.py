@@ -106,7 +106,7 @@ class PoolBuilder:
         """
         plan = work_out_plan(
             source, self.dataflow, specs, self.cluster, world_size=self.world_size,
-            element_bytes=self.options.copy_dtype.itemsize,
+            element_bytes=self.options.copy_dtype.itemsize, sharers=self.sharers,
         ).completed(self.dataflow)  # fmt: skip
         agree_on(plan)  # first: what is wrong with a plan must be found on every rank
         plan.check(self.dataflow, self.world_size)

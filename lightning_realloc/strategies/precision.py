@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_realloc.runtime.samples import Samples
 
@@ -18,6 +21,9 @@ REFUSED_PRECISIONS = {
     "transformer-engine": "its layers hide their weights from reallocation",
     "transformer-engine-float16": "its layers hide their weights from reallocation",
 }
+
+_ADAPTER_WEIGHT = ".lora_"
+"""In the names of all adapters' weights."""
 
 
 def check_precision(plugin: Precision) -> None:
@@ -50,13 +56,26 @@ class SamplesHalfPrecision(HalfPrecision):
         return data if isinstance(data, Samples) else super().convert_input(data)
 
 
-def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a module's parameters in place, tied ones staying tied.
+def cast_parameters(module: nn.Module, dtype: torch.dtype, *, names: Set[str] | None = None) -> None:
+    """Cast a module's parameters, or those of some ``names``, in place, tied ones staying tied.
 
     Buffers stay as they are: rotary frequencies rounded to bfloat16 misplace the tokens of long sequences.
     """
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype)
+    for name, parameter in module.named_parameters():
+        if names is None or name in names:
+            parameter.data = parameter.data.to(dtype)
+
+
+def without_gradients(model: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the precision of forward passes that nothing is learnt from: a model's own, where it has one.
+
+    Copies already hold the dtype they are read in: autocast would only cast again. So it is with what FSDP gathers, and
+    adapters cast what comes to them. Other weights in fp32 over frozen ones in bf16, as a critic's head, need it.
+    """
+    dtypes = {parameter.dtype for name, parameter in model.named_parameters() if _ADAPTER_WEIGHT not in name}
+    if len(dtypes) > 1 and not isinstance(model, FSDPModule):
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled() else nullcontext()
 
 
 def for_samples(plugin: Precision | None) -> Precision | None:

@@ -61,7 +61,13 @@ def move_weights(old: Replica, new: Replica, mover: Mover) -> None:
     """Fill a new home replica from the old one. Collective over all ranks."""
     held = local_tensors(old.model) if mover.rank in old.layout else {}
     room = local_tensors(new.model) if mover.rank in new.layout else {}
-    mover.move(held, room, next(new.model.parameters()).dtype)
+    mine = {parameter.dtype for parameter in new.model.parameters()}  # a stage of a pipeline may lack some
+    for dtype in sorted(set().union(*gather_objects(mine)), key=str):
+        mover.move(
+            {name: tensor for name, tensor in held.items() if tensor.dtype == dtype},
+            {name: tensor for name, tensor in room.items() if tensor.dtype == dtype},
+            dtype,
+        )
     reshard(new.model)
     ours = dict(old.model.named_buffers())
     for name, buffer in new.model.named_buffers():

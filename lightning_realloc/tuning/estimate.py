@@ -64,11 +64,17 @@ class Estimator(Protocol):
     def cluster(self) -> ClusterSpec:
         """Where they run."""
 
+    def owner(self, role: str) -> str:
+        """Return the role on whose replicas a role's calls work: itself, unless it shares that one's base."""
+
     def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
         """Return how long a call takes once its inputs and weights are there."""
 
     def move_seconds(self, role: str, source: Layout, target: Layout) -> float:
-        """Return how long a role's weights travel from their home to another layout, 0 between equal ones."""
+        """Return how long a role's weights travel from their home to another layout, 0 between equal ones.
+
+        Of a role that is trained in part, what a copy needs from the second time on: the trained part.
+        """
 
     def offload_seconds(self, num_bytes: float) -> float:
         """Return how long a rank takes to have so many bytes back from its host."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
@@ -29,8 +30,9 @@ SIDE_BY_SIDE_COST = 1.1
 
 
 def heuristic_plan(
-    dataflow: Dataflow, models: Mapping[str, ModelSpec], cluster: ClusterSpec, *, world_size: int, element_bytes: int
-) -> ExecutionPlan:
+    dataflow: Dataflow, models: Mapping[str, ModelSpec], cluster: ClusterSpec, *, world_size: int, element_bytes: int,
+    sharers: Mapping[str, str] = MappingProxyType({}),
+) -> ExecutionPlan:  # fmt: skip
     """Return layouts worked out from the number of ranks, the models' sizes and the memory of a device.
 
     Training shards weights, gradients and optimizer state over its ranks: the least memory, and no communication per
@@ -41,6 +43,7 @@ def heuristic_plan(
 
     Args:
         element_bytes: Bytes of one weight in generation and inference.
+        sharers: Role without weights of its own -> the role whose base it is: its weights come from there.
     """
     for call in dataflow.model_calls:
         if call.role not in models:
@@ -51,10 +54,11 @@ def heuristic_plan(
     calls = []
     for call in dataflow.model_calls:
         role = str(call.role)
-        home = homes.get(role, ranks.sharded(ranks.all))
+        owner = sharers.get(role, role)
+        home = homes.get(owner, ranks.sharded(ranks.all))
         layout = home if call.kind == "train" else None
         if layout is None:
-            origin = home if role in homes else None
+            origin = home if owner in homes else None
             layout = ranks.copy(role, places.get(call.name, ranks.all), origin) or home
         calls.append((call.name, CallPlan(layout)))
     return ExecutionPlan(tuple(calls))

@@ -110,6 +110,10 @@ class MeasuredEstimator:
         """Where they run."""
         return self.roofline.cluster
 
+    def owner(self, role: str) -> str:
+        """Return the role on whose replicas a role's calls work."""
+        return self.roofline.owner(role)
+
     def slowdown(self, busy: int) -> float:
         """Return how many times longer a rank's work takes when so many ranks of its node work."""
         return self.table.slowdown_of(busy)
@@ -199,7 +203,7 @@ class MeasuredEstimator:
         return self._moves[key]
 
     def _busiest_bytes(self, role: str, source: Layout, target: Layout) -> float:
-        size, weights = self.roofline.settings.copy_bytes, self.roofline.weights_of(role)
+        size, weights = self.roofline.settings.copy_bytes, self.roofline.moved_weights(role)
         if target.dims.fsdp == 1 and "push" in self.table.moves:
             return size * weights.total / len(source.ranks)
         moved = traffic(weights, source, target, self.cluster)

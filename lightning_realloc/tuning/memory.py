@@ -19,7 +19,7 @@ from lightning_realloc.tuning.execution_plan import OPTIMIZER_SUFFIX, ExecutionP
 from lightning_realloc.tuning.generation_memory import draft_bytes
 from lightning_realloc.tuning.memory_parts import MemoryParts, MemorySettings, RoleMemory, Workload
 from lightning_realloc.tuning.offload import OffloadSchedule
-from lightning_realloc.tuning.role_elements import RoleElements
+from lightning_realloc.tuning.role_elements import RankElements, RoleElements
 
 SET_UP = "set-up"
 """The phase in which models are built and laid out."""
@@ -189,14 +189,22 @@ class _Forecaster:
                 continue
             sizes = self.elements[name].on(layout, rank)
             if name not in away:
-                parts += MemoryParts(weights=sizes.num_sharded * self._home_bytes(name))
+                parts += MemoryParts(weights=self._weights(name, sizes))
             if name in self.dataflow.trained_roles and name + OPTIMIZER_SUFFIX not in away:
                 parts += MemoryParts(optimizer=sizes.num_trained_sharded * self.settings.optimizer_bytes)
         return parts
 
+    def _weights(self, role: str, sizes: RankElements) -> int:
+        """Return the bytes of a rank's part of the home replica."""
+        num, num_trained = sizes.num_sharded, sizes.num_trained_sharded
+        return self.settings.weights_bytes(self.roles[role], num, num_trained, is_trained=self._is_trained(role))
+
+    def _is_trained(self, role: str) -> bool:
+        return role in self.dataflow.trained_roles
+
     def _home_bytes(self, role: str) -> int:
-        """Return the bytes of one weight of the home replica."""
-        return self.settings.home_bytes(self.roles[role], is_trained=role in self.dataflow.trained_roles)
+        """Return the bytes of one weight that the home replica computes with."""
+        return self.settings.home_bytes(self.roles[role], is_trained=self._is_trained(role))
 
     def _home(self, role: str) -> Layout:
         return self.plan.layout(self.dataflow.home_call(role).name)
@@ -217,20 +225,25 @@ class _Forecaster:
         if layout.dims.fsdp > 1:
             sharded = self.elements[name].on(layout, rank).num_sharded * element if rank in layout else 0
             return MemoryParts(copies=sharded, staging=self._staging(name, layout, rank))
-        may_alias = self._home_bytes(name) == element  # a tensor that the home replica has, too, is the copy's as well
+        # A tensor that the home replica has, too, is the copy's as well.
+        may_alias = self._home_bytes(name) == element
+        trained_too = self.settings.master_bytes == element or not self._is_trained(name)
         if self.settings.shares_memory:
-            return MemoryParts(copies=self._shared_copy(role, layout, home if may_alias else None, rank))
-        own = self.elements[name].tensors(layout, rank, unlike=home if may_alias else None) if rank in layout else 0
+            fresh = set() if trained_too else {p.name for p in role.model.params} - role.frozen_params
+            return MemoryParts(copies=self._shared_copy(role, layout, home if may_alias else None, fresh, rank))
+        unlike = home if may_alias else None
+        own = self.elements[name].tensors(layout, rank, unlike=unlike, trained_too=trained_too) if rank in layout else 0
         return MemoryParts(copies=own * element, staging=self._staging(name, layout, rank))
 
-    def _shared_copy(self, role: RoleMemory, layout: Layout, home: Layout | None, rank: int) -> int:
-        """Return a rank's part of a copy of which equal shards are stored once; those of ``home`` are not stored."""
+    def _shared_copy(self, role: RoleMemory, layout: Layout, home: Layout | None, fresh: Set[str], rank: int) -> int:
+        """Return a rank's part of a copy of which equal shards are stored once; those of ``home`` are not stored, but
+        for ``fresh`` ones, which are of another dtype there."""
         target = ModelLayout(role.model, layout)
         source = None if home is None else ModelLayout(role.model, home)
         size = 0.0
         for param in target.names(rank):
             readers = [r for r in layout.ranks if target.shard(param, r) == target.shard(param, rank)]
-            if source is not None:
+            if source is not None and param not in fresh:
                 readers = [r for r in readers if source.shard(param, r) != target.shard(param, r)]
             if rank in readers:
                 size += math.prod(target.local_shape(param, rank)) * self.settings.copy_bytes / len(readers)
@@ -250,12 +263,18 @@ class _Forecaster:
         if self.settings.builds_on_device:
             return MemoryParts(weights=sum(whole.values()))
         most, laid_out = 0, 0
-        for name, size in whole.items():
-            element = self._home_bytes(name)
-            most = max(most, laid_out + size // 4 * element)  # on ranks outside, too, which then let go of it
+        for name in whole:
+            most = max(most, laid_out + self._whole(name))  # on ranks outside, too, which then let go of it
             if rank in self._home(name):
-                laid_out += self.elements[name].on(self._home(name), rank).num_sharded * element
+                laid_out += self._weights(name, self.elements[name].on(self._home(name), rank))
         return MemoryParts(weights=max(most, laid_out))
+
+    def _whole(self, name: str) -> int:
+        role = self.roles[name]
+        num_trained = role.model.num_elements - role.num_frozen
+        return self.settings.weights_bytes(
+            role, role.model.num_elements, num_trained, is_trained=self._is_trained(name)
+        )
 
     def _during(self, call: ModelFunctionCall, rank: int) -> MemoryParts:
         chosen = self.plan.call(call.name)
@@ -271,10 +290,7 @@ class _Forecaster:
 
     def _merged(self, name: str, layout: Layout, rank: int) -> int:
         """Return the bytes of the copies that a role's adapters are merged into for the time of a call."""
-        target = ModelLayout(self.roles[name].model, layout)
-        held = set(target.names(rank)).intersection(self.roles[name].adapted)
-        element = self._home_bytes(name) if layout == self._home(name) else self.settings.copy_bytes
-        return sum(math.prod(target.local_shape(param, rank)) for param in held) * element
+        return self.elements[name].on(layout, rank).num_adapted * self.settings.copy_bytes
 
 
 def _mebibytes(size: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from lightning_realloc.errors import PlanError
-from lightning_realloc.layout.model import ModelSpec
+from lightning_realloc.layout.model import ModelSpec, ParamSpec
 from lightning_realloc.tuning.model_shape import ModelShape
 
 
@@ -27,9 +27,14 @@ class RoleMemory:
     """The role whose replicas this one's calls work on: it keeps none."""
 
     @property
-    def adapted(self) -> tuple[str, ...]:
-        """The weights that adapters are trained beside, of which generation makes merged copies."""
-        return tuple(param.name for param in self.model.params if param.name.endswith(".base_layer.weight"))
+    def num_frozen(self) -> int:
+        """Elements of ``frozen_params``."""
+        return sum(param.numel for param in self.model.params if param.name in self.frozen_params)
+
+
+def is_adapted(param: ParamSpec) -> bool:
+    """Return whether adapters are trained beside a weight, of which generation makes a merged copy then."""
+    return param.name.endswith(".base_layer.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +71,7 @@ class MemorySettings:
     master_bytes: int = 4
     """Of one weight that is trained."""
     copy_bytes: int = 4
-    """Of one weight of frozen roles and of copies in other layouts, and of one activation."""
+    """Of one weight that is frozen or a copy in another layout, and of one activation."""
     gathered_bytes: int = 4
     """Of one weight while FSDP has it gathered."""
     optimizer_bytes: int = 8
@@ -80,8 +85,17 @@ class MemorySettings:
     engine: EngineMemory = EngineMemory()
 
     def home_bytes(self, role: RoleMemory, *, is_trained: bool) -> int:
-        """Bytes of one weight of a role's home replica; a follower keeps it as exactly as a trained role."""
-        return self.master_bytes if is_trained or role.follows is not None else self.copy_bytes
+        """Bytes of one weight that a role's home replica computes with; under adapters that is the base's."""
+        whole = not role.frozen_params if is_trained else role.follows is not None
+        return self.master_bytes if whole else self.copy_bytes
+
+    def weights_bytes(self, role: RoleMemory, num: int, num_trained: int, *, is_trained: bool) -> int:
+        """Bytes of so many weights of a role's home replica: only what changes is kept more exactly than in copies.
+
+        A follower keeps its weights as exactly as a trained role.
+        """
+        exact = num_trained if is_trained else num if role.follows is not None else 0
+        return exact * self.master_bytes + (num - exact) * self.copy_bytes
 
     def __post_init__(self) -> None:
         for name in ("master_bytes", "copy_bytes", "gathered_bytes"):

@@ -143,6 +143,7 @@ class Prospects:
             yield heuristic_plan(
                 self.dataflow, self.models, prices.cluster, world_size=prices.cluster.num_devices,
                 element_bytes=self.settings.copy_bytes,
+                sharers={name: role.shares for name, role in self.roles.items() if role.shares is not None},
             ).completed(self.dataflow)  # fmt: skip
         except ReallocError:
             return

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lightning_realloc.layout.dims import Coordinate, Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout, ParamSpec, stage_blocks
 from lightning_realloc.layout.sharding import LocalShard, TensorParallelCut, local_shard
-from lightning_realloc.tuning.memory_parts import RoleMemory
+from lightning_realloc.tuning.memory_parts import RoleMemory, is_adapted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,8 @@ class RankElements:
     largest_block: int
     trained_block: int
     """Of the block with most trained elements."""
+    num_adapted: int
+    """Whole ones of the weights that adapters are trained beside."""
 
 
 class RoleElements:
@@ -47,7 +49,7 @@ class RoleElements:
         blocks: list[list[_Param]] = [[] for _ in range(role.model.num_blocks)]
         for param in role.model.params:
             place = outside[param.section] if param.block is None else blocks[param.block]
-            place.append(_Param.of(param, is_trained=param.name not in role.frozen_params))
+            place.append(_Param.of(param, role))
         kinds: dict[tuple[_Param, ...], int] = {}
         self._input, self._output, *self._blocks = (
             kinds.setdefault(tuple(params), len(kinds)) for params in (*outside.values(), *blocks)
@@ -56,7 +58,7 @@ class RoleElements:
         self._fitting: set[tuple[int, int, bool]] = set()
         self._counts: dict[tuple[int, int, int, int], _Count] = {}
         self._ranks: dict[tuple[int, int, int, int, int], dict[str, int]] = {}
-        self._tensors: dict[tuple[int, _Position, _Position | None], int] = {}
+        self._tensors: dict[tuple[int, _Position, _Position | None, bool], int] = {}
 
     def on(self, layout: Layout, rank: int) -> RankElements:
         """Return what lies on a rank.
@@ -77,10 +79,11 @@ class RoleElements:
             self._ranks[key] = self._count_stage(*key)
         return RankElements(dims=dims, stage=at.pp, **self._ranks[key])
 
-    def tensors(self, layout: Layout, rank: int, *, unlike: Layout | None = None) -> int:
+    def tensors(self, layout: Layout, rank: int, *, unlike: Layout | None = None, trained_too: bool = True) -> int:
         """Return the elements of a rank's tensors as they are, without padding.
 
-        With ``unlike`` only of those that are not the same under that layout.
+        With ``unlike`` only of those that are not the same under that layout; without ``trained_too`` what training
+        changes is never the same.
         """
         at, there = _Position.of(layout, rank), None
         same: dict[int | str, int] = {}
@@ -88,15 +91,21 @@ class RoleElements:
             there = _Position.of(unlike, rank)
             same = self._places(unlike.dims.pp, unlike.coordinate(rank).pp)
         places = self._places(layout.dims.pp, layout.coordinate(rank).pp)
-        return sum(self._count_tensors(kind, at, there if place in same else None) for place, kind in places.items())
+        return sum(
+            self._count_tensors(kind, at, there if place in same else None, trained_too)
+            for place, kind in places.items()
+        )
 
-    def _count_tensors(self, kind: int, at: _Position, unlike: _Position | None) -> int:
-        key = (kind, at, unlike)
+    def _count_tensors(self, kind: int, at: _Position, unlike: _Position | None, trained_too: bool) -> int:
+        key = (kind, at, unlike, trained_too)
         if key not in self._tensors:
-            shards = [
-                (param.shard(*at), None if unlike is None else param.shard(*unlike)) for param in self._kinds[kind]
-            ]
-            self._tensors[key] = sum(math.prod(shard.shape) for shard, other in shards if shard != other)
+            size = 0
+            for param in self._kinds[kind]:
+                shard = param.shard(*at)
+                other = None if unlike is None or (param.is_trained and not trained_too) else param.shard(*unlike)
+                if shard != other:
+                    size += math.prod(shard.shape)
+            self._tensors[key] = size
         return self._tensors[key]
 
     def _places(self, pp: int, stage: int) -> dict[int | str, int]:
@@ -123,6 +132,7 @@ class RoleElements:
             "num_blocks": sum(count.whole > 0 for count in blocks),
             "largest_block": max((count.whole for count in blocks), default=0),
             "trained_block": max((count.trained for count in blocks), default=0),
+            "num_adapted": sum(count.adapted for count in everything),
         }
 
     def _count(self, kind: int, tp: int, tp_index: int, fsdp: int) -> _Count:
@@ -152,10 +162,11 @@ class _Param(NamedTuple):
     shape: tuple[int, ...]
     cut: TensorParallelCut | None
     is_trained: bool
+    is_adapted: bool
 
     @classmethod
-    def of(cls, param: ParamSpec, *, is_trained: bool) -> _Param:
-        return cls(param.shape, param.tp, is_trained)
+    def of(cls, param: ParamSpec, role: RoleMemory) -> _Param:
+        return cls(param.shape, param.tp, param.name not in role.frozen_params, is_adapted(param))
 
     def shard(self, tp: int, tp_index: int, fsdp: int, fsdp_index: int) -> LocalShard:
         """Return what lies at a position."""
@@ -169,14 +180,16 @@ class _Count(NamedTuple):
     trained: int
     sharded: int
     trained_sharded: int
+    adapted: int
 
     @classmethod
     def of(cls, params: Iterable[_Param], tp: int, tp_index: int, fsdp: int) -> _Count:
-        sums = [0, 0, 0, 0]
+        sums = [0, 0, 0, 0, 0]
         for param in params:
             shape = param.shard(tp, tp_index, 1, 0).shape
             whole = math.prod(shape)
             padded = -(-shape[0] // fsdp) * math.prod(shape[1:]) if shape else 1
-            for at, size in enumerate((whole, whole * param.is_trained, padded, padded * param.is_trained)):
+            trained, adapted = param.is_trained, param.is_adapted
+            for at, size in enumerate((whole, whole * trained, padded, padded * trained, whole * adapted)):
                 sums[at] += size
         return cls(*sums)

@@ -71,6 +71,10 @@ class RooflineEstimator:
         self._sizes: dict[tuple[str, ParallelDims], tuple[RankElements, ...]] = {}
         self._active: dict[tuple[object, ...], int] = {}
 
+    def owner(self, role: str) -> str:
+        """Return the role on whose replicas a role's calls work."""
+        return self.roles[role].shares or role
+
     def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
         """Return how long a call takes once its inputs and weights are there."""
         layout = plan.layout
@@ -101,9 +105,12 @@ class RooflineEstimator:
             links=Links(self.cluster, self.efficiency), settings=self.settings, tokens=self.tokens,
         )  # fmt: skip
 
-    def weights_of(self, role: str) -> Weights:
-        """Return a role's elements by how they are cut."""
-        return self._weights[role]
+    def moved_weights(self, role: str) -> Weights:
+        """Return a role's elements that travel to a copy time and again, by how they are cut.
+
+        A copy has what training leaves as it is from the first time on, unless it is freed after every call.
+        """
+        return self._weights[role] if self.settings.frees_copies else self._trained[role]
 
     def _kernels_of(self, role: str, tp: int) -> Kernels:
         if (role, tp) not in self._kernels:
@@ -126,8 +133,7 @@ class RooflineEstimator:
         return _kept(self._moves, key, self._move(role, source, target)) if known is None else known
 
     def _move(self, role: str, source: Layout, target: Layout) -> float:
-        # Copies have what training leaves as it is from the first move on.
-        moved, size = traffic(self._trained[role], source, target, self.cluster), self.settings.copy_bytes
+        moved, size = traffic(self.moved_weights(role), source, target, self.cluster), self.settings.copy_bytes
         links, device = Links(self.cluster, self.efficiency), Device(self.cluster, self.efficiency)
         written = device.stream(moved.needed * (self.settings.master_bytes + size))
         if moved.total_received == 0:
@@ -145,12 +151,15 @@ class RooflineEstimator:
 
     def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
         """Return what a replica keeps between calls on the fullest rank of its layout; a trained home its optimizer."""
-        trains, settings = role in self.dataflow.trained_roles, self.settings
-        element = settings.home_bytes(self.roles[role], is_trained=trains) if is_home else settings.copy_bytes
-        optimizer = self.settings.optimizer_bytes if is_home and trains else 0
+        settings, ends = self.settings, self._ends(role, layout.dims)
+        if not is_home:
+            return max(sizes.num_sharded for sizes in ends) * settings.copy_bytes
+        trains = role in self.dataflow.trained_roles
+        optimizer = settings.optimizer_bytes if trains else 0
         return max(
-            sizes.num_sharded * element + sizes.num_trained_sharded * optimizer
-            for sizes in self._ends(role, layout.dims)
+            settings.weights_bytes(self.roles[role], sizes.num_sharded, sizes.num_trained_sharded, is_trained=trains)
+            + sizes.num_trained_sharded * optimizer
+            for sizes in ends
         )
 
     def active_bytes(self, call: str, plan: CallPlan) -> int:
@@ -165,13 +174,15 @@ class RooflineEstimator:
         chosen = self.dataflow.call(call)
         if chosen.role is None:
             return 0
-        role = chosen.role
+        role = self.owner(chosen.role)
         is_home, is_trained = chosen == self.dataflow.home_call(role), role in self.dataflow.trained_roles
+        merges = chosen.kind == "generate" and role == chosen.role and plan.layout.dims.fsdp == 1
         return self._draft_bytes(chosen, is_home=is_home) + max(
             CallMemory.of_replica(
                 self.roles[role], plan, self.settings, self.tokens.workload, sizes,
                 is_home=is_home, is_trained=is_trained,
             ).peak(chosen.kind).total
+            + (sizes.num_adapted * self.settings.copy_bytes if merges else 0)
             for sizes in self._ends(role, plan.layout.dims)
         )  # fmt: skip
 

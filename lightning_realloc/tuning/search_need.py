@@ -81,7 +81,8 @@ def _least_peak(problem: Problem, num_nodes: int) -> int | None:
             least: tuple[int, int] | None = None
             for dims in legal_dims(problem.models[role], (generating or calls)[0].kind, len(ranks), problem.cluster):
                 layout = Layout(dims, ranks)
-                kept = problem.estimator.resident_bytes(role, layout, is_home=True)
+                is_owner = problem.estimator.owner(role) == role
+                kept = problem.estimator.resident_bytes(role, layout, is_home=True) if is_owner else 0
                 added = max(problem.estimator.active_bytes(call.name, plan) for call in calls
                             for plan in problem.options.plans(call.kind, layout)[:1])  # fmt: skip
                 if least is None or kept + added < sum(least):

@@ -76,14 +76,15 @@ class Problem:
         self.models, self.options = models, options
         self.overlap, self.budget = overlap, memory_budget
         timed = [call for call in dataflow.iteration_calls if call.role is not None]
-        homes = [dataflow.home_call(role) for role in dataflow.roles]
+        homes = [dataflow.home_call(estimator.owner(role)) for role in dataflow.roles]
         self.calls = tuple(call for call in dataflow.model_calls if call in timed or call in homes)
         self.timed = tuple(call in timed for call in self.calls)
         self.numbers = range(len(self.calls))
         index = {call.name: i for i, call in enumerate(self.calls)}
-        self.home = tuple(index[dataflow.home_call(str(call.role)).name] for call in self.calls)
+        self.owners = tuple(estimator.owner(str(call.role)) for call in self.calls)
+        self.home = tuple(index[dataflow.home_call(owner).name] for owner in self.owners)
         self.trained = tuple(call.role in dataflow.trained_roles for call in self.calls)
-        self.siblings = tuple(tuple(j for j in self.numbers if self.calls[j].role == c.role) for c in self.calls)
+        self.siblings = tuple(tuple(j for j in self.numbers if self.owners[j] == owner) for owner in self.owners)
         self._since_training = tuple(self._calls_since_training(i) for i in self.numbers)
         self._needs, self._carried = _dependencies(dataflow, self.calls)
         self.portions: Portions | None = None
@@ -180,8 +181,8 @@ class Problem:
     def move_seconds(self, i: int, state: State) -> float:
         """Return how long weights take to a call in an iteration; 0 where they lie there already, or may.
 
-        A copy is filled once after each training call, for the first call that uses it; that of a role that is never
-        trained stays as it is.
+        A copy is filled once after each training call, for the first call that uses it; what is never trained, as the
+        base that a role shares, stays as it is.
         """
         chosen, home = state[i], state[self.home[i]]
         if not self.trained[i] or not self.timed[i] or chosen is None or home is None or chosen.layout == home.layout:
@@ -242,7 +243,7 @@ class Problem:
         """Return the most bytes beyond the budget on any rank, and how many ranks have nothing to do."""
         groups = self._groups_of(state)
         resident: list[int] = []
-        copies: set[tuple[str | None, int]] = set()
+        copies: set[tuple[str, int]] = set()
         for i, chosen in enumerate(state):
             home = state[self.home[i]]
             if chosen is None or home is None:
@@ -250,7 +251,7 @@ class Problem:
             elif home is chosen:
                 resident.append(chosen.option.resident_bytes)
             else:
-                place = (self.calls[i].role, chosen.layout)
+                place = (self.owners[i], chosen.layout)
                 is_new = chosen.layout != home.layout and place not in copies
                 resident.append(chosen.option.resident_bytes if is_new else 0)
                 copies.add(place)
@@ -297,7 +298,7 @@ class Problem:
         """Return the calls of the role between its training and call ``i``, round the iteration."""
         if not self.trained[i] or self.home[i] == i:
             return ()
-        siblings = [j for j in self.siblings[i] if self.timed[j]]
+        siblings = [j for j in self.siblings[i] if self.timed[j] and self.calls[j].role == self.calls[i].role]
         if i not in siblings:
             return ()
         at, training = siblings.index(i), siblings.index(self.home[i])

@@ -174,6 +174,8 @@ class _Walk:
         """Rank -> its latest step."""
         self._copies: set[tuple[str, Layout]] = set()
         """Copies that hold the newest weights."""
+        self._bases: set[tuple[str, Layout]] = set()
+        """Copies that hold what training leaves as it is."""
         self._begin = 0
         """The first step of this iteration."""
 
@@ -220,16 +222,19 @@ class _Walk:
         return self._add(call.name, number, chosen.layout.ranks, seconds, after)
 
     def _move(self, call: ModelFunctionCall, number: int, before: tuple[int, ...]) -> None:
-        """Add the way of a call's weights, where its copy does not hold the newest ones."""
+        """Add the way of a call's weights, where its copy does not hold the newest ones that it needs."""
         role = str(call.role)
-        chosen = self.plan.call(call.name)
-        home = self.plan.layout(self.dataflow.home_call(role).name)
-        if chosen.layout != home and (role, chosen.layout) not in self._copies:
-            ranks = tuple(dict.fromkeys((*home.ranks, *chosen.layout.ranks)))
-            seconds = self.estimator.move_seconds(role, home, chosen.layout)
-            self._add(MOVE_PREFIX + call.name, number, ranks, seconds, before)
-            if role not in self.plan.offload:  # copies of offloaded roles are freed after each call
-                self._copies.add((role, chosen.layout))
+        owner = self.estimator.owner(role)
+        layout, home = self.plan.layout(call.name), self.plan.layout(self.dataflow.home_call(owner).name)
+        if layout == home or (owner, layout) in (self._copies if role == owner else self._bases):
+            return
+        ranks = tuple(dict.fromkeys((*home.ranks, *layout.ranks)))
+        seconds = self.estimator.move_seconds(role, home, layout)
+        self._add(MOVE_PREFIX + call.name, number, ranks, seconds, before)
+        if owner not in self.plan.offload:  # copies of offloaded roles are freed after each call
+            self._bases.add((owner, layout))
+            if role == owner:
+                self._copies.add((owner, layout))
 
     def _add(self, phase: str, number: int, ranks: tuple[int, ...], seconds: float, after: tuple[int, ...]) -> int:
         latest = len(self.steps)

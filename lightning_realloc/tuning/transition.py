@@ -37,20 +37,23 @@ def transition_bytes(
         if (old.layout, old.gradient_checkpointing) == (new.layout, new.gradient_checkpointing):
             continue
         role, trains = roles[name], name in dataflow.trained_roles
-        element = settings.home_bytes(role, is_trained=trains)
-        optimizer = settings.optimizer_bytes if trains else 0
-        elements = RoleElements(role)
-        gone = _bytes_of(elements, old.layout, rank, element, optimizer)
-        weights, state = _bytes_of(elements, new.layout, rank, element, optimizer)
-        whole = role.model.num_elements * element if rank in new.layout else 0
+        elements, count = RoleElements(role), role.model.num_elements
+        gone = _bytes_of(elements, old.layout, rank, settings, is_trained=trains)
+        weights, state = _bytes_of(elements, new.layout, rank, settings, is_trained=trains)
+        whole = settings.weights_bytes(role, count, count - role.num_frozen, is_trained=trains)
+        whole = whole if rank in new.layout else 0
         most = max(most, held + whole + weights, held + weights + state)
         held += weights + state - sum(gone)
     return most
 
 
-def _bytes_of(elements: RoleElements, layout: Layout, rank: int, element: int, optimizer: int) -> tuple[int, int]:
+def _bytes_of(
+    elements: RoleElements, layout: Layout, rank: int, settings: MemorySettings, *, is_trained: bool
+) -> tuple[int, int]:
     """Return a home replica's weights and optimizer state on a rank."""
     if rank not in layout:
         return 0, 0
     sizes = elements.on(layout, rank)
-    return sizes.num_sharded * element, sizes.num_trained_sharded * optimizer
+    num, num_trained = sizes.num_sharded, sizes.num_trained_sharded
+    weights = settings.weights_bytes(elements.role, num, num_trained, is_trained=is_trained)
+    return weights, num_trained * settings.optimizer_bytes if is_trained else 0

@@ -10,10 +10,11 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 from lightning_realloc.algorithms.role import Role
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, LayoutError
+from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.runtime.adapters import adapted_layers, adapters_merged, adapters_off
 from lightning_realloc.runtime.model_spec import describe_model
 from tests.models import tiny_model, tiny_scorer
@@ -184,9 +185,28 @@ def test_a_configuration_is_for_every_trained_role_or_by_role() -> None:
         _actor(tiny_model("llama"), name="reference", shares="actor")
 
 
-def test_quantised_bases_are_refused() -> None:
+def test_dora_is_refused_where_its_layers_would_be_cut() -> None:
+    dora, lora = (
+        describe_model(_actor(tiny_model("qwen3"), _lora(**KINDS[kind])).describe()) for kind in ("dora", "lora")
+    )
+    with pytest.raises(LayoutError) as caught:
+        ModelLayout(dora, Layout.parse("dp2.tp2"))
+    assert str(caught.value) == (
+        "tp=2 is impossible for this model: model.layers.0.self_attn.q_proj.lora_magnitude_vector: DoRA divides by the "
+        "norms of whole weights, and model.layers.0.self_attn.q_proj is cut (colwise); leave use_dora out; use tp=1"
+    )
+    assert dora.tensor_parallel_degrees(4) == (1,)  # nor does a search propose it
+    for spec, layout in ((dora, "pp2.fsdp2"), (lora, "dp2.tp2")):
+        ModelLayout(spec, Layout.parse(layout))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"quant_method": "bitsandbytes", "load_in_4bit": True}, BitsAndBytesConfig(load_in_8bit=True)],
+    ids=["as a file has it", "as transformers has it"],
+)  # fmt: skip
+def test_quantised_bases_are_refused(settings: Any) -> None:
     config: PreTrainedConfig = tiny_model("llama").config
-    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config.quantization_config = settings
     for attempt in (lambda: _actor(config).describe(), lambda: _actor(config, _lora()).build(seed=0)):
         with pytest.raises(
             ConfigError, match=r"actor is quantised \(bitsandbytes\).*give a base in bfloat16 or float32"

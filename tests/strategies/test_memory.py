@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,15 @@ from lightning_realloc.algorithms.role import Role
 from lightning_realloc.callbacks import MemoryMonitor
 from lightning_realloc.errors import PlanError
 from lightning_realloc.generation import SamplingParams, Speculation
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.runtime.agreement import TransportName
 from lightning_realloc.runtime.live_memory import StorageMeter
 from lightning_realloc.runtime.samples import Ragged, Samples
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.memory import describe_roles, engine_memory
 from lightning_realloc.tuning.memory import forecast_memory
-from lightning_realloc.tuning.memory_parts import MemorySettings, Workload
+from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory, Workload
+from lightning_realloc.tuning.roofline import RooflineEstimator
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import calls
@@ -55,14 +58,36 @@ class EvenBatches:
             yield Samples(torch.arange(8) + 8 * index, columns)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A run's pool of models, what its memory depends on, and this rank's bytes in every call."""
+
+    pool: Any
+    roles: dict[str, RoleMemory]
+    settings: MemorySettings
+    rank: int
+    peaks: dict[str, int]
+
+
 def compare(
+    plan: dict[str, Any], family: str = "llama", generation: dict[str, Any] | None = None, **given: Any
+) -> Comparison:
+    """Train for two iterations and return what this rank needed beside what was worked out."""
+    run = measure(plan, family, generation, **given)
+    forecast = forecast_memory(run.pool.dataflow, run.pool.plan, run.roles, run.settings, LOAD, ranks=(run.rank,))
+    return {call: (forecast.at(call, run.rank).total, peak) for call, peak in run.peaks.items()}
+
+
+def measure(
     plan: dict[str, Any],
     family: str = "llama",
     generation: dict[str, Any] | None = None,
     peft: dict[str, Any] | None = None,
+    precision: str = "32-true",
+    transport: TransportName = "auto",
     **sizes: Any,
-) -> Comparison:
-    """Train for two iterations and return what this rank needed beside what was worked out."""
+) -> Measured:
+    """Train for two iterations and return what this rank needed."""
     world_size, monitor = runs.world_size(), MemoryMonitor()
     standing = _bytes_alive()  # what earlier tests left in this process
     config = tiny_model(family, **sizes).config
@@ -74,18 +99,19 @@ def compare(
         config, runs.low_tokens, reference=reference, learning_rate=1e-2, peft_config=peft, **given
     )
     module.share_prompts = False
-    trainer = runs.trainer(ReallocStrategy(plan), world_size, callbacks=[monitor])
+    strategy = ReallocStrategy(plan, transport=transport)
+    trainer = runs.trainer(strategy, world_size, callbacks=[monitor], precision=precision)
     trainer.fit(module, EvenBatches())  # type: ignore[arg-type]
-    pool = trainer.strategy.pool  # type: ignore[attr-defined]
-    roles = describe_roles(module.roles(), {})
-    rank = trainer.global_rank
     # Packed weights lie in memory that torch did not allocate, and the monitor does not count: tests/tuning does.
     engine = replace(engine_memory(module, torch.device("cpu"), torch.float32), packs_weights=False)
-    settings = replace(SETTINGS, engine=engine)
-    forecast = forecast_memory(pool.dataflow, pool.plan, roles, settings, LOAD, ranks=(rank,))
+    half = {"copy_bytes": 2, "gathered_bytes": 2} if precision == "bf16-mixed" else {}
+    settings = replace(SETTINGS, engine=engine, shares_memory=transport == "auto", **half)
     draft = None if module.speculation is None else module.speculation.draft_model
     standing -= 0 if draft is None else _mapped_bytes(draft)
-    return {call: (forecast.at(call, rank).total, peak - standing) for call, peak in monitor.phases.items()}
+    return Measured(
+        strategy.pool, describe_roles(module.roles(), {}), settings, trainer.global_rank,
+        {call: peak - standing for call, peak in monitor.phases.items()},
+    )  # fmt: skip
 
 
 def _bytes_alive() -> int:
@@ -124,20 +150,41 @@ def test_peaks_are_predicted_where_a_role_is_absent(workers: WorkerPool) -> None
     check(workers.run(compare, plan, world_size=4, init_process_group=False, deadline_s=150.0))
 
 
+PEFT = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
+ADAPTED = {"vocab_size": 1024, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3, "peft": PEFT}
+"""A model of 1.5 million weights."""
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize(("train", "generate", "infer"), [("fsdp2", "tp2", "dp2"), ("tp2", "dp2", "tp2")])
 def test_peaks_are_predicted_where_adapters_are_trained(
-    workers: WorkerPool, train: str, generate: str, infer: str
+    workers: WorkerPool, train: str, generate: str, infer: str, precision: str
 ) -> None:
     plan = calls(actor_train=train, actor_generate=generate, reference_infer=infer)
-    peft = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
-    found = workers.run(compare_adapted, plan, peft, world_size=2, init_process_group=False, deadline_s=120.0)
+    found = workers.run(compare_adapted, plan, precision, world_size=2, init_process_group=False, deadline_s=120.0)
     check(found, tolerance=0.12)  # without optimizer state activations weigh more, which are known less exactly
 
 
-def compare_adapted(plan: dict[str, Any], peft: dict[str, Any]) -> Comparison:
-    """Compare a model of 1.4 million weights."""
-    sizes = {"vocab_size": 1024, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3}
-    return compare(plan, "qwen3", peft=peft, **sizes)
+def compare_adapted(plan: dict[str, Any], precision: str) -> Comparison:
+    """Compare what was worked out for adapters."""
+    return compare(plan, "qwen3", precision=precision, **ADAPTED)
+
+
+def test_a_search_counts_what_is_measured_where_two_roles_share_a_base(workers: WorkerPool) -> None:
+    plan = calls(actor_train="fsdp2", actor_generate="dp2", reference_infer="dp2")
+    found = workers.run(compare_with_search, plan, world_size=2, init_process_group=False, deadline_s=120.0)
+    check(found, tolerance=0.12)
+
+
+def compare_with_search(plan: dict[str, Any]) -> Comparison:
+    """Compare what a search counts: of each role its home, of a shared base its owner's, and each copy once."""
+    run = measure(plan, "qwen3", transport="direct", **ADAPTED)
+    flow, chosen = run.pool.dataflow, run.pool.plan
+    prices = RooflineEstimator(flow, ClusterSpec.local(2), run.roles, run.settings, LOAD)
+    homes = {role: chosen.layout(flow.home_call(role).name) for role in {prices.owner(role) for role in flow.roles}}
+    places = {(prices.owner(str(call.role)), chosen.layout(call.name)) for call in flow.model_calls}
+    kept = sum(prices.resident_bytes(role, layout, is_home=layout == homes[role]) for role, layout in places)
+    return {call: (kept + prices.active_bytes(call, chosen.call(call)), peak) for call, peak in run.peaks.items()}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma", "phi3", "gpt_neox", "gpt2", "opt", "mixtral"])

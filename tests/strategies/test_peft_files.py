@@ -7,15 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForTokenClassification, PeftModel
+from peft import AutoPeftModelForTokenClassification, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
+from lightning_realloc.algorithms.role import Role, Task
 from lightning_realloc.callbacks import SaveHuggingFace
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.export import export_checkpoint
+from lightning_realloc.strategies.huggingface import write_running_model
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.peft_runs import LORA, adapted_grpo
@@ -97,6 +103,42 @@ def test_adapters_are_written_resumed_and_exported(workers: WorkerPool, tmp_path
     )[0]  # fmt: skip
     assert runs.largest_difference(resumed, two) <= 1e-4
     assert runs.largest_difference(resumed, weights) > 1e-3
+
+
+KINDS: dict[str, dict[str, Any]] = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
+AUTO: dict[Task, tuple[Any, str]] = {
+    "causal_lm": (AutoModelForCausalLM, "CAUSAL_LM"),
+    "token_classification": (AutoModelForTokenClassification, "TOKEN_CLS"),
+    "sequence_classification": (AutoModelForSequenceClassification, "SEQ_CLS"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("task", AUTO)
+def test_adapters_go_from_peft_into_a_role_and_back(tmp_path: Path, task: Task, kind: str) -> None:
+    (auto, task_type), base = AUTO[task], _base(tmp_path)
+    labels = {} if task == "causal_lm" else {"num_labels": 1}
+    config = LoraConfig(task_type=task_type, r=4, lora_alpha=8, target_modules=["q_proj", "o_proj", "up_proj"],
+                        init_lora_weights=False, **KINDS[kind])  # fmt: skip
+    theirs = get_peft_model(auto.from_pretrained(base, **labels), config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # as training would: DoRA's magnitudes begin as what they would be anyway
+        for parameter in theirs.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+    theirs.save_pretrained(tmp_path / "theirs")
+
+    ours = Role(name="actor", source=base, trained=True, task=task, peft=tmp_path / "theirs").build(seed=3)
+    torch.testing.assert_close(_logits(ours), _logits(theirs), rtol=0, atol=1e-5)
+    weights = {name: parameter.detach() for name, parameter in ours.named_parameters(remove_duplicate=False)}
+    write_running_model(ours, weights, None, tmp_path / "ours", role="actor")
+    saved, again = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("theirs", "ours"))
+    assert saved.keys() == again.keys()
+    assert all(torch.equal(saved[name], again[name]) for name in saved)
+    read = PeftModel.from_pretrained(auto.from_pretrained(base, **labels), tmp_path / "ours")
+    assert torch.equal(_logits(read), _logits(theirs))
+    write_running_model(ours, weights, None, tmp_path / "merged", role="actor", merge=True)
+    torch.testing.assert_close(_logits(auto.from_pretrained(tmp_path / "merged")), _logits(theirs), rtol=0, atol=1e-5)
 
 
 def _fit_ppo(folder: Path, base: Path) -> dict[str, Tensor]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
+from lightning_realloc.layout.model import ParamSpec
+from lightning_realloc.layout.sharding import TensorParallelCut
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.tuning.estimate import CallSeconds
 from lightning_realloc.tuning.execution_plan import CallPlan
 from lightning_realloc.tuning.known_models import KnownModel
+from lightning_realloc.tuning.memory_parts import RoleMemory
 
 SMALL = KnownModel(
     num_layers=4, hidden=64, intermediate=128, num_heads=8, num_kv_heads=2, head_dim=8, vocabulary=256
@@ -31,6 +34,21 @@ PPO_FLOW = Dataflow(
 )  # fmt: skip
 
 
+def with_adapters(role: RoleMemory, *, rank: int) -> RoleMemory:
+    """Return a role whose output projections have adapters: two of rank x 64 weights in each of 4 blocks."""
+    params: list[ParamSpec] = []
+    for param in role.model.params:
+        if not param.name.endswith("o_proj.weight"):
+            params.append(param)
+            continue
+        layer, (rows, columns) = param.name.removesuffix(".weight"), param.shape
+        params.append(replace(param, name=f"{layer}.base_layer.weight"))
+        down = ParamSpec(f"{layer}.lora_A.weight", (rank, columns), TensorParallelCut(1), "block", param.block)
+        params += [down, ParamSpec(f"{layer}.lora_B.weight", (rows, rank), None, "block", param.block)]
+    frozen = frozenset(param.name for param in params if ".lora_" not in param.name)
+    return replace(role, model=replace(role.model, params=tuple(params)), frozen_params=frozen)
+
+
 @dataclass(frozen=True)
 class FixedEstimator:
     """Seconds by call, and by role for moves: an ``Estimator`` for timelines worked out by hand."""
@@ -39,6 +57,10 @@ class FixedEstimator:
     seconds: Mapping[str, float]
     moves: Mapping[str, float] = field(default_factory=dict)
     cluster: ClusterSpec = field(default_factory=lambda: ClusterSpec.parse("h100:2x8"))
+    sharers: Mapping[str, str] = field(default_factory=dict)
+
+    def owner(self, role: str) -> str:
+        return self.sharers.get(role, role)
 
     def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
         return CallSeconds(compute=self.seconds[call])

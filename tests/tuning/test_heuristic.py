@@ -52,6 +52,14 @@ def test_with_room_every_rank_generates_with_a_whole_copy() -> None:
     }
 
 
+def test_a_base_that_a_role_shares_lies_where_its_owner_generates() -> None:
+    cluster = replace(ClusterSpec.local(8), device_memory_bytes=int(NUM_ELEMENTS / WEIGHTS_SHARE_OF_MEMORY + 1))
+    models = {"actor": MODEL, "reference": MODEL}
+    plan = heuristic_plan(FLOW, models, cluster, world_size=8, element_bytes=2, sharers={"reference": "actor"})
+    assert plan.layout("actor.generate").dims.tp == 2
+    assert plan.layout("reference.infer") == plan.layout("actor.generate")  # one copy
+
+
 def test_copies_are_cut_by_the_smallest_degree_that_fits() -> None:
     copy_bytes = 2 * NUM_ELEMENTS
     halves = layouts(MODEL, copy_bytes / 2 / WEIGHTS_SHARE_OF_MEMORY + 1)

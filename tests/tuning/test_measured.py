@@ -14,7 +14,7 @@ from lightning_realloc.tuning.measured import CAUTION, MeasuredEstimator
 from lightning_realloc.tuning.memory_parts import MemorySettings, Workload
 from lightning_realloc.tuning.profile import Curve, PassKey, PassKind, PassTimes, ProfileTable, Surface
 from lightning_realloc.tuning.roofline import RooflineEstimator
-from tests.tuning.examples import PPO_FLOW, SMALL
+from tests.tuning.examples import PPO_FLOW, SMALL, with_adapters
 
 CLUSTER = ClusterSpec.parse("cpu:1x4")
 LOAD = Workload(num_sequences=8, prompt_tokens=8, response_tokens=8, micro_batch_tokens=32)
@@ -28,13 +28,18 @@ def passes(block: float, rest: float) -> PassTimes:
 
 
 def estimator(
-    known: dict[tuple[PassKind, ParallelDims], PassTimes], moves: dict[str, Curve] | None = None
-) -> MeasuredEstimator:
+    known: dict[tuple[PassKind, ParallelDims], PassTimes], moves: dict[str, Curve] | None = None, *,
+    settings: MemorySettings | None = None, adapted: bool = False,
+) -> MeasuredEstimator:  # fmt: skip
     """Four blocks, 2 of 4 ranks at full speed, clipping and stepping for 1 ms a weight."""
     roles = {name: SMALL.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
+    if adapted:
+        roles["actor"] = with_adapters(roles["actor"], rank=4)
+        roles["reference"] = replace(roles["actor"], frozen_params=frozenset(), shares="actor")
     roofline = RooflineEstimator(
-        PPO_FLOW, CLUSTER, roles, MemorySettings(), LOAD, efficiency=replace(CPU_EFFICIENCY, call_s=CALL_S)
-    )
+        PPO_FLOW, CLUSTER, roles, settings or MemorySettings(), LOAD,
+        efficiency=replace(CPU_EFFICIENCY, call_s=CALL_S),
+    )  # fmt: skip
     table = ProfileTable(
         machine={}, passes={PassKey("small", kind, dims): times for (kind, dims), times in known.items()},
         optimizer={"small": Curve(((1.0, 1e-3),))}, moves=moves or {},
@@ -108,3 +113,16 @@ def test_weights_are_written_by_each_source_rank_or_sent_to_shards() -> None:
     # Three ranks receive a quarter each, which two ranks send.
     assert answers.move_seconds("actor", source, shards) == pytest.approx(100 * weights * 3 / 8, rel=0.01)
     assert answers.move_seconds("actor", source, source) == 0.0
+
+
+def test_adapters_alone_are_written_and_sent_after_the_first_time() -> None:
+    moves = {"push": Curve(((4.0, 1.0),)), "direct": Curve(((4.0, 100.0),))}
+    source, copies, shards = map(Layout.parse, ("fsdp2@0-1", "dp4", "fsdp4"))
+    answers, trained = estimator(moves=moves, known={}, settings=MemorySettings(), adapted=True), 4 * 2 * 64 * 4
+    assert answers.move_seconds("actor", source, copies) == pytest.approx(trained / 2)
+    assert answers.move_seconds("actor", source, shards) == pytest.approx(100 * trained * 3 / 8, rel=0.01)
+    # Copies that are freed need their base again.
+    freed = estimator(moves=moves, known={}, settings=MemorySettings(frees_copies=True), adapted=True)
+    everything = SMALL.role(scores=False).model.num_elements + trained
+    assert freed.move_seconds("actor", source, copies) == pytest.approx(everything / 2)
+    assert freed.owner("reference") == "actor"

@@ -16,10 +16,11 @@ from lightning_realloc.tuning.hardware import Efficiency
 from lightning_realloc.tuning.known_models import KnownModel, find_known_model
 from lightning_realloc.tuning.memory import forecast_memory
 from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory, Workload
+from lightning_realloc.tuning.role_elements import RoleElements
 from lightning_realloc.tuning.roofline import RooflineEstimator
-from tests.tuning.examples import PPO_FLOW, SMALL
+from tests.tuning.examples import PPO_FLOW, SMALL, with_adapters
 from tests.tuning.test_hardware import IDEAL
-from tests.tuning.test_simulator import plan_of
+from tests.tuning.test_simulator import SCORED_BY_BASE, plan_of
 
 LLAMA = find_known_model("Llama-2-7b-hf")
 CLUSTER = ClusterSpec.parse("a100-80g:4x8")
@@ -224,6 +225,31 @@ def test_bytes_are_those_of_the_forecast() -> None:
     first = [forecast.at("reward.infer", rank) for rank in range(4)]
     fullest = max(parts.weights + parts.optimizer for parts in first)
     assert fullest <= kept <= 1.2 * fullest  # stages of several roles may be fullest on different ranks
+
+
+@pytest.mark.parametrize("copy_bytes", [2, 4], ids=["bf16-mixed", "32-true"])
+def test_bytes_of_a_shared_base_are_those_of_the_forecast(copy_bytes: int) -> None:
+    half = replace(HALF, copy_bytes=copy_bytes, gathered_bytes=copy_bytes)
+    actor = with_adapters(SMALL.role(), rank=4)
+    roles = {"actor": actor, "reference": replace(actor, frozen_params=frozenset(), shares="actor")}
+    load = Workload(num_sequences=16, prompt_tokens=4, response_tokens=12, micro_batch_tokens=64)
+    answers = RooflineEstimator(SCORED_BY_BASE, CLUSTER, roles, half, load)
+    plan = plan_of({"actor.generate": "dp4@0-3", "reference.infer": "tp4@0-3", "actor.train": "dp2.tp2@0-3"})
+    forecast = forecast_memory(SCORED_BY_BASE, plan, roles, half, load, ranks=range(4))
+    home = answers.resident_bytes("actor", plan.layout("actor.train"), is_home=True)
+    copies = [answers.resident_bytes(role, plan.layout(call), is_home=False)
+              for role, call in (("actor", "actor.generate"), ("reference", "reference.infer"))]  # fmt: skip
+    for name, call in plan.calls:
+        counted = home + sum(copies) + answers.active_bytes(name, call)
+        parts = [forecast.at(name, rank) for rank in range(4)]
+        predicted = max(one.total - one.staging for one in parts)  # what moving stages no search counts
+        assert counted == pytest.approx(predicted, rel=0.1), name  # nor which tensors of a copy are the home's own
+    # By hand: the base once, of 2 or 4 bytes and half of what is cut; fp32 adapters with two moments.
+    weights = forecast.at("reference.infer", 0).weights
+    sizes = RoleElements(actor).on(plan.layout("actor.train"), 0)
+    trained = sizes.num_trained_sharded
+    assert weights == (sizes.num_sharded - trained) * copy_bytes + trained * 4
+    assert home == weights + trained * 8
 
 
 def test_the_bytes_of_a_frozen_or_copied_role_are_those_of_its_weights() -> None:

@@ -120,6 +120,31 @@ def test_a_frozen_role_moves_once_and_an_offloaded_one_every_time() -> None:
     assert freed.seconds_per_iteration == pytest.approx(3.5)
 
 
+SCORED_BY_BASE = Dataflow(
+    (
+        ModelFunctionCall("actor.generate", "generate", "actor", "roll_out", ("batch",), ("rollout",)),
+        ModelFunctionCall("reference.infer", "infer", "reference", "score", ("rollout",), ("ref",)),
+        ModelFunctionCall("actor.train", "train", "actor", "loss", ("rollout", "ref")),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("infer", "moves"), [("dp1@1", "first"), ("dp2@0-1", "never"), ("fsdp2@0-1", "never")],
+    ids=["of its own", "with the generation's", "at home"],
+)  # fmt: skip
+def test_a_shared_base_moves_once_and_what_is_trained_every_time(infer: str, moves: str) -> None:
+    layouts = {"actor.generate": "dp2@0-1", "reference.infer": infer, "actor.train": "fsdp2@0-1"}
+    answers = FixedEstimator(
+        SCORED_BY_BASE, dict.fromkeys(layouts, 1.0), {"actor": 0.25, "reference": 8.0}, sharers={"reference": "actor"}
+    )
+    timeline = simulate(SCORED_BY_BASE, plan_of(layouts), answers, iterations=4)
+    moved = [(entry.phase, entry.iteration) for entry in timeline.entries if entry.phase.startswith(MOVE_PREFIX)]
+    first = [("-> reference.infer", 0)] if moves == "first" else []
+    assert sorted(moved) == sorted([*(("-> actor.generate", i) for i in range(4)), *first])
+    assert timeline.seconds_per_iteration == pytest.approx(3.25)
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[ExecutionPlan, FixedEstimator]:
     layouts = {}
