@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,6 +23,7 @@ from lightning_realloc.algorithms.adapters import AdapterSource
 from lightning_realloc.algorithms.calls import declared_calls
 from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.sample_rows import sample_rows
+from lightning_realloc.algorithms.settings import check_kind
 from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.errors import CheckpointError, ConfigError, PlanError
 from lightning_realloc.generation import Speculation
@@ -87,6 +89,9 @@ class MultiModelModule(L.LightningModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
+        check_kind(TrainOptions, train_options=train_options)
+        check_kind(Speculation, speculation=speculation)
+        check_kind(Real, max_cache_bytes=max_cache_bytes)
         self.learning_rate = learning_rate
         self.train_options = train_options or TrainOptions()
         if engine not in get_args(EngineName):
