@@ -39,7 +39,8 @@ class Scores:
                 queries, keys, values, attn_mask=mask, scale=self.scaling, enable_gqa=grouped
             )
         repeats = queries.shape[1] // keys.shape[1]
-        keys, values = (tensor.repeat_interleave(repeats, 1) for tensor in (keys, values))
+        if repeats > 1:
+            keys, values = (tensor.repeat_interleave(repeats, 1) for tensor in (keys, values))
         scores = (queries @ keys.transpose(-1, -2)).float()
         scores = scores * (queries.shape[-1] ** -0.5 if self.scaling is None else self.scaling)
         if self.softcap is not None:

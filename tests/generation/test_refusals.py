@@ -67,7 +67,7 @@ def test_an_async_environment_is_refused() -> None:
         ({"max_length": 0}, "max_length=0 must be at least 1"),
         ({"max_cache_bytes": "20GB"}, "max_cache_bytes='20GB' must be a number or None"),
         ({"tokenizer": "gpt2"}, r"tokenizer='gpt2' is a str, .* load it first: AutoTokenizer.from_pretrained\("),
-        ({"speculation": "ngram"}, r"speculation='ngram' is a str; write Speculation\(drafter=...\)"),
+        ({"speculation": "ngram"}, "speculation='ngram' is a str; write Speculation"),
     ],
 )
 def test_settings_of_another_kind_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -130,7 +130,7 @@ def test_a_model_whose_layers_do_not_look_their_attention_up_is_refused() -> Non
     model = tiny_model("llama")
     for layer in model.model.layers:
         layer.self_attn.config = deepcopy(model.config)  # as layers that chose their attention when they were made
-    with pytest.raises(GenerationError, match="LlamaForCausalLM .* its layers do not look their attention up"):
+    with pytest.raises(GenerationError, match=r"LlamaForCausalLM .* its layers do not look their"):
         GenerationEngine(model).generate([[5, 6], [7]], GREEDY)
 
 
