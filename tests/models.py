@@ -69,6 +69,11 @@ EXPERT_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {**SIZES, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
 }
 """Mixtures of experts, which run without tensor parallelism alone."""
+SCORING_FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "gemma2": {**SIZES, "head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 0.5},
+    "gpt_oss": {**SIZES, "head_dim": 16, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+"""Those that change attention's scores, by soft caps or sinks: they are generated from, and not trained packed."""
 TENSOR_PARALLEL_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi3", "gpt_neox")
 """Those whose transformers class brings a ``tp_plan``."""
 TIED_FAMILIES = ("qwen2", "gemma", "gpt2", "opt")
@@ -76,7 +81,11 @@ TIED_FAMILIES = ("qwen2", "gemma", "gpt2", "opt")
 
 def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Build the family's causal language model: fp32, eval mode, eager attention; ``overrides`` go to its config."""
-    settings = {"attn_implementation": "eager", **{**FAMILIES, **EXPERT_FAMILIES}[family], **overrides}
+    settings = {
+        "attn_implementation": "eager",
+        **{**FAMILIES, **EXPERT_FAMILIES, **SCORING_FAMILIES}[family],
+        **overrides,
+    }
     config = AutoConfig.for_model(family, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

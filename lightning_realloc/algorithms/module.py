@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from lightning_realloc.algorithms.evaluation import EvaluatedModule
 from lightning_realloc.algorithms.optimizers import NoDecay, Parameters, RoleOptimizer, chosen_for, state_bytes
 from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.sample_rows import sample_rows
-from lightning_realloc.algorithms.settings import EngineName, check_engine
+from lightning_realloc.algorithms.settings import EngineName, check_engine, check_kind
 from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.errors import CheckpointError, ConfigError, PlanError
 from lightning_realloc.generation import Speculation
@@ -94,6 +95,9 @@ class MultiModelModule(EvaluatedModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
+        check_kind(TrainOptions, train_options=train_options)
+        check_kind(Speculation, speculation=speculation)
+        check_kind(Real, max_cache_bytes=max_cache_bytes)
         self.learning_rate = learning_rate
         self.train_options = train_options or TrainOptions()
         check_engine(engine, speculation, max_cache_bytes=max_cache_bytes, sample_reallocation=sample_reallocation)

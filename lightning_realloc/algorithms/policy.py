@@ -15,7 +15,7 @@ from lightning_realloc.algorithms.carried import Carried, PartialRollout
 from lightning_realloc.algorithms.environments import EnvironmentSource, import_environment, make_environment
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.rollout import Dialogue, Informed, sample_responses
-from lightning_realloc.algorithms.settings import check_sampling
+from lightning_realloc.algorithms.settings import check_kind
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.generation import Conversation, Environment, GenerationEngine, RolloutBudget, SamplingParams
 from lightning_realloc.runtime.packed_forward import token_logprobs
@@ -59,7 +59,9 @@ class PolicyModule(MultiModelModule):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        check_sampling(sampling, evaluation_sampling)
+        check_kind(SamplingParams, sampling=sampling, evaluation_sampling=evaluation_sampling)
+        check_kind(RolloutBudget, rollout_budget=rollout_budget)
+        check_kind(Conversation, conversation=conversation)
         self.sampling = sampling
         self.evaluation_sampling = evaluation_sampling or replace(sampling, n=1, temperature=0.0)
         self.accuracy = accuracy

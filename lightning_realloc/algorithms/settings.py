@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Literal, get_args
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.generation import SamplingParams, Speculation
+from lightning_realloc.generation import Speculation
 from lightning_realloc.runtime.training import TrainOptions, group_name
 
 EngineName = Literal["native", "hf"]
@@ -40,11 +41,15 @@ def check_share(**settings: float) -> None:
             raise ConfigError(f"{name}={value} must lie between 0 and 1")
 
 
-def check_sampling(*given: SamplingParams | None) -> None:
-    """Raise ConfigError for what is not SamplingParams: YAML takes a mapping, Python does not."""
-    for sampling in given:
-        if sampling is not None and not isinstance(sampling, SamplingParams):
-            raise ConfigError(f"sampling={sampling!r} is a {type(sampling).__name__}; write SamplingParams(n=8, ...)")
+def check_kind(kind: type, **settings: object) -> None:
+    """Raise ConfigError for the first setting that is given and no ``kind``: YAML takes a mapping, Python does not."""
+    for name, value in settings.items():
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; write {_example_of(kind)}")
+
+
+def _example_of(kind: type) -> str:
+    return "a number" if kind is Real else f"{kind.__name__}(...)"
 
 
 def check_engine(

@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.attention_scores import Scores
 from lightning_realloc.generation.kv_cache import KVCache, Places, Segment, StepPlaces
 
 IMPLEMENTATION = "realloc_slots"
@@ -27,7 +28,10 @@ STEP_ARGUMENT = "realloc_step"
 _UNKNOWN_WINDOW = -1
 _QUERY_BLOCK = 1024
 """Queries of one segment that share a mask: it bounds the mask's memory."""
-_CHANGES_ATTENTION = ("softcap", "s_aux", "position_bias")
+_SCORED_QUERY_BLOCK = 128
+"""The same where every head's scores are held, too."""
+_CHANGES_ATTENTION = ("position_bias",)
+_OTHER_ENGINE = "use HFEngine, or engine='hf' in an algorithm, which goes by the model's own generate()"
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -53,6 +57,8 @@ class PackedStep:
     """Where tokens are written to the cache, and how slots are read."""
     places: Tensor | None = field(init=False)
     """(N,) where each token stands in a grid of (slots * width), None where the tokens fill it."""
+    attended: set[int] = field(default_factory=set, init=False)
+    """Layers that attended by it."""
     _masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -138,19 +144,28 @@ def attend_slots(
     """Attend with queries (1, H, N, D), keys and values (1, H_kv, N, D) of one packed row; return (1, N, H, D)."""
     if realloc_step is None:
         raise GenerationError(
-            f"{type(module).__name__} does not hand keyword arguments on to its attention function, "
-            "which in-process generation needs; generate with the model's own generate() instead"
+            f"{type(module).__name__} does not hand keyword arguments on to its attention function, which in-process "
+            f"generation needs: {_OTHER_ENGINE}. Or its model was run by something else while an engine generates from "
+            "it, or from another model with the same config object: do so before or after generate()"
         )
     step = realloc_step.step
+    if module.layer_idx in step.attended:
+        _refuse_attention(module, "the same layer twice in a forward")
+    step.attended.add(module.layer_idx)  # type: ignore[arg-type]
+    if getattr(module, "is_causal", True) is False:
+        _refuse_attention(module, "tokens to what comes after them")
     if sliding_window == _UNKNOWN_WINDOW:
         # Some models hand their window to the mask alone, and masks are not built for this attention.
         declared = getattr(module.config, "sliding_window", None)
         sliding_window = None
-        if declared is not None and step.max_length > declared:
+        if declared and step.max_length > declared:  # 0: none, as Qwen2-MoE writes it
             _refuse_attention(module, f"a sliding window of {declared} that it states in its mask alone")
     for name in _CHANGES_ATTENTION:
         if others.get(name) is not None:
             _refuse_attention(module, name)
+    scores = Scores(scaling, others.get("softcap"), others.get("s_aux"))
+    if scores.sinks is not None and len(scores.sinks) != query.shape[1]:
+        _refuse_attention(module, f"the sinks of {len(scores.sinks)} heads in a layout that leaves it {query.shape[1]}")
     if attention_mask is not None:
         _refuse_attention(module, "a mask of its own")
     split = step.num_prefill
@@ -162,9 +177,9 @@ def attend_slots(
         whole = (keys[span], values[span])
         if segment.begin:
             whole = step.cached.sequence(stored, segment.slots[0], segment.end)
-        attended.append(_read(queries[span], whole, scaling, sliding_window))
+        attended.append(_read(queries[span], whole, scores, sliding_window))
     if step.counts:
-        attended.append(_decode(queries[split:], stored, step, scaling, sliding_window))
+        attended.append(_decode(queries[split:], stored, step, scores, sliding_window))
     return (torch.cat(attended) if len(attended) > 1 else attended[0])[None], None
 
 
@@ -179,6 +194,9 @@ def check_supported(model: nn.Module, *, max_length: int) -> None:
         _refuse(name, "it is no Hugging Face model, which has a config", "load one by AutoModelForCausalLM")
     if not getattr(model, "_supports_attention_backend", False):
         _refuse(name, "its attention does not go through transformers' attention registry")
+    head = getattr(model, "get_output_embeddings", None)
+    if head is not None and head() is None:
+        _refuse(name, "it has no head for the next token", "load it by AutoModelForCausalLM")
     if getattr(config, "is_encoder_decoder", False):
         _refuse(name, "it is an encoder-decoder model")
     text = config.get_text_config()
@@ -196,6 +214,22 @@ def check_supported(model: nn.Module, *, max_length: int) -> None:
             )
 
 
+def check_attended(model: nn.Module, step: PackedStep) -> None:
+    """Refuse a model after whose forward no layer attended through the slots: what it computed mixes samples."""
+    if not step.attended:
+        _refuse(type(model).__name__, "its layers do not look their attention up in its forward")
+
+
+def check_idle(model: nn.Module) -> None:
+    """Refuse to generate from a model twice at a time: both calls would take its attention."""
+    config: Any = model.config
+    if config._attn_implementation == IMPLEMENTATION:
+        raise GenerationError(
+            f"{type(model).__name__} is generated from already, by another thread, or by the call that on_finished or "
+            "an environment was called from; wait for that call's end, or give every engine a model of its own"
+        )
+
+
 def _rotary_settings(config: Any) -> list[dict[str, Any]]:
     """Return the rotary settings of a config: one for all layers, or one per type of layer."""
     settings = getattr(config, "rope_parameters", None) or {}
@@ -206,16 +240,15 @@ def _rotary_settings(config: Any) -> list[dict[str, Any]]:
 
 def _refuse_attention(module: nn.Module, extra: str) -> None:
     raise GenerationError(
-        f"{type(module).__name__} attends with {extra}, which in-process generation does not implement; "
-        "generate with the model's own generate() instead"
+        f"{type(module).__name__} attends with {extra}, which in-process generation does not implement; {_OTHER_ENGINE}"
     )
 
 
-def _refuse(name: str, reason: str, way_out: str = "use the model's own generate() instead") -> None:
+def _refuse(name: str, reason: str, way_out: str = _OTHER_ENGINE) -> None:
     raise GenerationError(f"{name} cannot be generated from in process: {reason}; {way_out}")
 
 
-def _decode(queries: Tensor, stored: Any, step: PackedStep, scaling: float | None, window: int | None) -> Tensor:
+def _decode(queries: Tensor, stored: Any, step: PackedStep, scores: Scores, window: int | None) -> Tensor:
     """Attend from the slots' tokens (N, H, D) to the slots' contents; return (N, H, D_v)."""
     heads, rows, width = queries.shape[1], len(step.counts), step.width
     grid, blocks = step.grid(queries), []
@@ -225,37 +258,33 @@ def _decode(queries: Tensor, stored: Any, step: PackedStep, scaling: float | Non
         # Query heads that share a key-value head become query positions: keys are then read once and never repeated.
         by_group = grid[own].reshape(count, width, groups, heads // groups, -1).permute(0, 2, 3, 1, 4)
         mask = step.decode_mask(window, heads // groups, queries.dtype)
-        attended = scaled_dot_product_attention(
+        attended = scores.attend(
             by_group.reshape(count, groups, heads // groups * width, -1),
             keys.transpose(1, 2),
             values.transpose(1, 2),
-            attn_mask=mask[own, ..., :length],
-            scale=scaling,
+            mask=mask[own, ..., :length],
         )
         blocks.append(attended.reshape(count, groups, heads // groups, width, -1).permute(0, 3, 1, 2, 4))
     by_token = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
     return step.tokens_of(by_token.reshape(rows, width, heads, -1))
 
 
-def _read(queries: Tensor, contents: tuple[Tensor, Tensor], scaling: float | None, window: int | None) -> Tensor:
+def _read(queries: Tensor, contents: tuple[Tensor, Tensor], scores: Scores, window: int | None) -> Tensor:
     """Attend from the last T tokens (T, H, D) of a sequence to all of it (S, H_kv, D), causally; return (T, H, D_v)."""
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (queries, *contents))
     num_queries, length = q.shape[2], k.shape[2]
-    grouped = q.shape[1] != k.shape[1]
-    if num_queries == length and (window is None or window >= length):
-        attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+    if scores.are_plain and num_queries == length and (window is None or window >= length):
+        grouped = q.shape[1] != k.shape[1]
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scaling, enable_gqa=grouped)
         return attended[0].transpose(0, 1)
     blocks = []
-    for begin in range(length - num_queries, length, _QUERY_BLOCK):
-        end = min(begin + _QUERY_BLOCK, length)
+    size = _QUERY_BLOCK if scores.are_plain else _SCORED_QUERY_BLOCK
+    for begin in range(length - num_queries, length, size):
+        end = min(begin + size, length)
         first = 0 if window is None else max(0, begin - window + 1)
         own = slice(begin - length + num_queries, end - length + num_queries)
-        blocks.append(
-            scaled_dot_product_attention(
-                q[:, :, own], k[:, :, first:end], v[:, :, first:end], scale=scaling, enable_gqa=grouped,
-                attn_mask=_causal_mask(begin, first, end, window, q.device),
-            )
-        )  # fmt: skip
+        mask = _causal_mask(begin, first, end, window, q.device)
+        blocks.append(scores.attend(q[:, :, own], k[:, :, first:end], v[:, :, first:end], mask=mask))
     return torch.cat(blocks, 2)[0].transpose(0, 1)
 
 

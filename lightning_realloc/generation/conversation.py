@@ -6,6 +6,7 @@ that others wait for. There are at most as many as samples that wait. Threads ar
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import threading
@@ -13,11 +14,13 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from numbers import Real
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.samples import Sample
+from lightning_realloc.generation.sampling import check_counts, check_kind
 from lightning_realloc.generation.token_ids import as_token_ids, check_vocabulary
 
 _log = logging.getLogger(__name__)
@@ -57,8 +60,8 @@ class Conversation:
     """Most seconds for one answer of the environment."""
 
     def __post_init__(self) -> None:
-        if self.max_turns < 1:
-            raise GenerationError(f"max_turns={self.max_turns} must be at least 1")
+        check_counts(max_turns=self.max_turns)
+        check_kind("deadline_s", self.deadline_s, Real, "a number")
         if not self.deadline_s > 0:
             raise GenerationError(f"deadline_s={self.deadline_s} must be positive; use math.inf to wait for ever")
 
@@ -80,6 +83,23 @@ class _Question:
     due: float
 
 
+def check_environment(environment: object, settings: object) -> None:
+    """Raise GenerationError for what cannot be asked for tokens, and for settings of another kind or without use."""
+    given = f"environment={environment!r}"
+    if settings is not None and not isinstance(settings, Conversation):
+        raise GenerationError(f"conversation={settings!r} is a {type(settings).__name__}; write Conversation(...)")
+    if environment is None:
+        if settings is not None:
+            raise GenerationError(f"{settings} bounds a conversation without environment; give environment= too")
+    elif isinstance(environment, type) or not callable(environment):
+        raise GenerationError(f"{given} cannot be called with a Turn; give a function, or an object with __call__")
+    elif inspect.iscoroutinefunction(environment) or inspect.iscoroutinefunction(type(environment).__call__):
+        raise GenerationError(
+            f"{given} is async; give a plain function, which may run the other one by asyncio.run(...): every question "
+            "has a thread of its own"
+        )
+
+
 class Conversations:
     """Asks the environment and collects its answers, without ever waiting longer than told."""
 
@@ -92,6 +112,7 @@ class Conversations:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Ask ``environment``, whose tokens must lie below ``vocabulary``; None: every response has one turn."""
+        check_environment(environment, settings)
         self._environment = environment
         self._settings = settings or Conversation()
         self._vocabulary = vocabulary

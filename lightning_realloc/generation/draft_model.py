@@ -42,13 +42,13 @@ class ModelDrafter(Drafter):
         Raises:
             GenerationError: where their vocabularies differ, or the engine cannot run the drafter.
         """
+        check_supported(model, max_length=1)
         ours, theirs = (vocabulary_of(of) for of in (model, target))
         if ours != theirs:
             raise GenerationError(
                 f"the draft model has a vocabulary of {ours} tokens and the target one of {theirs}; drafts are token "
                 f"ids, so give a draft model of the target's own tokenizer, or draft by 'history' or 'ngram'"
             )
-        check_supported(model, max_length=1)
         self.model = model
         self._distillation = distillation
         self._finished: list[Exchange] = []

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from numbers import Real
 
 import torch
 from torch import nn
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.attention import check_supported, slot_attention
+from lightning_realloc.generation.attention import check_idle, check_supported, slot_attention
 from lightning_realloc.generation.budget import Budget
 from lightning_realloc.generation.conversation import Conversation, Conversations, Environment
 from lightning_realloc.generation.drafters import build_drafter
@@ -33,12 +34,12 @@ from lightning_realloc.generation.requests import Requests
 from lightning_realloc.generation.run import GenerationRun, GenerationStats
 from lightning_realloc.generation.runner import ModelRunner
 from lightning_realloc.generation.samples import Completion, Sample
-from lightning_realloc.generation.sampling import SamplingParams
+from lightning_realloc.generation.sampling import SamplingParams, check_counts
 from lightning_realloc.generation.scheduler import Prompt, Scheduler
 from lightning_realloc.generation.shipping import Peers
 from lightning_realloc.generation.speculation import Speculation
 from lightning_realloc.generation.speculator import Speculator
-from lightning_realloc.generation.stopping import StopRule, Tokenizer, check_possible, stop_rule_of
+from lightning_realloc.generation.stopping import StopRule, Tokenizer, check_possible, check_tokenizer, stop_rule_of
 
 _log = logging.getLogger(__name__)
 
@@ -99,10 +100,14 @@ class GenerationEngine:
             GenerationError: for a model that the engine cannot run; see :func:`check_supported`.
         """
         check_supported(model, max_length=1)
-        for name, value in (("max_slots", max_slots), ("max_prefill_tokens", max_prefill_tokens),
-                            ("max_cache_bytes", max_cache_bytes)):  # fmt: skip
-            if value is not None and value < 1:
-                raise GenerationError(f"{name}={value} must be at least 1")
+        check_counts(max_slots=max_slots, max_prefill_tokens=max_prefill_tokens)
+        check_counts(optional=True, max_length=max_length)
+        check_counts(Real, optional=True, max_cache_bytes=max_cache_bytes)
+        check_tokenizer(tokenizer)
+        if speculation is not None and not isinstance(speculation, Speculation):
+            raise GenerationError(
+                f"speculation={speculation!r} is a {type(speculation).__name__}; write Speculation(...)"
+            )
         self._model = model
         self._tokenizer = tokenizer
         self._max_slots = max_slots
@@ -113,7 +118,7 @@ class GenerationEngine:
         self._wall_clock = wall_clock
         self._version = 0
         self._possible_strings: set[str] = set()
-        self._cache = SlotCache() if max_cache_bytes is None else PagedCache(max_cache_bytes)
+        self._cache = SlotCache() if max_cache_bytes is None else PagedCache(int(max_cache_bytes))
         self._pack_weights = pack_weights
         speculation = speculation or Speculation(drafter="none", num_draft_tokens=0)
         self._most_ahead = speculation.most_ahead
@@ -192,6 +197,7 @@ class GenerationEngine:
         Raises:
             GenerationError: for what cannot be generated from, and for logits that are not finite.
         """
+        check_idle(self._model)
         requests = Requests(
             prompts=prompts, resume=resume, params=params or SamplingParams(), sample_ids=sample_ids,
             length_hints=length_hints, token_limits=token_limits, vocabulary=vocabulary_of(self._model),

@@ -6,7 +6,8 @@ padded, a finished row is computed until the last one is done, and log-probabili
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +20,10 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.model_facts import length_bounds, vocabulary_of
 from lightning_realloc.generation.outlet import Announcer, Outlet
 from lightning_realloc.generation.requests import Requests
-from lightning_realloc.generation.run import GenerationStats
+from lightning_realloc.generation.run import GenerationStats, not_finite
 from lightning_realloc.generation.samples import Completion, Sample
-from lightning_realloc.generation.sampling import SamplingParams, token_logprobs
-from lightning_realloc.generation.stopping import StopRule, Tokenizer, stop_rule_of
+from lightning_realloc.generation.sampling import SamplingParams, check_counts, token_logprobs
+from lightning_realloc.generation.stopping import StopRule, Tokenizer, check_tokenizer, stop_rule_of
 
 
 class HFEngine:
@@ -49,8 +50,9 @@ class HFEngine:
             raise GenerationError(
                 f"{type(model).__name__} has no generate() of its own; give a causal language model of transformers"
             )
-        if max_slots < 1:
-            raise GenerationError(f"max_slots={max_slots} must be at least 1")
+        check_counts(max_slots=max_slots)
+        check_counts(optional=True, max_length=max_length)
+        check_tokenizer(tokenizer)
         self._model: Any = model
         self._tokenizer = tokenizer
         self._max_slots = max_slots
@@ -105,8 +107,7 @@ class HFEngine:
         try:
             with torch.random.fork_rng(devices=_cuda_devices(self._model)):
                 torch.manual_seed(samples[0].key >> 1 if samples else 0)
-                for begin in range(0, len(order), self._max_slots):
-                    batch = order[begin : begin + self._max_slots]
+                for batch in _batches(order, most=self._max_slots, context=_context_of(self._model)):
                     stats = self._run_batch(batch, params, stop, stats)
                     announcer.tell(batch)
         finally:
@@ -130,6 +131,10 @@ class HFEngine:
         try:
             criteria = StoppingCriteriaList([_Stops(rows, stop)])
             output = self._model.generate(ids, attention_mask=mask, stopping_criteria=criteria)
+        except RuntimeError as error:
+            if "probability tensor" not in str(error):  # what torch.multinomial says of weights that are no weights
+                raise
+            raise not_finite([sample.sample_id for sample in samples], len(samples)) from error
         finally:
             self._model.generation_config = own
         for sample, row in zip(samples, rows, strict=True):
@@ -137,6 +142,9 @@ class HFEngine:
             for token, logprob in zip(row.token_ids, logprobs, strict=True):
                 sample.append(token, logprob)
             sample.finish_reason = row.finish_reason
+        bad = [sample.sample_id for sample in samples if not math.isfinite(sum(sample.logprobs))]
+        if bad:
+            raise not_finite(bad, len(samples))
         num_steps = output.shape[1] - width
         return replace(
             stats,
@@ -151,6 +159,28 @@ class HFEngine:
         logits: Tensor = self._model(ids, use_cache=False).logits[0, len(sample.prompt) - 1 : -1]
         values: list[float] = token_logprobs(logits, ids[0, len(sample.prompt) :], params).tolist()
         return values
+
+
+def _batches(samples: Iterable[Sample], *, most: int, context: float) -> list[list[Sample]]:
+    """Return samples in batches whose rows all stay within the model's context.
+
+    A row that is over is computed on until the last one of its batch is, and a model that looks its positions up has
+    none beyond its context.
+    """
+    batches: list[list[Sample]] = []
+    longest_prompt, longest_response = 0, 0
+    for sample in samples:
+        longest_prompt = max(longest_prompt, len(sample.prompt))
+        longest_response = max(longest_response, sample.max_new_tokens)
+        if not batches or len(batches[-1]) == most or longest_prompt + longest_response > context:
+            batches.append([])
+            longest_prompt, longest_response = len(sample.prompt), sample.max_new_tokens
+        batches[-1].append(sample)
+    return batches
+
+
+def _context_of(model: nn.Module) -> float:
+    return min(length_bounds(model, None).values(), default=math.inf)
 
 
 class _Stops(StoppingCriteria):

@@ -38,6 +38,7 @@ class Requests:
         Raises:
             GenerationError: for what cannot be generated from.
         """
+        self._check_kinds()
         n = self.params.n
         ids = self._sample_ids()
         cut: Counter[str] = Counter()
@@ -57,6 +58,15 @@ class Requests:
                 count, len(samples), name,
             )  # fmt: skip
         return samples
+
+    def _check_kinds(self) -> None:
+        if not hasattr(self.prompts, "__len__"):
+            raise GenerationError(
+                f"prompts must be a list of lists of token ids; it is a {type(self.prompts).__name__}"
+            )
+        if not all(isinstance(completion, Completion) for completion in self.resume):
+            kinds = sorted({type(completion).__name__ for completion in self.resume})
+            raise GenerationError(f"resume must hold completions of an earlier call; it holds {', '.join(kinds)}")
 
     def queue(self, samples: Sequence[Sample]) -> list[Prompt]:
         """Return what the scheduler starts with: whoever was begun before comes first among equal hints."""

@@ -371,7 +371,13 @@ class GenerationRun:
 def _raise_not_finite(emitted: Sequence[Emitted], running: Sequence[Sample]) -> None:
     bad = [sample.sample_id for sample, (_, logprobs) in zip(running, emitted, strict=True)
            if not math.isfinite(sum(logprobs))]  # fmt: skip
-    raise GenerationError(
-        f"the model's logits are not finite for sample ids {bad[:8]} ({len(bad)} of {len(running)} running); "
-        "the weights have diverged or overflow their dtype: lower the learning rate, or use bfloat16 for float16"
+    raise not_finite(bad, len(running))
+
+
+def not_finite(sample_ids: Sequence[int], num_running: int) -> GenerationError:
+    """Return the error of a model that says nothing of these samples, out of ``num_running``."""
+    return GenerationError(
+        f"the model's logits are not finite for sample ids {list(sample_ids[:8])} ({len(sample_ids)} of {num_running} "
+        "running); the weights have diverged or overflow their dtype: lower the learning rate, or use bfloat16 for "
+        "float16"
     )

@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from lightning_realloc.generation.attention import STEP_ARGUMENT, PackedStep, StepArgument, segments_of
+from lightning_realloc.generation.attention import STEP_ARGUMENT, PackedStep, StepArgument, check_attended, segments_of
 from lightning_realloc.generation.kv_cache import KVCache, LayerShape
 
 
@@ -84,6 +84,7 @@ class ModelRunner:
             input_ids=ids, position_ids=places, use_cache=False,
             logits_to_keep=max(1, num_row_tokens) if kept is None else kept, **{STEP_ARGUMENT: StepArgument(step)},
         )  # fmt: skip
+        check_attended(self._model, step)
         logits: Tensor = output.logits[0]
         return logits[len(logits) - num_row_tokens :]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from numbers import Integral
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ Forbidden = tuple[Sequence[int], Sequence[int]]
 """Rows of the logits, and the tokens that may not be drawn in them."""
 
 _BLOCK = 512
+_LEAST_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,10 @@ class SamplingParams:
     """True: the end-of-sequence tokens of model and tokenizer do not end a response."""
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "min_new_tokens", "n", "seed", "top_k"):
+            check_kind(name, getattr(self, name), Integral, "a whole number", optional=name == "top_k")
+        for name in ("temperature", "top_p"):
+            check_kind(name, getattr(self, name), Real, "a number")
         _require(self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens} must be at least 1")
         _require(
             0 <= self.min_new_tokens <= self.max_new_tokens,
@@ -53,6 +58,11 @@ class SamplingParams:
         _require(
             self.temperature >= 0 and math.isfinite(self.temperature),
             f"temperature={self.temperature} must be finite and not negative; use 0 for the most likely token",
+        )
+        _require(
+            self.temperature == 0 or self.temperature >= _LEAST_TEMPERATURE,
+            f"temperature={self.temperature} is so small that logits over it leave float32; use 0 for the most likely "
+            f"token, or at least {_LEAST_TEMPERATURE}",
         )
         _require(self.top_k is None or self.top_k >= 1, f"top_k={self.top_k} must be at least 1; use None for no limit")
         _require(0 < self.top_p <= 1, f"top_p={self.top_p} must lie in (0, 1]; use 1 for no limit")
@@ -70,6 +80,22 @@ class SamplingParams:
     def truncates(self) -> bool:
         """Whether the least likely tokens are never drawn."""
         return self.top_k is not None or self.top_p < 1.0
+
+
+def check_kind(name: str, given: object, kind: type | tuple[type, ...], wanted: str, *, optional: bool = False) -> None:
+    """Raise GenerationError where ``given`` is not of this kind, nor None where that is one of the choices.
+
+    2.5 tokens pass every comparison, and fail in the middle of a batch.
+    """
+    if not (isinstance(given, kind) or (optional and given is None)):
+        raise GenerationError(f"{name}={given!r} must be {wanted}{' or None' if optional else ''}")
+
+
+def check_counts(kind: type = Integral, *, optional: bool = False, **counts: object) -> None:
+    """Raise GenerationError for the first that is no number of at least 1, nor None where it is optional."""
+    for name, count in counts.items():
+        check_kind(name, count, kind, "a whole number" if kind is Integral else "a number", optional=optional)
+        _require(count is None or count >= 1, f"{name}={count} must be at least 1")  # type: ignore[operator]
 
 
 def _require(holds: bool, message: str) -> None:

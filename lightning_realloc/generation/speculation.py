@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Literal, get_args
 
 from torch import nn
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.sampling import SamplingParams
+from lightning_realloc.generation.sampling import SamplingParams, check_kind
 from lightning_realloc.generation.verification import GumbelDraws, KeyedDraws, Rejection, Verification
 
 DrafterName = Literal["ngram", "history", "model", "blocks", "none"]
@@ -30,7 +31,7 @@ class Speculation:
     num_draft_tokens: int | None = None
     """None: as many as pay in each step; a number: always so many."""
     max_draft_tokens: int = 8
-    """Most tokens drafted ahead of one sample in a step."""
+    """Most tokens drafted ahead of one sample in a step where ``num_draft_tokens`` is None."""
     draft_model: str | Path | nn.Module | None = None
     """A causal language model with the same tokenizer: its name or folder, or the model itself, which is copied."""
     draft_learning_rate: float | None = None
@@ -42,8 +43,11 @@ class Speculation:
         _choice("verification", self.verification, get_args(VerificationName))
         for name, least in (("num_draft_tokens", 0), ("max_draft_tokens", 1)):
             value = getattr(self, name)
+            check_kind(name, value, Integral, "a whole number", optional=name == "num_draft_tokens")
             if value is not None and value < least:
                 raise GenerationError(f"{name}={value} must be at least {least}")
+        kinds = (str, Path, nn.Module)
+        check_kind("draft_model", self.draft_model, kinds, "a name, a folder or a model", optional=True)
         rate = self.draft_learning_rate
         if rate is not None and (self.drafter != "model" or not rate > 0):
             raise GenerationError(

@@ -70,13 +70,24 @@ class StopRule:
         context = [sample.token_ids[first - 1] if first else sample.prompt[-1]]
         text = self._decode([*context, *sample.token_ids[first:]])
         begin = len(self._decode(context))
-        return any(text.find(string, begin) >= 0 for string in self._strings)
+        passed_over = self._num_passed_over(sample, first, context)
+        return any(text.find(string, max(begin, passed_over + 1 - len(string))) >= 0 for string in self._strings)
+
+    def _num_passed_over(self, sample: Sample, first: int, context: list[int]) -> int:
+        """Return how many characters, from ``context`` and ``first`` on, a stop string must end behind.
+
+        Without ``min_new_tokens`` none: an earlier end would have been the response's.
+        """
+        early = sample.token_ids[first : max(self._min_new_tokens - 1, 0)]
+        # A character whose last bytes are missing does not count: the string may end in it.
+        return len(self._decode([*context, *early]).rstrip("\ufffd")) if early else 0
 
     def _may_complete_a_string(self, token: int) -> bool:
         """Return whether a stop string can end in this token: so most tokens cost a look-up and no decoding."""
         known = self._may_complete.get(token)
         if known is None:
-            text = self._decode([token])
+            # Twice, since some tokenizers drop a space in front of what they are given.
+            text = self._decode([token, token])
             known = self._may_complete[token] = "\ufffd" in text or any(c in self._last_characters for c in text)
         return known
 
@@ -85,24 +96,46 @@ class StopRule:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
+def check_tokenizer(tokenizer: object) -> None:
+    """Raise GenerationError for what is given as a tokenizer and cannot decode, such as its name."""
+    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+        raise GenerationError(
+            f"tokenizer={tokenizer!r} is a {type(tokenizer).__name__}, which cannot decode; load it first: "
+            "AutoTokenizer.from_pretrained(...)"
+        )
+
+
 def stop_rule_of(model: nn.Module, params: SamplingParams, tokenizer: Tokenizer | None) -> StopRule:
     """Return the rule that end-of-sequence tokens, the model's own and the tokenizer's, and ``params`` make together.
 
     Chat models are taught the tokenizer's, which the configuration of the model that they began as does not name.
     """
-    own = frozenset[int]() if params.ignore_eos else eos_ids_of(model) | _eos_ids_of_text(model, tokenizer)
+    vocabulary = vocabulary_of(model)
+    unknown = [token for token in params.stop_token_ids if not 0 <= token < vocabulary]
+    if unknown:
+        raise GenerationError(
+            f"stop_token_ids={unknown} can never occur: the model's vocabulary has {vocabulary} tokens; use ids of the "
+            "model's own tokenizer, or leave them out"
+        )
+    own = frozenset[int]() if params.ignore_eos else eos_ids_of(model) | _eos_ids_of_text(tokenizer)
+    stops = frozenset(params.stop_token_ids) | {token for token in own if token < vocabulary}
+    if params.min_new_tokens and len(stops) == vocabulary:
+        raise GenerationError(
+            f"min_new_tokens={params.min_new_tokens} leaves nothing to draw, since all {vocabulary} tokens of the "
+            "vocabulary end a response; lower it to 0, or name fewer stop_token_ids"
+        )
     return StopRule(
-        token_ids=frozenset(params.stop_token_ids) | own,
+        token_ids=stops,
         strings=params.stop_strings,
         tokenizer=tokenizer,
         min_new_tokens=params.min_new_tokens,
     )
 
 
-def _eos_ids_of_text(model: nn.Module, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Return the tokenizer's end-of-sequence token, if it has one that the model can say."""
+def _eos_ids_of_text(tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Return the tokenizer's end-of-sequence token, if it has one."""
     eos = getattr(tokenizer, "eos_token_id", None)
-    return frozenset({eos}) if isinstance(eos, int) and eos < vocabulary_of(model) else frozenset()
+    return frozenset({eos}) if isinstance(eos, int) else frozenset()
 
 
 def check_possible(strings: Iterable[str], tokenizer: Tokenizer) -> None:

@@ -8,11 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation import Completion, GenerationEngine, HFEngine, SamplingParams
-from tests.models import FAMILIES, SIZES, byte_tokenizer, tiny_model
+from lightning_realloc.generation import (
+    Completion,
+    GenerationEngine,
+    HFEngine,
+    SamplingParams,
+    Speculation,
+)
+from tests.models import FAMILIES, SCORING_FAMILIES, SIZES, byte_tokenizer, tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0)
 
@@ -64,6 +74,24 @@ def test_greedy_output_is_that_of_generate_with_the_logprobs_of_a_full_forward(
         assert list(completion.token_ids) == reference_greedy(model, prompt)
         expected = reference_logprobs(model, prompt, completion.token_ids)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", SCORING_FAMILIES)
+def test_soft_caps_and_sinks_are_those_of_the_model(family: str) -> None:
+    model = tiny_model(family)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(40.0)  # scores that a cap of 0.5 changes
+    prompts = [[*draw_prompts(1, seed=3)[0], *range(3, 123)][:100], *draw_prompts(5)]
+    settings: list[dict[str, Any]] = [
+        {"max_slots": 3, "max_prefill_tokens": 30},
+        {"max_cache_bytes": 400_000, "speculation": Speculation(drafter="ngram", num_draft_tokens=3)},
+    ]
+    for engine in (GenerationEngine(model, **some) for some in settings):
+        for prompt, completion in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+            assert list(completion.token_ids) == reference_greedy(model, prompt)
+            expected = reference_logprobs(model, prompt, completion.token_ids)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
@@ -280,34 +308,22 @@ def test_ranks_in_lockstep_run_as_many_forwards_as_the_slowest() -> None:
     assert engine.generate([], params) == [] and engine.stats.num_steps == 25
 
 
-@pytest.mark.parametrize(
-    ("prompts", "arguments", "message"),
-    [
-        ([[5], []], {}, "prompt 1 is empty"),
-        ([[5], [5] * 128], {}, "prompt 1 holds 128 tokens .* max_position_embeddings of 128; shorten .* at most 127"),
-        ([[5] * 40], {}, "max_length of 40"),
-        ([[5, 128]], {}, "prompt 0 holds token ids from 5 to 128, the model's vocabulary has 128"),
-        (["text"], {}, r"prompt 0 must be a list of token ids; it is 'text', .* tokenizer\(texts\)\[\"input_ids\"\]"),
-        ("text", {}, "prompt 0 must be a list of token ids; it is 't'"),
-        ([5, 6], {}, "prompt 0 must be a list of token ids; it is 5"),
-        ([[5], [5.0]], {}, r"prompt 1 must be a list of token ids; it is \[5.0\]"),
-        ([[5], [6]], {"sample_ids": [3]}, "2 prompts with n=1 need 2 distinct sample_ids, got 1"),
-        ([[5], [6]], {"sample_ids": [3, 3]}, "got 2 of which 1 distinct"),
-        ([[5], [6]], {"length_hints": [3]}, "length_hints must hold one number per prompt: got 1 for 2"),
-        ([[5], [6]], {"token_limits": [3, 0]}, r"token_limits\[1\]=0 must be at least 1"),
-    ],
-)
-def test_requests_that_cannot_be_served_are_refused(
-    prompts: list[list[int]], arguments: dict[str, Any], message: str
-) -> None:
-    engine = GenerationEngine(tiny_model("llama"), max_length=40 if "max_length" in message else None)
-    with pytest.raises(GenerationError, match=message):
-        engine.generate(prompts, GREEDY, **arguments)
+def test_a_model_is_generated_from_by_one_call_at_a_time() -> None:
+    model, other = tiny_model("llama"), tiny_model("llama")
+    engine = GenerationEngine(model)
+    (expected,) = engine.generate([[5, 6, 7]], GREEDY)
+    refused = []
 
+    def meanwhile(_: Completion) -> None:
+        for second in (engine, GenerationEngine(model)):
+            with pytest.raises(GenerationError, match="LlamaForCausalLM is generated from already, by another thread"):
+                second.generate([[9]], GREEDY)
+            refused.append(second)
+        assert GenerationEngine(other).generate([[5, 6, 7]], GREEDY) == [expected]
 
-def test_stop_strings_without_a_tokenizer_are_refused() -> None:
-    with pytest.raises(GenerationError, match=r"need a tokenizer; pass GenerationEngine\(model, tokenizer=...\)"):
-        GenerationEngine(tiny_model("llama")).generate([[5]], SamplingParams(stop_strings=("x",)))
+    engine.generate([[5], [6, 7]], GREEDY, on_finished=meanwhile)
+    assert len(refused) == 4
+    assert engine.generate([[5, 6, 7]], GREEDY) == [expected]
 
 
 def test_weights_that_are_not_finite_are_reported_and_leave_no_trace() -> None:
@@ -325,27 +341,6 @@ def test_weights_that_are_not_finite_are_reported_and_leave_no_trace() -> None:
     assert list(engine.generate([[5, 6]], GREEDY)[0].token_ids) == reference_greedy(model, [5, 6])
 
 
-@pytest.mark.parametrize(
-    ("family", "overrides", "reason"),
-    [
-        (
-            "bloom",
-            {"n_layer": 1, "hidden_size": 16, "n_head": 2},
-            "does not go through transformers' attention registry",
-        ),
-        ("t5", {"d_model": 16, "num_layers": 1, "d_kv": 8, "num_heads": 2, "d_ff": 16}, "registry|encoder-decoder"),
-        ("mamba", {"num_hidden_layers": 1, "hidden_size": 16}, "does not go through transformers' attention registry"),
-    ],
-)
-def test_models_that_cannot_attend_through_slots_are_refused_by_name(
-    family: str, overrides: dict[str, Any], reason: str
-) -> None:
-    config = AutoConfig.for_model(family, vocab_size=32, **overrides)
-    model = (AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM).from_config(config)
-    with pytest.raises(GenerationError, match=rf"{type(model).__name__} cannot be generated from.*({reason})"):
-        GenerationEngine(model)
-
-
 def test_a_module_that_is_no_language_model_is_refused_at_once() -> None:
     with pytest.raises(GenerationError, match="Linear cannot be generated from in process: it is no Hugging Face"):
         GenerationEngine(torch.nn.Linear(2, 2))
@@ -357,35 +352,10 @@ def test_prompts_may_be_tensors_and_settings_may_be_left_out() -> None:
     assert engine.generate(torch.tensor([[5, 6, 7]])) == expected  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("family", "overrides", "reason"),
-    [
-        ("gemma2", {}, "Gemma2Attention attends with softcap"),
-        (
-            "qwen2_moe",
-            {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0, "num_experts": 2},
-            "Qwen2MoeAttention attends with a sliding window of 6 that it states in its mask alone",
-        ),
-    ],
-)
-def test_attention_with_terms_that_are_not_implemented_is_refused(
-    family: str, overrides: dict[str, Any], reason: str
-) -> None:
-    config = AutoConfig.for_model(family, **SIZES, head_dim=16, **overrides)
-    engine = GenerationEngine(AutoModelForCausalLM.from_config(config))
-    with pytest.raises(GenerationError, match=reason):
-        engine.generate([[5] * 8], GREEDY)
-
-
-def test_rotary_embeddings_that_change_with_the_batch_are_refused_beyond_their_original_length() -> None:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
-    engine = GenerationEngine(tiny_model("llama", rope_parameters=rope))
-    assert len(engine.generate([[5] * 6], SamplingParams(max_new_tokens=10, ignore_eos=True))[0].token_ids) == 10
-    with pytest.raises(GenerationError, match=r"dynamic rotary embedding .* beyond 16 positions .* may reach 17"):
-        engine.generate([[5] * 6], SamplingParams(max_new_tokens=11))
-
-
-def test_layers_of_a_kind_the_cache_does_not_hold_are_refused() -> None:
-    model = tiny_model("qwen2", layer_types=["full_attention", "chunked_attention"])
-    with pytest.raises(GenerationError, match="layers of type chunked_attention"):
-        GenerationEngine(model).generate([[5]], GREEDY)
+def test_a_window_of_no_tokens_is_none() -> None:
+    sizes = {**SIZES, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2_moe", **sizes)).eval()
+    assert model.config.sliding_window == 0
+    prompts = draw_prompts(3)
+    for prompt, completion in zip(prompts, GenerationEngine(model).generate(prompts, GREEDY), strict=True):
+        assert list(completion.token_ids) == reference_greedy(model, prompt)

@@ -40,6 +40,16 @@ def test_stop_strings_end_rows_of_a_batch_one_by_one() -> None:
     assert [c.token_ids for c in theirs] == [c.token_ids for c in ours]
 
 
+def test_no_row_of_a_batch_leaves_the_context_while_others_go_on() -> None:
+    model = tiny_model("gpt2", n_positions=32)  # its 32 positions are looked up
+    params = SamplingParams(max_new_tokens=100, temperature=0, ignore_eos=True)
+    prompts = [list(range(3, 23)), [5], [7, 8]]
+    ours = GenerationEngine(model).generate(prompts, params)
+    theirs = HFEngine(model).generate(prompts, params)
+    assert [len(completion.token_ids) for completion in theirs] == [12, 31, 30]
+    assert [c.token_ids for c in theirs] == [c.token_ids for c in ours]
+
+
 def test_draws_follow_the_models_distribution_and_the_seed() -> None:
     model = tiny_model("llama")
     engine = HFEngine(model, max_slots=500)
@@ -68,6 +78,15 @@ def test_it_leaves_modes_and_the_global_random_state_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
     assert not model.model.layers[0].training
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_are_not_finite_are_reported(temperature: float) -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    with pytest.raises(GenerationError, match=r"not finite for sample ids \[0, 1\] \(2 of 2 running\)"):
+        HFEngine(model).generate([[5, 6], [7]], SamplingParams(max_new_tokens=3, temperature=temperature))
 
 
 def test_what_cannot_work_is_refused() -> None:

@@ -131,6 +131,12 @@ def test_forbidden_tokens_are_not_drawn_in_their_rows_only() -> None:
     ("settings", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be a whole number"),
+        ({"top_k": 2.5}, "top_k=2.5 must be a whole number or None"),
+        ({"seed": None}, "seed=None must be a whole number"),
+        ({"temperature": 1e-40}, "temperature=1e-40 is so small that logits over it leave float32; use 0"),
+        ({"temperature": "1"}, "temperature='1' must be a number"),
+        ({"top_p": None}, "top_p=None must be a number"),
         ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens=9 must lie between 0 and max_new_tokens=8"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": float("nan")}, "temperature=nan"),

@@ -1,0 +1,160 @@
+"""Does the engine say at once what it cannot do, and what to do instead?"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+)
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation import Conversation, GenerationEngine, SamplingParams, Turn
+from tests.models import SIZES, tiny_model
+
+GREEDY = SamplingParams(max_new_tokens=20, temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "arguments", "message"),
+    [
+        ([[5], []], {}, "prompt 1 is empty"),
+        ([[5], [5] * 128], {}, "prompt 1 holds 128 tokens .* max_position_embeddings of 128; shorten .* at most 127"),
+        ([[5] * 40], {}, "max_length of 40"),
+        ([[5, 128]], {}, "prompt 0 holds token ids from 5 to 128, the model's vocabulary has 128"),
+        (["text"], {}, r"prompt 0 must be a list of token ids; it is 'text', .* tokenizer\(texts\)\[\"input_ids\"\]"),
+        ("text", {}, "prompt 0 must be a list of token ids; it is 't'"),
+        ([5, 6], {}, "prompt 0 must be a list of token ids; it is 5"),
+        ([[5], [5.0]], {}, r"prompt 1 must be a list of token ids; it is \[5.0\]"),
+        ([[5], [6]], {"sample_ids": [3]}, "2 prompts with n=1 need 2 distinct sample_ids, got 1"),
+        ([[5], [6]], {"sample_ids": [3, 3]}, "got 2 of which 1 distinct"),
+        ([[5], [6]], {"length_hints": [3]}, "length_hints must hold one number per prompt: got 1 for 2"),
+        ([[5], [6]], {"token_limits": [3, 0]}, r"token_limits\[1\]=0 must be at least 1"),
+        (None, {}, "prompts must be a list of lists of token ids; it is a NoneType"),
+        ([[5]], {"resume": [{"sample_id": 3}]}, "resume must hold completions of an earlier call; it holds dict"),
+        ([[5]], {"environment": 5}, "environment=5 cannot be called with a Turn"),
+        ([[5]], {"environment": Conversation}, "environment=<class .*Conversation'> cannot be called with a Turn"),
+        ([[5]], {"environment": print, "conversation": 5}, r"conversation=5 is a int; write Conversation\(...\)"),
+        ([[5]], {"conversation": Conversation()}, "bounds a conversation without environment"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused(
+    prompts: list[list[int]], arguments: dict[str, Any], message: str
+) -> None:
+    engine = GenerationEngine(tiny_model("llama"), max_length=40 if "max_length" in message else None)
+    with pytest.raises(GenerationError, match=message):
+        engine.generate(prompts, GREEDY, **arguments)
+
+
+def test_an_async_environment_is_refused() -> None:
+    async def tool(turn: Turn) -> list[int]:
+        return [5]
+
+    with pytest.raises(GenerationError, match=r"environment=<function .*tool.* is async; give a plain function"):
+        GenerationEngine(tiny_model("llama")).generate([[5]], GREEDY, environment=tool)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_slots": 1.5}, "max_slots=1.5 must be a whole number"),
+        ({"max_length": 0}, "max_length=0 must be at least 1"),
+        ({"max_cache_bytes": "20GB"}, "max_cache_bytes='20GB' must be a number or None"),
+        ({"tokenizer": "gpt2"}, r"tokenizer='gpt2' is a str, .* load it first: AutoTokenizer.from_pretrained\("),
+        ({"speculation": "ngram"}, "speculation='ngram' is a str; write Speculation"),
+    ],
+)
+def test_settings_of_another_kind_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(GenerationError, match=message):
+        GenerationEngine(tiny_model("llama"), **settings)
+
+
+def test_stop_strings_without_a_tokenizer_are_refused() -> None:
+    with pytest.raises(GenerationError, match=r"need a tokenizer; pass GenerationEngine\(model, tokenizer=...\)"):
+        GenerationEngine(tiny_model("llama")).generate([[5]], SamplingParams(stop_strings=("x",)))
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "reason"),
+    [
+        (
+            "bloom",
+            {"n_layer": 1, "hidden_size": 16, "n_head": 2},
+            "does not go through transformers' attention registry",
+        ),
+        ("t5", {"d_model": 16, "num_layers": 1, "d_kv": 8, "num_heads": 2, "d_ff": 16}, "registry|encoder-decoder"),
+        ("mamba", {"num_hidden_layers": 1, "hidden_size": 16}, "does not go through transformers' attention registry"),
+    ],
+)
+def test_models_that_cannot_attend_through_slots_are_refused_by_name(
+    family: str, overrides: dict[str, Any], reason: str
+) -> None:
+    config = AutoConfig.for_model(family, vocab_size=32, **overrides)
+    model = (AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM).from_config(config)
+    with pytest.raises(GenerationError, match=rf"{type(model).__name__} cannot be generated from.*({reason})"):
+        GenerationEngine(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "reason"),
+    [
+        (
+            "qwen2_moe",
+            {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0, "num_experts": 2},
+            "Qwen2MoeAttention attends with a sliding window of 6 that it states in its mask alone",
+        ),
+    ],
+)
+def test_attention_with_terms_that_are_not_implemented_is_refused(
+    family: str, overrides: dict[str, Any], reason: str
+) -> None:
+    config = AutoConfig.for_model(family, **SIZES, head_dim=16, **overrides)
+    engine = GenerationEngine(AutoModelForCausalLM.from_config(config))
+    with pytest.raises(GenerationError, match=reason):
+        engine.generate([[5] * 8], GREEDY)
+
+
+def test_a_layer_that_attends_twice_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("diffllama", **SIZES))
+    with pytest.raises(GenerationError, match="DiffLlamaAttention attends with the same layer twice in a forward"):
+        GenerationEngine(model).generate([[5, 6], [7]], GREEDY)
+
+
+def test_a_model_whose_layers_do_not_look_their_attention_up_is_refused() -> None:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.config = deepcopy(model.config)  # as layers that chose their attention when they were made
+    with pytest.raises(GenerationError, match=r"LlamaForCausalLM .* its layers do not look their"):
+        GenerationEngine(model).generate([[5, 6], [7]], GREEDY)
+
+
+@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForSequenceClassification])
+def test_a_model_without_a_head_for_tokens_is_refused(auto_class: Any) -> None:
+    with pytest.raises(GenerationError, match="it has no head for the next token; load it by AutoModelForCausalLM"):
+        GenerationEngine(auto_class.from_config(AutoConfig.for_model("llama", **SIZES)))
+
+
+def test_an_encoder_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("bert", **SIZES))
+    with pytest.raises(GenerationError, match="BertSelfAttention attends with tokens to what comes after them"):
+        GenerationEngine(model).generate([[5, 6]], GREEDY)
+
+
+def test_rotary_embeddings_that_change_with_the_batch_are_refused_beyond_their_original_length() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    engine = GenerationEngine(tiny_model("llama", rope_parameters=rope))
+    assert len(engine.generate([[5] * 6], SamplingParams(max_new_tokens=10, ignore_eos=True))[0].token_ids) == 10
+    with pytest.raises(GenerationError, match=r"dynamic rotary embedding .* beyond 16 positions .* may reach 17"):
+        engine.generate([[5] * 6], SamplingParams(max_new_tokens=11))
+
+
+def test_layers_of_a_kind_the_cache_does_not_hold_are_refused() -> None:
+    model = tiny_model("qwen2", layer_types=["full_attention", "chunked_attention"])
+    with pytest.raises(GenerationError, match="layers of type chunked_attention"):
+        GenerationEngine(model).generate([[5]], GREEDY)
