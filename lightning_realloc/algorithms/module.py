@@ -23,6 +23,7 @@ from lightning_realloc.algorithms.calls import declared_calls
 from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.sample_rows import sample_rows
 from lightning_realloc.data.chat import load_tokenizer
+from lightning_realloc.elsewhere import OF_ALGORITHMS, NamesElsewhere
 from lightning_realloc.errors import CheckpointError, ConfigError, PlanError
 from lightning_realloc.generation import Speculation
 from lightning_realloc.rewards.functions import RewardFunctions
@@ -33,7 +34,7 @@ from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 EngineName = Literal["native", "hf"]
 
 
-class MultiModelModule(L.LightningModule):
+class MultiModelModule(NamesElsewhere, L.LightningModule):
     """A LightningModule of several models whose calls are declared, and run by ``strategy="realloc"``.
 
     A subclass decorates its methods with ``@generate``, ``@infer``, ``@compute`` and ``@train`` and returns its models
@@ -56,6 +57,7 @@ class MultiModelModule(L.LightningModule):
         seed: Of random weights, sampling and mini-batch order.
     """
 
+    names_elsewhere = OF_ALGORITHMS
     evaluation_calls: tuple[str, ...] = ()
     """The calls that ``validate`` and ``test`` run on held-out prompts."""
     optional_roles: tuple[str, ...] = ()

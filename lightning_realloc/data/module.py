@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.data.loader import BatchLoader, EvaluationLoader
 from lightning_realloc.data.rows import Row, RowSource, read_rows, split_by_hash
+from lightning_realloc.elsewhere import OF_DATA, NamesElsewhere
 from lightning_realloc.errors import DataError
 from lightning_realloc.runtime.samples import Column, Samples
 
@@ -42,9 +43,10 @@ class TokenLimit:
     """For error messages, e.g. ``max_prompt_tokens``."""
 
 
-class RowDataModule(L.LightningDataModule, ABC):
+class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
     """Global batches of :class:`Samples` from rows; a subclass says how rows become columns."""
 
+    names_elsewhere = OF_DATA
     group_size: int = 1
     """Samples that a row becomes, next to each other; they are always in one batch."""
     reserved_columns = RESERVED_COLUMNS
