@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.data.chat import prompt_text, prompt_token_ids
+from lightning_realloc.data.chat import Text, begun_answer, conversation_text, prompt_text, prompt_token_ids
 from lightning_realloc.data.module import LongRows, RowDataModule, TokenLimit, tabulated
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
@@ -22,7 +22,8 @@ class PromptDataModule(RowDataModule):
 
     Args:
         data: A JSONL file, a list of dictionaries, or a ``datasets.Dataset``.
-        prompt_column: Holds text, or a list of messages with ``role`` and ``content`` for the chat template.
+        prompt_column: Holds text, or a list of messages with ``role`` and ``content`` for the chat template. A last
+            message from the assistant is gone on with.
         batch_size: Prompts per iteration, over all ranks together.
         val_data: Held-out rows, read like ``data``.
         val_fraction: Instead of ``val_data``: the share of ``data`` that is held out, chosen by a hash of the prompt.
@@ -77,10 +78,7 @@ class PromptDataModule(RowDataModule):
         limit = self._limit()
         kept: list[Row] = []
         prompts: list[list[int]] = []
-        texts = [
-            prompt_text(tokenizer, row.values[self.prompt_column], row.place, tools=row.values.get("tools"))
-            for row in rows
-        ]
+        texts = [_opening(tokenizer, row, self.prompt_column) for row in rows]
         for row, ids in zip(rows, prompt_token_ids(tokenizer, texts), strict=True):
             if self.fitted(row, len(ids), limit, "shorten it, or set long_prompts to 'truncate' or 'drop'"):
                 kept.append(row)
@@ -101,3 +99,13 @@ class PromptDataModule(RowDataModule):
         if self.max_prompt_tokens is not None:
             limits.append(TokenLimit(self.max_prompt_tokens, "max_prompt_tokens"))
         return min(limits, key=lambda limit: limit.tokens, default=None)
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase, row: Row, column: str) -> Text:
+    """Return what a response goes on from: the assistant's own words, where it has begun already."""
+    prompt, tools = row.values[column], row.values.get("tools")
+    if begun_answer(prompt) is None:
+        return prompt_text(tokenizer, prompt, row.place, tools=tools)
+    return conversation_text(
+        tokenizer, prompt, row.place, add_generation_prompt=False, continue_final_message=True, tools=tools
+    )
