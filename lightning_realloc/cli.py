@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -34,6 +34,7 @@ from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.sft import SFTDataModule
 from lightning_realloc.data.steps import StepDataModule
+from lightning_realloc.elsewhere import hint_for
 from lightning_realloc.report.plan_command import run_plan
 from lightning_realloc.report.plan_request import PLAN_HELP, plan_parser
 from lightning_realloc.strategies import ReallocStrategy
@@ -77,6 +78,12 @@ class Parser(LightningArgumentParser):
 
     def print_usage(self, file: Any = None) -> None:
         """Print nothing; only errors ask for it."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Say besides what another library's name for a setting is here."""
+        named = [name.rpartition(".")[2] for name in re.findall(r"Option '([\w.]+)' is not accepted", message)]
+        hints = [f"{name} is here {hint}" for name in named if (hint := hint_for(name)) is not None]
+        super().error("; ".join([message, *hints]), ex)
 
 
 class _Refusal(BaseException):

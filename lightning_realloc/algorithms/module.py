@@ -26,6 +26,7 @@ from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.sample_rows import sample_rows
 from lightning_realloc.algorithms.settings import EngineName, check_engine, check_kind
 from lightning_realloc.data.chat import load_tokenizer
+from lightning_realloc.elsewhere import OF_ALGORITHMS, NamesElsewhere
 from lightning_realloc.errors import CheckpointError, ConfigError, PlanError
 from lightning_realloc.generation import Speculation
 from lightning_realloc.rewards.functions import RewardFunctions
@@ -35,7 +36,7 @@ from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 
 
-class MultiModelModule(EvaluatedModule):
+class MultiModelModule(NamesElsewhere, EvaluatedModule):
     """A LightningModule of several models whose calls are declared, and run by ``strategy="realloc"``.
 
     A subclass decorates its methods with ``@generate``, ``@infer``, ``@compute`` and ``@train`` and returns its models
@@ -62,6 +63,7 @@ class MultiModelModule(EvaluatedModule):
         seed: Of random weights, sampling and mini-batch order.
     """
 
+    names_elsewhere = OF_ALGORITHMS
     optional_roles: tuple[str, ...] = ()
     """Roles that :meth:`roles` may leave out, and their calls with them."""
     share_prompts: bool = False

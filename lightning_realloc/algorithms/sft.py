@@ -13,6 +13,8 @@ from lightning_realloc.algorithms.calls import compute, infer, train
 from lightning_realloc.algorithms.functional import cross_entropy, sequence_sums
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.role import ModelSource, Role
+from lightning_realloc.algorithms.rollout import num_model_tokens
+from lightning_realloc.errors import DataError
 from lightning_realloc.runtime.packed_forward import token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.samples import Column, Samples
@@ -20,7 +22,7 @@ from lightning_realloc.runtime.training import Average, Loss, Totals
 
 
 class SFT(MultiModelModule):
-    """Train one model on prompts with given responses; only the responses' tokens count.
+    """Train one model on prompts with given responses; only what is to be learnt of the responses counts.
 
     Args:
         actor: The model: a Hugging Face name or folder, a config, or a module.
@@ -46,6 +48,14 @@ class SFT(MultiModelModule):
         """Return the one model."""
         return (Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor")),)
 
+    def check_batch(self, batch: Samples) -> None:
+        """Refuse pairs, of which the rejected responses would be learnt, too."""
+        if {"chosen", "rejected"} <= batch.columns.keys():
+            raise DataError(
+                "SFT learns every response that it is given, and of pairs that is also the rejected ones; give "
+                "SFTDataModule rows of prompt and chosen, named completion, or use DPO or ORPO"
+            )
+
     @infer("actor", needs="batch", produces="logprobs")
     def score(self, actor: nn.Module, batch: PackedBatch) -> Tensor:
         """Return the log-probability of every response token; run on held-out data only."""
@@ -67,4 +77,4 @@ class SFT(MultiModelModule):
         """Return the mean negative log-likelihood per token, where it was scored."""
         if "response_logprobs" not in samples:
             return {}
-        return {"loss": -samples.tensor("response_logprobs").sum() / samples.ragged("response_ids").num_tokens}
+        return {"loss": -samples.tensor("response_logprobs").sum() / num_model_tokens(samples).sum()}

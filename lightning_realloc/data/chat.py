@@ -25,7 +25,8 @@ class Text:
     place: str
     """For error messages: where in the data it is from."""
     opened: bool
-    """Whether the tokenizer opens it as it opens texts; False for what goes on, and for templates, which do so."""
+    """Whether the tokenizer opens it as it opens texts, without closing it; False for what goes on, and for templates,
+    which do so."""
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
@@ -67,9 +68,16 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: object, place: str, 
     return conversation_text(tokenizer, prompt, place, add_generation_prompt=True, tools=tools)
 
 
+def begun_answer(prompt: object) -> str | None:
+    """Return what the assistant has said already, where a conversation ends with a message of its own."""
+    if not is_conversation(prompt) or prompt[-1]["role"] != "assistant":
+        return None
+    return str(prompt[-1]["content"])
+
+
 def conversation_text(
     tokenizer: PreTrainedTokenizerBase, messages: object, place: str, *, add_generation_prompt: bool,
-    tools: object = None,
+    continue_final_message: bool = False, tools: object = None,
 ) -> Text:  # fmt: skip
     """Return a whole conversation, laid out by the tokenizer's chat template."""
     if not is_conversation(messages):
@@ -82,9 +90,17 @@ def conversation_text(
             f"set tokenizer.chat_template or give prompts as text"
         )
     turns = [dict(message) for message in messages]
-    text = tokenizer.apply_chat_template(
-        turns, add_generation_prompt=add_generation_prompt, tokenize=False, tools=_tools(tools, place)
-    )
+    schemas = _tools(tools, place)
+    try:
+        text = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+            tokenize=False, tools=schemas,
+        )  # fmt: skip
+    except Exception as error:  # whatever a template raises, or does with messages that it does not know
+        raise DataError(
+            f"{place}: the chat template cannot lay out messages of {[message['role'] for message in turns]} "
+            f"({type(error).__name__}: {error}); mend the row, or give the tokenizer another template"
+        ) from error
     return Text(str(text), place, opened=False)
 
 
@@ -167,7 +183,16 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], opened: 
             f"{texts[0].place}: {type(tokenizer).__name__} cannot encode {_described(texts[0].text)} ({error}); "
             f"mend the text or leave the row out"
         ) from error
-    return found
+    closing = _num_closing_tokens(tokenizer) if opened else 0
+    return [ids[: len(ids) - closing] for ids in found]
+
+
+def _num_closing_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many tokens the tokenizer puts behind a text: no response goes on from a prompt that is closed."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    found = [n for n in range(len(whole) - len(bare) + 1) if bare and whole[n : n + len(bare)] == bare]
+    return len(whole) - len(bare) - found[0] if found else 0
 
 
 def _described(value: object) -> str:

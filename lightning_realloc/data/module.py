@@ -21,6 +21,7 @@ from lightning_realloc.data.loader import BatchLoader, EvaluationLoader
 from lightning_realloc.data.rows import Row, RowSource, read_rows, split_by_hash
 from lightning_realloc.data.sources import is_stream
 from lightning_realloc.data.streams import RowStream, StreamLoader
+from lightning_realloc.elsewhere import OF_DATA, NamesElsewhere
 from lightning_realloc.errors import DataError
 from lightning_realloc.runtime.samples import Column, Samples
 
@@ -50,7 +51,7 @@ class NothingFitsError(DataError):
     """Rows of which not one can be used."""
 
 
-class RowDataModule(L.LightningDataModule, ABC):
+class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
     """Global batches of :class:`Samples` from rows; a subclass says how rows become columns.
 
     Args:
@@ -70,6 +71,7 @@ class RowDataModule(L.LightningDataModule, ABC):
         shuffle_buffer: Of a stream: how many of its rows are read at a time, and shuffled.
     """
 
+    names_elsewhere = OF_DATA
     group_size: int = 1
     """Samples that a row becomes, next to each other; they are always in one batch."""
     reserved_columns = RESERVED_COLUMNS

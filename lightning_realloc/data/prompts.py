@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.data.chat import prompt_text, prompt_token_ids
+from lightning_realloc.data.chat import Text, begun_answer, conversation_text, prompt_text, prompt_token_ids
 from lightning_realloc.data.module import LongRows, RowDataModule, tabulated
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
@@ -21,7 +21,8 @@ class PromptDataModule(RowDataModule):
     column of the data as python objects.
 
     Args:
-        prompt_column: Holds text, or a list of messages with ``role`` and ``content`` for the chat template.
+        prompt_column: Holds text, or a list of messages with ``role`` and ``content`` for the chat template. A last
+            message from the assistant is gone on with.
         max_prompt_tokens: The longest prompt that is accepted; by default one less than the models have positions.
         long_prompts: What happens to longer ones: ``refuse`` them all with an error, ``truncate`` them to their last
             tokens, or ``drop`` their rows.
@@ -63,10 +64,7 @@ class PromptDataModule(RowDataModule):
         limit = self.token_limit(self.max_prompt_tokens, "max_prompt_tokens", reserved=1)
         kept: list[Row] = []
         prompts: list[list[int]] = []
-        texts = [
-            prompt_text(tokenizer, row.values[self.prompt_column], row.place, tools=row.values.get("tools"))
-            for row in rows
-        ]
+        texts = [_opening(tokenizer, row, self.prompt_column) for row in rows]
         for row, ids in zip(rows, prompt_token_ids(tokenizer, texts), strict=True):
             if self.fitted(row, len(ids), limit, "shorten it, or set long_prompts to 'truncate' or 'drop'"):
                 kept.append(row)
@@ -79,3 +77,13 @@ class PromptDataModule(RowDataModule):
             len(kept),
             "prompt",
         )
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase, row: Row, column: str) -> Text:
+    """Return what a response goes on from: the assistant's own words, where it has begun already."""
+    prompt, tools = row.values[column], row.values.get("tools")
+    if begun_answer(prompt) is None:
+        return prompt_text(tokenizer, prompt, row.place, tools=tools)
+    return conversation_text(
+        tokenizer, prompt, row.place, add_generation_prompt=False, continue_final_message=True, tools=tools
+    )

@@ -25,6 +25,9 @@ from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
 from lightning_realloc.runtime.samples import Column, Ragged, Samples
 
+TokensOfRow = tuple[list[int], list[int], list[bool]]
+"""A prompt, its response, and which tokens of the response are learnt."""
+
 
 class ResponseDataModule(RowDataModule):
     """What data modules of prompts with given responses have in common.
@@ -57,20 +60,29 @@ class ResponseDataModule(RowDataModule):
         labels: Sequence[bool] | None = None,
     ) -> Samples:
         """Return ``prompt_ids``, ``response_ids``, ``label`` where given, and the columns of the rows that fit."""
+        pairs = encoded(tokenizer, texts)
+        return self.table_of_tokens(
+            rows, [(prompt, response, [True] * len(response)) for prompt, response in pairs], labels
+        )
+
+    def table_of_tokens(
+        self, rows: Sequence[Row], tokens: Sequence[TokensOfRow], labels: Sequence[bool] | None = None
+    ) -> Samples:
+        """Return :meth:`table_of` of rows that were tokenized, with ``model_mask`` where not all tokens are learnt."""
         limit = self.limit()
-        kept: list[int] = []
-        prompts: list[list[int]] = []
-        responses: list[list[int]] = []
-        for place, (row, (prompt, response)) in enumerate(zip(rows, encoded(tokenizer, texts), strict=True)):
-            if self.fits(row, len(prompt) + len(response), limit):
-                kept.append(place)
-                prompts.append(prompt)
-                responses.append(cut(row.place, prompt, response, limit))
+        kept = [place for place, (row, (prompt, response, _)) in enumerate(zip(rows, tokens, strict=True))
+                if self.fits(row, len(prompt) + len(response), limit)]  # fmt: skip
         if not kept:
             return tabulated({}, 0, "row")
+        prompts = [tokens[place][0] for place in kept]
+        responses = [cut(rows[place].place, *tokens[place][:2], limit) for place in kept]
+        learnt = [tokens[place][2][: len(response)] for place, response in zip(kept, responses, strict=True)]
         made: dict[str, Column] = {} if labels is None else {"label": torch.tensor([labels[place] for place in kept])}
-        tokens = {"prompt_ids": Ragged.from_list(prompts), "response_ids": Ragged.from_list(responses)}
-        return tabulated({**self.columns_of([rows[place] for place in kept]), **tokens, **made}, len(kept), "row")
+        if not all(map(all, learnt)):
+            made["model_mask"] = Ragged.from_list(learnt, dtype=torch.bool)
+            made["num_model_tokens"] = torch.tensor([sum(said) for said in learnt])
+        ids = {"prompt_ids": Ragged.from_list(prompts), "response_ids": Ragged.from_list(responses)}
+        return tabulated({**self.columns_of([rows[place] for place in kept]), **ids, **made}, len(kept), "row")
 
 
 @dataclass(frozen=True, slots=True)

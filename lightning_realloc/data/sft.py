@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.data.chat import is_conversation
+from lightning_realloc.data.chat import Text, is_conversation, prompt_token_ids, token_ids
 from lightning_realloc.data.responses import (
     ResponseDataModule,
     ResponseText,
+    TokensOfRow,
     conversation,
+    encoded,
     response_text,
     whole_text,
 )
-from lightning_realloc.data.rows import Row
+from lightning_realloc.data.rows import Row, RowSource
+from lightning_realloc.data.turns import from_first_answer, said_by_assistant
 from lightning_realloc.errors import DataError
 from lightning_realloc.runtime.samples import Samples
+
+Learnt = Literal["all", "last"]
+"""Which of the assistant's messages are learnt."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """One row before the tokenizer."""
+
+    text: ResponseText
+    begun: Sequence[Text] = ()
+    """How the assistant's later answers begin, where all are learnt."""
 
 
 class SFTDataModule(ResponseDataModule):
@@ -24,14 +41,23 @@ class SFTDataModule(ResponseDataModule):
 
     A batch is :class:`Samples` with ``prompt_ids``, ``response_ids`` and every column of the data as python objects.
     The columns decide what a row is: ``prompt`` and ``completion`` (text, or messages for the chat template);
-    ``messages``, of which the last one is learnt; or ``text``, all of which is learnt. Responses end with the
-    tokenizer's end-of-sequence token. A column ``tools`` is given to the chat template.
+    ``messages``, of which the assistant's are learnt; or ``text``, all of which is learnt but its first token, which
+    nothing predicts. Responses end with the tokenizer's end-of-sequence token. A column ``tools`` is given to the chat
+    template. Where not all of a response is learnt, ``model_mask`` says what is.
 
-    Settings: those of :class:`ResponseDataModule`.
+    Args:
+        learn: Of ``messages``: ``"all"`` that the assistant says, or the ``"last"`` message alone.
+        settings: Those of :class:`ResponseDataModule`.
 
     Raises:
         DataError: in ``setup``, for anything in the data that cannot be used, with its file and line.
     """
+
+    def __init__(self, data: RowSource, *, batch_size: int, learn: Learnt = "all", **settings: Any) -> None:
+        super().__init__(data, batch_size=batch_size, **settings)
+        if learn not in get_args(Learnt):
+            raise DataError(f"learn={learn!r} must be one of {', '.join(get_args(Learnt))}")
+        self.learn = learn
 
     def split_column(self, rows: Sequence[Row]) -> str:
         """Return the column that says what is given: equal prompts are never on both sides."""
@@ -40,7 +66,8 @@ class SFTDataModule(ResponseDataModule):
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
         """Return ``prompt_ids``, ``response_ids`` and the columns of the rows that fit."""
         columns = _format(rows[0])
-        return self.table_of(rows, [_text(tokenizer, row, columns) for row in rows], tokenizer)
+        given = [_given(tokenizer, row, columns, self.learn) for row in rows]
+        return self.table_of_tokens(rows, list(_encoded(tokenizer, given)))
 
 
 def _format(row: Row) -> tuple[str, ...]:
@@ -53,21 +80,42 @@ def _format(row: Row) -> tuple[str, ...]:
     )
 
 
-def _text(tokenizer: PreTrainedTokenizerBase, row: Row, columns: tuple[str, ...]) -> ResponseText:
+def _given(tokenizer: PreTrainedTokenizerBase, row: Row, columns: tuple[str, ...], learn: Learnt) -> _Given:
     values = [row.values[column] for column in columns]
     tools = row.values.get("tools")
     if values[-1] in ("", []):
-        raise DataError(f"{row.place}: {columns[-1]!r} is empty; give it text or leave the row out")
+        raise DataError(
+            f"{row.place}: {columns[-1]!r} is empty, so nothing can be learnt; fill it or leave the row out"
+        )
     match values:
         case [str(text)] if columns == ("text",):
-            return whole_text(text, row.place)
+            return _Given(whole_text(text, row.place))
         case [messages] if columns == ("messages",) and is_conversation(messages):
-            return conversation(tokenizer, messages[:-1], messages[-1:], row.place, tools=tools)
+            if learn == "last":
+                return _Given(conversation(tokenizer, messages[:-1], messages[-1:], row.place, tools=tools))
+            return _Given(*from_first_answer(tokenizer, messages, row.place, tools=tools))
         case [prompt, completion]:
             found = response_text(tokenizer, prompt, completion, row.place, tools=tools)
             if found is not None:
-                return found
+                return _Given(found)
     kinds = {column: type(row.values[column]).__name__ for column in columns}
     raise DataError(
         f"{row.place}: {columns} must be all text or all lists of messages with role and content; got {kinds}"
     )
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, rows: Sequence[_Given]) -> Iterator[TokensOfRow]:
+    """Yield the token ids of every row's prompt and response, and which of the response's are learnt."""
+    begun = iter(token_ids(tokenizer, [text for row in rows for text in row.begun]))
+    single = iter(encoded(tokenizer, [row.text for row in rows if not row.begun]))
+    several = [row.text for row in rows if row.begun]
+    openings = iter(prompt_token_ids(tokenizer, [text.prompt for text in several if text.prompt is not None]))
+    wholes = iter(token_ids(tokenizer, [text.rest for text in several]))
+    for row in rows:
+        if row.begun:
+            prompt = next(openings)
+            later = [next(begun) for _ in row.begun]
+            yield (prompt, *said_by_assistant(tokenizer, next(wholes), [prompt, *later], row.text.rest.place))
+        else:
+            prompt, response = next(single)
+            yield prompt, response, [bool(prompt), *([True] * (len(response) - 1))]

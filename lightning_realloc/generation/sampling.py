@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from numbers import Integral, Real
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lightning_realloc.elsewhere import OF_SAMPLING, NamesElsewhere
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.noise import gumbel_noise
 
@@ -22,9 +24,10 @@ _LEAST_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(NamesElsewhere):
     """How responses are drawn and when they end."""
 
+    names_elsewhere: ClassVar[Mapping[str, str]] = OF_SAMPLING
     max_new_tokens: int = 256
     """Most tokens in one response. The model's context may end it earlier."""
     min_new_tokens: int = 0

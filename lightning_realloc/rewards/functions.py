@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerState
 
-from lightning_realloc.data.chat import is_conversation
+from lightning_realloc.data.chat import begun_answer, is_conversation
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.asking import ask, ask_async
 from lightning_realloc.rewards.event_loop import EventLoop
@@ -60,9 +60,10 @@ class RewardFunctions:
         *,
         weights: Sequence[float] | None = None,
     ) -> None:
-        given = [functions] if isinstance(functions, str) or callable(functions) else list(functions)
+        given = _listed(functions)
         if not given:
             raise RewardError("at least one reward function is needed; got none")
+        _refuse_models(given)
         self.functions = tuple(resolved(item) for item in given)
         self.weights = tuple(float(weight) for weight in weights) if weights is not None else (1.0,) * len(given)
         if len(self.weights) != len(self.functions) or not all(map(math.isfinite, self.weights)):
@@ -116,7 +117,8 @@ class RewardFunctions:
         """Return the rewards of a batch of B completions.
 
         Args:
-            prompts: B texts or conversations. For conversations a function gets each completion as one too.
+            prompts: B texts or conversations. For conversations a function gets each completion as one too; what the
+                assistant had begun to say in the prompt is then part of the completion.
             completions: B texts.
             completion_ids: B lists of token ids.
             columns: Further columns of the data, B values each.
@@ -128,8 +130,8 @@ class RewardFunctions:
         conversational = bool(prompts) and is_conversation(prompts[0])
         given: dict[str, Any] = {
             **{name: list(values) for name, values in columns.items()},
-            "prompts": list(prompts),
-            "completions": [_as_message(text) for text in completions] if conversational else list(completions),
+            "prompts": [_unanswered(prompt) for prompt in prompts],
+            "completions": list(map(_as_message, prompts, completions)) if conversational else list(completions),
             "completion_ids": [list(ids) for ids in completion_ids],
             "trainer_state": self.trainer_state(),
             "log_extra": _nothing,
@@ -190,6 +192,21 @@ class RewardFunctions:
         return zip(self.names, self.functions, strict=True)
 
 
+def _listed(functions: object) -> list[Any]:
+    if isinstance(functions, Iterable) and not isinstance(functions, str) and not callable(functions):
+        return list(functions)
+    return [functions]
+
+
+def _refuse_models(given: Sequence[object]) -> None:
+    for item in given:
+        if isinstance(item, torch.nn.Module):
+            raise RewardError(
+                f"a reward function takes prompts and completions, and a {type(item).__name__} takes tokens; a reward "
+                f"model is PPO's reward=, or is asked by a function of yours"
+            )
+
+
 def _as_tensor(outcomes: Sequence[Outcome]) -> Tensor:
     missing = (Failed, type(None))
     return torch.tensor([math.nan if isinstance(o, missing) else o for o in outcomes], dtype=torch.float32)
@@ -199,5 +216,9 @@ def _nothing(*arguments: object) -> None:
     """Take what TRL would write into tables that are not kept here."""
 
 
-def _as_message(text: str) -> list[dict[str, str]]:
-    return [{"role": "assistant", "content": text}]
+def _as_message(prompt: object, text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": (begun_answer(prompt) or "") + text}]
+
+
+def _unanswered(prompt: Any) -> object:
+    return prompt if begun_answer(prompt) is None else prompt[:-1]

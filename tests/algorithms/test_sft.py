@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_realloc.errors import DataError
 from lightning_realloc.runtime.samples import Ragged, Samples
 from lightning_realloc.runtime.training import Totals, pack_columns
 from tests.models import tiny_model
@@ -51,6 +52,11 @@ def test_parts_of_a_mini_batch_add_up_to_its_loss() -> None:
     assert sum(parts) == pytest.approx(whole, abs=1e-6)
 
 
+def test_rejected_responses_are_not_learnt() -> None:
+    with pytest.raises(DataError, match="also the rejected ones"):
+        runs.sft().check_batch(pairs().with_columns(chosen=("a", "b", "c"), rejected=("d", "e", "f")))
+
+
 def test_scores_are_summarized_per_token() -> None:
     module = runs.sft()
     assert module.summarize(pairs()) == {}
@@ -82,3 +88,20 @@ def test_what_is_learnt_of_a_pair_does_not_depend_on_the_others_in_its_pack() ->
             assert not touched[~own].any() and touched[own][:-1].all(), "a pair sees another one"
             gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
         torch.testing.assert_close(gradients[1], gradients[0], atol=1e-6, rtol=1e-5)
+
+
+def test_a_text_of_its_own_has_hugging_faces_loss() -> None:
+    # Nothing predicts a text's first token: 3 of 4 tokens count.
+    model, text = tiny_model("llama"), [13, 14, 15, 2]
+    columns = {"prompt_ids": Ragged.from_list([[]], dtype=torch.int64), "response_ids": Ragged.from_list([text])}
+    counted = {"model_mask": Ragged.from_list([[False, True, True, True]], dtype=torch.bool)}
+    samples = Samples(torch.arange(1), {**columns, **counted, "num_model_tokens": torch.tensor([3])})
+    module = runs.sft(actor=model)
+    loss = module.actor_loss(model, pack_columns(samples, torch.device("cpu")), Totals(1, 3)).value
+    expected = model(input_ids=torch.tensor([text]), labels=torch.tensor([text])).loss
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    with torch.no_grad():
+        logprobs = module.score(model, pack_columns(samples, torch.device("cpu")))
+    scored = samples.with_columns(logprobs=Ragged(logprobs, torch.tensor([4])))
+    measured = scored.with_columns(**module.measure(scored)).lengths_only()
+    assert float(module.summarize(measured)["loss"]) == pytest.approx(expected.item(), abs=1e-6)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from lightning.pytorch.cli import LightningCLI
+from tokenizers.processors import TemplateProcessing
 
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.errors import DataError
@@ -71,6 +72,32 @@ def test_conversations_go_through_the_chat_template() -> None:
     assert batch.objects("prompt") == (messages,)
     with pytest.raises(DataError, match=r"row 0 of the data set is a conversation, and .* no chat template"):
         _module([{"prompt": messages}], batch_size=1)
+
+
+def test_an_answer_that_the_assistant_has_begun_is_gone_on_with() -> None:
+    begun = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "It is"}]
+    module = _module([{"prompt": begun}], batch_size=1, tokenizer=_chat_tokenizer())
+    module.setup()
+    (batch,) = module.train_dataloader()
+    assert byte_tokenizer().decode(batch.ragged("prompt_ids").values) == "u:1+1<eos>\na:It is"
+
+
+def test_a_template_that_refuses_a_row_is_quoted_with_the_row() -> None:
+    tokenizer = _chat_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(DataError, match=r"row 0 of the data set: .*\['user'\] \(TemplateError: no system role\)"):
+        _module([{"prompt": [{"role": "user", "content": "1+1"}]}], tokenizer=tokenizer)
+
+
+def test_a_tokenizer_that_closes_texts_closes_no_prompt() -> None:
+    tokenizer = byte_tokenizer()
+    end = (tokenizer.eos_token, tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{end[0]} $A {end[0]}", special_tokens=[end]
+    )
+    module = _module([{"prompt": "1+1="}], batch_size=1, tokenizer=tokenizer)
+    (batch,) = module.train_dataloader()
+    assert tokenizer.decode(batch.ragged("prompt_ids").values) == "<eos>1+1="
 
 
 def test_another_column_can_hold_the_prompts() -> None:

@@ -42,6 +42,59 @@ def test_of_a_conversation_the_last_answer_is_learnt_with_the_templates_own_end(
     assert _pair({"prompt": TURNS[:1], "completion": TURNS[1:]}, tokenizer=_chat()) == expected
 
 
+TALK = [*TURNS, {"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}]
+
+
+def _learnt(rows: list[dict[str, Any]], **settings: Any) -> list[tuple[str, str]]:
+    """Return the text given of every row, and what is learnt of the rest, with a dot for every byte that is not."""
+    module = SFTDataModule(rows, batch_size=len(rows), shuffle=False, tokenizer=_chat(), **settings)
+    module.setup()
+    (batch,) = module.train_dataloader()
+    assert batch.tensor("num_model_tokens").tolist() == [sum(row) for row in batch.ragged("model_mask").to_lists()]
+    columns = (batch.ragged(name).to_lists() for name in ("prompt_ids", "response_ids", "model_mask"))
+    return [
+        (
+            _chat().decode(prompt),
+            "".join(_chat().decode([i]) if said else "." for i, said in zip(ids, mask, strict=True)),
+        )
+        for prompt, ids, mask in zip(*columns, strict=True)
+    ]
+
+
+def test_of_a_conversation_all_that_the_assistant_says_is_learnt() -> None:
+    # What is between: the line break behind the first answer, "u:2+3", the end token, a line break and "a:".
+    assert _learnt([{"messages": TALK}]) == [("u:1+1<eos>\na:", "2<eos>" + "." * 10 + "5<eos>\n")]
+    assert _pair({"messages": TALK}, tokenizer=_chat(), learn="last")[1] == "5<eos>\n"
+
+
+def test_short_conversations_beside_long_ones_are_learnt_as_alone() -> None:
+    both = _learnt([{"messages": TURNS}, {"messages": TALK}])
+    assert both == [("u:1+1<eos>\na:", "2<eos>\n"), *_learnt([{"messages": TALK}])]
+
+
+def test_a_greeting_and_what_a_tool_says_are_not_learnt() -> None:
+    talk = [{"role": "assistant", "content": "hi"}, *TURNS, {"role": "tool", "content": "7"}, TURNS[1]]
+    ((prompt, learnt),) = _learnt([{"messages": talk}])
+    assert prompt == "a:hi<eos>\nu:1+1<eos>\na:"
+    assert learnt.replace(".", "") == "2<eos>2<eos>\n"
+
+
+def test_a_cut_conversation_keeps_its_mask() -> None:
+    ((_, learnt),) = _learnt([{"messages": TALK}], max_tokens=13, long_rows="truncate")
+    assert learnt == "2<eos>.."  # 9 tokens of prompt leave room for 4
+
+
+def test_the_first_token_of_a_text_is_predicted_by_nothing_and_not_counted() -> None:
+    assert _learnt([{"text": "ab"}]) == [("", ".b<eos>")]
+
+
+def test_a_template_that_rewrites_earlier_answers_is_refused_unless_the_last_one_is_learnt() -> None:
+    tokenizer = _chat()
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("message.content", "(message.content if loop.last else '-')")
+    with pytest.raises(DataError, match="learn='last'"):
+        _pair({"messages": TALK}, tokenizer=tokenizer)
+
+
 def test_long_responses_are_cut_where_that_is_asked_for() -> None:
     row = {"prompt": "abc", "completion": "defg"}
     assert _pair(row, max_tokens=5, long_rows="truncate") == ("abc", "de")
@@ -57,6 +110,8 @@ def test_long_responses_are_cut_where_that_is_asked_for() -> None:
     ("row", "rule"),
     [
         ({"question": "a"}, r"needs 'prompt' and 'completion', or 'messages', or 'text'; it has \['question'\]"),
+        ({"prompt": "a", "completion": ""}, "'completion' is empty"),
+        ({"messages": []}, "'messages' is empty"),
         ({"prompt": "a", "completion": TURNS}, "must be all text or all lists"),
         ({"messages": "a"}, "must be all text or all lists"),
         ({"prompt": "a", "completion": ""}, "row 0 of the data set: 'completion' is empty; give it text"),

@@ -74,6 +74,20 @@ def test_conversations_get_their_completions_as_messages() -> None:
     assert rewards.total.tolist() == [1.0, 2.0]
 
 
+def test_what_the_assistant_had_begun_to_say_is_part_of_its_completion() -> None:
+    seen: dict[str, Any] = {}
+
+    def spy(prompts: Any, completions: Any, **columns: Any) -> list[int]:
+        seen.update(prompts=prompts, completions=completions)
+        return [0, 0]
+
+    asked = {"role": "user", "content": "1+1"}
+    begun = [asked, {"role": "assistant", "content": "It is "}]
+    RewardFunctions(spy)([begun, begun], COMPLETIONS, IDS, {})
+    assert seen["prompts"] == [[asked], [asked]]
+    assert seen["completions"] == [[{"role": "assistant", "content": f"It is {text}"}] for text in COMPLETIONS]
+
+
 def test_a_function_may_name_just_what_it_needs() -> None:
     def right(completions: list[str], answer: list[str]) -> list[bool]:
         return [text == wanted for text, wanted in zip(completions, answer, strict=True)]
@@ -128,6 +142,8 @@ def test_a_function_that_raises_is_named_with_its_batch() -> None:
         ([length], [math.nan], "finite weights"),
         (["no_such_package.reward"], None, "'no_such_package.reward' cannot be imported"),
         (["lightning_realloc.rewards:nothing"], None, "cannot be imported .*nothing"),
+        (5, None, "must be callable; 5 is a int"),
+        ([torch.nn.Linear(1, 1)], None, "a Linear takes tokens; a reward model is PPO"),
         (["reward"], None, "import path is 'package.module:name'; got 'reward'"),
         ([3], None, "must be callable; 3 is a int"),
     ],

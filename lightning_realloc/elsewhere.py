@@ -1,0 +1,178 @@
+"""What is a setting called here that another library gives another name? Asked only when a name is not known.
+
+Whoever comes from TRL or OpenRLHF types its names; Python alone would answer that such an argument does not exist.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from lightning_realloc.errors import ConfigError
+
+_SAMPLING = "sampling=SamplingParams({}=...)"
+_OPTIONS = "train_options=TrainOptions({}=...)"
+_PACKAGE = f"{__package__}."
+_TRAINER = "Lightning's Trainer({}=...)"
+_DATA = "the data module's {}"
+
+OF_ALGORITHMS: Mapping[str, str] = {
+    "model": "the first argument, a name, folder, config or module",
+    "policy": "the first argument, a name, folder, config or module",
+    "ref_model": "reference=; without it a frozen copy of the actor",
+    "value_model": "critic=",
+    "reward_model": "reward=",
+    "reward_funcs": "reward=, one function or a list",
+    "teacher_model": "teacher=",
+    "processing_class": "tokenizer=",
+    "args": "keyword arguments of the algorithm and of Lightning's Trainer",
+    "train_dataset": _DATA.format("data, in trainer.fit(model, PromptDataModule(data, batch_size=...))"),
+    "eval_dataset": _DATA.format("val_data"),
+    "per_device_train_batch_size": _DATA.format("batch_size, rows or prompts of an iteration over all ranks"),
+    "generation_batch_size": _DATA.format("batch_size, prompts of an iteration over all ranks"),
+    "max_prompt_length": _DATA.format("max_prompt_tokens"),
+    "max_length": _DATA.format("max_tokens"),
+    "max_seq_length": _DATA.format("max_tokens"),
+    "truncation_mode": _DATA.format("long_rows"),
+    "packing": "nothing to set: samples are always packed, without padding, and never see each other",
+    "padding_free": "nothing to set: samples are always packed, without padding, and never see each other",
+    "num_generations": _SAMPLING.format("n"),
+    "rloo_k": _SAMPLING.format("n"),
+    "n_samples_per_prompt": _SAMPLING.format("n"),
+    "max_completion_length": _SAMPLING.format("max_new_tokens"),
+    "max_new_tokens": _SAMPLING.format("max_new_tokens"),
+    "response_length": _SAMPLING.format("max_new_tokens"),
+    "temperature": _SAMPLING.format("temperature"),
+    "top_p": _SAMPLING.format("top_p"),
+    "top_k": _SAMPLING.format("top_k"),
+    "stop_token": _SAMPLING.format("stop_token_ids"),
+    "num_iterations": _OPTIONS.format("num_epochs"),
+    "num_ppo_epochs": _OPTIONS.format("num_epochs"),
+    "num_mini_batches": _OPTIONS.format("num_minibatches"),
+    "steps_per_generation": _OPTIONS.format("num_minibatches"),
+    "gradient_accumulation_steps": f"{_OPTIONS.format('micro_batch_tokens')}, which bounds a forward pass and changes "
+    "no result",
+    "max_grad_norm": _OPTIONS.format("max_grad_norm"),
+    "gradient_checkpointing": "gradient_checkpointing of the training call in the plan, docs/layouts.md",
+    "beta": "kl_coef=",
+    "init_kl_coef": "kl_coef=",
+    "epsilon": "clip_low= and clip_high=",
+    "epsilon_high": "clip_high=",
+    "eps_clip": "clip_low= and clip_high=",
+    "cliprange": "clip_low= and clip_high=",
+    "delta": "clip_most=",
+    "dual_clip": "clip_most=",
+    "cliprange_value": "value_clip=",
+    "gamma": "discount=",
+    "lam": "gae_lambda=",
+    "vf_coef": "critic_learning_rate=: actor and critic have a loss and an optimizer each",
+    "whiten_rewards": "normalize_advantages=",
+    "whiten_advantages": "normalize_advantages=",
+    "loss_type": "loss= (of policies also loss_average= and ratio_level=, docs/policies.md)",
+    "scale_rewards": "normalize_by_std=",
+    "importance_sampling_level": "ratio_level=",
+    "mask_truncated_completions": "learn_truncated=False",
+    "vllm_importance_sampling_correction": "engine_correction=EngineCorrection(...)",
+    "f_divergence_type": "divergence=",
+    "ld_alpha": "tail_weight=",
+    "rpo_alpha": "loss=['sigmoid', 'sft'] with loss_weights=[1.0, rpo_alpha]",
+    "center_rewards_coefficient": "centre_coef=",
+    "lr_scheduler_type": "lr_scheduler=, which makes a schedule from an optimizer",
+    "warmup_ratio": "lr_scheduler=, which makes a schedule from an optimizer",
+    "warmup_steps": "lr_scheduler=, which makes a schedule from an optimizer",
+    "optim": "optimizer=, which makes one from parameters",
+    "weight_decay": "optimizer=, which makes one from parameters",
+    "num_train_epochs": _TRAINER.format("max_epochs"),
+    "max_steps": _TRAINER.format("max_steps"),
+    "logging_steps": _TRAINER.format("log_every_n_steps"),
+    "eval_steps": _TRAINER.format("val_check_interval"),
+    "report_to": _TRAINER.format("logger"),
+    "bf16": f"{_TRAINER.format('precision')}, 'bf16-mixed' or 'bf16-true'",
+    "output_dir": "dirpath of SaveHuggingFace (weights) and ModelCheckpoint (to resume), among the Trainer's callbacks",
+    "push_to_hub": "the callback SaveHuggingFace(dirpath, push_to_hub=...)",
+}
+"""Setting of TRL's or OpenRLHF's trainers -> what it is here, where the algorithm has no setting of that name."""
+
+OF_DATA: Mapping[str, str] = {
+    "train_dataset": "the first argument",
+    "dataset": "the first argument",
+    "eval_dataset": "val_data=",
+    "processing_class": "tokenizer=",
+    "per_device_train_batch_size": "batch_size=, rows or prompts of an iteration over all ranks",
+    "max_prompt_length": "max_prompt_tokens= (max_tokens= of prompt and response, where responses are given)",
+    "max_length": "max_tokens= (max_prompt_tokens= of prompts)",
+    "max_seq_length": "max_tokens=",
+    "truncation_mode": "long_rows=",
+}
+"""The same of what TRL's trainers take beside the data."""
+
+OF_SAMPLING: Mapping[str, str] = {
+    "max_tokens": "max_new_tokens=",
+    "max_length": "max_new_tokens=",
+    "max_completion_length": "max_new_tokens=",
+    "min_tokens": "min_new_tokens=",
+    "num_generations": "n=",
+    "num_return_sequences": "n=",
+    "do_sample": "temperature=0 for the most likely token",
+    "stop": "stop_strings=",
+}
+"""Setting of vLLM's, transformers' or TRL's sampling -> ours."""
+
+OF_TRAIN_OPTIONS: Mapping[str, str] = {
+    "num_iterations": "num_epochs=",
+    "num_ppo_epochs": "num_epochs=",
+    "num_mini_batches": "num_minibatches=",
+    "gradient_accumulation_steps": "micro_batch_tokens=, which bounds a forward pass and changes no result",
+    "micro_batch_size": "micro_batch_tokens=",
+    "gradient_clip_val": "max_grad_norm=",
+}
+"""Setting of TRL's trainers or of Lightning's -> ours."""
+
+
+def hint_for(name: str) -> str | None:
+    """Return what another library's name for a setting is here, None for a name that nobody has."""
+    return next((h[name] for h in (OF_ALGORITHMS, OF_DATA, OF_SAMPLING, OF_TRAIN_OPTIONS) if name in h), None)
+
+
+class NamesElsewhere:
+    """A class that answers to another library's name for a setting with its own.
+
+    Subclasses outside of this package that define ``__init__`` may take such a name themselves, and are let alone.
+    """
+
+    __slots__ = ()
+    names_elsewhere: ClassVar[Mapping[str, str]] = {}
+    """Names that are known elsewhere -> what they are here."""
+
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        """Refuse another library's names, before Python does without a hint."""
+        if settings.keys() & cls.names_elsewhere.keys() and _takes_settings(cls)[0].__module__.startswith(_PACKAGE):
+            _refuse_names_elsewhere(cls, settings)
+        return super().__new__(cls)
+
+
+def _refuse_names_elsewhere(cls: type[NamesElsewhere], settings: Mapping[str, Any]) -> None:
+    hints = cls.names_elsewhere
+    foreign = [name for name in settings if name in hints and name not in settings_of(cls)]
+    if foreign:
+        raise ConfigError(
+            f"{cls.__name__} has no setting {', '.join(foreign)}; here it is "
+            f"{'; '.join(f'{name}: {hints[name]}' if len(foreign) > 1 else hints[name] for name in foreign)}"
+        )
+
+
+def settings_of(cls: type) -> frozenset[str]:
+    """Return the names that a class and those that it hands the rest to can be given."""
+    names: set[str] = set()
+    for base in _takes_settings(cls):
+        parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+        names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return frozenset(names)
+
+
+def _takes_settings(cls: type) -> list[type]:
+    """Return the classes whose ``__init__`` is asked, in this order."""
+    return [base for base in cls.__mro__ if "__init__" in vars(base)]
