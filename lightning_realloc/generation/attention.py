@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.attention_scores import Scores
 from lightning_realloc.generation.kv_cache import KVCache, Places, Segment, StepPlaces
+from lightning_realloc.generation.token_grid import Overhang, TokenGrid
 
 IMPLEMENTATION = "realloc_slots"
 STEP_ARGUMENT = "realloc_step"
@@ -51,56 +52,55 @@ class PackedStep:
     """Positions of each of these slots, with those of its tokens."""
     max_length: int
     """Largest position + 1."""
-    width: int = field(init=False)
-    """Most tokens of one slot."""
+    grid: TokenGrid = field(init=False)
     cached: StepPlaces = field(init=False)
     """Where tokens are written to the cache, and how slots are read."""
-    places: Tensor | None = field(init=False)
-    """(N,) where each token stands in a grid of (slots * width), None where the tokens fill it."""
     attended: set[int] = field(default_factory=set, init=False)
     """Layers that attended by it."""
     _masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         device, num_slots = self.positions.device, len(self.counts)
-        self.width = max(self.counts, default=0)
         slots = torch.arange(num_slots, device=device)
-        if self.width > 1:
+        if len(self.positions) > num_slots:
             slots = slots.repeat_interleave(torch.tensor(self.counts, device=device), output_size=len(self.positions))
         self.cached = self.cache.places(
             Places(self.segments, self.num_prefill, slots, self.positions, num_slots, self.row_lengths, self.max_length)
         )
-        self.places = None
-        if len(self.positions) < num_slots * self.width:
-            offsets = [offset for count in self.counts for offset in range(count)]
-            self.places = slots * self.width + torch.tensor(offsets, device=device)
-
-    def grid(self, tokens: Tensor) -> Tensor:
-        """Return what each token has (N, …) as (slots, width, …), zero where a slot has fewer tokens."""
-        if self.places is not None:
-            filled = tokens.new_zeros(len(self.counts) * self.width, *tokens.shape[1:])
-            tokens = filled.index_copy_(0, self.places, tokens)
-        return tokens.view(len(self.counts), self.width, *tokens.shape[1:])
-
-    def tokens_of(self, grid: Tensor) -> Tensor:
-        """Return (N, …) from (slots, width, …): the inverse of :meth:`grid`."""
-        flat = grid.reshape(-1, *grid.shape[2:])
-        return flat if self.places is None else flat.index_select(0, self.places)
+        self.grid = TokenGrid(self.counts, device)
 
     def decode_mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
         """Return the additive mask (slots, 1, repeats * width, attended length), made once per forward.
 
         Additive and in the queries' dtype, since SDPA would convert a boolean mask again in every layer.
         """
-        repeats = repeats if self.width > 1 else 1  # a single position broadcasts
+        repeats = repeats if self.grid.width > 1 else 1  # a single position broadcasts
         mask = self._masks.get((window, repeats, dtype))
         if mask is None:
             keys = torch.arange(self.cached.attended_length, device=self.positions.device)
-            distance = self.grid(self.positions)[..., None] - keys
+            distance = self.grid.of(self.grid.lay_out(self.positions))[..., None] - keys
             keep = distance >= 0 if window is None else (distance >= 0) & (distance < window)
             mask = torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill_(~keep, float("-inf"))
             mask = self._masks[window, repeats, dtype] = mask.repeat(1, repeats, 1)[:, None]
         return mask
+
+    def overhang_mask(self, overhang: Overhang, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Return the additive mask (T, S) of a slot's last T tokens, which attend to the slot's S positions.
+
+        A view of one mask for all slots, made once per forward: it tells distances, and these are alike everywhere.
+        """
+        longest, most = self.max_length, self.grid.longest_overhang
+        mask = self._masks.get((window, 0, dtype))
+        if mask is None:
+            device = self.positions.device
+            distance = (
+                longest + torch.arange(most, device=device)[:, None] - torch.arange(longest + most, device=device)
+            )
+            keep = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            mask = torch.zeros(keep.shape, dtype=dtype, device=device).masked_fill_(~keep, float("-inf"))
+            self._masks[window, 0, dtype] = mask
+        count = overhang.stop - overhang.start
+        return mask[:count, longest + count - self.row_lengths[overhang.slot] : longest + count]
 
 
 @contextmanager
@@ -250,14 +250,34 @@ def _refuse(name: str, reason: str, way_out: str = _OTHER_ENGINE) -> None:
 
 def _decode(queries: Tensor, stored: Any, step: PackedStep, scores: Scores, window: int | None) -> Tensor:
     """Attend from the slots' tokens (N, H, D) to the slots' contents; return (N, H, D_v)."""
-    heads, rows, width = queries.shape[1], len(step.counts), step.width
-    grid, blocks = step.grid(queries), []
+    laid_out = step.grid.lay_out(queries)
+    attended = [_decode_grid(step.grid.of(laid_out), stored, step, scores, window)]
+    for overhang in step.grid.overhangs:
+        own = laid_out[overhang.start : overhang.stop]
+        whole = step.cached.sequence(stored, overhang.slot, step.row_lengths[overhang.slot])
+        attended.append(_decode_overhang(own, whole, step.overhang_mask(overhang, window, own.dtype), scores))
+    return step.grid.tokens_of(torch.cat(attended) if len(attended) > 1 else attended[0])
+
+
+def _decode_overhang(queries: Tensor, contents: tuple[Tensor, Tensor], mask: Tensor, scores: Scores) -> Tensor:
+    """Attend from the last T tokens (T, H, D) of a slot to all of it (S, H_kv, D); return (T, H, D_v)."""
+    keys, values = (tensor.transpose(0, 1)[None] for tensor in contents)
+    count, groups, repeats = len(queries), keys.shape[1], queries.shape[1] // keys.shape[1]
+    by_group = queries.view(count, groups, repeats, -1).permute(1, 2, 0, 3).reshape(1, groups, repeats * count, -1)
+    attended = scores.attend(by_group, keys, values, mask=mask.repeat(repeats, 1))
+    return attended.view(groups, repeats, count, -1).permute(2, 0, 1, 3).reshape(count, groups * repeats, -1)
+
+
+def _decode_grid(grid: Tensor, stored: Any, step: PackedStep, scores: Scores, window: int | None) -> Tensor:
+    """Attend from a grid of tokens (rows, width, H, D) to their slots; return (rows * width, H, D_v)."""
+    rows, width, heads = grid.shape[:3]
+    blocks = []
     for index in range(step.cached.num_blocks()):
         own, keys, values = step.cached.block(stored, index)
         count, length, groups = keys.shape[:3]
         # Query heads that share a key-value head become query positions: keys are then read once and never repeated.
         by_group = grid[own].reshape(count, width, groups, heads // groups, -1).permute(0, 2, 3, 1, 4)
-        mask = step.decode_mask(window, heads // groups, queries.dtype)
+        mask = step.decode_mask(window, heads // groups, grid.dtype)
         attended = scores.attend(
             by_group.reshape(count, groups, heads // groups * width, -1),
             keys.transpose(1, 2),
@@ -266,7 +286,7 @@ def _decode(queries: Tensor, stored: Any, step: PackedStep, scores: Scores, wind
         )
         blocks.append(attended.reshape(count, groups, heads // groups, width, -1).permute(0, 3, 1, 2, 4))
     by_token = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
-    return step.tokens_of(by_token.reshape(rows, width, heads, -1))
+    return by_token.reshape(rows * width, heads, -1)
 
 
 def _read(queries: Tensor, contents: tuple[Tensor, Tensor], scores: Scores, window: int | None) -> Tensor:

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _TRIAL = 8
-"""Steps after which it is judged whether drafting pays."""
+"""Steps after which it is judged whether drafting pays; more of them where a step is one of few samples."""
+_TRIAL_ROWS = 32
+"""Samples' steps that a trial has at least: what one sample gets in a step is mostly chance."""
 _GLARING = 1.0
 """Loss, in seconds per second spent and summed over steps, that ends a trial at once."""
 _PAUSE = 12
@@ -22,10 +24,12 @@ _COST_OF_TRYING = 0.005
 """Share of all seconds that drafting in vain may come to."""
 _PAUSE_AFTER = 1200
 """Steps with drafts, for every second gained per second spent, after which a pause shows what plain steps take now."""
-_LEAST_GAIN = 0.05
+_LEAST_GAIN = 0.03
 """What drafting must gain per second spent: samples that get ahead are over early, and the last steps run with few."""
-_RATE = 0.3
-"""Weight of the last trial."""
+_RATE = 0.2
+"""Weight of the last trial, where there were many."""
+_NOISE = 0.1
+"""What one trial's balance is off by, as like as not."""
 _MOST_LOSS = 0.5
 """Share of its seconds that one step counts as lost at most: a hiccup says nothing about drafting."""
 
@@ -40,8 +44,8 @@ def token_worths(left: Sequence[float], plain_s: float, row_s: float) -> list[fl
     """
     fixed_s = plain_s - row_s * len(left)
     longest = max(left)
-    # How far samples drift apart while the longest one runs: like the steps of a random walk.
-    spread = math.sqrt(longest + 1.0)
+    # How far samples drift apart while the longest one runs: like the steps of a random walk, of two tokens each.
+    spread = 2.0 * math.sqrt(longest + 1.0)
     chances = [math.exp((tokens - longest) / spread) for tokens in left]
     share_s = fixed_s / sum(chances)
     return [row_s + share_s * chance for chance in chances]
@@ -57,6 +61,7 @@ class _Record:
     """The same, summed over the steps of this trial."""
     num_steps: int = 0
     """Of this trial."""
+    num_trials: int = 0
     steps_since_pause: int = 0
     num_rests: int = 0
     """In a row, since drafting last paid."""
@@ -93,11 +98,17 @@ class Payoff:
         record = self._record(num_rows)
         record.trial += max(gained_s / spent_s - 1.0 - _LEAST_GAIN, -_MOST_LOSS)
         record.num_steps += 1
-        if record.num_steps == _TRIAL or record.trial <= -_GLARING:
-            record.balance += _RATE * (record.trial / record.num_steps - record.balance)
+        length = max(_TRIAL, -(-_TRIAL_ROWS // num_rows))
+        is_glaring = record.trial <= -_GLARING
+        if record.num_steps >= length or is_glaring:
+            record.num_trials += 1
+            share = min(record.num_steps / length, 1.0)  # a few hiccups end a trial, too: it says less than a whole one
+            rate = max(_RATE, 1.0 / record.num_trials) * share
+            record.balance += rate * (record.trial / record.num_steps - record.balance)
             record.steps_since_pause += record.num_steps
             record.trial, record.num_steps = 0.0, 0
-            record.rest = _rest(record)
+            doubt = 0.0 if is_glaring else _NOISE / math.sqrt(record.num_trials)
+            record.rest = _rest(record, doubt)
             if record.rest:
                 record.steps_since_pause = 0
 
@@ -108,9 +119,9 @@ class Payoff:
         return self._records[key]
 
 
-def _rest(record: _Record) -> int:
-    """Return for how many steps drafting rests after a trial."""
-    if record.balance < 0.0:
+def _rest(record: _Record, doubt: float) -> int:
+    """Return for how many steps drafting rests after a trial; ``doubt``: what the balance may be off by."""
+    if record.balance < -doubt:
         record.num_rests += 1  # the first ones are short: what drafts come to is learnt by drafting
         return round(_TRIAL * min(-record.balance / _COST_OF_TRYING, 4.0**record.num_rests))
     record.num_rests = 0

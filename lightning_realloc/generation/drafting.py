@@ -57,6 +57,9 @@ class Drafter:
     def admitted(self, slots: Sequence[int]) -> None:
         """New samples are in these slots."""
 
+    def prepare(self, running: Sequence[Sample]) -> None:
+        """Do what new samples need once, before anything is proposed for them."""
+
     def propose(
         self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
     ) -> list[Draft]:
@@ -171,6 +174,11 @@ class NgramDrafter(_Lookup):
     def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
         super().begin(samples, verification, num_slots)
         self._own.clear()
+
+    def prepare(self, running: Sequence[Sample]) -> None:
+        for sample in running:
+            if sample.sample_id not in self._own:
+                self._followers(sample)
 
     def finished(self, sample: Sample) -> None:
         self._own.pop(sample.sample_id, None)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from operator import mul
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.draft_planner import MARGIN, AcceptanceRates, Budget, plan_budget
+from lightning_realloc.generation.draft_planner import AcceptanceRates, Budget, plan_budget
 from lightning_realloc.generation.draft_worth import Payoff, token_worths
 from lightning_realloc.generation.drafting import Drafter
 from lightning_realloc.generation.remaining_lengths import RemainingLengths
@@ -22,13 +22,15 @@ from lightning_realloc.generation.verification import NO_DRAFT, Draft, Verificat
 _SETTLED = 6
 """Plain steps in a row after which another one takes as long as it does among its like: right behind verifying ones it
 takes up to a fifth longer."""
-_PLAN_EVERY = 4
+_PLAN_EVERY = 8
 """Steps after which a plan is made anew; until then its price and width hold."""
 _LEAST_SURVIVAL = 0.02
 _DOUBT = 0.5
 """Share of the chance a token must have to pay, down to which it is drafted: an estimate may be too low."""
 _FEW = 4
 """Samples for which every draft may be as long as it likes: their padding costs little."""
+_ABOUT = 0.01
+"""Share by which two depths are about as good."""
 _AGREE_EVERY = 16
 _BY_DEPTH = tuple(("depth", depth) for depth in range(256))
 
@@ -70,6 +72,7 @@ class _Observation:
     """Most tokens of one draft that were verified."""
     depth: int
     """Most tokens of one draft that were made."""
+    num_drafted: int
     drafted: bool
     """Whether drafting did not rest."""
     is_settled: bool
@@ -162,7 +165,7 @@ class Speculator:
             return
         self._num_plain = 0 if any(map(len, verified)) else self._num_plain + 1
         if self._worths:
-            self._gained_s = self._costs.marginal(len(emitted))[0] * sum(map(len, emitted)) / len(emitted)
+            self._gained_s = sum(worth * len(own) for worth, own in zip(self._worths, emitted, strict=True))
         # What a draft was cut off from tells something, too: a token there was right where the target drew the same.
         told = self._drafts if self._anticipates else verified
         few = range(self._num_steps % -(-len(told) // _FEW), len(told), -(-len(told) // _FEW)) if told else ()
@@ -180,12 +183,12 @@ class Speculator:
         if self._speculation.num_draft_tokens is not None:
             return
         num_rows = len(verified)
-        depth = max(map(len, self._drafts), default=0)
+        drafted = [len(draft) for draft in self._drafts]
         lengths = [len(draft) for draft in verified]
         self._observations.append(
             _Observation(
-                num_rows, num_rows + sum(lengths), max(lengths), depth, bool(self._worths), self._num_plain > _SETTLED,
-                self._gained_s, seconds, self._preparing_s,
+                num_rows, num_rows + sum(lengths), max(lengths), max(drafted, default=0), sum(drafted),
+                bool(self._worths), self._num_plain > _SETTLED, self._gained_s, seconds, self._preparing_s,
             )
         )  # fmt: skip
         if self._agree is None or len(self._observations) >= _AGREE_EVERY:
@@ -213,6 +216,8 @@ class Speculator:
 
     def _draft_what_pays(self, running: Sequence[Sample], is_tail: bool) -> list[Draft]:
         """Draft by the plan that holds, or draft all that may pay and make a plan of that."""
+        arrived = self.clock()
+        self.drafter.prepare(running)
         begin = self.clock()
         held = self._held_plan(len(running))
         plan = self._new_plan(running, is_tail) if held is None else held
@@ -223,7 +228,7 @@ class Speculator:
         drafted = self.clock()
         chosen = self._choose(self._drafts, plan) if held is None else self._drafts
         end = self.clock()
-        self.stats.drafting_s += drafted - planned
+        self.stats.drafting_s += begin - arrived + drafted - planned
         self.stats.planning_s += planned - begin + end - drafted
         self._preparing_s = end - begin
         return chosen
@@ -246,6 +251,8 @@ class Speculator:
         plain_s, row_s, token_s = self._costs.marginal(num_rows)
         # Without a tail a waiting sample takes the slot: no step is saved, whoever is ahead.
         worths = token_worths(self._left(running), plain_s, row_s) if is_tail else [plain_s / num_rows] * num_rows
+        if not self.drafter.costs_a_forward:
+            token_s += self._drafting_s(num_rows)
         least = [max(_DOUBT * token_s / worth, _LEAST_SURVIVAL) for worth in worths]
         return _Plan(num_rows, self._num_steps + _PLAN_EVERY, self._depth(num_rows), worths, least)
 
@@ -260,8 +267,12 @@ class Speculator:
             survival *= self._rates(_BY_DEPTH[depth - 1])
             gain += survival
             rates.append(gain / (depth * drafting_s + self._costs.table(num_rows, depth)[depth * num_rows]))
-        enough = max(rates) / (1.0 + MARGIN)  # of depths about as good the least: samples stay closer together
+        enough = max(rates) / (1.0 + _ABOUT)  # of depths about as good the least: samples stay closer together
         return 1 + next(index for index, rate in enumerate(rates) if rate >= enough)
+
+    def _drafting_s(self, num_rows: int) -> float:
+        """Return the seconds of drafting one token: for all samples by a model's forward, or for one by looking up."""
+        return float(self._costs.drafting.seconds(num_rows)) if self._costs.drafting.known else 0.0
 
     def _left(self, running: Sequence[Sample]) -> list[float]:
         """Return how many tokens each sample is expected to get still."""
@@ -301,9 +312,14 @@ class Speculator:
         widths = {drafted}
         if len(survivals) > _FEW:
             widths |= {min(width, drafted) for width in (max(self._width // 2, 1), self._width)}
-        plans = []
+        plans, drafting_s = [], self._drafting_s(len(survivals))
         for width in sorted(widths):
             step_s = self._costs.table(len(survivals), width)
+            # With what it takes to draft: that was spent on these drafts, but will be on the next ones, too.
+            if self.drafter.costs_a_forward:
+                step_s = [step_s[0], *(seconds + drafted * drafting_s for seconds in step_s[1:])]
+            else:
+                step_s = [seconds + count * drafting_s for count, seconds in enumerate(step_s)]
             plans.append((width, plan_budget([own[:width] for own in survivals], step_s, weights=worths)))
         return max(plans, key=lambda plan: plan[1].tokens_per_s)
 
@@ -319,6 +335,7 @@ class Speculator:
                 self._costs.verifying.observe(size, step_s)
             elif seen.is_settled or not self._costs.plain.knows(seen.num_rows):
                 self._costs.plain.observe(seen.num_rows, step_s)
-            if seen.depth and self.drafter.costs_a_forward:
-                self._costs.drafting.observe(seen.num_rows, preparing_s / seen.depth)
+            if seen.num_drafted:
+                times = seen.depth if self.drafter.costs_a_forward else seen.num_drafted
+                self._costs.drafting.observe(seen.num_rows, preparing_s / times)
         self._observations.clear()
