@@ -6,11 +6,12 @@ Whoever comes from TRL or OpenRLHF types its names; Python alone would answer th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self, TypeVar
 
 from lightning_realloc.errors import ConfigError
 
+_Class = TypeVar("_Class", bound=type)
 _SAMPLING = "sampling=SamplingParams({}=...)"
 _OPTIONS = "train_options=TrainOptions({}=...)"
 _PACKAGE = f"{__package__}."
@@ -148,12 +149,29 @@ class NamesElsewhere:
     def __new__(cls, *args: Any, **settings: Any) -> Self:
         """Refuse another library's names, before Python does without a hint."""
         if settings.keys() & cls.names_elsewhere.keys() and _takes_settings(cls)[0].__module__.startswith(_PACKAGE):
-            _refuse_names_elsewhere(cls, settings)
+            _refuse_names_elsewhere(cls, cls.names_elsewhere, settings)
         return super().__new__(cls)
 
 
-def _refuse_names_elsewhere(cls: type[NamesElsewhere], settings: Mapping[str, Any]) -> None:
-    hints = cls.names_elsewhere
+def named_elsewhere(hints: Mapping[str, str]) -> Callable[[_Class], _Class]:
+    """Let a dataclass answer as :class:`NamesElsewhere` does.
+
+    It has no base for that: with one that is no dataclass itself, the command line would ask for a ``class_path``.
+    """
+
+    def decorate(cls: _Class) -> _Class:
+        def create(cls: type, *args: Any, **settings: Any) -> Any:
+            if settings.keys() & hints.keys():
+                _refuse_names_elsewhere(cls, hints, settings)
+            return object.__new__(cls)
+
+        cls.__new__ = create  # type: ignore[assignment]
+        return cls
+
+    return decorate
+
+
+def _refuse_names_elsewhere(cls: type, hints: Mapping[str, str], settings: Mapping[str, Any]) -> None:
     foreign = [name for name in settings if name in hints and name not in settings_of(cls)]
     if foreign:
         raise ConfigError(

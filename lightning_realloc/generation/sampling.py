@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from numbers import Integral, Real
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_realloc.elsewhere import OF_SAMPLING, NamesElsewhere
+from lightning_realloc.elsewhere import OF_SAMPLING, named_elsewhere
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.noise import gumbel_noise
 
@@ -23,11 +22,11 @@ _BLOCK = 512
 _LEAST_TEMPERATURE = 1e-30
 
 
+@named_elsewhere(OF_SAMPLING)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams(NamesElsewhere):
+class SamplingParams:
     """How responses are drawn and when they end."""
 
-    names_elsewhere: ClassVar[Mapping[str, str]] = OF_SAMPLING
     max_new_tokens: int = 256
     """Most tokens in one response. The model's context may end it earlier."""
     min_new_tokens: int = 0

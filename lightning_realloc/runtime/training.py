@@ -10,12 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_realloc.elsewhere import OF_TRAIN_OPTIONS, NamesElsewhere
+from lightning_realloc.elsewhere import OF_TRAIN_OPTIONS, named_elsewhere
 from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.runtime.balance import balanced_shares
 from lightning_realloc.runtime.compiled import check_backend
@@ -69,8 +68,9 @@ class Totals:
         return self.num_sequences // self.group_size
 
 
+@named_elsewhere(OF_TRAIN_OPTIONS)
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainOptions(NamesElsewhere):
+class TrainOptions:
     """How a training call goes through its samples.
 
     Args:
@@ -84,7 +84,6 @@ class TrainOptions(NamesElsewhere):
             are. Inference and generation always do.
     """
 
-    names_elsewhere: ClassVar[Mapping[str, str]] = OF_TRAIN_OPTIONS
     num_epochs: int = 1
     num_minibatches: int = 1
     micro_batch_tokens: int = 8192

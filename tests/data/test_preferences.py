@@ -162,7 +162,10 @@ def test_pairs_are_judged_responses_too() -> None:
 @pytest.mark.parametrize(
     ("row", "rule"),
     [
-        ({"prompt": "a"}, r"has no column 'completion' and no column 'label', only \['prompt'\]"),
+        (
+            {"prompt": "a"},
+            r"has no columns 'completion' and 'label', only \['prompt'\]; BinaryFeedbackDataModule needs",
+        ),
         ({"prompt": "a", "completion": "b"}, r"has no column 'label', only \['completion', 'prompt'\]"),
         ({"prompt": "a", "completion": "b", "label": 2}, "'label' must be true or 1, or false or 0; got 2"),
         ({"prompt": "a", "completion": "b", "label": "good"}, "got 'good'"),

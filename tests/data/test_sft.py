@@ -110,11 +110,10 @@ def test_long_responses_are_cut_where_that_is_asked_for() -> None:
     ("row", "rule"),
     [
         ({"question": "a"}, r"needs 'prompt' and 'completion', or 'messages', or 'text'; it has \['question'\]"),
-        ({"prompt": "a", "completion": ""}, "'completion' is empty"),
+        ({"prompt": "a", "completion": ""}, "row 0 of the data set: 'completion' is empty, so nothing can be learnt"),
         ({"messages": []}, "'messages' is empty"),
         ({"prompt": "a", "completion": TURNS}, "must be all text or all lists"),
         ({"messages": "a"}, "must be all text or all lists"),
-        ({"prompt": "a", "completion": ""}, "row 0 of the data set: 'completion' is empty; give it text"),
         ({"prompt": TURNS[:1], "completion": []}, "'completion' is empty"),
         ({"text": ""}, "'text' is empty"),
         ({"messages": TURNS[:1]}, r"its roles are \['user'\]"),
