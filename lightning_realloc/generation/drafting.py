@@ -93,13 +93,14 @@ class Followers:
 
     def add(self, tokens: Sequence[int], begin: int) -> None:
         """Take what ``tokens[begin:]`` say, each after those before it."""
-        seen = self._seen
-        for place in range(max(begin, 1), len(tokens)):
-            follower = tokens[place]
+        seen, first = self._seen, max(begin - ORDERS[0], 0)
+        own = tuple(tokens[first:])  # whose slices can be looked up as they are
+        for place in range(max(begin, 1) - first, len(own)):
+            follower = own[place]
             for order in ORDERS:
                 if order > place:
                     continue
-                context = tuple(tokens[place - order : place])
+                context = own[place - order : place]
                 known = seen.get(context)
                 if known is None:
                     seen[context] = (follower,)
@@ -159,7 +160,7 @@ class _Lookup(Drafter, ABC):
                 break
             tokens.append(token)
             kinds.append(kind)
-            context.append(token)
+            context = (*context[-ORDERS[0] + 1 :], token)
         return Draft(tokens, kinds, laws[: len(tokens)])
 
 
@@ -258,21 +259,20 @@ class HistoryDrafter(NgramDrafter):
 
 
 def _index(followers: Followers, prompt: Sequence[int], response: Sequence[int]) -> None:
-    begin = tuple(prompt[-max(ORDERS) :])
+    begin = tuple(prompt[-ORDERS[0] :])
     followers.add((*begin, *response), len(begin))
 
 
-def _context_of(sample: Sample) -> list[int]:
-    longest = max(ORDERS)
-    taken = sample.token_ids[-longest:]
-    return [*sample.prompt[len(taken) - longest :], *taken] if len(taken) < longest else list(taken)
+def _context_of(sample: Sample) -> tuple[int, ...]:
+    taken = sample.token_ids[-ORDERS[0] :]
+    return (*sample.prompt[len(taken) - ORDERS[0] :], *taken) if len(taken) < ORDERS[0] else tuple(taken)
 
 
-def _best(sources: Sequence[tuple[str, Followers]], context: Sequence[int]) -> tuple[str, int, tuple[int, ...]]:
+def _best(sources: Sequence[tuple[str, Followers]], context: tuple[int, ...]) -> tuple[str, int, tuple[int, ...]]:
     """Return the name, order and followers of the longest context; of equals that of the first source."""
     for order in ORDERS:
         if order <= len(context):
-            own = tuple(context[-order:])
+            own = context[-order:]
             for name, followers in sources:
                 found = followers.of(own)
                 if found is not None:

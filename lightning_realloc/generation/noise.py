@@ -27,14 +27,17 @@ def stream_key(key: int, stream: int) -> int:
     return _mix(key ^ _mix(stream))
 
 
+def keyed_uniform(key: int, position: int) -> float:
+    """Return a number in [0, 1), a multiple of 2**-53 and a pure function of key and position."""
+    return (_mix((key + position * _WEYL) & _MASK) >> 11) * 2.0**-53
+
+
 def keyed_uniforms(keys: Sequence[int], positions: Sequence[int]) -> list[float]:
-    """Return one number in [0, 1) per key and position, a multiple of 2**-53 and a pure function of the two.
+    """Return :func:`keyed_uniform` of each key and position.
 
     In Python, since for a batch of up to hundreds of rows a dozen tensor operations cost more than this loop.
     """
-    return [
-        (_mix((key + position * _WEYL) & _MASK) >> 11) * 2.0**-53 for key, position in zip(keys, positions, strict=True)
-    ]
+    return [keyed_uniform(key, position) for key, position in zip(keys, positions, strict=True)]
 
 
 def gumbel_noise(keys: Sequence[int], positions: Sequence[int], tokens: Tensor) -> Tensor:

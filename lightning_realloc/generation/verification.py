@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_realloc.generation.noise import gumbel_noise, keyed_uniforms, stream_key
+from lightning_realloc.generation.noise import gumbel_noise, keyed_uniform, keyed_uniforms, stream_key
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.sampling import (
     Forbidden,
@@ -115,8 +115,7 @@ class KeyedDraws(Verification):
     def draw_among(self, followers: Sequence[int], sample: Sample, offset: int) -> int:
         if self._params.greedy:
             return _index_of_most_common(followers)
-        (uniform,) = keyed_uniforms([sample.key], [len(sample.token_ids) + offset])
-        return int(uniform * len(followers))
+        return int(keyed_uniform(sample.key, len(sample.token_ids) + offset) * len(followers))
 
     def draw_drafts(self, logits: Tensor, samples: Sequence[Sample], offset: int) -> DrawnDrafts:
         keys, places = [sample.key for sample in samples], [len(sample.token_ids) + offset for sample in samples]
@@ -177,7 +176,7 @@ class Rejection(Verification):
         return [(own, [next(logprobs) for _ in own]) for own in tokens]
 
     def draw_among(self, followers: Sequence[int], sample: Sample, offset: int) -> int:
-        (uniform,) = keyed_uniforms([stream_key(sample.key, _DRAFT)], [len(sample.token_ids) + offset])
+        uniform = keyed_uniform(stream_key(sample.key, _DRAFT), len(sample.token_ids) + offset)
         return int(uniform * len(followers))
 
     def draw_drafts(self, logits: Tensor, samples: Sequence[Sample], offset: int) -> DrawnDrafts:
