@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any, ClassVar, Self, TypeVar
 
 from lightning_realloc.errors import ConfigError
@@ -160,12 +161,15 @@ def named_elsewhere(hints: Mapping[str, str]) -> Callable[[_Class], _Class]:
     """
 
     def decorate(cls: _Class) -> _Class:
-        def create(cls: type, *args: Any, **settings: Any) -> Any:
+        initialize = vars(cls)["__init__"]
+
+        @wraps(initialize)
+        def __init__(self: object, *args: Any, **settings: Any) -> None:
             if settings.keys() & hints.keys():
                 _refuse_names_elsewhere(cls, hints, settings)
-            return object.__new__(cls)
+            initialize(self, *args, **settings)
 
-        cls.__new__ = create  # type: ignore[assignment]
+        cls.__init__ = __init__  # type: ignore[misc]
         return cls
 
     return decorate

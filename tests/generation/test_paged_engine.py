@@ -57,7 +57,8 @@ def test_tokens_are_the_same_on_too_few_pages_with_any_drafter(drafter: str) -> 
     for depth in (3, None) if drafter != "none" else (0,):
         engine = speculating(small_model(), drafter, depth, max_slots=8, max_cache_bytes=bound)
         assert tokens_of(engine.generate(prompts_of(3), LONG)) == long_responses()
-        assert engine.stats.num_preemptions > 0
+        if depth is not None:  # how far an adaptive draft gets, and whether pages run out then, is up to the clock
+            assert engine.stats.num_preemptions > 0
         assert 0 < engine.stats.cache_bytes <= bound
         if drafter == "itself":  # whatever was shared, lost and read again: it sees what the target sees
             assert engine.stats.accepted_tokens == engine.stats.verified_tokens > 0
