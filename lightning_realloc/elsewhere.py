@@ -84,7 +84,6 @@ OF_ALGORITHMS: Mapping[str, str] = {
     "warmup_ratio": "lr_scheduler=, which makes a schedule from an optimizer",
     "warmup_steps": "lr_scheduler=, which makes a schedule from an optimizer",
     "optim": "optimizer=, which makes one from parameters",
-    "weight_decay": "optimizer=, which makes one from parameters",
     "num_train_epochs": _TRAINER.format("max_epochs"),
     "max_steps": _TRAINER.format("max_steps"),
     "logging_steps": _TRAINER.format("log_every_n_steps"),
