@@ -42,10 +42,13 @@ def run_tiny() -> tuple[Turn, Turn, Turn]:
 
 
 def test_a_tiny_run_hides_inference_and_learns_the_same(workers: WorkerPool) -> None:
-    whole, parts, together = workers.run(run_tiny, world_size=2, deadline_s=60.0)[0]
-    assert whole.tokens == parts.tokens
-    assert loss_difference(parts, whole) <= 1e-5
+    for _ in range(6):  # on cores shared with others, the second rank may come to read only when all is generated
+        whole, parts, together = workers.run(run_tiny, world_size=2, deadline_s=60.0)[0]
+        assert whole.tokens == parts.tokens
+        assert loss_difference(parts, whole) <= 1e-5
+        assert pytest.approx(0.5, abs=0.5) == parts.idle_share
+        assert sorted(together.tokens) == sorted(whole.tokens)
+        assert loss_difference(together, whole) <= 1e-5
+        if parts.hidden_s:
+            break
     assert whole.hidden_s == 0.0 < parts.hidden_s < parts.infer_s
-    assert pytest.approx(0.5, abs=0.5) == parts.idle_share
-    assert sorted(together.tokens) == sorted(whole.tokens)
-    assert loss_difference(together, whole) <= 1e-5
