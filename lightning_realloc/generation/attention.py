@@ -79,8 +79,7 @@ class PackedStep:
         if mask is None:
             keys = torch.arange(self.cached.attended_length, device=self.positions.device)
             distance = self.grid.of(self.grid.lay_out(self.positions))[..., None] - keys
-            keep = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-            mask = torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill_(~keep, float("-inf"))
+            mask = _additive(_may_see(distance, window), dtype)
             mask = self._masks[window, repeats, dtype] = mask.repeat(1, repeats, 1)[:, None]
         return mask
 
@@ -96,9 +95,7 @@ class PackedStep:
             distance = (
                 longest + torch.arange(most, device=device)[:, None] - torch.arange(longest + most, device=device)
             )
-            keep = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-            mask = torch.zeros(keep.shape, dtype=dtype, device=device).masked_fill_(~keep, float("-inf"))
-            self._masks[window, 0, dtype] = mask
+            mask = self._masks[window, 0, dtype] = _additive(_may_see(distance, window), dtype)
         count = overhang.stop - overhang.start
         return mask[:count, longest + count - self.row_lengths[overhang.slot] : longest + count]
 
@@ -311,7 +308,17 @@ def _read(queries: Tensor, contents: tuple[Tensor, Tensor], scores: Scores, wind
 def _causal_mask(begin: int, first: int, end: int, window: int | None, device: torch.device) -> Tensor:
     """Return which keys at positions first … end the queries at begin … end may see."""
     distance = torch.arange(begin, end, device=device)[:, None] - torch.arange(first, end, device=device)
+    return _may_see(distance, window)
+
+
+def _may_see(distance: Tensor, window: int | None) -> Tensor:
+    """Return whether a query sees a key so many positions before it; ``window``: the last ones that it sees."""
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def _additive(keep: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what to add to scores so that those count which are to be kept."""
+    return torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill_(~keep, float("-inf"))
 
 
 def segments_of(lengths: Sequence[int], slots: Sequence[tuple[int, ...]], begins: Sequence[int]) -> tuple[Segment, ...]:
