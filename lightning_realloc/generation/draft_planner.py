@@ -1,101 +1,154 @@
-"""How many drafted tokens of which samples are worth verifying in this step.
+"""How far ahead to draft, and which drafted tokens of which samples are worth verifying.
 
-Every drafted token has a chance to stand, which cannot exceed that of the token before it, and every token more makes
-the step longer. The plan is the set of tokens with the most expected tokens per second; it may be empty. Pure: seconds
-and outcomes are told, never measured here.
+The batch is over when its last sample is. So depths are compared by the expected seconds until then: the steps that the
+last sample takes, and what each step costs. Samples drift apart while they draft, the more the deeper they do, and the
+last of many is far behind the mean: an estimate by mean tokens per second drafts too deep for many samples.
 
-Source of the rule: expected accepted tokens against verification cost, as RLHFSpec (arXiv:2512.04752) states its
-objective; a set chosen by survival over all samples, as in vLLM's adaptive verification.
+A token is verified where its chance to stand, times what a token of its sample is worth (see `draft_worth`), is no less
+than what verifying it costs. Pure: seconds and outcomes are told, never measured here.
+
+Source of the objective: expected accepted tokens against verification cost, RLHFSpec (arXiv:2512.04752). The expected
+largest of n normal variables: Blom, "Statistical Estimates and Transformed Beta-Variables" (1958).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
 
-MARGIN = 0.03
-"""Share by which verifying must promise to be faster than not to."""
-_MEMORY = 0.99
-_PRIOR_WEIGHT = 2.0
-_START = 0.5
-"""Chance of a drafted token nothing is known about."""
+import numpy as np
 
+from lightning_realloc.generation.acceptance import DepthOutcome, DepthProfile
+from lightning_realloc.generation.draft_worth import last_ones, token_worths
+from lightning_realloc.generation.step_costs import SpeculationCosts
 
-class AcceptanceRates:
-    """How often drafted tokens of each kind stood, of late."""
-
-    def __init__(self) -> None:
-        """Know nothing: every kind has the chance 0.5."""
-        self._counts: dict[object, list[float]] = {}
-        """Stood and tried, older ones counting less."""
-        self._all = [_START * _PRIOR_WEIGHT, _PRIOR_WEIGHT]
-        self._chances: dict[object, float] = {}
-        """As last learnt."""
-
-    def __call__(self, kind: object) -> float:
-        """Return the chance that a token of this kind stands, given that those before it do."""
-        chance = self._chances.get(kind)
-        return self._all[0] / self._all[1] if chance is None else chance
-
-    def learn(self, kinds: Sequence[object], stood: int) -> None:
-        """Take the outcome of a draft whose first ``stood`` tokens stood; those behind the first fallen say nothing."""
-        for index, kind in enumerate(kinds[: stood + 1]):
-            counts = self._counts.get(kind)
-            if counts is None:
-                counts = self._counts[kind] = [0.0, 0.0]
-            won = index < stood
-            for pair in (counts, self._all):
-                pair[0] = _MEMORY * pair[0] + won
-                pair[1] = _MEMORY * pair[1] + 1.0
-            overall = self._all[0] / self._all[1]
-            self._chances[kind] = (counts[0] + _PRIOR_WEIGHT * overall) / (counts[1] + _PRIOR_WEIGHT)
+HYSTERESIS = 0.02
+"""Share by which a depth must promise to be faster than the one in use: estimates differ by chance alone."""
+_LEAST_SURVIVAL = 0.02
+_CAUTION = 1.5
+"""Chance times worth, in what it costs, from which a token that is looked up is verified: chances differ by sample, and
+by a draft's kinds they are taken to be the same."""
+_CATCHING_UP = 0.7
+"""Share of their drifting apart that samples keep: drafts go to those that are behind."""
+_TRIED_AGAIN = 64
+"""Plans in a row by which nothing pays, after which one tries a token nevertheless: times change."""
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
-    """How much of each draft to verify."""
+class DraftPlan:
+    """What is drafted and verified until the next plan."""
 
-    lengths: tuple[int, ...]
-    tokens_per_s: float
-    """Expected."""
-    price: float | None
-    """Chance to stand, times weight, between those of the last token in the plan and the first one that is not; None
-    where all are in it, or none."""
+    depth: int
+    """Most tokens of one draft; 0: nothing is drafted."""
+    worths: Sequence[float]
+    """Of a token of each sample, in seconds."""
+    least_survivals: Sequence[float]
+    """For each sample, the chance to stand that a token needs."""
 
 
-def plan_budget(
-    survivals: Sequence[Sequence[float]],
-    step_s: Sequence[float],
-    *,
-    weights: Sequence[float] | None = None,
-    margin: float = MARGIN,
-) -> Budget:
-    """Return how many tokens of each draft to verify for the most expected tokens per second.
+@dataclass(frozen=True, slots=True)
+class StepPrice:
+    """What steps of one depth cost."""
+
+    step_s: float
+    """Seconds of a step, drafting and verifying."""
+    token_s: float
+    """Of them, those of one token more."""
+
+
+class DraftPlanner:
+    """Makes plans from what drafts came to and what steps cost; remembers which depth it chose for how many samples."""
+
+    def __init__(self, max_depth: int, *, costs_a_forward: bool) -> None:
+        """Plan up to ``max_depth``; ``costs_a_forward``: a token ahead takes a forward of a model, for all samples."""
+        self.profile = DepthProfile(max_depth)
+        self.costs = SpeculationCosts()
+        self._costs_a_forward = costs_a_forward
+        self._chosen: dict[int, int] = {}
+        """Depth in use, by the power of two of the number of samples."""
+        self._num_idle = 0
+        """Plans in a row by which nothing pays."""
+
+    def plan(self, left: Sequence[float], *, is_tail: bool) -> DraftPlan:
+        """Return what to draft for samples that are expected to get ``left`` tokens still.
+
+        ``is_tail``: no sample waits for a slot, so that the one which takes longest decides when all are done.
+        """
+        num_rows = len(left)
+        outcomes = self.profile.outcomes()
+        plain_s, row_s = self.costs.plain_s(num_rows)
+        prices = self._prices(num_rows, outcomes)
+        longest, fixed_s = max(*left, 1.0), plain_s - row_s * num_rows
+        num_last = last_ones(left) if is_tail else 1.0
+        seconds = [longest * plain_s] + [
+            remaining_s(outcome, price.step_s, fixed_s, longest=longest, num_last=num_last)
+            for outcome, price in zip(outcomes, prices, strict=True)
+        ]
+        depth = self._choose(num_rows, seconds)
+        if not depth:
+            return DraftPlan(0, (), ())
+        outcome, price = outcomes[depth - 1], prices[depth - 1]
+        if is_tail:
+            # A step saves as much less than a plain one's seconds as the last sample takes longer than the mean.
+            kept = longest / outcome.tokens * price.step_s / seconds[depth]
+            worths = [kept * worth for worth in token_worths(left, plain_s, row_s)]
+        else:  # a waiting sample takes the slot: no step is saved, whoever is ahead
+            worths = [plain_s / num_rows] * num_rows
+        token_s = price.token_s if self._costs_a_forward else _CAUTION * price.token_s
+        least = [max(token_s / worth, _LEAST_SURVIVAL) for worth in worths]
+        return DraftPlan(depth, worths, least)
+
+    def _choose(self, num_rows: int, seconds: Sequence[float]) -> int:
+        """Return the depth of least seconds, or the one in use where that is about as good."""
+        key = num_rows.bit_length()
+        in_use = self._chosen.get(key, 0)
+        best = min(range(len(seconds)), key=seconds.__getitem__)
+        if seconds[in_use] <= (1.0 + HYSTERESIS) * seconds[best]:
+            best = in_use
+        self._chosen[key] = best
+        self._num_idle = 0 if best else self._num_idle + 1
+        return 1 if self._num_idle and not self._num_idle % _TRIED_AGAIN else best
+
+    def _prices(self, num_rows: int, outcomes: Sequence[DepthOutcome]) -> list[StepPrice]:
+        """Return what steps cost that draft 1, 2, 3 … tokens at most for so many samples."""
+        drafted = num_rows * np.array([outcome.drafted for outcome in outcomes])
+        depths = np.arange(1, len(outcomes) + 1)
+        fewer = np.maximum(drafted / 2, np.minimum(drafted, 1.0))
+        verifying = self.costs.verifying_s(num_rows, np.stack([drafted, fewer]), depths)
+        more = drafted - fewer
+        token_s = np.where(more > 0.5, (verifying[0] - verifying[1]) / np.maximum(more, 0.5), 0.0)
+        drafting_s = self.costs.drafting_s(num_rows)
+        if self._costs_a_forward:
+            step_s = verifying[0] + depths * drafting_s
+        else:  # every sample's last look-up finds nothing, or what is not drafted
+            step_s, token_s = verifying[0] + (num_rows + drafted) * drafting_s, token_s + drafting_s
+        return [StepPrice(*pair) for pair in zip(step_s.tolist(), token_s.tolist(), strict=True)]
+
+
+def remaining_s(outcome: DepthOutcome, step_s: float, fixed_s: float, *, longest: float, num_last: float) -> float:
+    """Return the expected seconds until all samples are over.
 
     Args:
-        survivals: For every sample, the chance that its first, first two, first three … drafted tokens stand.
-        step_s: Seconds of a step that verifies 0, 1, 2 … drafted tokens, up to as many as were drafted.
-        weights: What a token of each sample is worth; by default 1.
-        margin: Share by which a plan must beat verifying nothing.
+        outcome: What a sample's step comes to.
+        step_s: Seconds of a step of all samples.
+        fixed_s: Those of a plain step that no sample adds: they are spent until the last one is over.
+        longest: Tokens that the sample with the most is expected to get still.
+        num_last: How many samples may be the last one.
     """
-    num_rows = len(survivals)
-    if weights is None:
-        gain = float(num_rows)
-        slots = [(chance, -row) for row, own in enumerate(survivals) for chance in own]
-    else:
-        gain = sum(weights)
-        slots = [(chance * weight, -row) for row, (own, weight) in enumerate(zip(survivals, weights, strict=True))
-                 for chance in own]  # fmt: skip
-    slots.sort(reverse=True)
-    best, rate = 0, (1.0 + margin) * gain / step_s[0]
-    best_rate = gain / step_s[0]
-    for count, (chance, _) in enumerate(slots, start=1):
-        gain += chance
-        if gain > rate * step_s[count]:
-            best, rate = count, gain / step_s[count]
-            best_rate = rate
-    lengths = [0] * num_rows
-    for _, row in slots[:best]:
-        lengths[-row] += 1
-    price = (slots[best - 1][0] + slots[best][0]) / 2 if 0 < best < len(slots) else None
-    return Budget(tuple(lengths), best_rate, price)
+    steps = longest / outcome.tokens
+    behind = _CATCHING_UP * _largest_of(num_last) * math.sqrt(outcome.variance * steps) / outcome.tokens
+    return steps * step_s + behind * fixed_s
+
+
+def _largest_of(count: float) -> float:
+    """Return the expected largest of so many standard normal variables."""
+    return _largest_of_tenths(round(10 * count)) if count > 1.0 else 0.0
+
+
+@cache
+def _largest_of_tenths(tenths: int) -> float:
+    count = tenths / 10
+    return max(NormalDist().inv_cdf((count - 0.375) / (count + 0.25)), 0.0)

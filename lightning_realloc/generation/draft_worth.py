@@ -24,8 +24,6 @@ _COST_OF_TRYING = 0.005
 """Share of all seconds that drafting in vain may come to."""
 _PAUSE_AFTER = 1200
 """Steps with drafts, for every second gained per second spent, after which a pause shows what plain steps take now."""
-_LEAST_GAIN = 0.03
-"""What drafting must gain per second spent: samples that get ahead are over early, and the last steps run with few."""
 _RATE = 0.2
 """Weight of the last trial, where there were many."""
 _NOISE = 0.1
@@ -42,13 +40,22 @@ def token_worths(left: Sequence[float], plain_s: float, row_s: float) -> list[fl
         plain_s: Seconds of a plain step of these samples.
         row_s: Those of them that one sample adds.
     """
-    fixed_s = plain_s - row_s * len(left)
+    chances = _chances_to_be_last(left)
+    share_s = (plain_s - row_s * len(left)) / sum(chances)
+    return [row_s + share_s * chance for chance in chances]
+
+
+def last_ones(left: Sequence[float]) -> float:
+    """Return how many of the samples may be the last to be over, those less likely to be counting less."""
+    return sum(_chances_to_be_last(left))
+
+
+def _chances_to_be_last(left: Sequence[float]) -> list[float]:
+    """Return how likely each sample is the last one, beside the one that has the most tokens left."""
     longest = max(left)
     # How far samples drift apart while the longest one runs: like the steps of a random walk, of two tokens each.
     spread = 2.0 * math.sqrt(longest + 1.0)
-    chances = [math.exp((tokens - longest) / spread) for tokens in left]
-    share_s = fixed_s / sum(chances)
-    return [row_s + share_s * chance for chance in chances]
+    return [math.exp((tokens - longest) / spread) for tokens in left]
 
 
 @dataclass(slots=True)
@@ -56,7 +63,7 @@ class _Record:
     """How drafting went with about so many samples."""
 
     balance: float = 0.0
-    """Seconds gained per second spent beyond the least gain, in the last trials."""
+    """Seconds gained per second spent, in the last trials."""
     trial: float = 0.0
     """The same, summed over the steps of this trial."""
     num_steps: int = 0
@@ -96,7 +103,7 @@ class Payoff:
     def learn(self, num_rows: int, gained_s: float, spent_s: float) -> None:
         """Take a step with drafts, which did in ``spent_s`` what plain steps do in ``gained_s``."""
         record = self._record(num_rows)
-        record.trial += max(gained_s / spent_s - 1.0 - _LEAST_GAIN, -_MOST_LOSS)
+        record.trial += max(gained_s / spent_s - 1.0, -_MOST_LOSS)
         record.num_steps += 1
         length = max(_TRIAL, -(-_TRIAL_ROWS // num_rows))
         is_glaring = record.trial <= -_GLARING

@@ -20,10 +20,10 @@ class StepCosts:
     one they are taken to stay as they are, so that a size never tried is tried once it could pay. A machine that gets
     slower or faster moves all means at once.
 
-    What is told of costs changes every few observations: a plan is made in every step, in microseconds.
+    What is told of costs changes every few observations only, so that telling takes microseconds.
     """
 
-    def __init__(self, *, rate: float = 0.15, drift_rate: float = 0.1, refit_every: int = 16) -> None:
+    def __init__(self, *, rate: float = 0.1, drift_rate: float = 0.1, refit_every: int = 16) -> None:
         """Weigh a new observation of a size by ``rate``, and of the machine's speed by ``drift_rate``."""
         self._rate = rate
         self._drift_rate = drift_rate
@@ -33,8 +33,6 @@ class StepCosts:
         """By bucket: mean size, mean seconds divided by the scale, and how many steps were seen."""
         self._since_refit = 0
         self._sizes = self._seconds = np.zeros(0)
-        self.version = 0
-        """Counts the times that what :meth:`seconds` returns has changed."""
 
     @property
     def known(self) -> bool:
@@ -88,11 +86,10 @@ class StepCosts:
         rising = (np.maximum.accumulate(means) + np.minimum.accumulate(means[::-1])[::-1]) / 2
         self._seconds = self._scale * rising
         self._since_refit = 0
-        self.version += 1
 
 
 class SpeculationCosts:
-    """Seconds of plain steps, of verifying ones, and of a drafter's forwards."""
+    """Seconds of plain steps, of verifying ones, and of drafting."""
 
     def __init__(self) -> None:
         """Know nothing."""
@@ -101,57 +98,34 @@ class SpeculationCosts:
         self.verifying = StepCosts()
         """By tokens and padding, see :func:`effective_tokens`."""
         self.drafting = StepCosts()
-        """Of one token ahead for all samples by a model, or of one token looked up for one of them; by samples."""
-        self._tables: dict[tuple[int, int], list[float]] = {}
-        self._marginals: dict[int, tuple[float, float, float]] = {}
-        self._tables_of = (0, 0)
+        """Of one token ahead for all samples by a model, or of one look-up; by samples."""
 
-    def marginal(self, num_rows: int) -> tuple[float, float, float]:
-        """Return the seconds of a plain step of so many samples, and those that one sample and one draft token add."""
-        self._forget_old_tables()
-        marginal = self._marginals.get(num_rows)
-        if marginal is None:
-            half = max(num_rows // 2, 1)
-            step_s, half_s = self.plain.seconds(np.array([num_rows, half])).tolist()
-            row_s = min((step_s - half_s) / (num_rows - half), step_s / num_rows) if num_rows > half else 0.0
-            table = self.table(num_rows, 1)
-            marginal = self._marginals[num_rows] = step_s, row_s, (table[num_rows] - table[0]) / num_rows
-        return marginal
+    def plain_s(self, num_rows: int) -> tuple[float, float]:
+        """Return the seconds of a plain step of so many samples, and those of them that one sample adds."""
+        half = max(num_rows // 2, 1)
+        step_s, half_s = self.plain.seconds(np.array([num_rows, half])).tolist()
+        return step_s, min((step_s - half_s) / (num_rows - half), step_s / num_rows) if num_rows > half else 0.0
 
-    def table(self, num_rows: int, width: int) -> list[float]:
-        """Return the seconds of steps that verify 0, 1, 2 … tokens of so many samples, ``width`` of each at most."""
-        self._forget_old_tables()
-        table = self._tables.get((num_rows, width))
-        if table is None:
-            table = self._tables[num_rows, width] = self._tabulate(num_rows, width)
-        return table
+    def drafting_s(self, num_rows: int) -> float:
+        """Return the seconds of one token ahead for so many samples by a model, or of one look-up; 0 if not known."""
+        return float(self.drafting.seconds(num_rows)) if self.drafting.known else 0.0
 
-    def _forget_old_tables(self) -> None:
-        version = (self.plain.version, self.verifying.version)
-        if version != self._tables_of:
-            self._tables_of = version
-            self._tables.clear()
-            self._marginals.clear()
-
-    def _tabulate(self, num_rows: int, width: int) -> list[float]:
-        if not self.plain.known:
-            known = self.verifying.seconds(num_rows) if self.verifying.known else 1.0
-            return [float(known)] * (num_rows * width + 1)
-        plain_s = float(self.plain.seconds(num_rows))
-        sizes = effective_tokens(num_rows, np.arange(num_rows, num_rows * (1 + width) + 1), width)
+    def verifying_s(self, num_rows: int, num_drafted: np.ndarray, widths: np.ndarray) -> np.ndarray:
+        """Return the seconds of steps that verify so many tokens of so many samples, ``widths`` of one at most."""
+        sizes = effective_tokens(num_rows, num_rows + num_drafted, widths)
+        plain_s = self.plain.seconds(num_rows)
         smallest = self.verifying.smallest
         if smallest is None:
-            return [plain_s] * len(sizes)
+            return np.broadcast_to(plain_s, sizes.shape)
         seconds = self.verifying.seconds(np.maximum(sizes, smallest))
-        if smallest > num_rows:  # smaller steps than any tried lie between a plain one and that
-            share = np.clip((sizes - num_rows) / (smallest - num_rows), 0.0, 1.0)
-            seconds = np.minimum(plain_s, seconds) * (1.0 - share) + seconds * share
-        seconds[0] = plain_s
-        table: list[float] = seconds.tolist()
-        return table
+        if smallest <= num_rows or not self.plain.known:
+            return seconds
+        # Smaller steps than any tried lie between a plain one and that.
+        share = np.clip((sizes - num_rows) / (smallest - num_rows), 0.0, 1.0)
+        return np.asarray(np.minimum(plain_s, seconds) * (1.0 - share) + seconds * share)
 
 
-def effective_tokens(num_rows: int, num_tokens: np.ndarray | float, width: int) -> np.ndarray:
+def effective_tokens(num_rows: int, num_tokens: np.ndarray | float, width: np.ndarray | int) -> np.ndarray:
     """Return what a step that reads so many tokens costs, in tokens, if the longest draft has ``width``."""
     return np.asarray(num_tokens + PADDING_SHARE * (num_rows * (1 + width) - num_tokens))
 

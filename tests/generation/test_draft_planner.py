@@ -1,17 +1,17 @@
-"""Is the budget the best one, and are costs learnt fast enough? Brute force and known curves are the judges."""
+"""Is the depth the best one, and are costs learnt fast enough? Simulated batches and known curves are the judges."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_realloc.generation.draft_planner import AcceptanceRates, plan_budget
+from lightning_realloc.generation.acceptance import AcceptanceRates, DepthOutcome, DepthProfile
+from lightning_realloc.generation.draft_planner import DraftPlanner, remaining_s
 from lightning_realloc.generation.step_costs import StepCosts
 
 CURVES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -20,57 +20,109 @@ CURVES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "steps": lambda size: 1.0 + np.ceil(np.asarray(size) / 8),
     "knee": lambda size: np.maximum(1.0, np.asarray(size) / 12),
 }
-survivals_of = st.lists(
-    st.lists(st.floats(0.01, 1.0), max_size=4).map(lambda chances: list(itertools.accumulate(chances, min))),
-    min_size=1, max_size=4,
-)  # fmt: skip
+MAX_DEPTH = 6
+NEW_TOKENS = 96
 
 
-def best_by_brute_force(
-    survivals: list[list[float]], seconds_of: Callable[[np.ndarray], np.ndarray], weights: list[float]
-) -> float:
-    """Return the most expected tokens per second over all lengths of all drafts, beyond nothing."""
-    best = 0.0
-    for lengths in itertools.product(*(range(len(own) + 1) for own in survivals)):
-        if any(lengths):
-            gain = sum(w * (1 + sum(own[:n])) for own, n, w in zip(survivals, lengths, weights, strict=True))
-            best = max(best, gain / float(seconds_of(np.array(len(survivals) + sum(lengths)))))
-    return best
+def fixed_depth_s(depth: int, num_rows: int, chance: float, seconds_of: Callable[[np.ndarray], np.ndarray]) -> float:
+    """Return the mean seconds until all samples have `NEW_TOKENS`, if each step drafts ``depth`` tokens of each."""
+    rng, total, times = np.random.default_rng(0), 0.0, 16
+    for _ in range(times):
+        left = np.full(num_rows, NEW_TOKENS)
+        while len(left := left[left > 0]):
+            total += float(seconds_of(np.array(len(left) * (1 + depth))))
+            stood = (rng.random((len(left), depth)) < chance).cumprod(axis=1).sum(axis=1)
+            left = left - 1 - stood
+    return total / times
 
 
-@given(survivals=survivals_of, curve=st.sampled_from(sorted(CURVES)), seed=st.integers(0, 9))
-def test_the_budget_is_the_best_of_all(survivals: list[list[float]], curve: str, seed: int) -> None:
-    seconds_of, rng = CURVES[curve], random.Random(seed)
-    weights = [1.0] * len(survivals) if seed % 2 else [rng.uniform(0.2, 2) for _ in survivals]
-    step_s = seconds_of(np.arange(len(survivals), len(survivals) + sum(map(len, survivals)) + 1)).tolist()
-    budget = plan_budget(survivals, step_s, weights=weights, margin=0.0)
-    best = best_by_brute_force(survivals, seconds_of, weights)
-    plain = sum(weights) / step_s[0]
-    assert budget.tokens_per_s == pytest.approx(max(best, plain))
-    assert all(length <= len(own) for length, own in zip(budget.lengths, survivals, strict=True))
-    gain = sum(w * (1 + sum(own[:n])) for own, n, w in zip(survivals, budget.lengths, weights, strict=True))
-    size = len(survivals) + sum(budget.lengths)
-    assert gain / float(seconds_of(np.array(size))) == pytest.approx(budget.tokens_per_s)
+def planner_that_knows(num_rows: int, chance: float, seconds_of: Callable[[np.ndarray], np.ndarray]) -> DraftPlanner:
+    """Return a planner that has seen drafts of all lengths, and steps of all sizes."""
+    planner, rng = DraftPlanner(MAX_DEPTH, costs_a_forward=False), np.random.default_rng(1)
+    for rows in range(1, num_rows + 1):
+        planner.costs.plain.observe(rows, float(seconds_of(np.array(rows))))
+    for size in rng.integers(num_rows, num_rows * (1 + MAX_DEPTH), 400, endpoint=True).tolist():
+        planner.costs.verifying.observe(size, float(seconds_of(np.array(size))))
+    for _ in range(4000):
+        stood = int((rng.random(MAX_DEPTH) < chance).cumprod().sum())
+        planner.profile.learn(MAX_DEPTH, stood, depth=MAX_DEPTH, room=stood + 1)
+    return planner
 
 
-def test_nothing_is_verified_where_every_token_costs_what_it_may_bring() -> None:
+@pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("num_rows", [1, 6, 24])
+@pytest.mark.parametrize("curve", sorted(CURVES))
+def test_the_depth_is_the_best_of_all_or_about_as_good(curve: str, num_rows: int, chance: float) -> None:
+    seconds_of = CURVES[curve]
+    planner = planner_that_knows(num_rows, chance, seconds_of)
+    chosen = planner.plan([NEW_TOKENS] * num_rows, is_tail=True).depth
+    seconds = [fixed_depth_s(depth, num_rows, chance, seconds_of) for depth in range(MAX_DEPTH + 1)]
+    assert seconds[chosen] < 1.05 * min(seconds), (chosen, seconds)
+
+
+def test_nothing_is_drafted_where_every_token_costs_what_it_may_bring() -> None:
     # A second per token: a drafted one brings at most its chance of 0.4 tokens for a second.
-    budget = plan_budget([[0.4, 0.16], [0.4]], [2.0, 3.0, 4.0, 5.0])
-    assert budget.lengths == (0, 0)
-    assert budget.tokens_per_s == 1.0
+    planner = planner_that_knows(2, 0.4, lambda size: np.asarray(size, dtype=float))
+    assert planner.plan([20.0, 20.0], is_tail=True).depth == 0
 
 
-def test_everything_is_verified_where_tokens_cost_nothing() -> None:
-    # (1 + .5 + .25) + (1 + .9) tokens in one second.
-    budget = plan_budget([[0.5, 0.25], [0.9]], [1.0] * 4)
-    assert budget.lengths == (2, 1)
-    assert budget.tokens_per_s == pytest.approx(3.65)
+def test_a_token_is_tried_now_and_then_though_nothing_pays() -> None:
+    planner = planner_that_knows(2, 0.4, lambda size: np.asarray(size, dtype=float))
+    depths = [planner.plan([20.0, 20.0], is_tail=True).depth for _ in range(640)]
+    assert (depths.count(0), depths.count(1)) == (630, 10)
 
 
-def test_a_gain_within_the_margin_is_not_taken() -> None:
-    # Two rows: 2.1 tokens in 1.04 s are 2.019 a second, 1 % more than 2.
-    assert plan_budget([[0.1], []], [1.0, 1.04], margin=0.0).lengths == (1, 0)
-    assert plan_budget([[0.1], []], [1.0, 1.04], margin=0.03).lengths == (0, 0)
+def test_of_depths_with_the_same_tokens_per_second_many_samples_are_over_sooner_with_the_shallower() -> None:
+    # The last of many takes longer than the mean, and the longer the further apart drafting lets them drift.
+    shallow, deep = DepthOutcome(1.6, 0.24, 1.0), DepthOutcome(2.4, 2.5, 4.0)
+    one = [remaining_s(outcome, outcome.tokens, 0.5, longest=96.0, num_last=1.0) for outcome in (shallow, deep)]
+    many = [remaining_s(outcome, outcome.tokens, 0.5, longest=96.0, num_last=32.0) for outcome in (shallow, deep)]
+    assert one == pytest.approx([96.0, 96.0])
+    assert 96.0 < many[0] < many[1]
+
+
+def test_a_depth_in_use_stays_while_it_is_about_as_good() -> None:
+    planner = planner_that_knows(4, 0.6, CURVES["linear"])
+    depth = planner.plan([50.0] * 4, is_tail=True).depth
+    best = planner_that_knows(4, 0.62, CURVES["linear"])
+    planner.profile = best.profile
+    assert planner.plan([50.0] * 4, is_tail=True).depth == depth
+
+
+def test_samples_that_are_behind_verify_less_likely_tokens() -> None:
+    plan = planner_that_knows(4, 0.8, CURVES["linear"]).plan([10.0, 40.0, 60.0, 80.0], is_tail=True)
+    assert list(plan.least_survivals) == sorted(plan.least_survivals, reverse=True)
+    assert plan.least_survivals[0] > 1.5 * plan.least_survivals[-1]
+    no_tail = planner_that_knows(4, 0.8, CURVES["linear"]).plan([10.0, 40.0, 60.0, 80.0], is_tail=False)
+    assert len(set(no_tail.least_survivals)) == 1  # a waiting sample takes the slot
+
+
+@settings(max_examples=20)
+@given(
+    outcomes=st.lists(
+        st.lists(st.booleans(), min_size=4, max_size=4).map(lambda stands: [*stands, False].index(False)),
+        min_size=200, max_size=400,
+    )
+)  # fmt: skip
+def test_a_profile_comes_to_the_mean_and_the_variance_of_what_was_seen(outcomes: list[int]) -> None:
+    profile = DepthProfile(4)
+    for stood in outcomes:
+        profile.learn(4, stood, depth=4, room=stood + 1)
+    tokens = [1 + stood for stood in outcomes]
+    deepest = profile.outcomes()[-1]
+    assert deepest.tokens == pytest.approx(np.mean(tokens), abs=0.25)
+    assert deepest.variance == pytest.approx(np.var(tokens), abs=0.5)
+    assert deepest.drafted == pytest.approx(4.0)
+
+
+def test_a_depth_never_tried_is_hoped_to_do_as_the_one_before_it() -> None:
+    profile = DepthProfile(3)
+    for _ in range(1000):
+        profile.learn(1, 1, depth=1, room=2)
+    one, two, three = profile.outcomes()
+    assert one.tokens == pytest.approx(2.0, abs=0.01)
+    assert two.tokens == pytest.approx(3.0, abs=0.02)
+    assert three.drafted == pytest.approx(3.0, abs=0.01)
 
 
 @pytest.mark.parametrize("curve", sorted(CURVES))
