@@ -57,6 +57,8 @@ class _Observation:
     """Whether drafting did not rest."""
     is_settled: bool
     """Whether it is one of many plain steps in a row."""
+    drafted_before: bool
+    """Whether the step before it verified drafts, too: else a model reads first what it missed."""
     gained_s: float
     """What its tokens were worth, if drafted."""
     step_s: float
@@ -100,6 +102,7 @@ class Speculator:
         self._gained_s = self._drafting_s = 0.0
         self._num_plain = 0
         """Steps in a row that verified nothing."""
+        self._drafted_before = False
 
     def begin(self, samples: Sequence[Sample], params: SamplingParams, num_slots: int) -> Verification:
         """Start a generation; return its verification rule.
@@ -145,6 +148,7 @@ class Speculator:
         self.stats.accepted_tokens += sum(map(len, emitted)) - len(emitted)
         if self._speculation.num_draft_tokens is not None:
             return
+        self._drafted_before = not self._num_plain
         self._num_plain = 0 if any(map(len, verified)) else self._num_plain + 1
         if self._worths:
             self._gained_s = sum(worth * len(own) for worth, own in zip(self._worths, emitted, strict=True))
@@ -168,7 +172,8 @@ class Speculator:
         self._observations.append(
             _Observation(
                 num_rows, num_rows + sum(lengths), max(lengths), max(drafted, default=0), sum(drafted),
-                bool(self._worths), self._num_plain > _SETTLED, self._gained_s, seconds, self._drafting_s,
+                bool(self._worths), self._num_plain > _SETTLED, self._drafted_before, self._gained_s, seconds,
+                self._drafting_s,
             )
         )  # fmt: skip
         if self._agree is None or len(self._observations) >= _AGREE_EVERY:
@@ -262,7 +267,7 @@ class Speculator:
                 costs.verifying.observe(size, step_s)
             elif seen.is_settled or not costs.plain.knows(seen.num_rows):
                 costs.plain.observe(seen.num_rows, step_s)
-            if seen.num_drafted:
+            if seen.num_drafted and seen.drafted_before:
                 # By a model, of forwards; else of look-ups, the last of which for every sample comes to nothing.
                 times = seen.depth if self.drafter.costs_a_forward else seen.num_rows + seen.num_drafted
                 costs.drafting.observe(seen.num_rows, drafting_s / times)
