@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -29,12 +28,14 @@ def answers_of_ranks(work: Callable[..., None], *args: Any, world_size: int) -> 
     Raises:
         RuntimeError: when a rank fails; the others, which may wait for it, are ended.
     """
+    from torch.distributed import TCPStore
+
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    # Here, as torchrun has it: a port that were looked for, and left to rank 0, could be another's until it listens.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
-        context.Process(target=_be_rank, args=(rank, world_size, port, work, args, sending))
+        context.Process(target=_be_rank, args=(rank, world_size, store.port, work, args, sending))
         for rank in range(world_size)
     ]
     try:
@@ -86,7 +87,7 @@ def _be_rank(
 
     # As torchrun would set it, for a Trainer too.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world_size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     work(rank, *args, answers)

@@ -28,6 +28,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("inductor") is not None and "inductor" not in item.config.option.markexpr:
+        pytest.skip("has g++ compile for half a minute: run with -m inductor")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

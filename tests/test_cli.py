@@ -231,6 +231,36 @@ def test_train_evaluate_predict_and_export(workers: WorkerPool, folder: Path) ->
     assert (folder / "config.yaml").is_file()  # what was run is written beside it
 
 
+ROWS: dict[str, tuple[str, list[dict[str, str]]]] = {
+    "DPO": ("PreferenceDataModule", [{"prompt": f"{n}=", "chosen": f"{n}", "rejected": "no"} for n in range(8)]),
+    "SFT": ("SFTDataModule", [{"prompt": f"{n}=", "completion": f"{n}"} for n in range(8)]),
+}
+
+
+@pytest.mark.parametrize("algorithm", list(ROWS))
+def test_algorithms_of_given_responses_are_evaluated_and_predict(
+    workers: WorkerPool, folder: Path, algorithm: str
+) -> None:
+    module, rows = ROWS[algorithm]
+    (folder / f"{algorithm}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"class_path": module, "init_args": {"data": f"{algorithm}.jsonl", "batch_size": 2, "val_fraction": 0.5}}
+    checkpoints = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": algorithm, "save_last": True}}
+    writer = {"class_path": "PredictionWriter", "init_args": {"path": f"{algorithm}/predicted.jsonl"}}
+    trainer = CONFIG["trainer"] | {"callbacks": [checkpoints, writer, {"class_path": "EMA"}], "max_steps": 1}
+    model = {"class_path": algorithm, "init_args": {"actor": "model"}}
+    (folder / f"{algorithm}.yaml").write_text(yaml.safe_dump({"trainer": trainer, "model": model, "data": data}))
+    saved = ["--ckpt_path", f"{algorithm}/last.ckpt"]
+    outcomes = _run(
+        workers, folder, *([command, "--config", f"{algorithm}.yaml", *(saved if command != "fit" else [])]
+                           for command in ("fit", "validate", "test", "predict")),
+    )  # fmt: skip
+
+    assert [outcome.code for outcome in outcomes] == [0, 0, 0, 0], outcomes
+    assert "val/loss" in outcomes[1].output and "test/loss" in outcomes[2].output
+    predicted = [json.loads(line) for line in (folder / algorithm / "predicted.jsonl").read_text().splitlines()]
+    assert predicted and all(row["prompt"].endswith("=") for row in predicted)
+
+
 RULES = [
     "rewards.digits",
     {"class_path": "lightning_realloc.rewards.Regex", "init_args": {"pattern": "[a-z]"}},

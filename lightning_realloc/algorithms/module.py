@@ -74,6 +74,8 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
     one micro-batch, in this order, and in one mini-batch. Batches hold whole groups."""
     totals_of: tuple[str, ...] = ()
     """The batch's columns of one number per sample whose sums over a mini-batch a loss gets in ``totals.sums``."""
+    answered_ahead: tuple[str, ...] = ()
+    """Calls that no iteration runs from here on: what they would produce comes with the batch."""
     dropout: bool = False
     """Whether dropout is active in training; policies are trained on the distribution that they were sampled from."""
 

@@ -54,7 +54,6 @@ class ReferencedModule(MultiModelModule):
         self.tokenizer = tokenizer
         self._actor_source = actor
         self._reference_source = reference
-        self._is_precomputed = False
 
     def roles(self) -> tuple[Role, ...]:
         """Return the actor and the reference."""
@@ -81,24 +80,24 @@ class ReferencedModule(MultiModelModule):
     def on_train_start(self) -> None:
         """Ask the reference about all rows and let it go, where that was asked for."""
         super().on_train_start()
-        if not self.precompute_reference or self._is_precomputed:
+        if not self.precompute_reference or self.answered_ahead:
             return
         data = self._known_rows()
         self._strategy.check_release("reference")
         for split, table in data.tables.items():
             data.add_columns(split, **self.reference_columns(table, data.batch_size * data.group_size))
         self._strategy.release("reference")
-        self._is_precomputed = True
+        self.answered_ahead = (_CALL,)
         self.evaluation_calls = tuple(name for name in self.evaluation_calls if name != _CALL)
 
     def runs(self, call: str, iteration: int) -> bool:
         """Leave out what was asked before."""
-        return not (self._is_precomputed and call == _CALL) and super().runs(call, iteration)
+        return call not in self.answered_ahead and super().runs(call, iteration)
 
     def check_batch(self, batch: Samples) -> None:
         """Refuse rows that the reference was not asked about while it was there."""
         super().check_batch(batch)
-        if self._is_precomputed and _COLUMN not in batch:
+        if self.answered_ahead and _COLUMN not in batch:
             raise ConfigError(
                 f"precompute_reference=True asked the reference about other rows than these and let it go; give the "
                 f"data module of that fit, or a new {type(self).__name__}"

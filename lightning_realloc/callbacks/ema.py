@@ -25,7 +25,7 @@ AVERAGE = "ema"
 
 
 class EMA(Callback):
-    """Averages the weights of trained roles over iterations, and lets ``validate`` in training run on the averages.
+    """Averages the weights of trained roles over iterations, and lets evaluation run on the averages.
 
     ``average = decay * average + (1 - decay) * weight`` after each iteration; the first one begins it. Training,
     generation for it included, goes on from the weights themselves. Averages are float32, and leave as a model by
@@ -36,7 +36,9 @@ class EMA(Callback):
         roles: Whose weights; by default those of every trained role.
         every_n_steps: How many iterations lie between updates.
         start_step: The iteration after which the average begins, counted from 1.
-        validate: Whether validation in training runs on the averages; the weights wait in host memory meanwhile.
+        validate: Whether averages are evaluated, as Lightning's own averaging has it: by validation in training, and by
+            ``validate``, ``test`` and ``predict`` after it or of a checkpoint that holds some. The weights wait in host
+            memory meanwhile.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class EMA(Callback):
         """Roles whose optimizers have stepped here: before that a state of ours would keep them from making theirs."""
         self._away: dict[str, _Weights] = {}
         """Role -> weights that wait while models hold the averages."""
+        self._fitted: LightningModule | None = None
+        """Whose optimizers hold averages."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse strategies without roles."""
@@ -78,6 +82,7 @@ class EMA(Callback):
         if unknown:
             raise ConfigError(f"EMA(roles=...) names {', '.join(unknown)}; name trained roles: {', '.join(trained)}")
         self._stepped.clear()
+        self._fitted = pl_module
         for role in self._roles(trainer):
             optimizer = trainer.strategy.optimizer_of(role)  # type: ignore[attr-defined]
             optimizer.register_step_post_hook(lambda *_, role=role: self._stepped.add(role))
@@ -98,8 +103,11 @@ class EMA(Callback):
                 strategy.pool.weights_trained(role)  # what was offloaded is not what is there now
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let models hold the averages."""
-        if self.validate and trainer.state.fn == TrainerFn.FITTING:
+        """Let models hold the averages; those of a checkpoint were read in place of its weights."""
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if not is_fitting and trainer.ckpt_path is not None:
+            self._fitted = None  # from here on the model is the checkpoint's, and no longer what averages are of
+        if self.validate and (is_fitting or pl_module is self._fitted):
             for role in self._roles(trainer):
                 self._away[role] = _Weights.replace_by_average(trainer.strategy, role)
 
@@ -107,6 +115,9 @@ class EMA(Callback):
         """Go back to the weights."""
         for role in tuple(self._away):
             self._away.pop(role).restore()
+
+    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Go back to the weights, which a checkpoint of the failure is to hold."""
@@ -147,6 +158,12 @@ def update_averages(optimizer: torch.optim.Optimizer, decay: float, *, may_begin
             local_tensor(known[AVERAGE]).lerp_(local_tensor(parameter).float(), 1.0 - decay)
         elif may_begin and (known or not keeps_state):
             optimizer.state[parameter][AVERAGE] = parameter.detach().to(torch.float32, copy=True)
+
+
+def evaluated_averages(callbacks: Iterable[object], trained_roles: Iterable[str]) -> frozenset[str]:
+    """Return the roles of whose checkpoints the averages are evaluated."""
+    emas = [callback for callback in callbacks if isinstance(callback, EMA) and callback.validate]
+    return frozenset(role for ema in emas for role in ema.roles or trained_roles)
 
 
 def refuse_weight_averaging(callbacks: Iterable[object], algorithm: str) -> None:

@@ -69,6 +69,7 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
         bucket_batches: Rows of similar length share a batch, chosen among so many batches of the shuffled order;
             None: whatever their lengths.
         shuffle_buffer: Of a stream: how many of its rows are read at a time, and shuffled.
+        reads_ahead: Of a stream: whether a thread reads the next rows, as many, while these are trained on.
     """
 
     names_elsewhere = OF_DATA
@@ -91,6 +92,7 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
         long_rows: LongRows = "refuse",
         bucket_batches: int | None = None,
         shuffle_buffer: int = 1000,
+        reads_ahead: bool = True,
     ) -> None:
         super().__init__()
         if long_rows not in get_args(LongRows):
@@ -122,6 +124,7 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
         self.long_rows = long_rows
         self.bucket_batches = bucket_batches
         self.shuffle_buffer = shuffle_buffer
+        self.reads_ahead = reads_ahead
         self._tokenizer = tokenizer
         self._tables: dict[str, Samples] = {}
         self._train_loader: BatchLoader | StreamLoader | None = None
@@ -170,6 +173,11 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
             self._stream_epoch() if isinstance(loader, StreamLoader) else self._epoch_batches(len(loader))
         )
         return loader
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Read no further in a stream."""
+        if isinstance(self._train_loader, StreamLoader):
+            self._train_loader.close()
 
     def val_dataloader(self) -> EvaluationLoader | list[object]:
         """Return the held-out batches, in the order of the rows; none without held-out rows."""
@@ -333,6 +341,7 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
         loader = StreamLoader(
             RowStream.open(self.data), tabulate, batch_size=self.batch_size, seed=self.seed, shuffle=self.shuffle,
             shuffle_buffer=self.shuffle_buffer, drop_last=self.drop_last, group_size=self.group_size,
+            reads_ahead=self.reads_ahead,
         )  # fmt: skip
         loader.check()
         return loader

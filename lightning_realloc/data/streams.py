@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lightning_realloc.data.read_ahead import read_ahead
 from lightning_realloc.data.rows import Row, RowSource, refuse_other_columns, table_rows
 from lightning_realloc.data.sources import DatasetSource
 from lightning_realloc.errors import CheckpointError, DataError
@@ -113,6 +114,7 @@ class StreamLoader:
         drop_last: Whether to leave out what remains at a stream's end and is less than a batch.
         group_size: Samples that a row becomes, next to each other; a batch holds whole rows.
         epoch_batches: Batches after which an iteration over the loader ends, and the next one goes on; None: never.
+        reads_ahead: Whether a thread reads the rows of the next block meanwhile. What is drawn from it stays the same.
 
     Raises:
         DataError: for settings that cannot be used; while it is read, for anything wrong with the rows.
@@ -130,6 +132,7 @@ class StreamLoader:
         drop_last: bool = False,
         group_size: int = 1,
         epoch_batches: int | None = None,
+        reads_ahead: bool = True,
     ) -> None:
         for name, value in (("batch_size", batch_size), ("shuffle_buffer", shuffle_buffer)):
             if value < 1:
@@ -142,6 +145,7 @@ class StreamLoader:
         self.drop_last = drop_last
         self.group_size = group_size
         self.epoch_batches = sys.maxsize if epoch_batches is None else epoch_batches
+        self.reads_ahead = reads_ahead
         self._tabulate = tabulate
         self._place = Place()
         self._batches: Generator[tuple[Samples, Place], None, None] | None = None
@@ -171,6 +175,12 @@ class StreamLoader:
             self._place = place
             yield batch
 
+    def close(self) -> None:
+        """Read no further; who draws again goes on at the same place."""
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the run, and what it depends on."""
         return {"place": asdict(self._place), **self._identity()}
@@ -187,7 +197,8 @@ class StreamLoader:
                     f"resuming needs the same stream in the same order; the checkpoint has {name}={state.get(name)} "
                     f"and this run {name}={value}, set it back or start from the weights alone"
                 )
-        self._place, self._batches = Place(**state["place"]), None
+        self.close()
+        self._place = Place(**state["place"])
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -222,7 +233,7 @@ class StreamLoader:
     def _blocks(self, place: Place) -> Iterator[tuple[Place, Samples]]:
         """Yield where each block begins, and its samples in the order in which they are handed out."""
         begin, num_before = place.block, place.num_before
-        rows = self.stream.rows(place.epoch, begin)
+        rows = self._rows(place)
         while block := tuple(islice(rows, self.block_rows)):
             table = self._tabulate(block)
             at = Place(place.epoch, begin, 0, num_before)
@@ -230,6 +241,12 @@ class StreamLoader:
             if table is not None:
                 num_before += len(table)
                 yield at, self._ordered(table, at)
+
+    def _rows(self, place: Place) -> Iterator[Row]:
+        def rows() -> Iterator[Row]:
+            return self.stream.rows(place.epoch, place.block)
+
+        return read_ahead(rows, self.block_rows) if self.reads_ahead else rows()
 
     def _ordered(self, table: Samples, at: Place) -> Samples:
         num_rows = len(table) // self.group_size

@@ -25,6 +25,7 @@ from typing import Any
 
 from lightning_realloc.rewards.processes import (
     adopt_orphans,
+    come_first,
     descendants,
     die_with_parent,
     kill_tree,
@@ -74,11 +75,12 @@ def main() -> None:
     job: dict[str, Any] = json.load(sys.stdin)
     die_with_parent(job["parent"])
     adopt_orphans()
+    niceness = come_first()  # before a namespace takes the right to; the program goes back to what was
     isolated = job["namespaces"] and _isolate()
     # Entering a namespace cleared it.
     die_with_parent(job["parent"])
     limits = Limits(**job["limits"])
-    ending = _run(job, limits, isolated)
+    ending = _run(job, limits, isolated, niceness)
     json.dump(asdict(ending), sys.stdout)
 
 
@@ -97,7 +99,7 @@ def _isolate() -> bool:
     return True
 
 
-def _run(job: dict[str, Any], limits: Limits, isolated: bool) -> Ending:
+def _run(job: dict[str, Any], limits: Limits, isolated: bool, niceness: int) -> Ending:
     output_end, output = os.pipe()
     status_end, status = os.pipe()
     with tempfile.TemporaryFile() as stdin:
@@ -105,6 +107,7 @@ def _run(job: dict[str, Any], limits: Limits, isolated: bool) -> Ending:
         stdin.seek(0)
         keeper = os.fork()
         if keeper == 0:
+            os.setpriority(os.PRIO_PROCESS, 0, niceness)
             os.close(output_end)
             os.close(status_end)
             _keep(job, limits, isolated, stdin.fileno(), output, status)
@@ -115,7 +118,10 @@ def _run(job: dict[str, Any], limits: Limits, isolated: bool) -> Ending:
         code = os.read(status_end, 16) if not reason else b""
         reason = reason or ("" if code else "it was killed from outside")
     finally:
-        kill_tree(keeper)
+        if isolated:  # with the first process of a namespace the kernel ends all others, and lets none begin
+            os.kill(keeper, signal.SIGKILL)
+        else:
+            kill_tree(keeper)
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
@@ -153,6 +159,7 @@ def _keep(job: dict[str, Any], limits: Limits, isolated: bool, stdin: int, outpu
         os.setsid()  # of the program too: a group to be killed where nothing else holds it together
         program = os.fork()
         if program == 0:
+            os.setpgid(0, 0)  # a group without the keeper, which outlives it
             _become(job, limits, isolated, stdin, output)
         os.close(output)
         code = None

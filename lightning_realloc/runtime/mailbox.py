@@ -5,8 +5,8 @@ for one frame takes in whatever else arrives meanwhile, so frames may come in an
 iteration apart. Frames travel over gloo, between hosts' memories: what ranks hand each other are samples, not weights.
 
 A rank that fails says so to all others instead. Every rank that hears of it says so too, and waits for the rest: so all
-of them raise the same error, that of the lowest rank that failed by itself. To have lost another rank is no failure by
-itself as long as any other is known of.
+of them raise the same error, that of the lowest rank that failed by itself. To have lost another rank, in whatever
+collective, is no failure by itself as long as any other is known of.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor
 from lightning_realloc import errors
 from lightning_realloc.errors import RankLost, ReallocError
 from lightning_realloc.runtime.freight import Freight
+from lightning_realloc.runtime.last_words import is_broken_connection, last_words, leave_last_words
 
 FAILURE_DEADLINE_S = 10.0
 """How long a rank that failed waits for the others to hear of it; one that is stuck in a collective never does."""
@@ -142,10 +143,14 @@ class Mailbox:
         Raises:
             ReallocError: that error, or, on the rank it happened on, the error itself.
         """
+        if error is not None:
+            error = self._own(error)
         self._failures[self._rank] = (error is not None, type(error).__name__, str(error))
         text = json.dumps(self._failures[self._rank]).encode()
         deadline = time.monotonic() + FAILURE_DEADLINE_S
-        self.send(self.others, FrameKind.FAILURE, 0, 0, torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        for rank in self.others:
+            with suppress(RankLost):  # it has ended already, which is no reason not to tell the others
+                self.send([rank], FrameKind.FAILURE, 0, 0, torch.frombuffer(bytearray(text), dtype=torch.uint8))
         # Without success somebody has ended already, or is stuck where it cannot hear: then raise what is known.
         with suppress(ReallocError):
             while len(self._failures) < self._world_size:
@@ -153,6 +158,20 @@ class Mailbox:
             for _, work, _ in self._on_the_way[-len(self.others) * 2 :]:
                 self._wait(work, _time_until(deadline))
         self._raise_lowest(error)
+
+    def _own(self, error: Exception) -> Exception:
+        """Return the error as this rank's, and leave it for who cannot hear; look behind a broken collective."""
+        if self._group is None:
+            return error
+        if not is_broken_connection(error):
+            leave_last_words(self._rank, error)
+            return error
+        self._failures |= {rank: (True, *told) for rank, told in last_words(self._world_size).items()}
+        if isinstance(error, RankLost):
+            return error
+        lost = RankLost(f"a rank ended while this one waited for it in a collective ({error}); see its own log")
+        lost.__cause__ = error
+        return lost
 
     def _raise_lowest(self, own: Exception | None) -> NoReturn:
         told = {rank: name for rank, (is_own, name, _) in sorted(self._failures.items()) if is_own}
@@ -168,7 +187,10 @@ class Mailbox:
         raise ReallocError(f"rank {failed[0]} failed with {name}: {message}") from own
 
     def _start(self, tensor: Tensor, to: int, tag: int, run: int) -> None:
-        work = dist.isend(tensor, to, group=self._group, tag=tag)
+        try:
+            work = dist.isend(tensor, to, group=self._group, tag=tag)
+        except RuntimeError as error:
+            raise RankLost(f"rank {to} ended before this one could send to it ({error}); see its own log") from error
         assert work is not None, "this rank is part of the group"
         self._on_the_way.append((run, work, tensor))
 

@@ -38,6 +38,8 @@ class Subject:
     """(model, group that steps together, sequences and context, number) -> seconds of decoding steps; None: it does
     not decode."""
     tp_plan: Mapping[str, str] | None = None
+    compile: str | None = None
+    """The backend of ``torch.compile`` that runs its blocks in training calls; None: they run as they are."""
     bare: Subject | None = None
     """The same blocks with next to nothing behind them, to measure blocks with; None for such a one."""
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_realloc.layout import AXES, Layout, ModelLayout, ParallelDims
 from lightning_realloc.runtime.agreement import TransportName
+from lightning_realloc.runtime.compiled import compiled_blocks
 from lightning_realloc.runtime.executor import Reallocation
 from lightning_realloc.runtime.model_spec import describe_model
 from lightning_realloc.runtime.offload import Carrier, carrier
@@ -243,9 +244,11 @@ class Profiler:
         def run() -> None:
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(is_last)
-            with self._machine.forward_context(is_wrapped):
-                loss = subject.forward(model, pack()).float().sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+            # Backward, too: it runs the forward pass of what recomputes.
+            with compiled_blocks(model, subject.compile):
+                with self._machine.forward_context(is_wrapped):
+                    loss = subject.forward(model, pack()).float().sum()
+                loss.backward()  # type: ignore[no-untyped-call]
             if is_last:
                 model.zero_grad(set_to_none=True)
 

@@ -101,7 +101,7 @@ class CallRunner:
         self._overlap = overlap
         self._max_staleness = max_staleness
         self._frees_copies = frees_copies
-        self._num_parts = 1 if overlap == "none" else generation_parts
+        self._num_parts = generation_parts
         self._ahead: tuple[Iteration, ...] = ()
         """Batches with responses that were not trained on yet."""
         self._version = 0

@@ -17,7 +17,7 @@ import logging
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_realloc.callbacks.ema import AVERAGE
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.runtime.adapters import adapter_config
 from lightning_realloc.runtime.shards import reshard
 from lightning_realloc.strategies import distributed_checkpoint as distributed
 from lightning_realloc.strategies import huggingface
-from lightning_realloc.strategies.distributed_checkpoint import ShardedTensor
+from lightning_realloc.strategies.distributed_checkpoint import ShardedTensor, StoredTensor
 from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.random_state import set_random_state
-from lightning_realloc.strategies.sharded_state import optimizer_state, prepare_optimizer_state, weights_state
+from lightning_realloc.strategies.sharded_state import (
+    optimizer_key,
+    optimizer_state,
+    prepare_optimizer_state,
+    weight_key,
+    weights_state,
+)
 
 log = logging.getLogger(__name__)
 
@@ -159,9 +166,12 @@ def _remove(path: Path) -> None:
 
 # ---- reading
 def load(
-    folder: Path, models: TrainedModels, *, weights_only: bool, device: torch.device, resuming: bool
-) -> dict[str, Any]:
+    folder: Path, models: TrainedModels, *, weights_only: bool, device: torch.device, resuming: bool,
+    averages_of: Set[str] = frozenset(),
+) -> dict[str, Any]:  # fmt: skip
     """Fill models, and optimizers where ``resuming``, in place, and return Lightning's part. Collective.
+
+    Roles in ``averages_of`` are filled with the averages that an ``EMA`` kept, as far as there are any.
 
     Raises:
         CheckpointError: on every rank, for what is not a checkpoint of these models, naming the first difference.
@@ -175,7 +185,8 @@ def load(
     for role, entry in description["roles"].items():
         if entry["saved"] and role in models.pool.roles:
             weights = weights_state(models.pool.home(role), models.rank)
-            state |= {key: tensor for key, tensor in weights.items() if key in stored or role not in adapted}
+            weights = {key: tensor for key, tensor in weights.items() if key in stored or role not in adapted}
+            state |= weights if role not in averages_of else _averages_of(role, weights, stored, folder)
             models.pool.weights_changed(role)
     if resuming:
         settings = _optimizer_settings(folder, meta, models)
@@ -189,6 +200,17 @@ def load(
     if resuming:
         _restore_random_state(meta, models, device)
     return meta
+
+
+def _averages_of(
+    role: str, weights: dict[str, ShardedTensor], stored: Mapping[str, StoredTensor], folder: Path
+) -> dict[str, ShardedTensor]:
+    """Return a role's weights under the names of what is to be read into them: averages, where there are any."""
+    start = weight_key(role, "")
+    averages = {key: optimizer_key(role, key.removeprefix(start), AVERAGE) for key in weights}
+    if not any(average in stored for average in averages.values()):
+        log.warning("%s holds no averages of %r: its weights are evaluated instead", folder, role)
+    return {average if (average := averages[key]) in stored else key: tensor for key, tensor in weights.items()}
 
 
 def is_checkpoint(folder: Path) -> bool:

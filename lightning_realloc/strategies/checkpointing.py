@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from lightning_realloc.callbacks.ema import evaluated_averages
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.strategies import checkpoint as checkpoints
 from lightning_realloc.strategies import huggingface
@@ -96,9 +97,12 @@ class CheckpointStrategy(ProcessStrategy):
         # Lightning drops the argument of fit(weights_only=...) for strategies that restore after their setup.
         weights_only = self._load_weights_only if weights_only is None else weights_only
         folder = Path(self.broadcast(str(checkpoint_path)))
+        callbacks = self.lightning_module.trainer.callbacks  # type: ignore[union-attr]
+        averaged = frozenset() if self._fitting else evaluated_averages(callbacks, self.dataflow.trained_roles)
         return checkpoints.load(
-            folder, self._trained_models(), weights_only=weights_only, device=self.root_device, resuming=self._fitting
-        )
+            folder, self._trained_models(), weights_only=weights_only, device=self.root_device, resuming=self._fitting,
+            averages_of=averaged,
+        )  # fmt: skip
 
     def save_huggingface(self, role: str, folder: str | Path, *, dtype: str | None = None, merge: bool = False) -> None:
         """Write a role's current weights as a folder that ``from_pretrained`` reads. Collective over all ranks.

@@ -62,18 +62,17 @@ def profile_of(
     Raises:
         PlanError: for a role whose model has no decoder's config.
     """
-    typical, module = TypicalLengths.of(iterations), builder.module
+    typical, module, dataflow = TypicalLengths.of(iterations), builder.module, _what_runs(builder)
     mean = max(1, round(sum(typical.responses) / len(typical.responses)))
     request = ProfileRequest(
         roles=module.roles(),
         described=builder.describe_roles(),
-        dataflow=builder.dataflow,
-        workload=_workload(
-            module, builder.dataflow, typical, prompt_tokens=typical.prompt_tokens, response_tokens=mean
-        ),
+        dataflow=dataflow,
+        workload=_workload(module, dataflow, typical, prompt_tokens=typical.prompt_tokens, response_tokens=mean),
         mean_response=mean,
         new_optimizer=module.new_optimizer,
         tp_plans=builder.tp_plans,
+        compiled=_compiled(module, dataflow),
         seed=module.seed,
     )
     return profile_models(request, machine, cache, seconds=seconds)
@@ -98,7 +97,7 @@ def prospects_of(
     Raises:
         PlanError: see `make_estimator`.
     """
-    dataflow, module = builder.dataflow, builder.module
+    dataflow, module = _what_runs(builder), builder.module
     cluster = cluster_of(builder.cluster, builder.world_size)
     roles = builder.describe_roles()
     _, settings = with_callbacks(callbacks, dataflow, plan, builder.memory_settings())
@@ -117,6 +116,16 @@ def prospects_of(
         dataflow=dataflow, estimate=estimate, lengths=typical, roles=roles, settings=settings, workload=load,
         memory_budget=builder.memory_budget, overlap=overlap, generation_parts=generation_parts,
     )  # fmt: skip
+
+
+def _compiled(module: Any, dataflow: Dataflow) -> dict[str, str]:
+    options = {role: module.train_options_of(role).compile for role in dataflow.trained_roles}
+    return {role: backend for role, backend in options.items() if backend is not None}
+
+
+def _what_runs(builder: PoolBuilder) -> Dataflow:
+    """Return the calls without those that were answered ahead, whose models are gone."""
+    return builder.dataflow.without(builder.module.answered_ahead)
 
 
 def lengths_of(samples: Samples) -> Lengths | None:

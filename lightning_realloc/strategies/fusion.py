@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.training import MicroBatch, micro_batch_plan
 from lightning_realloc.strategies.workplace import Workplace
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 from lightning_realloc.tuning.fusion import fused_first, fused_groups, fused_sources, tail_sources
+from lightning_realloc.tuning.simulator import Overlap
 
 UnitShares = tuple[tuple[MicroBatch, ...], ...]
 """Of every data-parallel rank the micro-batches of one unit; positions count from the unit's beginning."""
@@ -80,3 +82,22 @@ class Fusion:
     ) -> list[tuple[ModelFunctionCall, ...]]:
         """Return some of the calls in groups that are worked on together; see `fused_groups`."""
         return fused_groups(calls, self.sources, alone=alone)
+
+
+def check_parts(generation_parts: int, *, overlap: Overlap, max_staleness: int) -> None:
+    """Raise ConfigError for no portions, and for several that nobody would begin with early."""
+    if generation_parts < 1:
+        raise ConfigError(
+            f"generation_parts={generation_parts} must be at least 1, which hands on all samples at the end"
+        )
+    if generation_parts > 1 and overlap == "none":
+        raise ConfigError(
+            f"generation_parts={generation_parts} lets inference begin beside generation, and overlap='none' runs one "
+            f"call at a time; use overlap='calls', or generation_parts=1"
+        )
+    if generation_parts > 1 and max_staleness:
+        raise ConfigError(
+            f"generation_parts={generation_parts} lets inference begin beside generation, and under "
+            f"max_staleness={max_staleness} it reads what was generated an iteration before; use max_staleness=0, or "
+            f"generation_parts=1"
+        )

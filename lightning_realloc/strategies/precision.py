@@ -75,7 +75,7 @@ def without_gradients(model: nn.Module, device: torch.device) -> AbstractContext
     dtypes = {parameter.dtype for name, parameter in model.named_parameters() if _ADAPTER_WEIGHT not in name}
     if len(dtypes) > 1 and not isinstance(model, FSDPModule):
         return torch.autocast(device.type, dtype=torch.bfloat16)
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled() else nullcontext()
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def for_samples(plugin: Precision | None) -> Precision | None:

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_realloc.callbacks.ema import refuse_weight_averaging
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.runtime.host_memory import keep_freed_memory
+from lightning_realloc.runtime.last_words import explain, forget_last_words
 from lightning_realloc.strategies.data_parallel import average_gradients
 from lightning_realloc.strategies.failures import report_failures
 from lightning_realloc.strategies.launchers import FullStateLauncher
@@ -106,6 +107,7 @@ class ProcessStrategy(ModelParallelStrategy):
         self._setup_distributed()
         if self.world_size > 1:
             report_failures(rank=self.global_rank, launcher=self._launcher)
+            forget_last_words(self.global_rank)
         if self.root_device.type == "cpu":
             keep_freed_memory()
         self._device_mesh = init_device_mesh(
@@ -173,6 +175,12 @@ class ProcessStrategy(ModelParallelStrategy):
             if self.dataflow is None:
                 return super().predict_step(*args, **kwargs)
             return self.lightning_module.predict_step(*args, **kwargs)  # type: ignore[union-attr]
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Let the other ranks know, and this one, where all it knows is that another one is gone."""
+        super().on_exception(exception)
+        if self.world_size > 1 and dist.is_initialized():
+            explain(exception, self.global_rank, self.world_size)
 
     # ---- gradients of a LightningModule without calls
     def post_backward(self, closure_loss: Tensor) -> None:

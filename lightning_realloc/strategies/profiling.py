@@ -68,12 +68,14 @@ class ProfileRequest:
     """Tokens; micro-batches are measured at this length, decoding around it."""
     new_optimizer: Callable[[str, list[nn.Parameter]], torch.optim.Optimizer]
     tp_plans: Mapping[str, Mapping[str, str]]
+    compiled: Mapping[str, str]
+    """Role -> the backend of ``torch.compile`` that runs its blocks in training calls; others are left out."""
     seed: int
 
 
 def shape_names(request: ProfileRequest) -> dict[str, str]:
     """Return role -> a name that roles share whose passes cost the same. Raises PlanError for a role without config."""
-    names = {}
+    texts = {}
     for role in request.roles:
         config = role.config()
         if config is None:
@@ -81,10 +83,13 @@ def shape_names(request: ProfileRequest) -> dict[str, str]:
                 f"role {role.name!r} is a module without a Hugging Face config, and cannot be measured block by block; "
                 f"give it a model of transformers"
             )
-        content = [role.task, config.to_dict(), *role.describe_adapters()]
-        text = json.dumps(content, sort_keys=True, default=str)
-        names[role.name] = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return names
+        texts[role.name] = json.dumps([role.task, config.to_dict(), *role.describe_adapters()], sort_keys=True,
+                                      default=str)  # fmt: skip
+    # Training alone is compiled: a frozen role passes as a trained one does that it looks like.
+    backends = {texts[name]: backend for name, backend in request.compiled.items() if name in texts}
+    backends = {name: backends.get(text, "") for name, text in texts.items()}
+    backends |= {role.name: request.compiled.get(role.name, "") for role in request.roles if role.trained}
+    return {name: hashlib.sha256((text + backends[name]).encode()).hexdigest()[:16] for name, text in texts.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +272,7 @@ def _subjects(request: ProfileRequest, machine: Machine, names: Mapping[str, str
     # What shards add is measured with the first one of its blocks: the one that does most.
     does_most = sorted(chosen.items(), key=lambda item: (not item[1].trained, not _generates(request, names, item[0])))
     for key, role in does_most:
-        blocks = _digest_of_blocks(role)
+        blocks = _digest_of_blocks(role) + request.compiled.get(role.name, "")
         if blocks not in bare:
             bare[blocks] = _bare_subject(role, blocks, request, machine)
         decode = _decoder(machine) if _generates(request, names, key) else None
@@ -310,6 +315,7 @@ def _subject(
         new_optimizer=lambda parameters: request.new_optimizer(like, parameters),
         decode=decode,
         tp_plan=request.tp_plans.get(like),
+        compile=request.compiled.get(like),
         bare=bare,
     )
 

@@ -33,6 +33,7 @@ from lightning_realloc.runtime.shards import reshard
 from lightning_realloc.strategies.call_runner import CallRunner
 from lightning_realloc.strategies.data_parallel import broadcast_module
 from lightning_realloc.strategies.estimation import lengths_of, profile_of, prospects_of
+from lightning_realloc.strategies.fusion import check_parts
 from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.offload import Offloader
 from lightning_realloc.strategies.plan_source import PlanSource, read_plan_source
@@ -68,6 +69,7 @@ class ReallocStrategy(SteppingStrategy):
         generation_parts: In how many portions a generating rank hands on its samples to inference on other ranks, which
             then runs beside the rest of the generation. Losses change by rounding alone. 1 hands on all at the end.
             Where samples move between ranks, it also lets ranks be freed for inference that waits for their samples.
+            More than 1 goes with neither ``overlap="none"`` nor ``max_staleness=1``, which leave nothing to run beside.
         cluster: Nodes, devices and memory; by default what this machine shows.
         memory_per_device: What a plan may need of one device, as a number of bytes or as in ``"24GiB"``; by default
             what the cluster's devices have. A plan that needs more is refused before models are built.
@@ -111,10 +113,7 @@ class ReallocStrategy(SteppingStrategy):
                 raise ConfigError(f"{name}={value!r} must be one of {', '.join(get_args(choices))}")
         if max_staleness not in (0, 1):
             raise ConfigError(f"max_staleness={max_staleness!r}: generation runs at most one step ahead; use 0 or 1")
-        if generation_parts < 1:
-            raise ConfigError(
-                f"generation_parts={generation_parts} must be at least 1, which hands on all samples at the end"
-            )
+        check_parts(generation_parts, overlap=overlap, max_staleness=max_staleness)
         self.max_staleness = max_staleness
         self.generation_parts = generation_parts
         self._plan_source = read_plan_source(plan)

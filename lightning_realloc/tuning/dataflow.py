@@ -6,7 +6,7 @@ call runs is the :class:`~lightning_realloc.tuning.execution_plan.ExecutionPlan`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -93,6 +93,11 @@ class Dataflow:
     def model_calls(self) -> tuple[ModelFunctionCall, ...]:
         """Calls that run on a model, and so have a layout."""
         return tuple(call for call in self.calls if call.role is not None)
+
+    def without(self, names: Collection[str]) -> Dataflow:
+        """Return what is left where the loader supplies what some calls would have produced."""
+        supplied = [product for call in self.calls if call.name in names for product in call.produces]
+        return Dataflow(tuple(call for call in self.calls if call.name not in names), (*self.inputs, *supplied))
 
     def call(self, name: str) -> ModelFunctionCall:
         """Return the call of that name; PlanError names the ones there are."""

@@ -198,6 +198,12 @@ class ExecutionPlan:
         spare_plans = tuple((call.name, self.call(home).suited(call.kind)) for call, home in homes if home in given)
         return replace(self, calls=self.calls + spare_plans)
 
+    def with_rest_of(self, other: ExecutionPlan) -> ExecutionPlan:
+        """Return the plan with the calls of another one that it leaves out."""
+        given = {name for name, _ in self.calls}
+        rest = tuple((name, plan) for name, plan in other.calls if name not in given)
+        return replace(self, calls=self.calls + rest)
+
     def check(self, dataflow: Dataflow, world_size: int) -> None:
         """Refuse a plan that does not fit the algorithm or the number of ranks.
 

@@ -119,12 +119,16 @@ class Prospects:
     def propose(
         self, start: ExecutionPlan, *, seconds: float, seed: int, clock: Callable[[], float] = time.monotonic
     ) -> list[Candidate]:
-        """Return distinct plans that fit, the best of each kind first by estimate; ``start`` is none of them."""
+        """Return distinct plans that fit, the best of each kind first by estimate; ``start`` is none of them.
+
+        Calls that no iteration runs any more stay where the start has them.
+        """
         prices = self.estimate(self.lengths)
         found: dict[ExecutionPlan, float] = {}
-        for plan in self._plans(prices, start, seconds, seed, clock):
-            if plan != start and plan not in found and self.fits(plan):
-                found[plan] = self.seconds(plan, prices)
+        for judged in self._plans(prices, start, seconds, seed, clock):
+            plan = judged.with_rest_of(start)
+            if plan != start and plan not in found and self.fits(judged):
+                found[plan] = self.seconds(judged, prices)
         return sorted((Candidate(plan, took) for plan, took in found.items()), key=lambda one: one.predicted_s)
 
     def _plans(

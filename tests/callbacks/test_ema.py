@@ -36,7 +36,7 @@ def whole(strategy: Any) -> dict[str, Tensor]:
 
 
 class Weights(Callback):
-    """Keeps the actor's whole weights after every iteration, and what validation finds in their place."""
+    """Keeps the actor's whole weights after every iteration, and what evaluation finds in their place."""
 
     def __init__(self) -> None:
         self.trained: list[dict[str, Tensor]] = []
@@ -47,8 +47,10 @@ class Weights(Callback):
         self.trained.append(whole(trainer.strategy))
 
     def on_validation_batch_start(self, trainer: Any, *args: Any) -> None:
-        """Gather what is validated."""
+        """Gather what is evaluated."""
         self.validated.append(whole(trainer.strategy))
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
 
 Run = tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], dict[str, Tensor]]
@@ -94,6 +96,61 @@ def test_averages_are_those_of_whole_weights(workers: WorkerPool, tmp_path: Path
             read = AutoModelForCausalLM.from_pretrained(folder).requires_grad_(False)
             assert runs.largest_difference(dict(read.named_parameters()), averages) == 0.0
     assert runs.largest_difference(ranks[0][1][2], ranks[0][0][2]) <= 1e-5
+
+
+LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
+HELD: dict[str, tuple[Any, dict[str, Any]]] = {
+    "offloaded": (calls(actor_train="fsdp2") | {"offload": ["actor.optimizer"]}, {}),
+    "adapters, offloaded": (calls(actor_train="fsdp2") | {"offload": ["actor.optimizer"]}, {"peft_config": LORA}),
+    "moved": (calls(actor_train="tp2"), {}),
+}
+EVALUATIONS = ("validate", "test", "predict")
+
+
+def evaluate(name: str, folder: Path) -> dict[str, Any]:
+    """Train under a plan; evaluate the model at hand, and what was saved in a Trainer of its own, both ways."""
+    world_size, (plan, settings) = runs.world_size(), HELD[name]
+    found: dict[str, Any] = {}
+    batches = Batches(3, responses=True)
+    for averages in (True, False):
+        weights, module = Weights(), runs.sft(optimizer=OPTIMIZERS["adam"], **settings)
+        trainer = runs.trainer(ReallocStrategy(plan), world_size, callbacks=[weights, EMA(DECAY, validate=averages)])
+        trainer.fit(module, batches)
+        path = folder / f"{averages}"
+        trainer.save_checkpoint(path)
+        for evaluation in EVALUATIONS if averages else EVALUATIONS[1:2]:
+            getattr(trainer, evaluation)(module, batches)
+        found[f"last {averages}"], found[f"here {averages}"] = whole(trainer.strategy), weights.validated[::3]
+        found["trained"] = weights.trained
+        if averages:  # of the checkpoint, and of the model that was read from it
+            trainer.test(module, batches, ckpt_path=path, verbose=False)
+            trainer.test(module, batches, verbose=False)
+            found["reread"] = weights.validated[9::3]
+        later = Weights()
+        trainer = runs.trainer(ReallocStrategy(plan), world_size, callbacks=[later, EMA(DECAY, validate=averages)])
+        trainer.test(runs.sft(**settings), batches, ckpt_path=path, verbose=False)
+        found[f"read {averages}"] = later.validated[0]
+    return found
+
+
+@pytest.mark.parametrize("name", list(HELD))
+def test_averages_are_evaluated_after_training_and_out_of_checkpoints(
+    workers: WorkerPool, tmp_path: Path, name: str
+) -> None:
+    found = workers.run(evaluate, name, tmp_path, world_size=2, init_process_group=False, deadline_s=120.0)[0]
+    expected, *later = found["trained"]
+    for now in later:
+        expected = {key: torch.lerp(expected[key], now[key], 1 - DECAY) for key in now}
+    last = found["trained"][-1]
+    assert runs.largest_difference(expected, last) > 1e-3, "the test averages what does not change"
+    assert len(found["reread"]) == 2
+    assert all(runs.largest_difference(each, expected) <= 1e-6 for each in found["reread"])
+    for averages, held in ((True, expected), (False, last)):
+        evaluated = found[f"here {averages}"]
+        assert len(evaluated) == (3 if averages else 1)
+        assert all(runs.largest_difference(each, held) <= 1e-6 for each in evaluated)
+        assert runs.largest_difference(found[f"last {averages}"], last) <= 1e-6, "the weights came back"
+        assert runs.largest_difference(found[f"read {averages}"], held) <= 1e-6
 
 
 def resume(folder: Path) -> None:

@@ -67,6 +67,7 @@ ORDERS = st.fixed_dictionaries(
         "drop_last": st.booleans(),
         "group_size": st.integers(1, 2),
         "dropped": st.sampled_from([0, 2, 3]),
+        "reads_ahead": st.booleans(),
     }
 )
 

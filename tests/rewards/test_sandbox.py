@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -99,6 +100,43 @@ if os.fork():
     os._exit(0)
 time.sleep(60)
 """
+
+
+# As many as there are tokens in all, whoever is killed: no more than the machine bears. Each computes, so that whoever
+# watches has to wait for its turn, and has a session of its own, so that no signal reaches two of them.
+BOMB = """
+import os, time
+there, tokens = os.pipe()
+os.set_blocking(there, False)
+os.write(tokens, bytes(80))
+end = time.monotonic() + 20.0
+try:
+    while os.read(there, 1):
+        if os.fork() == 0:
+            os.setsid()
+except BlockingIOError:
+    pass
+while time.monotonic() < end:
+    pass
+"""
+
+
+@linux
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_a_bomb_is_over_soon_after_it_is_seen(tmp_path: Path, namespaces: bool) -> None:
+    began = time.monotonic()
+    ending = run(BOMB, tmp_path, namespaces=namespaces, wall_s=2.0)
+    spent = time.monotonic() - began
+    assert running_in(tmp_path) == []
+    assert "more than 6 processes" in ending.reason or "BlockingIOError" in ending.output, ending
+    assert spent < 8.0  # they would compute for 20
+
+
+def test_a_program_is_as_nice_as_who_runs_it(tmp_path: Path) -> None:
+    # Who watches it comes before others where the system lets it.
+    assert run("import os; print(os.getpriority(os.PRIO_PROCESS, 0))", tmp_path).output == (
+        f"{os.getpriority(os.PRIO_PROCESS, 0)}\n"
+    )
 
 
 @linux

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_realloc.errors import RankLost, ReallocError, RewardError
+from lightning_realloc.runtime.last_words import explain, forget_last_words, is_broken_connection, last_words
 from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
 from tests.workers import WorkerPool
 
@@ -98,3 +100,46 @@ def test_a_single_process_sends_nothing_and_raises_its_own_error() -> None:
     with pytest.raises(ValueError, match="mine") as caught:
         mailbox.fail(error)
     assert caught.value is error
+
+
+def _end_in_a_collective() -> str:
+    """Return what the other ranks raise when rank 1, which they wait for in a collective, fails and ends."""
+    rank, mailbox = _open()
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
+    try:
+        if rank == 1:
+            mailbox.fail(ArithmeticError("overflow"))
+        try:
+            dist.barrier(group)
+        except RuntimeError as error:
+            assert is_broken_connection(error), error
+            mailbox.fail(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_broken_collective_is_told_as_what_broke_it(workers: WorkerPool) -> None:
+    heard = workers.run(_end_in_a_collective, world_size=3)
+    assert heard == [
+        "ReallocError: rank 1 failed with ArithmeticError: overflow",
+        "ArithmeticError: overflow",
+        "ReallocError: rank 1 failed with ArithmeticError: overflow",
+    ]
+
+
+def _explained() -> list[str]:
+    rank = dist.get_rank()
+    forget_last_words(rank)
+    dist.barrier()
+    error = RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer") if rank else KeyError("x")
+    if rank:
+        while not last_words(2):
+            time.sleep(0.01)
+    explain(error, rank, 2)
+    return getattr(error, "__notes__", [])
+
+
+def test_an_error_that_another_ranks_end_has_caused_is_told_why(workers: WorkerPool) -> None:
+    assert workers.run(_explained, world_size=2) == [[], ["rank 0 failed first, with KeyError: 'x'"]]
+    assert not is_broken_connection(RuntimeError("shape mismatch"))

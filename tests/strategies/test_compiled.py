@@ -38,6 +38,20 @@ def test_compiled_training_is_the_same_on_every_layout(workers: WorkerPool) -> N
         workers.run(run, PLANS, backend, world_size=2, init_process_group=False, deadline_s=240.0)[0]
         for backend in (None, "aot_eager")
     )
+    assert_same(compiled, plain)
+
+
+@pytest.mark.inductor
+def test_inductor_learns_the_same(workers: WorkerPool) -> None:
+    plain, compiled = (
+        workers.run(run, PLANS[:2], backend, world_size=2, init_process_group=False, deadline_s=170.0)[0]
+        for backend in (None, "inductor")
+    )
+    assert_same(compiled, plain)
+
+
+def assert_same(compiled: Sequence[Outcome], plain: Sequence[Outcome]) -> None:
+    """Compare tokens, losses and weights, up to rounding."""
     for ours, theirs in zip(compiled, plain, strict=True):
         assert ours.tokens == theirs.tokens
         for now, before in zip(ours.logged, theirs.logged, strict=True):

@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_realloc.callbacks import PhaseCallback
 from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.strategies.precision import without_gradients
 from tests.strategies import runs
 from tests.strategies.runs import Batches, calls
 from tests.workers import WorkerPool
@@ -81,6 +82,37 @@ def test_mixed_precision_generates_in_the_very_replicas_that_it_trains(workers: 
     dtypes, losses, _ = found["bf16-mixed"]
     assert dtypes["actor.generate"] == "float32"  # FSDP casts them, block by block
     assert all(math.isfinite(loss) for loss in losses)
+
+
+def autocast_by_call() -> dict[str, bool]:
+    """Return whether autocast was on in each kind of call under ``bf16-mixed``."""
+    found, module = {}, runs.grpo()
+
+    def noting(name: str, work: Any) -> Any:
+        def call(*args: Any) -> Any:
+            found[name] = torch.is_autocast_enabled("cpu")
+            return work(*args)
+
+        return call
+
+    for name in ("score_reference", "actor_loss"):
+        setattr(module, name, noting(name, getattr(module, name)))
+    runs.train(module, "static", 1, Batches(1), precision="bf16-mixed")
+    return found
+
+
+def test_only_what_is_learnt_from_runs_under_autocast_on_cpu(workers: WorkerPool) -> None:
+    (found,) = workers.run(autocast_by_call, world_size=1, init_process_group=False)
+    assert found == {"score_reference": False, "actor_loss": True}
+
+
+def test_a_model_without_gradients_keeps_the_one_dtype_that_it_has() -> None:
+    model, cpu = torch.nn.Linear(2, 2), torch.device("cpu")
+    with torch.autocast("cpu", torch.bfloat16), without_gradients(model, cpu):
+        assert model(torch.ones(1, 2)).dtype == torch.float32
+    model.bias.data = model.bias.data.bfloat16()
+    with without_gradients(model, cpu):
+        assert model(torch.ones(1, 2)).dtype == torch.bfloat16
 
 
 def refusals() -> list[str]:

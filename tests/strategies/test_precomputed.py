@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.strategies import ReallocStrategy
 from tests.models import byte_tokenizer
 from tests.strategies import preferences, runs
+from tests.strategies.checkpoint_runs import Part, SaveAt
 from tests.strategies.runs import calls
 from tests.workers import WorkerPool
 
@@ -96,6 +98,53 @@ def test_a_reference_that_is_asked_once_gives_the_same_losses_and_leaves(
     # In batches of four rows, of training and of held-out data; KTO's rows are the sides of the pairs. Of 24 and 6 of
     # these and as many mismatched ones, in batches of 24, there are two and one.
     assert max(once["asked"] for _, once in everyone) == {"kto": 2 + 1, "kto from zero": 6 + 2}.get(name, 3 + 1)
+
+
+class Asked(Callback):
+    """Keeps which rows come with what the reference said of them."""
+
+    def __init__(self) -> None:
+        self.said: dict[int, list[list[float]]] = {}
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Read the batch, which every rank has whole."""
+        said = batch.ragged("ref_logprobs").to_lists()
+        self.said |= {sample: logprobs for sample, logprobs in zip(batch.ids.tolist(), said, strict=True)}
+
+
+def resumed(name: str, folder: Path) -> list[dict[str, Any]]:
+    """Fit two epochs, and the last three iterations of them once more from a checkpoint, in another layout."""
+    world_size, found = runs.world_size(), []
+    make, settings, data_class = CASES[name]
+    for plan, path in ((PLANS[0], None), (PLANS[2], folder / "run")):
+        module, data = make(precompute_reference=True, **settings), data_of(data_class)
+        record, asked, strategy = runs.Record(), Asked(), ReallocStrategy(plan)
+        saving = [SaveAt(Part(None, 6, save=folder / "straight", save_at=(3,)))] if path is None else []
+        trainer = runs.trainer(strategy, world_size, callbacks=[record, asked, *saving], max_epochs=2)
+        trainer.fit(module, datamodule=data, ckpt_path=None if path is None else folder / "straight-3")
+        (validated,) = trainer.validate(module, datamodule=data, verbose=False)
+        found.append({
+            "logged": record.logged, "said": asked.said, "validated": validated,
+            "asked": strategy.runner.counts["reference.infer"], "weights": strategy.full_weights("actor"),
+        })  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto from zero"])
+def test_a_resumed_run_asks_its_reference_once_and_goes_on_the_same(
+    name: str, workers: WorkerPool, tmp_path: Path
+) -> None:
+    straight, again = workers.run(resumed, name, tmp_path, world_size=2, init_process_group=False)[0]
+    assert 0 < len(again["logged"]) < len(straight["logged"])
+    assert again["asked"] == straight["asked"] > 0  # the rows once more, since what was said is in no checkpoint
+    for ours, theirs in zip(again["logged"], straight["logged"][-len(again["logged"]) :], strict=True):
+        # What validation logged last is not in the checkpoint.
+        learnt, others = ({n: v for n, v in one.items() if not n.startswith("val/")} for one in (ours, theirs))
+        assert learnt == pytest.approx(others, abs=1e-5, rel=1e-5)
+    for sample, said in again["said"].items():
+        assert said == [pytest.approx(logprobs, abs=1e-5) for logprobs in straight["said"][sample]]
+    assert again["validated"] == pytest.approx(straight["validated"], abs=1e-5, rel=1e-5)
+    assert runs.largest_difference(again["weights"], straight["weights"]) <= 1e-5
 
 
 def test_a_reference_cannot_be_asked_ahead_about_rows_that_are_not_known(workers: WorkerPool) -> None:

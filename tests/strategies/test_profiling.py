@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Callback
 from pytest import MonkeyPatch
 
+from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.layout.dims import ParallelDims
 from lightning_realloc.strategies import ReallocStrategy, profiling
 from lightning_realloc.strategies.profiling import Profile
 from lightning_realloc.tuning.lengths import Lengths
 from lightning_realloc.tuning.profile import ProfileTable
-from tests.strategies import runs
+from tests.models import byte_tokenizer
+from tests.strategies import preferences, runs
 from tests.strategies.runs import Batches
 from tests.workers import WorkerPool
 
+PAIRS = [{"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": "x" * (1 + n % 3)} for n in range(12)]
 LENGTHS = [Lengths((6, 6, 6), (5, 6, 7))]
 
 
@@ -111,3 +116,71 @@ def test_a_run_measures_what_plans_can_ask_for_and_keeps_it(workers: WorkerPool,
 def _degrees(*, dp: bool) -> list[ParallelDims]:
     replicas = [ParallelDims(dp=2)] if dp else []
     return [ParallelDims(), ParallelDims(fsdp=2), ParallelDims(tp=2), *replicas]
+
+
+class _Profiled(Callback):
+    """Profiles the models after the only iteration."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Profile them."""
+        self.profile: Profile = trainer.strategy.profile(LENGTHS, cache=None)  # type: ignore[attr-defined]
+
+
+class _Judged(Callback):
+    """Asks after the first iteration what should come of other plans, and installs one."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Judge, propose, and install a plan."""
+        strategy: Any = trainer.strategy
+        if trainer.global_step > 1:
+            return
+        self.start = strategy.plan
+        prospects = strategy.prospects(LENGTHS)
+        self.seconds = prospects.call_seconds(strategy.plan)
+        self.bytes = max(prospects.peak_bytes(strategy.plan).values())
+        proposed = [candidate.plan for candidate in prospects.propose(strategy.plan, seconds=0.2, seed=0)]
+        self.proposed = strategy.broadcast(proposed)  # searches go by the clock
+        for plan in self.proposed[:1]:
+            strategy.set_plan(plan)
+
+
+def _judge_compiled() -> tuple[int, bool]:
+    """Return how many programs measuring makes of a model's blocks, and whether a frozen role shares its profile."""
+    profiled = _Profiled()
+    module = runs.grpo(train_options=runs.options(compile="eager"))
+    trainer = runs.trainer(ReallocStrategy(), 1, callbacks=[profiled], max_steps=1)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with MonkeyPatch.context() as patch:
+        # What training compiles is left out, so that what is counted is measuring's.
+        patch.setattr("lightning_realloc.strategies.trainer_step.compiled_blocks", lambda *_: nullcontext())
+        trainer.fit(module, Batches(1))
+    names = profiled.profile.models
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"], names["actor"] == names["reference"]
+
+
+def test_what_is_compiled_is_measured_compiled(workers: WorkerPool) -> None:
+    ((programs, is_shared),) = workers.run(_judge_compiled, world_size=1, init_process_group=False, deadline_s=120.0)
+    assert programs > 0
+    assert is_shared
+
+
+def _judge_precomputed(precompute: bool) -> tuple[dict[str, float], int, list[Any], Any]:
+    """Return seconds by call, bytes, and the plans that are proposed beside the one that runs."""
+    judged = _Judged()
+    module = preferences.dpo(precompute_reference=precompute)
+    trainer = runs.trainer(ReallocStrategy(), 2, callbacks=[judged], max_steps=2)
+    data = PreferenceDataModule(PAIRS, tokenizer=byte_tokenizer(), batch_size=4)
+    trainer.fit(module, datamodule=data)
+    return judged.seconds, judged.bytes, [plan.to_mapping() for plan in judged.proposed], judged.start.to_mapping()
+
+
+def test_a_reference_that_was_asked_ahead_is_neither_priced_nor_given_room(workers: WorkerPool) -> None:
+    (asked, asked_bytes, _, _), (ahead, bytes_ahead, proposed, start) = (
+        workers.run(_judge_precomputed, once, world_size=2, init_process_group=False, deadline_s=120.0)[0]
+        for once in (False, True)
+    )
+    assert "reference.infer" in asked and asked.keys() - {"reference.infer"} == ahead.keys()
+    assert bytes_ahead < asked_bytes
+    assert proposed, "the test installs a plan"
+    assert all(plan["calls"]["reference.infer"] == start["calls"]["reference.infer"] for plan in proposed)

@@ -1,0 +1,62 @@
+"""What a thread reads ahead comes in order, with its errors, and no further than asked; the thread ends with it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_realloc.data.read_ahead import read_ahead
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """See to it that whoever reads here has left."""
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+def test_items_come_in_order_and_no_more_are_read_than_asked_for() -> None:
+    begun: list[int] = []
+
+    def items() -> Iterator[int]:
+        for number in range(100):
+            begun.append(number)
+            yield number
+
+    ahead = read_ahead(items, 3)
+    assert begun == []  # nobody has asked yet
+    assert [next(ahead) for _ in range(10)] == list(range(10))
+    time.sleep(0.05)
+    # Three wait, and one is on its way to them.
+    assert len(begun) <= 10 + 3 + 1
+    ahead.close()
+    assert list(read_ahead(items, 1)) == list(range(100))
+
+
+def test_what_reading_raises_is_raised_behind_what_was_read() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        yield 2
+        raise ArithmeticError("overflow")
+
+    ahead = read_ahead(items, 8)
+    assert [next(ahead), next(ahead)] == [1, 2]
+    with pytest.raises(ArithmeticError, match="overflow"):
+        next(ahead)
+
+
+def test_reading_and_working_take_turns_no_longer() -> None:
+    def items() -> Iterator[int]:
+        for number in range(20):
+            time.sleep(0.01)
+            yield number
+
+    begin = time.perf_counter()
+    for _ in read_ahead(items, 4):
+        time.sleep(0.01)
+    # One after the other they take 0.4 s, side by side 0.21.
+    assert time.perf_counter() - begin < 0.35
