@@ -70,13 +70,7 @@ class _SelectedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         known = torch.zeros(3, logits.shape[0], dtype=torch.float32, device=logits.device)
         for rows in chunks(logits):
-            scaled = logits[rows].float() / temperature
-            known[0, rows] = normaliser = scaled.logsumexp(-1)
-            known[1, rows] = _entries(scaled, tokens[rows], share)
-            if with_entropy:
-                # A share without a finite logit has the entropy 0 of nothing; minus infinity from itself would be NaN.
-                base = torch.where(normaliser == -torch.inf, 0.0, normaliser)
-                known[2, rows] = torch.special.entr((scaled - base[:, None]).exp_()).sum(-1)
+            _find(known[:, rows], logits[rows].float() / temperature, tokens[rows], share, with_entropy=with_entropy)
         normaliser, chosen, entropy = _joined(of_all_ranks(known, share))
         ctx.save_for_backward(logits, tokens, normaliser, entropy)
         ctx.share, ctx.temperature, ctx.with_entropy = share, temperature, with_entropy
@@ -89,13 +83,40 @@ class _SelectedLogprobs(torch.autograd.Function):
         gradient = torch.empty_like(logits)
         for rows in chunks(logits):
             p = (logits[rows].float() / ctx.temperature).sub_(normaliser[rows, None]).exp_()
-            # d log p[token] / dz = onehot - p  and  d entropy / dz = -p * (log p + entropy)
-            part = p * -grad_logprobs[rows, None]
-            _add_to_entries(part, tokens[rows], grad_logprobs[rows].to(part.dtype), ctx.share)
-            if ctx.with_entropy:
-                part += grad_entropy[rows, None] * (torch.special.entr(p) - p * entropy[rows, None])
-            gradient[rows] = part.div_(ctx.temperature).to(gradient.dtype)
+            of_entropy = (entropy[rows], grad_entropy[rows]) if ctx.with_entropy else None
+            gradient[rows] = _slope(p, tokens[rows], grad_logprobs[rows], of_entropy, ctx.share).div_(ctx.temperature)
+            del p  # before the next chunk's
         return gradient, None, None, None, None
+
+
+def _find(known: Tensor, scaled: Tensor, tokens: Tensor, share: VocabularyShare | None, *, with_entropy: bool) -> None:
+    """Fill (3, n) ``known`` with what (n, v) ``scaled`` logits say: normaliser, chosen logit, entropy. Reuses them."""
+    known[0] = normaliser = scaled.logsumexp(-1)
+    known[1] = _entries(scaled, tokens, share)
+    if with_entropy:
+        # A share without a finite logit has the entropy 0 of nothing; minus infinity from itself would be NaN.
+        base = torch.where(normaliser == -torch.inf, 0.0, normaliser)
+        p = scaled.sub_(base[:, None]).exp_()
+        known[2] = torch.special.entr(p, out=p).sum(-1)
+
+
+def _slope(
+    p: Tensor, tokens: Tensor, grad_logprobs: Tensor, of_entropy: tuple[Tensor, Tensor] | None,
+    share: VocabularyShare | None,
+) -> Tensor:  # fmt: skip
+    """Return the gradient by scaled logits, of which (n, v) ``p`` are the probabilities. Reuses them.
+
+    It is ``onehot - p`` for log p[token] and ``-p * (log p + entropy)`` for the entropy, given with its own gradient.
+    """
+    weights = grad_logprobs
+    if of_entropy is not None:
+        entropy, grad_entropy = of_entropy
+        weights = grad_logprobs + grad_entropy * entropy
+    slope = p * -weights[:, None]
+    if of_entropy is not None:
+        slope.addcmul_(torch.special.entr(p, out=p), grad_entropy[:, None])
+    _add_to_entries(slope, tokens, grad_logprobs, share)
+    return slope
 
 
 def _joined(known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
