@@ -26,13 +26,11 @@ UNEVEN = {"vocab_size": 131}
 CAPPED = {"final_logit_softcapping": 0.5, "attn_logit_softcapping": None, **UNEVEN}
 CASES = {
     "uneven": Case("llama", "tp2@0-1", UNEVEN),
-    "tied": Case("qwen2", "tp2@3,2", UNEVEN),
+    "tied, double precision": Case("qwen2", "tp2@3,2", UNEVEN, dtype=torch.float64),
     "soft cap, tied": Case("gemma2", "tp2@0-1", CAPPED),
     "own name, all logits made": Case("gpt_neox", "tp4@0-3", UNEVEN),
     "sharded, checkpointing": Case("qwen3", "fsdp2.tp2@0-3", UNEVEN, checkpointing=True),
-    "replicated": Case("llama", "dp2.tp2@0-3", UNEVEN),
     "adapters on the head": Case("llama", "tp2@2-3", UNEVEN, lora_modules=("lm_head", "q_proj", "down_proj")),
-    "double precision": Case("mistral", "tp2@0-1", UNEVEN, dtype=torch.float64),
 }
 WHOLE_HEAD = Case("llama", "tp2@0-1", UNEVEN, tp_plan={"lm_head": "replicate"})
 
