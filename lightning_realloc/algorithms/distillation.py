@@ -170,10 +170,11 @@ class OnPolicyDistillation(PolicyModule):
         assert self.divergence != "sampled" and self._head is not None, "the head was kept by configure_model"
         targets = batch.response_mask.nonzero().squeeze(1)
         logits = predicting_logits(actor, batch, targets)
-        weight, bias = (None if part is None else part.to(logits) for part in self._head)
+        device, dtype = logits.device, logits.dtype
+        weight, bias = (None if part is None else part.to(device, dtype) for part in self._head)
         assert weight is not None, "a head has a weight"
         self._head = weight, bias  # where and as it is needed from now on
-        teacher = TeacherTokens(batch["teacher_states"][targets].to(logits), weight, bias)
+        teacher = TeacherTokens(batch["teacher_states"][targets].to(device, dtype), weight, bias)
         found = vocabulary_divergence(
             logits, teacher, divergence=self.divergence, mix=self.mix, temperature=self.sampling.temperature
         )

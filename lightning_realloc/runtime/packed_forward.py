@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.packed_attention import packed_attention, transformers_model
 from lightning_realloc.runtime.packing import PackedBatch
+from lightning_realloc.runtime.shared_logits import rows_of
+from lightning_realloc.runtime.tensor_parallel import logits_in_shares
 from lightning_realloc.runtime.token_logprobs import TokenStatistics, collision_logprobs, selected_logprobs
 
 
@@ -88,15 +90,16 @@ def token_logprobs(
 def predicting_logits(model: nn.Module, packed: PackedBatch, targets: Tensor) -> Tensor:
     """Return the (K, V) logits of the distributions that the tokens at the (K,) places ``targets`` were drawn from.
 
-    A model whose class knows ``logits_to_keep`` computes no others.
+    A model whose class knows ``logits_to_keep`` computes no others. Of a head that tensor parallelism cuts over the
+    vocabulary, each rank has its share: they are `SharedLogits`.
     """
     places = packed.predecessors[targets]
-    with packed_attention(model, packed) as inputs:
-        if _keeps_logits(transformers_model(model)):
-            logits: Tensor = model(**inputs, logits_to_keep=places).logits[0]
-            return logits
-        logits = model(**inputs).logits[0]
-        return logits[places]
+    hf_model = transformers_model(model)
+    head: nn.Module | None = hf_model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    with packed_attention(model, packed) as inputs, logits_in_shares(head):
+        if _keeps_logits(hf_model):
+            return rows_of(model(**inputs, logits_to_keep=places).logits, 0)
+        return rows_of(rows_of(model(**inputs).logits, 0), places)
 
 
 def predicting_states(model: nn.Module, packed: PackedBatch) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import Layout, ModelLayout, ParallelDims
+from lightning_realloc.runtime.shared_logits import SharedLogits
 from lightning_realloc.runtime.structure import tied_names
 from lightning_realloc.runtime.tp_group import (
     TensorParallelGroup,
@@ -96,6 +97,24 @@ def install_tensor_parallel(
     return tensor_parallel
 
 
+@contextlib.contextmanager
+def logits_in_shares(head: nn.Module | None) -> Iterator[None]:
+    """Let a language model's head that is cut over its outputs return `SharedLogits`, its adapters too.
+
+    Heads that are whole, or cut over their inputs, return all logits as always.
+    """
+    cut = (
+        [module for module in head.modules() if isinstance(module, _GatheredColwiseLinear)] if head is not None else []
+    )
+    for module in cut:
+        module.returns_share = True
+    try:
+        yield
+    finally:
+        for module in cut:
+            module.returns_share = False
+
+
 class _TensorParallelModule(nn.Module):
     """What converted modules have in common."""
 
@@ -112,8 +131,14 @@ class _ColwiseLinear(_TensorParallelModule, nn.Linear):
 class _GatheredColwiseLinear(_ColwiseLinear):
     """Holds a share of the output features, and returns all of them."""
 
+    returns_share = False
+    """Whether its share stands for all of them, see `logits_in_shares`."""
+
     def forward(self, input: Tensor) -> Tensor:
-        return gather_last_dim(super().forward(input), self.tp_group, self.out_features)
+        share = super().forward(input)
+        if self.returns_share:
+            return SharedLogits.of(share, self.tp_group, self.out_features)
+        return gather_last_dim(share, self.tp_group, self.out_features)
 
 
 class _SharedHeadLinear(_ColwiseLinear):

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_realloc.runtime.token_logprobs import chunks
+from lightning_realloc.runtime.shared_logits import VocabularyShare, share_of
+from lightning_realloc.runtime.token_logprobs import chunks, of_all_ranks
 
 VocabularyDivergence = Literal["forward_kl", "reverse_kl", "js"]
 
@@ -29,11 +30,10 @@ class TeacherTokens:
     bias: Tensor | None = None
     """(V',) of its head."""
 
-    def log_softmax(self, rows: slice, num_tokens: int, temperature: float) -> Tensor:
-        """Return (n, num_tokens) fp32 log-probabilities of the first ``num_tokens`` entries of the vocabulary."""
-        bias = None if self.bias is None else self.bias[:num_tokens]
-        logits = torch.nn.functional.linear(self.states[rows], self.weight[:num_tokens], bias)
-        return (logits.float() / temperature).log_softmax(-1)
+    def logits(self, rows: slice, columns: slice) -> Tensor:
+        """Return (n, v) the logits of some rows, for some tokens of the vocabulary."""
+        bias = None if self.bias is None else self.bias[columns]
+        return torch.nn.functional.linear(self.states[rows], self.weight[columns], bias)
 
 
 def vocabulary_divergence(
@@ -44,13 +44,15 @@ def vocabulary_divergence(
 
     With S and T the two distributions: ``forward_kl`` is KL(T || S), ``reverse_kl`` KL(S || T), and ``js`` is
     ``mix * KL(T || M) + (1 - mix) * KL(S || M)`` with ``M = mix * T + (1 - mix) * S``. Where one vocabulary was padded
-    further than the other, entries beyond the shorter one are left out.
+    further than the other, entries beyond the shorter one are left out. Of `SharedLogits` every rank looks at its own
+    columns, for which alone it makes the teacher's; ranks exchange a few numbers per row, in the backward pass none.
 
     Source: Agarwal et al., arXiv:2306.13649, eq. 1.
     """
     assert 0.0 < mix < 1.0, "at 0 and 1 the mixture is one of the two, and says nothing about the other"
+    values, share = share_of(logits)
     divergences: Tensor = _VocabularyDivergence.apply(  # type: ignore[no-untyped-call]
-        logits, teacher.states, teacher.weight, teacher.bias, divergence, mix, temperature
+        values, teacher.states, teacher.weight, teacher.bias, share, divergence, mix, temperature
     )
     return divergences
 
@@ -58,48 +60,75 @@ def vocabulary_divergence(
 class _VocabularyDivergence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None,
+        ctx: Any, logits: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, share: VocabularyShare | None,
         divergence: VocabularyDivergence, mix: float, temperature: float,
     ) -> Tensor:  # fmt: skip
-        values = torch.zeros(logits.shape[0], dtype=torch.float32, device=logits.device)
+        pair = _Pair(logits, TeacherTokens(states, weight, bias), share, temperature)
+        normalisers, terms = torch.zeros(2, 2, logits.shape[0], dtype=torch.float32, device=logits.device)
         for rows in chunks(logits):
-            student, teacher = _pair(logits, TeacherTokens(states, weight, bias), rows, temperature)
-            values[rows] = _values(student, teacher, divergence, mix)
-        ctx.save_for_backward(logits, states, weight, bias)
-        ctx.settings = divergence, mix, temperature
-        return values
+            both = pair.scaled(rows)
+            sums = torch.stack([scaled.logsumexp(-1) for scaled in both])
+            normalisers[:, rows] = of_all_ranks(sums, share).logsumexp(0)
+            student, teacher = _normalised(both, normalisers[:, rows])
+            terms[0, rows], terms[1, rows] = _terms(student, teacher, divergence, mix)
+        terms = of_all_ranks(terms, share).sum(0)
+        ctx.save_for_backward(logits, states, weight, bias, normalisers, terms[0])
+        ctx.settings = share, divergence, mix, temperature
+        return terms.sum(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        logits, states, weight, bias = ctx.saved_tensors
-        divergence, mix, temperature = ctx.settings
+        logits, states, weight, bias, normalisers, own_terms = ctx.saved_tensors
+        share, divergence, mix, temperature = ctx.settings
+        pair = _Pair(logits, TeacherTokens(states, weight, bias), share, temperature)
         result = torch.zeros_like(logits)
         for rows in chunks(logits):
-            student, teacher = _pair(logits, TeacherTokens(states, weight, bias), rows, temperature)
-            part = _slope(student, teacher, divergence, mix) * (gradient[rows, None] / temperature)
+            student, teacher = _normalised(pair.scaled(rows), normalisers[:, rows])
+            part = _slope(student, teacher, own_terms[rows], divergence, mix) * (gradient[rows, None] / temperature)
             result[rows, : part.shape[1]] = part.to(result.dtype)
-        return result, None, None, None, None, None, None
+        return result, *[None] * 7
 
 
-def _pair(logits: Tensor, teacher: TeacherTokens, rows: slice, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return the (n, V) log-probabilities of student and teacher."""
-    num_tokens = min(logits.shape[1], teacher.weight.shape[0])
-    student = (logits[rows, :num_tokens].float() / temperature).log_softmax(-1)
-    return student, teacher.log_softmax(rows, num_tokens, temperature)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pair:
+    """The student's logits and the teacher's, in the columns that this rank has and both vocabularies."""
+
+    student: Tensor
+    teacher: TeacherTokens
+    share: VocabularyShare | None
+    temperature: float
+
+    def scaled(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return (n, v) logits of both in fp32, divided by the temperature."""
+        width, limit = self.student.shape[1], self.teacher.weight.shape[0]
+        columns = slice(0, min(width, limit)) if self.share is None else self.share.columns(width, limit)
+        student = self.student[rows, : columns.stop - columns.start]
+        return student.float() / self.temperature, self.teacher.logits(rows, columns).float() / self.temperature
 
 
-def _values(student: Tensor, teacher: Tensor, divergence: VocabularyDivergence, mix: float) -> Tensor:
+def _normalised(both: tuple[Tensor, Tensor], normalisers: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn logits into log-probabilities, in place."""
+    return both[0].sub_(normalisers[0, :, None]), both[1].sub_(normalisers[1, :, None])
+
+
+def _terms(
+    student: Tensor, teacher: Tensor, divergence: VocabularyDivergence, mix: float
+) -> tuple[Tensor | float, Tensor | float]:
+    """Return the terms of the divergence that the student's probabilities weigh, and those that the teacher's do."""
     if divergence == "forward_kl":
-        return _kl(teacher, student)
+        return 0.0, _kl(teacher, student)
     if divergence == "reverse_kl":
-        return _kl(student, teacher)
+        return _kl(student, teacher), 0.0
     mixture = _mixture(student, teacher, mix)
-    return mix * _kl(teacher, mixture) + (1.0 - mix) * _kl(student, mixture)
+    return (1.0 - mix) * _kl(student, mixture), mix * _kl(teacher, mixture)
 
 
-def _slope(student: Tensor, teacher: Tensor, divergence: VocabularyDivergence, mix: float) -> Tensor:
-    """Return the derivative by the student's logits: ``S * (g - sum(S * g))`` with g the derivative by S."""
+def _slope(student: Tensor, teacher: Tensor, own_terms: Tensor, divergence: VocabularyDivergence, mix: float) -> Tensor:
+    """Return the derivative by the student's logits: ``S * (g - sum(S * g))`` with g the derivative by S.
+
+    The sum, over all ranks' columns, is that of the terms that the student's probabilities weigh.
+    """
     if divergence == "forward_kl":  # g = -T / S
         return student.exp() - teacher.exp()
     if divergence == "reverse_kl":
@@ -107,8 +136,7 @@ def _slope(student: Tensor, teacher: Tensor, divergence: VocabularyDivergence, m
     else:  # the terms of the mixture's own derivative cancel
         slope = (1.0 - mix) * (student - _mixture(student, teacher, mix))
     p = student.exp()
-    weighted = torch.where(p > 0, p * slope, 0.0)
-    return weighted - p * weighted.sum(-1, keepdim=True)
+    return torch.where(p > 0, p * slope, 0.0) - p * own_terms[:, None]
 
 
 def _mixture(student: Tensor, teacher: Tensor, mix: float) -> Tensor:
@@ -117,5 +145,5 @@ def _mixture(student: Tensor, teacher: Tensor, mix: float) -> Tensor:
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return KL(p || q) of rows of log-probabilities; 0 * log 0 is 0."""
+    """Return what some columns add to KL(p || q) of rows of log-probabilities; 0 * log 0 is 0."""
     return torch.where(p > -torch.inf, p.exp() * (p - q), 0.0).sum(-1)

@@ -121,19 +121,27 @@ class CallMemory:
         shape = self.role.shape
         return 0 if shape is None else tokens * shape.saved_bytes(self._tp, self.activation_bytes)
 
+    @property
+    def _columns(self) -> int:
+        """Logits per token that a rank makes."""
+        if self.role.shape is None:
+            return 0
+        return math.ceil(self.role.shape.num_outputs / (self._tp if self.role.divides_logits else 1))
+
     def _logits(self, rows: int) -> int:
-        return 0 if self.role.shape is None else rows * self.role.shape.num_outputs * self.activation_bytes
+        """Bytes of the logits that log-probabilities are taken of: under tp the rank's own share."""
+        return rows * self._columns * self.activation_bytes
 
     def _joined_logits(self, rows: int) -> int:
-        """Bytes of logits without a backward pass: under tp also the message they came in, and the rank's own share."""
-        logits = self._logits(rows)
-        return logits if self._tp == 1 else 2 * logits + logits // self._tp
+        """Bytes of logits to draw from: under tp all of them, the message they came in, and the rank's own share."""
+        shape = self.role.shape
+        if shape is None or self._tp == 1 or not self.role.divides_logits:
+            return self._logits(rows)
+        return 2 * rows * shape.num_outputs * self.activation_bytes + self._logits(rows)
 
     def _chunk(self, rows: int) -> int:
         """Bytes of the logits that are held in fp32 at a time."""
-        if self.role.shape is None or self.role.shape.num_outputs == 1:
-            return 0
-        return 4 * min(rows * self.role.shape.num_outputs, CHUNK_ELEMENTS)
+        return 4 * min(rows * self._columns, CHUNK_ELEMENTS) if self._columns > 1 else 0
 
     @property
     def _has_head(self) -> bool:
@@ -163,7 +171,7 @@ class CallMemory:
             MemoryParts(
                 gathered=self._root + self._buffer(self._block),
                 activations=2 * self._hidden(micro.tokens),
-                logits=self._joined_logits(rows) + self._chunk(rows),
+                logits=self._logits(rows) + self._chunk(rows),
             ),
         ]
 

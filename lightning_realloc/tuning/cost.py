@@ -134,13 +134,13 @@ class CallCost:
     # ---- calls
     def _infer(self, limit: int | None) -> CallSeconds:
         micro = self._micro_batches(limit, 1)
-        stage = self._forward_stage(micro.tokens, self.tokens.context, micro.rows)
+        stage = self._forward_stage(micro.tokens, self.tokens.context, self._logprobs(micro.rows))
         return self._pipelined(stage, self._exposed_gather(stage), micro.count, self._send(micro.tokens))
 
     def _train(self, limit: int | None, checkpointing: bool) -> CallSeconds:
         minibatches = self.tokens.workload.num_minibatches
         micro = self._micro_batches(limit, minibatches)
-        forward = self._forward_stage(micro.tokens, self.tokens.context, micro.rows)
+        forward = self._forward_stage(micro.tokens, self.tokens.context, self._logprobs(micro.rows))
         backward = self._backward_stage(micro, checkpointing)
         sharding = self._exposed_gather(forward) + self._exposed_gather(backward)
         one = self._pipelined(forward.plus(backward), sharding, micro.count, 2 * self._send(micro.tokens))
@@ -152,7 +152,7 @@ class CallCost:
         share = math.ceil(load.num_sequences / self._shares)
         waves = max(math.ceil(share / max_slots), min(pp, share))
         prompts = math.ceil(share / load.samples_per_prompt) * load.prompt_tokens / waves
-        prefill = self._forward_stage(prompts, load.prompt_tokens / 2, share / waves)
+        prefill = self._forward_stage(prompts, load.prompt_tokens / 2, self._draws(share / waves))
         parts = self._pipelined(prefill, self._exposed_gather(prefill), waves, self._send(prompts))
         for stretch in plan_decoding(self.tokens.responses, load.prompt_tokens, share, max_slots):
             # Under a pipeline as many groups of sequences as stages take turns, so that every stage has one of them.
@@ -166,11 +166,10 @@ class CallCost:
         return parts
 
     # ---- stages
-    def _forward_stage(self, tokens: float, context: float, rows: float) -> Pass:
+    def _forward_stage(self, tokens: float, context: float, head: Pass) -> Pass:
         block = self._launched(
             self.kernels.forward(tokens, context), self._exchange(tokens), self.links.efficiency.layer_launch_s
         )
-        head = Pass(self.kernels.head(rows) + self.kernels.logits(rows), self._join_logits(rows))
         return self._slowest_stage(block, head)
 
     def _backward_stage(self, micro: MicroBatches, checkpointing: bool) -> Pass:
@@ -182,7 +181,7 @@ class CallCost:
         )  # fmt: skip
         if checkpointing:
             block = block.plus(self._launched(self.kernels.forward(micro.tokens, context), exchange, launch))
-        head = Pass((1 + share) * self.kernels.head(micro.rows) + self.kernels.logits(micro.rows))
+        head = Pass((1 + share) * self.kernels.head(micro.rows) + self.kernels.logprobs(micro.rows))
         return self._slowest_stage(block, head)
 
     def _decode_stage(self, sequences: float, context: float) -> Pass:
@@ -190,11 +189,15 @@ class CallCost:
         block = self._launched(
             self.kernels.decode(sequences, context), self._exchange(sequences), efficiency.decode_launch_s
         )
-        head = Pass(
-            self.kernels.head(sequences) + self.kernels.logits(sequences) + efficiency.step_s,
-            self._join_logits(sequences),
-        )
-        return self._slowest_stage(block, head)
+        return self._slowest_stage(block, self._draws(sequences).plus(Pass(efficiency.step_s)))
+
+    def _logprobs(self, rows: float) -> Pass:
+        """The head on ``rows`` tokens whose log-probabilities are asked for."""
+        return Pass(self.kernels.head(rows) + self.kernels.logprobs(rows), self._join_sums(rows))
+
+    def _draws(self, rows: float) -> Pass:
+        """The head on ``rows`` tokens after which one is drawn."""
+        return Pass(self.kernels.head(rows) + self.kernels.draws(rows), self._join_logits(rows))
 
     def _slowest_stage(self, block: Pass, head: Pass) -> Pass:
         """Return the stage that the others wait for: the first has most blocks, the last one the head."""
@@ -237,6 +240,10 @@ class CallCost:
         """One block's two sums of hidden states over tensor-parallel ranks; as many in its backward pass."""
         size = tokens * self.kernels.shape.hidden * self.kernels.element_bytes
         return 2 * self.links.all_reduce(size, self.place.tp)
+
+    def _join_sums(self, rows: float) -> float:
+        """What tensor-parallel ranks tell each other of the log-probabilities of tokens: three fp32 numbers each."""
+        return self.links.gather(12 * rows * self.dims.tp, self.place.tp) if self.kernels.shape.num_outputs > 1 else 0.0
 
     def _join_logits(self, rows: float) -> float:
         outputs = self.kernels.shape.num_outputs

@@ -52,8 +52,12 @@ class Kernels:
         outputs = self.shape.num_outputs / (self.tp if self.shape.num_outputs > 1 else 1)
         return self.device.matmul(rows, self.shape.hidden, outputs, self.element_bytes)
 
-    def logits(self, rows: float) -> float:
-        """Return the time of turning logits into logprobs, or into samples: every rank has all of them."""
+    def logprobs(self, rows: float) -> float:
+        """Return the time of turning logits into logprobs: every rank has a share of them."""
+        return self.draws(rows) / self.tp
+
+    def draws(self, rows: float) -> float:
+        """Return the time of turning logits into samples: every rank has all of them."""
         if self.shape.num_outputs == 1:
             return 0.0
         return self.device.stream(4 * LOGIT_PASSES * rows * self.shape.num_outputs)

@@ -31,6 +31,16 @@ class RoleMemory:
         """Elements of ``frozen_params``."""
         return sum(param.numel for param in self.model.params if param.name in self.frozen_params)
 
+    @property
+    def divides_logits(self) -> bool:
+        """Whether tensor parallelism cuts the head by tokens, so that each rank makes a share of the logits."""
+        if self.shape is None or self.shape.num_outputs == 1:
+            return False
+        by_token = [param for param in self.model.params if param.shape[:-1] == (self.shape.num_outputs,)]
+        owners = {owner for _, owner in self.model.aliases}
+        heads = [param for param in by_token if param.section == "output" or param.name in owners]
+        return any(head.tp is not None and head.tp.dim == 0 for head in heads)
+
 
 def is_adapted(param: ParamSpec) -> bool:
     """Return whether adapters are trained beside a weight, of which generation makes a merged copy then."""

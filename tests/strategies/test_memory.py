@@ -150,6 +150,16 @@ def test_peaks_are_predicted_where_a_role_is_absent(workers: WorkerPool) -> None
     check(workers.run(compare, plan, world_size=4, init_process_group=False, deadline_s=150.0))
 
 
+def test_peaks_are_predicted_where_ranks_share_many_logits(workers: WorkerPool) -> None:
+    plan = calls(actor_train="tp2", actor_generate="tp2", reference_infer="tp2")
+    check(workers.run(compare_many_logits, plan, world_size=2, init_process_group=False, deadline_s=120.0))
+
+
+def compare_many_logits(plan: dict[str, Any]) -> Comparison:
+    """Compare a model whose logits take more than all else."""
+    return compare(plan, vocab_size=8192, hidden_size=32, intermediate_size=64)
+
+
 PEFT = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
 ADAPTED = {"vocab_size": 1024, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3, "peft": PEFT}
 """A model of 1.5 million weights."""

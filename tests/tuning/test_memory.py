@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -124,6 +125,29 @@ def test_more_micro_batches_keep_whole_gradients_until_the_last() -> None:
     several = {"layout": "fsdp4", "micro_batch_tokens": 10}
     two = forecast(plan("fsdp4", "fsdp4", several), LOAD).at("actor.train", 0)
     assert two.gradients >= 4 * SPEC.num_elements > one.gradients - 4 * 2000
+
+
+def _logits_bytes(call: str, head: ParamSpec | None, layout: str) -> int:
+    """Return the bytes of logits where a call has 800 response tokens and 10,000 tokens exist; no head: it is tied."""
+    embedding = ParamSpec("embed", (10_000, 10), TensorParallelCut(0), section="input")
+    params = (embedding, *SPEC.params[1:], *([] if head is None else [head]))
+    model = ModelSpec(params, num_blocks=3, aliases=(("head", "embed"),) if head is None else ())
+    role = RoleMemory(model=model, shape=replace(SHAPE, num_outputs=10_000))
+    load = Workload(num_sequences=8, prompt_tokens=1, response_tokens=100)
+    return forecast(plan(layout, layout, layout), load, {"actor": role, "reference": role}).at(call, 0).logits
+
+
+def test_logits_that_ranks_share_count_to_each_of_them() -> None:
+    cut = ParamSpec("head", (10_000, 10), TensorParallelCut(0), section="output")
+    whole = ParamSpec("head", (10_000, 10), section="output")
+    every = 800 * 10_000 * 4  # fp32, and as many in a chunk; for a backward pass both twice
+    for head in (cut, None):
+        assert [_logits_bytes("reference.infer", head, layout) for layout in ("dp1", "tp2")] == [2 * every, every]
+        assert [_logits_bytes("actor.train", head, layout) for layout in ("dp1", "tp2")] == [4 * every, 2 * every]
+        assert _logits_bytes("reference.infer", head, "tp3") == 2 * 800 * 3334 * 4
+        # Drawing takes all logits of 8 sequences, their message, the rank's share, and probabilities in fp32.
+        assert _logits_bytes("actor.generate", head, "tp2") == 8 * 10_000 * 4 * (2 + 0.5 + 1)
+    assert _logits_bytes("reference.infer", whole, "tp2") == 2 * every
 
 
 def test_checkpointing_and_smaller_micro_batches_keep_fewer_activations() -> None:

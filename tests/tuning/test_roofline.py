@@ -90,13 +90,14 @@ def test_tensor_parallel_ranks_divide_the_work_and_pay_for_sums() -> None:
     answers = estimator(efficiency=replace(IDEAL, layer_launch_s=0.0))
     whole, halved = seconds("reference.infer", "dp1", answers), seconds("reference.infer", "tp2", answers)
     assert halved.compute == pytest.approx(whole.compute / 2, rel=0.15)
-    # Two sums of hidden states per block, each twice half of 2 * 4096 bytes a token; and logits, gathered once.
+    # Two sums of hidden states per block, each twice half of 2 * 4096 bytes a token; and the other's three fp32 numbers
+    # of every response token.
     tokens = 512 * 512
     sums = 32 * 2 * tokens * 2 * 4096 / CLUSTER.intra_node_bytes_per_s
-    logits = tokens * 384 / 512 * 32000 * 2 / 2 / CLUSTER.intra_node_bytes_per_s
+    numbers = tokens * 384 / 512 * 12 / CLUSTER.intra_node_bytes_per_s
     # Of 32 micro-batches; a sum has the latency of a hop twice.
     latency = 32 * (32 * 2 * 2 + 1) * CLUSTER.intra_node_latency_s
-    assert halved.tensor_parallel == pytest.approx(sums + logits + latency)
+    assert halved.tensor_parallel == pytest.approx(sums + numbers + latency)
 
 
 def test_data_parallel_ranks_divide_the_batch_and_add_up_gradients() -> None:

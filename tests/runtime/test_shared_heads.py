@@ -1,0 +1,140 @@
+"""Heads cut over the vocabulary, on gloo ranks: what one process says of packed tokens, and no rank sees all logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_realloc.layout import Layout, ModelLayout
+from lightning_realloc.runtime.mesh import MeshRegistry
+from lightning_realloc.runtime.model_spec import describe_model
+from lightning_realloc.runtime.packed_forward import predicting_logits, token_logprobs
+from lightning_realloc.runtime.packing import PackedBatch, pack
+from lightning_realloc.runtime.parallelize import parallelize
+from lightning_realloc.runtime.samples import Ragged, Samples
+from lightning_realloc.runtime.shards import local_tensor
+from lightning_realloc.runtime.token_divergence import TeacherTokens, vocabulary_divergence
+from tests.runtime.reference import Case, local_part
+from tests.workers import WorkerPool
+
+UNEVEN = {"vocab_size": 131}
+CAPPED = {"final_logit_softcapping": 0.5, "attn_logit_softcapping": None, **UNEVEN}
+CASES = {
+    "uneven": Case("llama", "tp2@0-1", UNEVEN),
+    "tied, double precision": Case("qwen2", "tp2@3,2", UNEVEN, dtype=torch.float64),
+    "soft cap, tied": Case("gemma2", "tp2@0-1", CAPPED),
+    "own name, all logits made": Case("gpt_neox", "tp4@0-3", UNEVEN),
+    "sharded, checkpointing": Case("qwen3", "fsdp2.tp2@0-3", UNEVEN, checkpointing=True),
+    "adapters on the head": Case("llama", "tp2@2-3", UNEVEN, lora_modules=("lm_head", "q_proj", "down_proj")),
+}
+WHOLE_HEAD = Case("llama", "tp2@0-1", UNEVEN, tp_plan={"lm_head": "replicate"})
+
+
+class MostLogits(TorchDispatchMode):
+    """Notes the largest tensor with an entry for every token of the vocabulary, in both directions."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary, self.num_rows = vocabulary, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            # Joining pads shares: 2 of 66 columns for 131 tokens.
+            if isinstance(tensor, Tensor) and tensor.ndim and self.vocabulary <= tensor.shape[-1] < self.vocabulary + 4:
+                self.num_rows = max(self.num_rows, tensor.numel() // tensor.shape[-1])
+        return made
+
+
+def _pack() -> PackedBatch:
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*lengths: int) -> Ragged:
+        return Ragged(torch.randint(0, 131, (sum(lengths),), generator=generator), torch.tensor(lengths))
+
+    columns = {"prompt_ids": draw(3, 1, 5, 2), "response_ids": draw(6, 2, 9, 0)}
+    columns["response_ids"].values[:4] = torch.tensor([0, 65, 66, 130])  # the ends of the shares of two ranks
+    return pack(Samples(torch.arange(4), columns))
+
+
+def _say(model: nn.Module, packed: PackedBatch, dtype: torch.dtype) -> list[Tensor]:
+    """Return what is asked of a model's distributions; leave the gradients of all of it."""
+    said = token_logprobs(model, packed, temperature=0.7, with_entropy=True, with_collision=True, only_responses=True)
+    assert said.entropy is not None and said.collision is not None
+    weights = torch.linspace(-1, 2, packed.num_tokens)
+    (weights * (said.logprobs + 0.3 * said.entropy)).sum().backward()
+    with torch.no_grad():
+        inferred = token_logprobs(model, packed).logprobs
+    targets = packed.response_mask.nonzero().squeeze(1)
+    generator = torch.Generator().manual_seed(4)
+    states, head = (torch.randn(size, 8, generator=generator).to(dtype) for size in (len(targets), 131))
+    divergence = vocabulary_divergence(
+        predicting_logits(model, packed, targets), TeacherTokens(states, head), divergence="js", temperature=0.7
+    )
+    divergence.sum().backward()
+    return [said.logprobs, said.entropy, said.collision, inferred, divergence]
+
+
+def _differences(cases: list[Case]) -> list[tuple[list[str], int] | None]:
+    """Return of every case that this rank takes part in what differs, and how many rows had all logits."""
+    meshes, rank = MeshRegistry("cpu"), dist.get_rank()
+    meshes.create([Layout.parse(case.layout) for case in cases])
+    packed, found = _pack(), []
+    for case in cases:
+        layout = Layout.parse(case.layout)
+        if rank not in layout:
+            found.append(None)
+            continue
+        whole, model = case.build(), case.build()
+        model_layout = ModelLayout(describe_model(model, tp_plan=case.tp_plan), layout)
+        parallelize(model, model_layout, meshes, tp_plan=case.tp_plan)
+        expected = _say(whole, packed, case.dtype)
+        with MostLogits(131) as most:
+            answers = _say(model, packed, case.dtype)
+        tolerance = case.tolerance
+        wrong = [
+            str(index)
+            for index, (answer, other) in enumerate(zip(answers, expected, strict=True))
+            if not torch.allclose(answer, other, rtol=tolerance, atol=tolerance)
+        ]
+        for name, parameter in model.named_parameters():
+            full = whole.get_parameter(name).grad
+            if full is None:
+                continue
+            part = local_part(full, model_layout, name, rank)
+            own = torch.zeros_like(part) if parameter.grad is None else local_tensor(parameter.grad)
+            if not torch.allclose(own, part, rtol=0, atol=tolerance * float(full.abs().max())):
+                wrong.append(name)
+        found.append((wrong, most.num_rows))
+    return found
+
+
+def test_ranks_say_of_tokens_what_one_process_does_and_never_have_all_logits(workers: WorkerPool) -> None:
+    for answers in workers.run(_differences, list(CASES.values())):
+        taken = {name: answer for name, answer in zip(CASES, answers, strict=True) if answer is not None}
+        assert taken == dict.fromkeys(taken, ([], 0))
+
+
+def test_a_head_that_is_whole_gives_all_logits_to_every_rank(workers: WorkerPool) -> None:
+    for answers in workers.run(_differences, [WHOLE_HEAD], world_size=2):
+        ((wrong, num_rows),) = answers
+        assert wrong == [] and num_rows >= 24  # tokens that others come before
+
+
+def _nothing_to_predict() -> list[bool]:
+    meshes, layout = MeshRegistry("cpu"), Layout.parse("tp2@0-1")
+    meshes.create([layout])
+    model = Case("llama", "tp2@0-1").build()
+    parallelize(model, ModelLayout(describe_model(model), layout), meshes)
+    columns = {"prompt_ids": Ragged.from_list([[5]]), "response_ids": Ragged.from_list([[]])}
+    token_logprobs(model, pack(Samples(torch.tensor([0]), columns)), with_entropy=True).logprobs.sum().backward()
+    return [parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters()]
+
+
+def test_a_pack_without_predicted_tokens_still_reaches_every_parameter_of_a_rank(workers: WorkerPool) -> None:
+    assert all(all(reached) for reached in workers.run(_nothing_to_predict, world_size=2))
