@@ -37,6 +37,7 @@ OF_ALGORITHMS: Mapping[str, str] = {
     "max_length": _DATA.format("max_tokens"),
     "max_seq_length": _DATA.format("max_tokens"),
     "truncation_mode": _DATA.format("long_rows"),
+    "chat_template_kwargs": _DATA.format("chat_template_kwargs"),
     "packing": "nothing to set: samples are always packed, without padding, and never see each other",
     "padding_free": "nothing to set: samples are always packed, without padding, and never see each other",
     "num_generations": _SAMPLING.format("n"),

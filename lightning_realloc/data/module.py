@@ -9,14 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.data.chat import load_tokenizer
+from lightning_realloc.data.chat import check_template_settings, load_tokenizer, template_input
 from lightning_realloc.data.loader import BatchLoader, EvaluationLoader
 from lightning_realloc.data.rows import Row, RowSource, read_rows, split_by_hash
 from lightning_realloc.data.sources import is_stream
@@ -69,6 +69,8 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
         bucket_batches: Rows of similar length share a batch, chosen among so many batches of the shuffled order;
             None: whatever their lengths.
         shuffle_buffer: Of a stream: how many of its rows are read at a time, and shuffled.
+        chat_template_kwargs: Settings that the chat template knows by name, such as ``enable_thinking``; those of a
+            row's column ``chat_template_kwargs`` come before them.
     """
 
     names_elsewhere = OF_DATA
@@ -91,6 +93,7 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
         long_rows: LongRows = "refuse",
         bucket_batches: int | None = None,
         shuffle_buffer: int = 1000,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if long_rows not in get_args(LongRows):
@@ -112,6 +115,7 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
                     f"{name}={value} looks at all rows, which a stream has not yet; leave it out, or "
                     f"{_WITHOUT_STREAMING}"
                 )
+        check_template_settings(chat_template_kwargs or {}, type(self).__name__)
         self.data = data
         self.batch_size = batch_size
         self.val_data = val_data
@@ -122,6 +126,7 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
         self.long_rows = long_rows
         self.bucket_batches = bucket_batches
         self.shuffle_buffer = shuffle_buffer
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self._tokenizer = tokenizer
         self._tables: dict[str, Samples] = {}
         self._train_loader: BatchLoader | StreamLoader | None = None
@@ -245,6 +250,10 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
         if taken:
             raise DataError(f"{rows[0].place}: columns named {taken} would hide what the run computes; rename them")
         return {name: tuple(row.values[name] for row in rows) for name in rows[0].values}
+
+    def template_of(self, row: Row) -> dict[str, Any]:
+        """Return what the chat template is given besides a row's messages: its tools, and settings by name."""
+        return template_input(row.values, row.place, self.chat_template_kwargs)
 
     def require(self, rows: Sequence[Row], *columns: str) -> None:
         """Refuse rows without one of the ``columns``."""
