@@ -33,6 +33,7 @@ from lightning_realloc.rewards.functions import RewardFunctions
 from lightning_realloc.runtime.liger import use_liger_kernels
 from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.runtime.training import TrainOptions
+from lightning_realloc.seeds import seed_of_run
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 
 
@@ -60,7 +61,7 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
         peft_config: Adapters to train in place of whole weights: a ``LoraConfig``, the same as a mapping with
             ``peft_type: LORA``, or a folder of saved ones, for every trained role; or role -> one of these.
         liger_kernels: Whether models run Liger's kernels, on CUDA and with the package liger-kernel.
-        seed: Of random weights, sampling and mini-batch order.
+        seed: Of random weights, sampling, dropout and mini-batch order; by default that of ``seed_everything``, else 0.
     """
 
     names_elsewhere = OF_ALGORITHMS
@@ -93,7 +94,7 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
         sample_reallocation: bool = False,
         peft_config: Any = None,
         liger_kernels: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -109,12 +110,17 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
         self.sample_reallocation = sample_reallocation
         self.peft_config = peft_config
         self.liger_kernels = liger_kernels
-        self.seed = seed
+        self._seed = seed
         self.optimizer_settings = RoleOptimizer(
             optimizer=optimizer, lr_scheduler=lr_scheduler, weight_decay=weight_decay, no_decay=no_decay
         )
         self.role_optimizers = dict(optimizers or {})
         self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    @property
+    def seed(self) -> int:
+        """Of random weights, sampling, dropout and mini-batch order; the same on every rank."""
+        return seed_of_run(self._trainer) if self._seed is None else self._seed
 
     # ---- what a subclass says about itself
     def roles(self) -> tuple[Role, ...]:

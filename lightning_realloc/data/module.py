@@ -24,6 +24,7 @@ from lightning_realloc.data.streams import RowStream, StreamLoader
 from lightning_realloc.elsewhere import OF_DATA, NamesElsewhere
 from lightning_realloc.errors import DataError
 from lightning_realloc.runtime.samples import Column, Samples
+from lightning_realloc.seeds import seed_of_run
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,8 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
         val_data: Held-out rows, read like ``data``.
         val_fraction: Instead of ``val_data``: the share of ``data`` that is held out, chosen by a hash of the row.
         tokenizer: A Hugging Face name, folder or tokenizer; by default the LightningModule's.
-        seed: Of the order of the rows and of what is held out.
+        seed: Of the order of the rows and of what is held out. By default the order's is that of ``seed_everything``,
+            else 0; what is held out goes by 0 then, so that runs of several seeds are compared on the same rows.
         shuffle: Whether rows come in another order every epoch.
         drop_last: Whether an epoch leaves out a last batch that is smaller than the others.
         long_rows: What happens to rows with more tokens than fit: ``refuse`` them all with an error, ``truncate`` them,
@@ -87,7 +89,7 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
         val_data: RowSource | None = None,
         val_fraction: float = 0.0,
         tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         shuffle: bool = True,
         drop_last: bool = True,
         long_rows: LongRows = "refuse",
@@ -120,7 +122,7 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
         self.batch_size = batch_size
         self.val_data = val_data
         self.val_fraction = val_fraction
-        self.seed = seed
+        self._seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.long_rows = long_rows
@@ -193,6 +195,11 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
         return self._evaluation("train")
 
     # ---- what algorithms use
+    @property
+    def seed(self) -> int:
+        """Of the order of the rows; the same on every rank."""
+        return seed_of_run(self.trainer) if self._seed is None else self._seed
+
     @property
     def tables(self) -> dict[str, Samples]:
         """Return the samples of ``train`` and, where rows are held out, of ``val``; empty before :meth:`setup`."""
@@ -298,7 +305,7 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
     def _split(self, rows: tuple[Row, ...]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
         column = self.split_column(rows)
         self.require(rows, column)
-        rest, held_out = split_by_hash(rows, column, fraction=self.val_fraction, seed=self.seed)
+        rest, held_out = split_by_hash(rows, column, fraction=self.val_fraction, seed=self._seed or 0)
         if not rest or not held_out:
             raise DataError(
                 f"val_fraction={self.val_fraction} leaves {len(rest)} rows to train on and {len(held_out)} held out of "

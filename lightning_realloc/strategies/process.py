@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_realloc.callbacks.ema import refuse_weight_averaging
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.runtime.host_memory import keep_freed_memory
+from lightning_realloc.seeds import global_seed
 from lightning_realloc.strategies.data_parallel import average_gradients
 from lightning_realloc.strategies.failures import report_failures
 from lightning_realloc.strategies.launchers import FullStateLauncher
@@ -104,6 +105,8 @@ class ProcessStrategy(ModelParallelStrategy):
         if not dist.is_initialized():
             atexit.register(_end_process_group)
         self._setup_distributed()
+        # Ranks that seed themselves apart still draw, shuffle and build alike.
+        self.run_seed = self.broadcast(global_seed())
         if self.world_size > 1:
             report_failures(rank=self.global_rank, launcher=self._launcher)
         if self.root_device.type == "cpu":
