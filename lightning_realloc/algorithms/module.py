@@ -36,6 +36,9 @@ from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.seeds import seed_of_run
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 
+_ADAPTERS_LEARN_FASTER = 10.0
+"""Than whole weights, at their best. Source: Schulman et al., "LoRA without regret", 2025."""
+
 
 class MultiModelModule(NamesElsewhere, EvaluatedModule):
     """A LightningModule of several models whose calls are declared, and run by ``strategy="realloc"``.
@@ -44,7 +47,8 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
     from :meth:`roles`. Every model becomes an attribute with the role's name in :meth:`configure_model`.
 
     Args:
-        learning_rate: Of the default optimizer, AdamW without weight decay.
+        learning_rate: Of the default optimizer, AdamW without weight decay. By default ``default_learning_rate`` of the
+            algorithm, and ten times that for a role's adapters.
         optimizer: Makes an optimizer from parameters; overrides ``learning_rate``.
         lr_scheduler: Makes a learning-rate schedule from an optimizer; it steps once per iteration.
         weight_decay: Of all weights that ``no_decay`` does not name; None leaves it to ``optimizer``, for all weights.
@@ -75,13 +79,15 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
     one micro-batch, in this order, and in one mini-batch. Batches hold whole groups."""
     totals_of: tuple[str, ...] = ()
     """The batch's columns of one number per sample whose sums over a mini-batch a loss gets in ``totals.sums``."""
+    default_learning_rate: float = 1e-6
+    """Of whole weights, where none is given."""
     dropout: bool = False
     """Whether dropout is active in training; policies are trained on the distribution that they were sampled from."""
 
     def __init__(
         self,
         *,
-        learning_rate: float = 1e-6,
+        learning_rate: float | None = None,
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         weight_decay: float | None = None,
@@ -144,8 +150,14 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
 
     def optimizer_of(self, role: str) -> RoleOptimizer:
         """Return how a trained role is optimized."""
-        default = RoleOptimizer(learning_rate=self.learning_rate)
+        default = RoleOptimizer(learning_rate=self._learning_rate_of(role))
         return chosen_for(role, self.role_optimizers, self.optimizer_settings.over(default))
+
+    def _learning_rate_of(self, role: str) -> float:
+        if self.learning_rate is not None:
+            return self.learning_rate
+        adapted = any(known.name == role and known.has_adapters for known in self.roles())
+        return self.default_learning_rate * (_ADAPTERS_LEARN_FASTER if adapted else 1.0)
 
     def new_optimizer(self, role: str, parameters: Parameters) -> torch.optim.Optimizer:
         """Return the optimizer of a trained role, for its parameters or groups of them."""

@@ -46,6 +46,7 @@ class OnlineDPO(RewardedModule):
     """
 
     group_size = 2
+    default_learning_rate = 5e-7
 
     def __init__(
         self,

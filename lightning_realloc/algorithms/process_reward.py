@@ -37,6 +37,7 @@ class ProcessReward(MultiModelModule):
     """
 
     evaluation_calls = ("reward.infer", "measure")
+    default_learning_rate = 1e-5
     share_prompts = True
     totals_of = ("num_steps",)
 

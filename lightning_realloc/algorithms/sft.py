@@ -31,6 +31,7 @@ class SFT(MultiModelModule):
     """
 
     evaluation_calls = ("actor.infer", "measure")
+    default_learning_rate = 2e-5
     dropout = True
 
     def __init__(

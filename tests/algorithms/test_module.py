@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from transformers import PreTrainedModel
 
-from lightning_realloc import PromptDataModule
+from lightning_realloc import DPO, GRPO, OnlineDPO, ProcessReward, PromptDataModule, RewardModel
 from lightning_realloc.algorithms.calls import compute, infer, train
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.role import Role
@@ -85,6 +85,29 @@ def test_what_is_held_out_follows_from_the_data_modules_own_seed(monkeypatch: py
         monkeypatch.setenv("PL_GLOBAL_SEED", seed)
         found += [held_out(), held_out(seed=0), held_out(seed=3)]
     assert found[0] == found[1] == found[3] == found[4] and found[2] == found[5] != found[0]
+
+
+LORA = {"peft_type": "LORA", "r": 2, "target_modules": "all-linear"}
+
+
+@pytest.mark.parametrize(
+    ("module", "rate"),
+    [
+        (SFT(tiny_model("llama")), 2e-5),
+        (SFT(tiny_model("llama"), peft_config=LORA), 2e-4),
+        (SFT(tiny_model("llama"), peft_config=LORA, learning_rate=3e-5), 3e-5),
+        (RewardModel(tiny_model("llama")), 1e-5),
+        (RewardModel(tiny_model("llama"), peft_config=LORA), 1e-4),
+        (ProcessReward(tiny_model("llama")), 1e-5),
+        (DPO(tiny_model("llama")), 1e-6),
+        (OnlineDPO(tiny_model("llama"), runs.low_tokens), 5e-7),
+        (GRPO(tiny_model("llama"), runs.low_tokens), 1e-6),
+        (GRPO(tiny_model("llama"), runs.low_tokens, peft_config=LORA), 1e-5),
+    ],
+)
+def test_every_algorithm_has_a_learning_rate_of_its_own(module: Any, rate: float) -> None:
+    (role,) = module.dataflow.trained_roles
+    assert module.optimizer_of(role).learning_rate == pytest.approx(rate)
 
 
 def test_optimizers_and_schedules_are_named_after_their_roles() -> None:
