@@ -49,6 +49,8 @@ OF_ALGORITHMS: Mapping[str, str] = {
     "temperature": _SAMPLING.format("temperature"),
     "top_p": _SAMPLING.format("top_p"),
     "top_k": _SAMPLING.format("top_k"),
+    "min_p": _SAMPLING.format("min_p"),
+    "repetition_penalty": _SAMPLING.format("repetition_penalty"),
     "stop_token": _SAMPLING.format("stop_token_ids"),
     "num_iterations": _OPTIONS.format("num_epochs"),
     "num_ppo_epochs": _OPTIONS.format("num_epochs"),
