@@ -185,7 +185,7 @@ class PolicyModule(MultiModelModule):
             f"responses are predicted without rewards: the data has the columns {sorted(given)}, and reward function "
             f"{asked}; add them for rewards"
         )
-        return tuple(name for name in self.evaluation_calls if name != "judge")
+        return ("actor.generate",)
 
     # ---- responses that go on in the next iteration
     def setup(self, stage: str) -> None:

@@ -32,7 +32,7 @@ LongRows = Literal["refuse", "truncate", "drop"]
 """What happens to rows with more tokens than fit."""
 RESERVED_COLUMNS = frozenset(
     {"prompt_id", "prompt_ids", "response_ids", "behaviour_logprobs", "ref_logprobs", "finish_reason", "rewards"}
-    | {"proximal_logprobs", "advantages", "group", "prompts", "completions", "completion_ids"}
+    | {"proximal_logprobs", "advantages", "group", "reward_scores", "prompts", "completions", "completion_ids"}
     | {"model_mask", "num_model_tokens", "num_turns", "ended_by_environment", "versions", "stale_tokens", "began_in"}
 )
 """Names that calls produce or reward functions are given; a data set must use others."""

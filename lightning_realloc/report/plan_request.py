@@ -240,7 +240,7 @@ def _sources(flags: Any) -> dict[str, str]:
         if role not in everything.roles:
             raise PlanError(f"{flags.algorithm} has no role {role!r}; it has {', '.join(everything.roles)}")
     if named:
-        sources = _defaults(sources)
+        sources = _defaults(sources, has_critic="critic" in everything.roles)
     for role in everything.trained_roles:
         if sources.get(role, NOTHING) == NOTHING:
             raise PlanError(f"{flags.algorithm} trains its {role}, which has no model; add --{role} Qwen/Qwen3-0.6B")
@@ -261,8 +261,12 @@ def _listed(texts: Sequence[str], named: Mapping[str, str]) -> dict[str, str]:
     return listed
 
 
-def _defaults(sources: Mapping[str, str]) -> dict[str, str]:
-    """Return a model for every role: the reference is the actor, critic and reward are each other, else the actor."""
+def _defaults(sources: Mapping[str, str], *, has_critic: bool) -> dict[str, str]:
+    """Return a model for every role: the reference is the actor, critic and reward are each other, else the actor.
+
+    Only where there is a critic is a reward taken to be a model, too, though nobody said so.
+    """
     actor, reward = sources.get("actor", NOTHING), sources.get("reward", NOTHING)
     critic = sources.get("critic", actor if reward == NOTHING else reward)
-    return {"actor": actor, "critic": critic, "reference": actor, "reward": critic, **sources}
+    reward = critic if has_critic else reward
+    return {"actor": actor, "critic": critic, "reference": actor, "reward": reward, **sources}
