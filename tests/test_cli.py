@@ -332,6 +332,9 @@ MISTAKES = [
     ("--trainer.precision", "64-true", "error: precision='64-true' cannot be used with strategy='realloc'"),
     ("--trainer.strategy.plan", "heuristics", "error: plan='heuristics' is neither 'heuristic' nor 'static'"),
     ("--trainer.strategy.overlap", "always", "overlap"),
+    ("--model", "GRPOO", "there is no class GRPOO: did you mean GRPO"),
+    ("--model", "lightning_realloc.SFTT", "there is no class lightning_realloc.SFTT: did you mean SFT"),
+    ("--data", "no_such_package.Rows", "write package.module.Class of one that can be imported"),
     ("--ckpt_path", "model", "it is a Hugging Face model: give it as a model's path"),
     ("--config", "nowhere.yaml", 'Parser key "config"'),
 ]
@@ -343,6 +346,7 @@ def test_a_mistake_ends_with_its_key_and_without_a_traceback(workers: WorkerPool
     for (key, value, message), outcome in zip(MISTAKES, outcomes, strict=True):
         assert outcome.code == 2, (key, value, outcome)
         assert message in outcome.errors, (key, value, outcome.errors)
+        assert outcome.errors.count(" is here ") + outcome.errors.count("there is no class") <= 1, outcome.errors
         assert "Traceback" not in outcome.errors
         assert "usage:" not in outcome.errors
 

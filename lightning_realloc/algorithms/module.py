@@ -300,6 +300,7 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
 
     def training_step(self, batch: Samples, batch_idx: int) -> None:
         """Run one iteration of the dataflow."""
+        self.require_batch(batch)
         self.check_batch(batch)
         for samples in self._strategy.run_iteration(self.with_carried(self.prepare_batch(batch))):
             self.log_dict(self.summarize(samples), prog_bar=True, batch_size=len(samples))

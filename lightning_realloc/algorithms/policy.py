@@ -43,6 +43,8 @@ class PolicyModule(MultiModelModule):
     """
 
     optional_roles: tuple[str, ...] = ("reference",)
+    batch_columns: tuple[str, ...] = ("prompt_ids",)
+    data_module = "PromptDataModule"
     learns_whole_groups = False
     """Whether responses to one prompt are learnt from together."""
     reward_column: str | None = None

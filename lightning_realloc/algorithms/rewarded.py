@@ -145,6 +145,7 @@ class RewardedModule(PolicyModule):
         if not self.chooses:
             super().training_step(batch, batch_idx)
             return
+        self.require_batch(batch)
         self.check_batch(batch)
         chosen = self.choose(self.first_walk(batch))
         if chosen is None:
