@@ -92,8 +92,8 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether the least likely tokens are never drawn."""
-        return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
+        """Whether tokens are left out by their rank, for which they are sorted."""
+        return self.top_k is not None or self.top_p < 1.0
 
     @property
     def penalizes(self) -> bool:
@@ -192,7 +192,8 @@ def sampling_weights(
     if params.greedy:
         return torch.zeros_like(weights).scatter_(1, weights.argmax(-1, keepdim=True), 1.0)
     if not params.truncates:
-        return weights
+        weights = _above_floor(weights, params)
+        return weights / weights.sum(-1, keepdim=True) if params.min_p > 0.0 else weights
     kept, tokens = _truncate(weights, params)
     return torch.zeros_like(weights).scatter_(1, tokens, kept / kept.sum(-1, keepdim=True))
 
@@ -239,7 +240,7 @@ def _draw(weights: Tensor, uniforms: Tensor, params: SamplingParams) -> Tensor:
     if params.greedy:
         return weights.argmax(-1)
     if not params.truncates:
-        return _invert_softmax(weights, uniforms)
+        return _invert_softmax(_above_floor(weights, params), uniforms)
     candidates, tokens = _truncate(weights, params)
     chosen = _invert(candidates.double().cumsum(-1), uniforms)
     return tokens.gather(1, chosen[:, None])[:, 0]
@@ -257,9 +258,14 @@ def _truncate(weights: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
         mass = kept.double().cumsum(-1)
         before = mass - kept
         kept = kept.masked_fill(before >= top_p * mass[:, -1:], 0.0)
-    if params.min_p > 0.0:
-        kept = kept.masked_fill(kept < params.min_p * kept[:, :1], 0.0)
-    return kept, tokens
+    return _above_floor(kept, params), tokens
+
+
+def _above_floor(weights: Tensor, params: SamplingParams) -> Tensor:
+    """Return the weights, zero below min-p of the largest."""
+    if params.min_p == 0.0:
+        return weights
+    return weights.masked_fill(weights < params.min_p * weights.amax(-1, keepdim=True), 0.0)
 
 
 def _invert(cumulative: Tensor, uniforms: Tensor) -> Tensor:

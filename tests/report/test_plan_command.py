@@ -76,7 +76,7 @@ def test_adapters_are_counted_as_those_of_a_run(capsys: pytest.CaptureFixture[st
                                  "--cluster", "h100:1x2"])  # fmt: skip
         given = {"adapters": request.adapters, "shares": request.shares}
         assert read_roles(request.sources, request.dataflow, is_priced=True, **given) == describe_roles(run.roles(), {})
-    common = ("--actor", QWEN, *SMALL)
+    common = ("--actor", QWEN, *SMALL, "--seconds", "0.2")
     whole, adapted = ask(capsys, *common), ask(capsys, *common, "--peft", "{r: 4, target_modules: all-linear}")
     assert "adapters in actor: {r: 4, target_modules: all-linear}" in adapted and "reward" not in whole
 
@@ -84,6 +84,19 @@ def test_adapters_are_counted_as_those_of_a_run(capsys: pytest.CaptureFixture[st
         return float(re.search(r"this plan +[0-9.]+ +1.00x +([0-9.]+) [GM]iB", text)[1])
 
     assert fullest(adapted) < fullest(whole)
+
+
+def test_a_reward_model_takes_part_where_it_is_named_or_a_critic_is_trained() -> None:
+    common = ("--actor", TINY, *SMALL)
+    for arguments, scores in (
+        (("--algorithm", "grpo", "--reward", SMALLER), True),
+        (("--algorithm", "grpo"), False),
+        (("--algorithm", "ppo"), True),
+        (("--algorithm", "ppo", "--reward", "none"), False),
+    ):
+        calls = [call.name for call in parse_request([*arguments, *common]).dataflow.calls]
+        assert ("reward.infer" in calls) == scores
+        assert "judge" in calls or arguments[1] == "ppo"
 
 
 def test_adapters_that_cannot_be_read_are_refused() -> None:
