@@ -79,7 +79,8 @@ def run_arm(name: str, precision: str, work: Workload) -> Turn:
     from benchmarks.workload import random_texts, share_of_vowels
     from lightning_realloc import GRPO, PromptDataModule, ReallocStrategy, SamplingParams
 
-    settings = {"kl_coef": 0.1, "sampling": SamplingParams(n=2, max_new_tokens=work.new_tokens), **ARMS[name]}
+    sampling = SamplingParams(n=2, max_new_tokens=work.new_tokens)
+    settings = {"kl_coef": 0.1, "sampling": sampling, "learning_rate": 1e-6, **ARMS[name]}
     if "peft_config" in settings:
         settings["peft_config"] = {**settings["peft_config"], "r": work.rank}
     strategy, moved = (

@@ -8,6 +8,7 @@ with one message and exit code 2.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import sys
@@ -18,6 +19,8 @@ from typing import Any, NoReturn
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _InstantiatorFn
+
+from lightning_realloc import __all__ as _PUBLIC
 
 # Imported for their names: a configuration may say GRPO or SFTDataModule without the module.
 from lightning_realloc.algorithms import DPO, GRPO, KTO, ORPO, PPO, SFT, ProcessReward, RewardModel
@@ -66,6 +69,10 @@ SHORT_NAMES = (
     AutoTuner,
 )
 """Classes that a configuration names without their module; any other has its full class path."""
+_UNKNOWN_CLASS = re.compile(
+    r"Expected a dot import path string: ([\w.]+)|"
+    r"Problem with given class_path '([\w.]+)':\s+(?:module '.*' has no attribute|No module named)"
+)
 EXPORT_HELP = "Write one role of a checkpoint as a folder that Hugging Face's from_pretrained reads."
 
 
@@ -80,10 +87,22 @@ class Parser(LightningArgumentParser):
         """Print nothing; only errors ask for it."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Say besides what another library's name for a setting is here."""
+        """Say besides what another library's name for a setting is here, and which class was meant.
+
+        A parser inside of another has said so in its own message, which is part of this one.
+        """
         named = [name.rpartition(".")[2] for name in re.findall(r"Option '([\w.]+)' is not accepted", message)]
         hints = [f"{name} is here {hint}" for name in named if (hint := hint_for(name)) is not None]
-        super().error("; ".join([message, *hints]), ex)
+        hints += [_class_hint(first or second) for first, second in _UNKNOWN_CLASS.findall(message)]
+        super().error("; ".join([message, *dict.fromkeys(hint for hint in hints if hint not in message)]), ex)
+
+
+def _class_hint(name: str) -> str:
+    """Say which class may have been meant by one that there is not."""
+    known = sorted({*_PUBLIC, *(short.__name__ for short in SHORT_NAMES)})
+    near = difflib.get_close_matches(name.rpartition(".")[2], known, n=3)
+    way_out = f"did you mean {' or '.join(near)}?" if near else "write package.module.Class of one that can be imported"
+    return f"there is no class {name}: {way_out}"
 
 
 class _Refusal(BaseException):

@@ -15,7 +15,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from tests.models import byte_tokenizer, tiny_model
+from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.workers import WorkerPool
 
 CONFIG: dict[str, Any] = {
@@ -263,6 +263,7 @@ def test_algorithms_of_given_responses_are_evaluated_and_predict(
 
 RULES = [
     "rewards.digits",
+    "./scorer",  # a model
     {"class_path": "lightning_realloc.rewards.Regex", "init_args": {"pattern": "[a-z]"}},
     {"class_path": "lightning_realloc.rewards.NumericAnswer", "init_args": {"reader": "plain"}},
     {"class_path": "lightning_realloc.rewards.Format", "init_args": {"tags": ["think"]}},
@@ -287,6 +288,7 @@ RULES = [
 
 
 def test_every_reward_can_be_given_with_its_settings(workers: WorkerPool, folder: Path) -> None:
+    tiny_scorer("llama", vocab_size=320).save_pretrained(folder / "scorer")
     model = CONFIG["model"]["init_args"] | {"reward": RULES, "reward_weights": [1.0] * len(RULES)}
     config = CONFIG | {"model": {"class_path": "GRPO", "init_args": model}}
     (folder / "rules.yaml").write_text(yaml.safe_dump(config))
@@ -297,7 +299,7 @@ def test_every_reward_can_be_given_with_its_settings(workers: WorkerPool, folder
     assert [rule if isinstance(rule, str) else rule["class_path"].rpartition(".")[2] for rule in shown] == [
         rule if isinstance(rule, str) else rule["class_path"].rpartition(".")[2] for rule in RULES
     ]
-    assert shown[7]["init_args"]["workers"] == 1 and shown[7]["init_args"]["deadline_s"] == 30.0
+    assert shown[8]["init_args"]["workers"] == 1 and shown[8]["init_args"]["deadline_s"] == 30.0
     assert fitted.code == 0, fitted
 
 
@@ -327,7 +329,7 @@ def test_help_names_every_command_and_fits_a_screen(workers: WorkerPool, folder:
     assert all(name in commands.output for name in ("fit", "validate", "test", "predict", "export"))
     assert "--model.train_options" in model.output and "--model.learning_rate" in model.output
     assert "The policy: a Hugging Face name or folder" in model.output
-    assert len(model.output.splitlines()) < 300
+    assert len(model.output.splitlines()) < 330
     names = "".join(fit.output.split())  # help breaks lines inside names
     assert "lightning_realloc.ReallocStrategy" in names
     assert "ProcessStrategy" not in names and "CheckpointStrategy" not in names  # only to inherit from
@@ -360,6 +362,9 @@ MISTAKES = [
     ("--trainer.precision", "64-true", "error: precision='64-true' cannot be used with strategy='realloc'"),
     ("--trainer.strategy.plan", "heuristics", "error: plan='heuristics' is neither 'heuristic' nor 'static'"),
     ("--trainer.strategy.overlap", "always", "overlap"),
+    ("--model", "GRPOO", "there is no class GRPOO: did you mean GRPO"),
+    ("--model", "lightning_realloc.SFTT", "there is no class lightning_realloc.SFTT: did you mean SFT"),
+    ("--data", "no_such_package.Rows", "write package.module.Class of one that can be imported"),
     ("--ckpt_path", "model", "it is a Hugging Face model: give it as a model's path"),
     ("--config", "nowhere.yaml", 'Parser key "config"'),
 ]
@@ -371,6 +376,7 @@ def test_a_mistake_ends_with_its_key_and_without_a_traceback(workers: WorkerPool
     for (key, value, message), outcome in zip(MISTAKES, outcomes, strict=True):
         assert outcome.code == 2, (key, value, outcome)
         assert message in outcome.errors, (key, value, outcome.errors)
+        assert outcome.errors.count(" is here ") + outcome.errors.count("there is no class") <= 1, outcome.errors
         assert "Traceback" not in outcome.errors
         assert "usage:" not in outcome.errors
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from lightning_realloc.algorithms.averages import LossAverage, averaged_loss
 from lightning_realloc.algorithms.calls import train
-from lightning_realloc.algorithms.rewarded import RewardedModule, RewardFunctionSource, check_group
+from lightning_realloc.algorithms.reward_sources import RewardSource
+from lightning_realloc.algorithms.rewarded import RewardedModule, check_group
 from lightning_realloc.algorithms.role import ModelSource
 from lightning_realloc.algorithms.settings import check_choice
 from lightning_realloc.errors import ConfigError
@@ -26,7 +27,7 @@ class BestOfN(RewardedModule):
 
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
-        reward: Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths.
+        reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
         sampling: Of the rollout; ``n`` responses are compared.
         keep: How many of them are learnt from.
         min_reward: Responses below it are not learnt from, even if they are the best; None takes any.
@@ -38,7 +39,7 @@ class BestOfN(RewardedModule):
     def __init__(
         self,
         actor: ModelSource,
-        reward: RewardFunctionSource,
+        reward: RewardSource,
         *,
         sampling: SamplingParams | None = None,
         keep: int = 1,

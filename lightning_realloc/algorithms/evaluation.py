@@ -13,7 +13,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.runtime.samples import Samples
 
 
@@ -25,6 +25,10 @@ class EvaluatedModule(L.LightningModule):
 
     evaluation_calls: tuple[str, ...] = ()
     """The calls that ``validate`` and ``test`` run on held-out prompts."""
+    batch_columns: tuple[str, ...] = ()
+    """What a batch must hold."""
+    data_module: str = "one of its data modules"
+    """Where such batches come from, for error messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,6 +38,20 @@ class EvaluatedModule(L.LightningModule):
     # ---- what a subclass says about itself
     def check_batch(self, batch: Samples) -> None:
         """Raise for a batch that the algorithm cannot use; called before any of its calls."""
+
+    def require_batch(self, batch: object) -> None:
+        """Raise DataError for what a loader gave that is no batch of the columns that the algorithm works on."""
+        name, way_out = type(self).__name__, f"give trainer.fit(model, {self.data_module}(data, batch_size=...))"
+        if not isinstance(batch, Samples):
+            raise DataError(
+                f"{name} works on batches of lightning_realloc's Samples, and the loader gave a "
+                f"{type(batch).__name__}; {way_out}"
+            )
+        missing = [column for column in self.batch_columns if column not in batch]
+        if missing:
+            raise DataError(
+                f"{name} needs {', '.join(missing)}, and the batch has {', '.join(sorted(batch.columns))}; {way_out}"
+            )
 
     def prepare_batch(self, batch: Samples) -> Samples:
         """Return the batch as the calls take it: the same one, unless samples or columns are to be added.
@@ -69,6 +87,7 @@ class EvaluatedModule(L.LightningModule):
 
     def predict_step(self, batch: Samples, batch_idx: int) -> Samples:
         """Return the samples with what the evaluation calls made of them."""
+        self.require_batch(batch)
         names = self.prediction_calls(batch)
         samples: Samples = self._strategy.run_calls(self.prepare_batch(batch), names)
         return samples
@@ -92,6 +111,7 @@ class EvaluatedModule(L.LightningModule):
     def _evaluate(self, batch: Samples) -> None:
         if not self.evaluation_calls:
             raise ConfigError(f"{type(self).__name__} declares no evaluation_calls; leave the validation data out")
+        self.require_batch(batch)
         self.check_batch(batch)
         made = self._strategy.run_calls(self.prepare_batch(batch), self.evaluation_calls)
         self._held_out.append(made.lengths_only())

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lightning_realloc.algorithms.functional import group_advantages
 from lightning_realloc.algorithms.policy_gradient import PolicyGradient
-from lightning_realloc.algorithms.rewarded import RewardFunctionSource, check_group
+from lightning_realloc.algorithms.reward_sources import RewardSource
+from lightning_realloc.algorithms.rewarded import check_group
 from lightning_realloc.algorithms.role import ModelSource
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.runtime.samples import Samples
@@ -21,7 +22,7 @@ class GRPO(PolicyGradient):
 
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
-        reward: Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths.
+        reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
         sampling: Of the rollout; ``n`` is the group size.
         evaluation_sampling: Of ``validate`` and ``test``; by default one greedy response per prompt.
         normalize_by_std: Divide advantages by the group's standard deviation.
@@ -35,7 +36,7 @@ class GRPO(PolicyGradient):
     def __init__(
         self,
         actor: ModelSource,
-        reward: RewardFunctionSource,
+        reward: RewardSource,
         *,
         sampling: SamplingParams | None = None,
         evaluation_sampling: SamplingParams | None = None,

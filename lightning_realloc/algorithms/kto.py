@@ -52,6 +52,9 @@ class KTO(ReferencedModule):
             :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
 
+    batch_columns = ("prompt_ids", "response_ids", "label")
+    data_module = "BinaryFeedbackDataModule"
+
     def __init__(
         self,
         actor: ModelSource,

@@ -33,7 +33,11 @@ from lightning_realloc.rewards.functions import RewardFunctions
 from lightning_realloc.runtime.liger import use_liger_kernels
 from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.runtime.training import TrainOptions
+from lightning_realloc.seeds import seed_of_run
 from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
+
+_ADAPTERS_LEARN_FASTER = 10.0
+"""Than whole weights, at their best. Source: Schulman et al., "LoRA without regret", 2025."""
 
 
 class MultiModelModule(NamesElsewhere, EvaluatedModule):
@@ -43,7 +47,8 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
     from :meth:`roles`. Every model becomes an attribute with the role's name in :meth:`configure_model`.
 
     Args:
-        learning_rate: Of the default optimizer, AdamW without weight decay.
+        learning_rate: Of the default optimizer, AdamW without weight decay. By default ``default_learning_rate`` of the
+            algorithm, and ten times that for a role's adapters.
         optimizer: Makes an optimizer from parameters; overrides ``learning_rate``.
         lr_scheduler: Makes a learning-rate schedule from an optimizer; it steps once per iteration.
         weight_decay: Of all weights that ``no_decay`` does not name; None leaves it to ``optimizer``, for all weights.
@@ -60,7 +65,7 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
         peft_config: Adapters to train in place of whole weights: a ``LoraConfig``, the same as a mapping with
             ``peft_type: LORA``, or a folder of saved ones, for every trained role; or role -> one of these.
         liger_kernels: Whether models run Liger's kernels, on CUDA and with the package liger-kernel.
-        seed: Of random weights, sampling and mini-batch order.
+        seed: Of random weights, sampling, dropout and mini-batch order; by default that of ``seed_everything``, else 0.
     """
 
     names_elsewhere = OF_ALGORITHMS
@@ -76,13 +81,15 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
     """The batch's columns of one number per sample whose sums over a mini-batch a loss gets in ``totals.sums``."""
     answered_ahead: tuple[str, ...] = ()
     """Calls that no iteration runs from here on: what they would produce comes with the batch."""
+    default_learning_rate: float = 1e-6
+    """Of whole weights, where none is given."""
     dropout: bool = False
     """Whether dropout is active in training; policies are trained on the distribution that they were sampled from."""
 
     def __init__(
         self,
         *,
-        learning_rate: float = 1e-6,
+        learning_rate: float | None = None,
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         weight_decay: float | None = None,
@@ -95,7 +102,7 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
         sample_reallocation: bool = False,
         peft_config: Any = None,
         liger_kernels: bool = False,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -111,12 +118,17 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
         self.sample_reallocation = sample_reallocation
         self.peft_config = peft_config
         self.liger_kernels = liger_kernels
-        self.seed = seed
+        self._seed = seed
         self.optimizer_settings = RoleOptimizer(
             optimizer=optimizer, lr_scheduler=lr_scheduler, weight_decay=weight_decay, no_decay=no_decay
         )
         self.role_optimizers = dict(optimizers or {})
         self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    @property
+    def seed(self) -> int:
+        """Of random weights, sampling, dropout and mini-batch order; the same on every rank."""
+        return seed_of_run(self._trainer) if self._seed is None else self._seed
 
     # ---- what a subclass says about itself
     def roles(self) -> tuple[Role, ...]:
@@ -140,8 +152,14 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
 
     def optimizer_of(self, role: str) -> RoleOptimizer:
         """Return how a trained role is optimized."""
-        default = RoleOptimizer(learning_rate=self.learning_rate)
+        default = RoleOptimizer(learning_rate=self._learning_rate_of(role))
         return chosen_for(role, self.role_optimizers, self.optimizer_settings.over(default))
+
+    def _learning_rate_of(self, role: str) -> float:
+        if self.learning_rate is not None:
+            return self.learning_rate
+        adapted = any(known.name == role and known.has_adapters for known in self.roles())
+        return self.default_learning_rate * (_ADAPTERS_LEARN_FASTER if adapted else 1.0)
 
     def new_optimizer(self, role: str, parameters: Parameters) -> torch.optim.Optimizer:
         """Return the optimizer of a trained role, for its parameters or groups of them."""
@@ -284,6 +302,7 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
 
     def training_step(self, batch: Samples, batch_idx: int) -> None:
         """Run one iteration of the dataflow."""
+        self.require_batch(batch)
         self.check_batch(batch)
         for samples in self._strategy.run_iteration(self.with_carried(self.prepare_batch(batch))):
             self.log_dict(self.summarize(samples), prog_bar=True, batch_size=len(samples))

@@ -18,7 +18,8 @@ from lightning_realloc.algorithms.preference_losses import (
     Pairs,
     pair_loss,
 )
-from lightning_realloc.algorithms.rewarded import RewardedModule, RewardFunctionSource, check_group
+from lightning_realloc.algorithms.reward_sources import RewardSource
+from lightning_realloc.algorithms.rewarded import RewardedModule, check_group
 from lightning_realloc.algorithms.role import ModelSource
 from lightning_realloc.algorithms.settings import check_choice, check_positive
 from lightning_realloc.errors import ConfigError
@@ -37,7 +38,7 @@ class OnlineDPO(RewardedModule):
 
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
-        reward: Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths.
+        reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
         sampling: Of the rollout; a pair is made of ``n`` responses.
         loss: Of pairs: ``"sigmoid"``, or another of ``PairLossName`` that needs no ranks.
         beta: How dear it is to leave the reference.
@@ -46,11 +47,12 @@ class OnlineDPO(RewardedModule):
     """
 
     group_size = 2
+    default_learning_rate = 5e-7
 
     def __init__(
         self,
         actor: ModelSource,
-        reward: RewardFunctionSource,
+        reward: RewardSource,
         *,
         sampling: SamplingParams | None = None,
         loss: PairLossName = "sigmoid",

@@ -19,6 +19,8 @@ class PairwiseModule(MultiModelModule):
 
     group_size = 2
     share_prompts = True
+    batch_columns = ("prompt_ids", "response_ids")
+    data_module = "PreferenceDataModule"
 
     def check_batch(self, batch: Samples) -> None:
         """Refuse samples that do not come in pairs, and fewer pairs than mini-batches."""

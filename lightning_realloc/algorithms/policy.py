@@ -18,6 +18,7 @@ from lightning_realloc.algorithms.rollout import Dialogue, Informed, sample_resp
 from lightning_realloc.algorithms.settings import check_kind
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.generation import Conversation, Environment, GenerationEngine, RolloutBudget, SamplingParams
+from lightning_realloc.generation.model_facts import penalties_of
 from lightning_realloc.runtime.packed_forward import token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.samples import Divided, Samples
@@ -42,6 +43,8 @@ class PolicyModule(MultiModelModule):
     """
 
     optional_roles: tuple[str, ...] = ("reference",)
+    batch_columns: tuple[str, ...] = ("prompt_ids",)
+    data_module = "PromptDataModule"
     learns_whole_groups = False
     """Whether responses to one prompt are learnt from together."""
     reward_column: str | None = None
@@ -97,6 +100,19 @@ class PolicyModule(MultiModelModule):
                 "out, or use engine='native'"
             )
         self._environment = import_environment(environment)
+
+    def configure_model(self) -> None:
+        """Build the models; say what of the actor's own ``generation_config`` its rollouts do not follow."""
+        new = not self.models()
+        super().configure_model()
+        unfollowed = penalties_of(self.models()["actor"], self.sampling) if new else {}
+        if unfollowed:
+            rank_zero_warn(
+                f"the actor's generation_config has {', '.join(f'{k}={v}' for k, v in unfollowed.items())}, and "
+                f"rollouts follow sampling alone (repetition_penalty={self.sampling.repetition_penalty}); set "
+                f"SamplingParams(repetition_penalty=...) for a penalty, or leave it: policies are trained on the "
+                f"distribution without it"
+            )
 
     def _check_accuracy(self) -> None:
         if self.accuracy is None:
@@ -171,7 +187,7 @@ class PolicyModule(MultiModelModule):
             f"responses are predicted without rewards: the data has the columns {sorted(given)}, and reward function "
             f"{asked}; add them for rewards"
         )
-        return tuple(name for name in self.evaluation_calls if name != "judge")
+        return ("actor.generate",)
 
     # ---- responses that go on in the next iteration
     def setup(self, stage: str) -> None:

@@ -25,7 +25,8 @@ from lightning_realloc.algorithms.proximal import (
     refuse_stale,
     with_proximal_call,
 )
-from lightning_realloc.algorithms.rewarded import RewardedModule, RewardFunctionSource
+from lightning_realloc.algorithms.reward_sources import RewardSource
+from lightning_realloc.algorithms.rewarded import RewardedModule
 from lightning_realloc.algorithms.role import ModelSource
 from lightning_realloc.algorithms.rollout import FINISH_REASONS, model_mask
 from lightning_realloc.algorithms.settings import check_choice, check_not_negative
@@ -48,7 +49,7 @@ class PolicyGradient(RewardedModule):
 
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
-        reward: Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths.
+        reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
         kl_coef: Weight of the divergence from the reference; 0 leaves the reference out altogether.
         kl_estimator: k1, k2 or k3, in the loss.
         kl_place: ``"loss"`` adds the divergence to every token's loss; ``"reward"`` takes it (k1) from rewards.
@@ -77,7 +78,7 @@ class PolicyGradient(RewardedModule):
     def __init__(
         self,
         actor: ModelSource,
-        reward: RewardFunctionSource,
+        reward: RewardSource,
         *,
         kl_coef: float = 0.04,
         kl_estimator: KLEstimator = "k3",

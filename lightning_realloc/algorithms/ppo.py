@@ -26,9 +26,9 @@ from lightning_realloc.algorithms.functional import (
 )
 from lightning_realloc.algorithms.optimizers import with_learning_rate
 from lightning_realloc.algorithms.policy import PolicyModule
-from lightning_realloc.algorithms.role import ModelSource, Role, is_model_source
+from lightning_realloc.algorithms.reward_sources import RewardSource, RewardSources, RewardTokenizer, less_for_cut_off
+from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.rollout import (
-    judged_responses,
     num_model_tokens,
     response_summary,
     reward_columns,
@@ -42,19 +42,16 @@ from lightning_realloc.algorithms.settings import (
 )
 from lightning_realloc.algorithms.token_advantages import TokenAdvantages
 from lightning_realloc.algorithms.unjudged import judged_only, of_judged
-from lightning_realloc.algorithms.vocabulary import require_same_vocabulary, required_tokenizer, retokenized
+from lightning_realloc.algorithms.vocabulary import require_same_vocabulary
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
-from lightning_realloc.rewards.functions import RewardFunction, RewardFunctions
-from lightning_realloc.runtime.packed_forward import packed_logits, sequence_scores, token_logprobs
+from lightning_realloc.runtime.packed_forward import packed_logits, token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.samples import Column, Samples
 from lightning_realloc.runtime.training import Average, Loss, Totals, TrainOptions
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 KLPlace = Literal["reward", "loss"]
-RewardSource = ModelSource | Sequence[str | RewardFunction] | RewardFunction
-"""A sequence classifier of one label, as a name, folder, config or module; or reward functions, or import paths."""
 
 
 class PPO(PolicyModule):
@@ -64,15 +61,17 @@ class PPO(PolicyModule):
 
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
-        reward: A model that scores sequences, or functions ``f(prompts, completions, **columns) -> list[float]``, or
-            their import paths (``package.module:name``).
-        critic: A token classifier of one label; by default the reward model with a value for every token, or, where
-            that is none or reads other tokens, the actor's layers below a new head.
+        reward: Models that score sequences, functions ``f(prompts, completions, **columns) -> list[float]``, their
+            import paths (``package.module:name``), or a list of any of them.
+        critic: A token classifier of one label; by default the first reward model with a value for every token, or,
+            where there is none or it reads other tokens, the actor's layers below a new head.
         reference: What the policy is kept close to; by default the actor as it was loaded.
-        reward_weights: One per reward function; by default all count 1.
+        reward_weights: One for each of the rewards; by default all count 1.
         tokenizer: By default the actor's.
-        reward_tokenizer: ``"actor"``: the reward model reads the actor's tokens; ``"retokenize"``: the texts, as its
-            own tokenizer encodes them; a tokenizer: as that one does.
+        reward_tokenizer: ``"actor"``: reward models read the actor's tokens; ``"retokenize"``: the texts, as their own
+            tokenizers encode them; a tokenizer: as that one does.
+        missing_eos_penalty: What the score of a response that is cut off at the most tokens is lowered by, while
+            training; None: nothing.
         sampling: Of the rollout.
         evaluation_sampling: Of ``validate`` and ``test``; by default one greedy response per prompt.
         kl_coef: Weight of the divergence from the reference; 0 leaves the reference out altogether.
@@ -111,7 +110,8 @@ class PPO(PolicyModule):
         reference: ModelSource | None = None,
         reward_weights: Sequence[float] | None = None,
         tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
-        reward_tokenizer: Literal["actor", "retokenize"] | PreTrainedTokenizerBase = "actor",
+        reward_tokenizer: RewardTokenizer = "actor",
+        missing_eos_penalty: float | None = None,
         sampling: SamplingParams | None = None,
         evaluation_sampling: SamplingParams | None = None,
         kl_coef: float = 0.05,
@@ -160,11 +160,13 @@ class PPO(PolicyModule):
         self.tokenizer = tokenizer
         self.return_moments = RunningMoments()
         self._set_divergence(kl_coef, kl_place, target=kl_target, gain=kl_gain)
+        check_positive(missing_eos_penalty=missing_eos_penalty)
+        self.missing_eos_penalty = missing_eos_penalty
         self._set_reward(reward, reward_weights, reward_tokenizer)
-        reads_actor_tokens = self._reward_source is not None and reward_tokenizer == "actor"
+        judges = self._judges
         self._actor_source = actor
         self._reference_source = reference
-        self._critic_source = critic or (self._reward_source if reads_actor_tokens else None) or actor
+        self._critic_source = critic or (judges.models[0].source if judges.reads_actor_tokens else None) or actor
 
     def _set_divergence(self, coef: float, place: KLPlace, *, target: float | None, gain: float) -> None:
         check_choice("kl_place", place, get_args(KLPlace))
@@ -176,39 +178,37 @@ class PPO(PolicyModule):
         self.kl_place = place
         self.kl_controller = KLController(coef, target=target, gain=gain)
 
-    def _set_reward(self, reward: RewardSource, weights: Sequence[float] | None, tokenizer: Any) -> None:
-        self._reward_source: ModelSource | None = reward if is_model_source(reward) else None
-        self._reward_functions: RewardFunctions | None = None
-        self._reward_tokenizer = tokenizer
-        if isinstance(tokenizer, str):
-            check_choice("reward_tokenizer", tokenizer, ("actor", "retokenize"))
-        if self._reward_source is None:
-            self._reward_functions = RewardFunctions(reward, weights=weights)  # type: ignore[arg-type]
-            if tokenizer != "actor":
-                raise ConfigError(f"reward_tokenizer={tokenizer!r} is for a reward model; reward={reward!r} is none")
-        elif weights is not None:
-            raise ConfigError(f"reward_weights={list(weights)} are for reward functions; reward={reward!r} is a model")
-        self.evaluation_calls = ("actor.generate", "judge" if self._reward_source is None else "reward.infer")
+    def _set_reward(self, reward: RewardSource, weights: Sequence[float] | None, tokenizer: RewardTokenizer) -> None:
+        self._judges = judges = RewardSources(reward, weights=weights, tokenizer=tokenizer)
+        self._reward_functions = judges.functions
+        self._one_model = judges.functions is None and len(judges.models) == 1 and weights is None
+        """Whether a reward model's scores are the scores: then nobody has to add them up."""
+        self.evaluation_calls = ("actor.generate", *(("reward.infer",) if self._one_model else judges.evaluation_calls))
+        for model in judges.models[1:]:
+            setattr(self, model.method, partial(self._score, model.role))
 
     # ---- models and calls
     def roles(self) -> tuple[Role, ...]:
-        """Return the actor and the critic, and the reference and the reward where they are models."""
+        """Return the actor and the critic, and the reference and reward models where they take part."""
         actor = Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor"))
         critic = Role(name="critic", source=self._critic_source, trained=True, task="token_classification",
                       peft=self.peft_of("critic"))  # fmt: skip
-        roles = [actor, critic, *([self.reference_of(actor, self._reference_source)] if self.has_reference else ())]
-        if self._reward_source is not None:
-            roles.append(Role(name="reward", source=self._reward_source, trained=False, task="sequence_classification",
-                              peft=self.peft_of("reward", trained=False)))  # fmt: skip
-        return tuple(roles)
+        reference = (self.reference_of(actor, self._reference_source),) if self.has_reference else ()
+        return (actor, critic, *reference, *self._judges.roles(self.peft_of))
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
-        """Leave out reward functions where there is a model; the actor needs the reference only in its loss."""
-        calls = [call for call in super().calls() if call.name != "judge" or self._reward_functions is not None]
-        if self.kl_place == "loss":
-            return tuple(calls)
-        needs = {"actor.train": ("rollout", "advantages")}
-        return tuple(replace(call, needs=needs.get(call.name, call.needs)) for call in calls)
+        """Let a single reward model's scores be the scores, and add several up; the actor needs the reference only in
+        its loss."""
+        calls = [call for call in super().calls() if call.name != "judge" or not self._one_model]
+        judges = self._judges
+        changes: dict[str, dict[str, Any]] = {}
+        if judges.models and not self._one_model:
+            changes["reward.infer"] = {"produces": judges.columns[:1]}
+            changes["judge"] = {"needs": ("rollout", *judges.columns)}
+        if self.kl_place != "loss":
+            changes["actor.train"] = {"needs": ("rollout", "advantages")}
+        calls = [replace(call, **changes.get(call.name, {})) for call in calls]
+        return (*calls, *judges.further_calls())
 
     def runs(self, call: str, iteration: int) -> bool:
         """Let the critic learn alone at first."""
@@ -225,32 +225,27 @@ class PPO(PolicyModule):
         super().configure_model()
 
     def _check_vocabularies(self) -> None:
-        actor, *others = self.roles()
-        tokenizer = self.tokenizer
-        # The reward first: where the critic begins as a copy of it, the reward is what was given.
-        for role in sorted(others, key=lambda role: role.name != "reward"):
-            way_out = f"give {role.name}= a model with the actor's tokenizer"
-            if role.name == "reward":
-                if self._reward_tokenizer == "retokenize":
-                    self._reward_tokenizer = required_tokenizer(role)
-                if self._reward_tokenizer != "actor":
-                    continue
-                way_out += ", or set reward_tokenizer='retokenize' to have it read the texts"
-            require_same_vocabulary(role, actor, tokenizer, way_out=way_out)
+        roles, tokenizer = self.roles(), self.tokenizer
+        # Rewards first: where the critic begins as a copy of one, the reward is what was given.
+        self._judges.check_vocabularies(roles, tokenizer)
+        for role in roles[1:]:
+            if role.name in ("critic", "reference"):
+                way_out = f"give {role.name}= a model with the actor's tokenizer"
+                require_same_vocabulary(role, roles[0], tokenizer, way_out=way_out)
 
     # ---- the calls
     @infer("reward", needs="rollout", produces="scores")
     def score_sequences(self, reward: nn.Module, batch: PackedBatch) -> Tensor:
-        """Return the reward model's score of every sequence."""
-        if isinstance(self._reward_tokenizer, PreTrainedTokenizerBase):
-            batch = retokenized(batch, self.tokenizer, self._reward_tokenizer)
-        return sequence_scores(reward, batch).float()
+        """Return the first reward model's score of every sequence."""
+        return self._score("reward", reward, batch)
+
+    def _score(self, role: str, reward: nn.Module, batch: PackedBatch) -> Tensor:
+        return self._judges.score(role, reward, batch, self.tokenizer)
 
     @compute(needs="rollout", produces="scores")
     def judge(self, samples: Samples) -> Mapping[str, Column]:
-        """Return the reward functions' score of every response."""
-        assert self._reward_functions is not None, "this call is left out where a model rewards"
-        rewards = judged_responses(self._reward_functions, samples, self.tokenizer)
+        """Return what reward functions, and models beside them, say of every response."""
+        rewards = self._judges.judge(samples, self.tokenizer)
         return {"scores": rewards.total, **reward_columns(rewards)}
 
     @infer("critic", needs="rollout", produces="values")
@@ -272,7 +267,8 @@ class PPO(PolicyModule):
             self.token_advantages.estimate, moments=self.return_moments, has_reference=self.has_reference,
             penalty=penalty,
         )  # fmt: skip
-        return of_judged(samples, samples.tensor("scores"), estimate)
+        scores = less_for_cut_off(samples.tensor("scores"), samples, self.missing_eos_penalty)
+        return of_judged(samples.with_columns(scores=scores), scores, estimate)
 
     @train("actor", needs=("rollout", "advantages", "ref_logprobs"))
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:

@@ -37,7 +37,10 @@ class ProcessReward(MultiModelModule):
     """
 
     evaluation_calls = ("reward.infer", "measure")
+    default_learning_rate = 1e-5
     share_prompts = True
+    batch_columns = ("prompt_ids", "response_ids", "step_ends", "step_labels")
+    data_module = "StepDataModule"
     totals_of = ("num_steps",)
 
     def __init__(

@@ -20,7 +20,8 @@ from lightning_realloc.algorithms.functional import (
     whiten,
 )
 from lightning_realloc.algorithms.policy_gradient import KLPlace, PolicyGradient
-from lightning_realloc.algorithms.rewarded import RewardFunctionSource, check_group
+from lightning_realloc.algorithms.reward_sources import RewardSource
+from lightning_realloc.algorithms.rewarded import check_group
 from lightning_realloc.algorithms.role import ModelSource
 from lightning_realloc.algorithms.rollout import model_mask
 from lightning_realloc.algorithms.settings import check_choice, check_share
@@ -38,7 +39,7 @@ class ReinforcePlusPlus(PolicyGradient):
 
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
-        reward: Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths.
+        reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
         sampling: Of the rollout; with ``baseline="group"``, ``n`` is the group size.
         baseline: ``"batch"``: returns are normalised over all tokens of the batch; ``"group"``: first each reward has
             the mean of its group taken away.
@@ -54,7 +55,7 @@ class ReinforcePlusPlus(PolicyGradient):
     def __init__(
         self,
         actor: ModelSource,
-        reward: RewardFunctionSource,
+        reward: RewardSource,
         *,
         sampling: SamplingParams | None = None,
         baseline: Baseline = "batch",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.algorithms.policy_gradient import KLPlace, PolicyGradient
-from lightning_realloc.algorithms.rewarded import RewardFunctionSource
+from lightning_realloc.algorithms.reward_sources import RewardSource
 from lightning_realloc.algorithms.role import ModelSource
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
@@ -25,7 +25,7 @@ class ReMax(PolicyGradient):
 
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
-        reward: Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths.
+        reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
         sampling: Of the rollout.
         kl_coef: Weight of the divergence from the reference; 0 leaves the reference out altogether.
         kl_place: ``"reward"`` takes the divergence of the whole response from its reward, ``"loss"`` adds it there.
@@ -35,7 +35,7 @@ class ReMax(PolicyGradient):
     def __init__(
         self,
         actor: ModelSource,
-        reward: RewardFunctionSource,
+        reward: RewardSource,
         *,
         sampling: SamplingParams | None = None,
         kl_coef: float = 0.05,

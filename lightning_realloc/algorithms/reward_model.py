@@ -38,6 +38,7 @@ class RewardModel(PairwiseModule):
     """
 
     evaluation_calls = ("reward.infer", "measure")
+    default_learning_rate = 1e-5
 
     def __init__(
         self,

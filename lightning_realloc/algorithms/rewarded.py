@@ -8,54 +8,59 @@ came of it; the second one does the rest with what was chosen, as if the loader 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.algorithms.calls import compute
+from lightning_realloc.algorithms.calls import compute, infer
 from lightning_realloc.algorithms.policy import PolicyModule
+from lightning_realloc.algorithms.reward_sources import RewardSource, RewardSources, RewardTokenizer, less_for_cut_off
 from lightning_realloc.algorithms.role import ModelSource, Role
-from lightning_realloc.algorithms.rollout import (
-    judged_responses,
-    response_summary,
-    reward_columns,
-    reward_summary,
-)
-from lightning_realloc.algorithms.settings import check_minibatches
+from lightning_realloc.algorithms.rollout import response_summary, reward_columns, reward_summary
+from lightning_realloc.algorithms.settings import check_minibatches, check_positive
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.rewards.functions import RewardFunction, RewardFunctions
+from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.samples import Column, Samples
-
-RewardFunctionSource = str | Sequence[str | RewardFunction] | RewardFunction
-"""Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths."""
+from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 
 class RewardedModule(PolicyModule):
-    """A PolicyModule whose responses are judged by reward functions.
+    """A PolicyModule whose responses are judged by reward models, reward functions, or both.
 
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
-        reward: Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths.
-        reward_weights: One per function; by default all count 1.
+        reward: Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths; models that
+            score sequences, as names, folders, configs or modules, which are roles ``reward``, ``reward_2``, ...; or
+            a list of either.
+        reward_weights: One for each of them; by default all count 1.
+        reward_tokenizer: ``"actor"``: reward models read the actor's tokens; ``"retokenize"``: the texts, as their own
+            tokenizers encode them; a tokenizer: as that one does.
+        missing_eos_penalty: What the reward of a response that is cut off at the most tokens is lowered by, while
+            training; None: nothing.
         reference: What the policy is kept close to; by default the actor as it was loaded, or without its adapters.
         tokenizer: By default the actor's.
         settings: Of :class:`PolicyModule`: sampling, environment, conversation, rollout budget; of
             :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
 
-    evaluation_calls = ("actor.generate", "judge")
-    """Up to the rewards; what comes before samples are chosen, too."""
+    optional_roles = ("reference", "reward")
+    evaluation_calls: tuple[str, ...] = ("actor.generate", "judge")
+    """Up to the rewards; what comes before samples are chosen, too. With reward models also their calls."""
     share_prompts = True
     reward_column = "rewards"
 
     def __init__(
         self,
         actor: ModelSource,
-        reward: RewardFunctionSource,
+        reward: RewardSource,
         *,
         reward_weights: Sequence[float] | None = None,
+        reward_tokenizer: RewardTokenizer = "actor",
+        missing_eos_penalty: float | None = None,
         reference: ModelSource | None = None,
         tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
         **settings: Any,
@@ -66,7 +71,13 @@ class RewardedModule(PolicyModule):
                 "sampling.temperature=0 gives every response of a group the same tokens, and explores nothing; set it "
                 "above 0"
             )
-        self._rewards = RewardFunctions(reward, weights=reward_weights)
+        check_positive(missing_eos_penalty=missing_eos_penalty)
+        self.missing_eos_penalty = missing_eos_penalty
+        self._judges = RewardSources(reward, weights=reward_weights, tokenizer=reward_tokenizer)
+        self._reward_functions = self._judges.functions
+        self.evaluation_calls = ("actor.generate", *self._judges.evaluation_calls)
+        for model in self._judges.models[1:]:
+            setattr(self, model.method, partial(self._score, model.role))
         self.tokenizer = tokenizer
         self._actor_source = actor
         self._reference_source = reference
@@ -82,15 +93,40 @@ class RewardedModule(PolicyModule):
         return False
 
     def roles(self) -> tuple[Role, ...]:
-        """Return the actor and, where it takes part, the reference."""
+        """Return the actor, and the reference and reward models where they take part."""
         actor = Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor"))
-        return (actor, self.reference_of(actor, self._reference_source)) if self.has_reference else (actor,)
+        reference = (self.reference_of(actor, self._reference_source),) if self.has_reference else ()
+        return (actor, *reference, *self._judges.roles(self.peft_of))
 
-    @compute(needs="rollout", produces="rewards")
+    def calls(self) -> tuple[ModelFunctionCall, ...]:
+        """Have further reward models score, too."""
+        further, needs = self._judges.further_calls(), self._judges.columns[1:]
+        calls = [replace(call, needs=(*call.needs, *needs)) if call.name == "judge" else call
+                 for call in super().calls()]  # fmt: skip
+        return (*calls, *further)
+
+    def configure_model(self) -> None:
+        """Build the models, once it is known that reward models read the actor's tokens."""
+        if not self.models() and self._judges.models:
+            self._judges.check_vocabularies(self.roles(), self.tokenizer)
+        super().configure_model()
+
+    @infer("reward", needs="rollout", produces="reward_scores")
+    def score_sequences(self, reward: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return the first reward model's score of every sequence."""
+        return self._score("reward", reward, batch)
+
+    def _score(self, role: str, reward: nn.Module, batch: PackedBatch) -> Tensor:
+        return self._judges.score(role, reward, batch, self.tokenizer)
+
+    @compute(needs=("rollout", "reward_scores"), produces="rewards")
     def judge(self, samples: Samples) -> Mapping[str, Column]:
         """Reward every response."""
-        rewards = judged_responses(self._rewards, samples, self.tokenizer)
-        return {"rewards": rewards.total, **reward_columns(rewards)}
+        rewards = self._judges.judge(samples, self.tokenizer)
+        penalty = self.missing_eos_penalty
+        if penalty is not None and not self.training_now:
+            penalty = None
+        return {"rewards": less_for_cut_off(rewards.total, samples, penalty), **reward_columns(rewards)}
 
     # ---- choosing
     def choose(self, samples: Samples) -> Samples | None:
@@ -109,6 +145,7 @@ class RewardedModule(PolicyModule):
         if not self.chooses:
             super().training_step(batch, batch_idx)
             return
+        self.require_batch(batch)
         self.check_batch(batch)
         chosen = self.choose(self.first_walk(batch))
         if chosen is None:
@@ -149,7 +186,9 @@ class RewardedModule(PolicyModule):
         """Refuse data without a column that a reward function asks for, and fewer samples than mini-batches."""
         if self.training_now:
             check_minibatches(len(batch) * self.sampling.n, self.train_options_of("actor"))
-        self._rewards.check_columns([name for name, column in batch.columns.items() if isinstance(column, tuple)])
+        if self._reward_functions is not None:
+            given = [name for name, column in batch.columns.items() if isinstance(column, tuple)]
+            self._reward_functions.check_columns(given)
 
 
 def check_group(n: int) -> None:

@@ -31,7 +31,10 @@ class SFT(MultiModelModule):
     """
 
     evaluation_calls = ("actor.infer", "measure")
+    default_learning_rate = 2e-5
     dropout = True
+    batch_columns = ("prompt_ids", "response_ids")
+    data_module = "SFTDataModule"
 
     def __init__(
         self,
@@ -49,11 +52,17 @@ class SFT(MultiModelModule):
         return (Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor")),)
 
     def check_batch(self, batch: Samples) -> None:
-        """Refuse pairs, of which the rejected responses would be learnt, too."""
+        """Refuse pairs and judged responses, of which the bad ones would be learnt, too."""
         if {"chosen", "rejected"} <= batch.columns.keys():
             raise DataError(
                 "SFT learns every response that it is given, and of pairs that is also the rejected ones; give "
                 "SFTDataModule rows of prompt and chosen, named completion, or use DPO or ORPO"
+            )
+
+        if isinstance(batch.columns.get("label"), Tensor) and "completion" in batch:
+            raise DataError(
+                "SFT learns every response that it is given, and of judged ones that is also the undesirable; give "
+                "SFTDataModule the others, or use KTO"
             )
 
     @infer("actor", needs="batch", produces="logprobs")

@@ -14,13 +14,15 @@ from lightning_realloc.callbacks.hub import HubRepository, file_marks
 from lightning_realloc.callbacks.model_card import CARD_FILE, card_of
 from lightning_realloc.errors import CheckpointError, ConfigError
 
+_USUAL_ROLE = "actor"
+
 
 class SaveHuggingFace(Callback):
     """Writes folders that ``from_pretrained`` reads: ``dirpath`` itself at the end, ``dirpath/step-…`` on the way.
 
     Args:
         dirpath: Where to; every rank takes part, the first one writes.
-        role: Which model.
+        role: Which model; by default the actor, or what else is the only model that is trained.
         every_n_steps: Also after every so many iterations.
         every_n_epochs: Also after every so many epochs.
         at_end: Whether to write when training ends.
@@ -38,7 +40,7 @@ class SaveHuggingFace(Callback):
         self,
         dirpath: str | Path,
         *,
-        role: str = "actor",
+        role: str | None = None,
         every_n_steps: int | None = None,
         every_n_epochs: int | None = None,
         at_end: bool = True,
@@ -68,7 +70,7 @@ class SaveHuggingFace(Callback):
     @property
     def state_key(self) -> str:
         """One per folder, so that several may be used."""
-        return self._generate_state_key(dirpath=str(self.dirpath), role=self.role)
+        return self._generate_state_key(dirpath=str(self.dirpath), role=self.role or _USUAL_ROLE)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what could not be written at the end, before the beginning."""
@@ -81,7 +83,7 @@ class SaveHuggingFace(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a role that cannot be written, and a repository that cannot be, before the first step."""
-        trainer.strategy.check_huggingface(self.role, dtype=self.dtype)  # type: ignore[attr-defined]
+        trainer.strategy.check_huggingface(self._role_of(trainer), dtype=self.dtype)  # type: ignore[attr-defined]
         if self.hub is not None:
             way_out = "name it 'user/model' and log in with `hf auth login`, or leave push_to_hub out"
             _on_first_rank(trainer, self.hub.make, f"cannot write to {self.hub.name!r} on the hub; {way_out}")
@@ -110,16 +112,36 @@ class SaveHuggingFace(Callback):
                 f"the model is in {self.dirpath}, but not on the hub; try `hf upload {hub.name} {self.dirpath}`",
             )
 
+    def _role_of(self, trainer: Trainer) -> str:
+        """Return which model is meant.
+
+        Raises:
+            ConfigError: for a role that the algorithm has not, and where several are trained and none is an actor.
+        """
+        flow = trainer.strategy.dataflow  # type: ignore[attr-defined]
+        if flow is None:
+            return self.role or _USUAL_ROLE
+        roles, trained = flow.roles, flow.trained_roles
+        role = self.role or (trained[0] if len(trained) == 1 else _USUAL_ROLE)
+        if role not in roles:
+            given = "none is given" if self.role is None else f"role={self.role!r} is none of them"
+            raise ConfigError(
+                f"SaveHuggingFace writes one model of {', '.join(roles)}, and {given}; name it, as in "
+                f"SaveHuggingFace({str(self.dirpath)!r}, role={(trained or roles)[0]!r})"
+            )
+        return role
+
     def _write(self, trainer: Trainer, module: LightningModule, folder: Path) -> None:
         strategy: Any = trainer.strategy
-        with averaged_weights(strategy, self.role) if self.averaged else nullcontext():
-            strategy.save_huggingface(self.role, folder, dtype=self.dtype, merge=self.merge)
+        role = self._role_of(trainer)
+        with averaged_weights(strategy, role) if self.averaged else nullcontext():
+            strategy.save_huggingface(role, folder, dtype=self.dtype, merge=self.merge)
         if self.model_card:
             _on_first_rank(trainer, lambda: self._describe(trainer, module, folder), f"no {CARD_FILE} in {folder}")
 
     def _describe(self, trainer: Trainer, module: LightningModule, folder: Path) -> None:
         title, is_adapter = self.dirpath.absolute().name, (folder / "adapter_config.json").exists()
-        card_of(trainer, module, self.role, title=title, is_adapter=is_adapter).write(folder)
+        card_of(trainer, module, self._role_of(trainer), title=title, is_adapter=is_adapter).write(folder)
 
     def _own_files(self, before: dict[str, tuple[int, int]]) -> list[str]:
         """Return what was written since, and the card: other files of the folder are nobody's business."""

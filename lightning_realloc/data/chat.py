@@ -13,7 +13,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lightning_realloc.errors import ConfigError, DataError
 
 Message = Mapping[str, Any]
-"""One turn of a conversation: ``role`` and ``content``."""
+"""One turn of a conversation: ``role``, and ``content`` or ``tool_calls``."""
+_OURS = frozenset({"tools", "tokenize", "add_generation_prompt", "continue_final_message"})
+"""What a chat template is told by us."""
 _TEXTS_AT_A_TIME = 1000  # bounds what the tokenizer keeps of each besides its ids
 
 
@@ -46,55 +48,84 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 
 
 def is_conversation(value: object) -> TypeGuard[list[Message]]:
-    """Return whether ``value`` is a non-empty list of messages with ``role`` and ``content``."""
-    return (
-        isinstance(value, list)
-        and len(value) > 0
-        and all(isinstance(message, Mapping) and "role" in message and "content" in message for message in value)
-    )
+    """Return whether ``value`` is a non-empty list of messages with ``role``, and ``content`` or ``tool_calls``."""
+    return isinstance(value, list) and len(value) > 0 and all(map(_is_message, value))
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: object, place: str, *, tools: object = None) -> Text:
+def template_input(values: Mapping[str, Any], place: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a chat template is given besides a row's messages: ``tools``, and its settings by name.
+
+    Args:
+        values: The row's, of which the columns ``tools`` (a list of schemas, or JSON of one) and
+            ``chat_template_kwargs`` (a mapping, or JSON of one) count.
+        place: For error messages.
+        defaults: Settings that the row's own come before.
+
+    Raises:
+        DataError: for columns that hold anything else.
+    """
+    own = _from_json(values.get("chat_template_kwargs"), "chat_template_kwargs", place)
+    if own is not None and not isinstance(own, Mapping):
+        raise DataError(f"{place}: its chat_template_kwargs must be a mapping, or JSON of one; got {_described(own)}")
+    check_template_settings(own or {}, place)
+    # A table of rows with other settings each holds null for those that a row has not.
+    given = {name: value for name, value in (own or {}).items() if value is not None}
+    return {**defaults, **given, "tools": _tools(values.get("tools"), place)}
+
+
+def check_template_settings(settings: Mapping[str, Any], place: str) -> None:
+    """Raise DataError for settings of a chat template that are not the user's to make."""
+    taken = sorted(_OURS & settings.keys())
+    if taken:
+        raise DataError(
+            f"{place}: chat_template_kwargs holds {taken}, which data modules set themselves; leave it out, and give "
+            f"tools as a column 'tools'"
+        )
+
+
+def prompt_text(
+    tokenizer: PreTrainedTokenizerBase, prompt: object, place: str, *, template: Mapping[str, Any] | None = None
+) -> Text:
     """Return what generation starts from: text as the tokenizer opens it, messages as its template lays them out.
 
     Args:
-        tools: The schemas that the template is given with messages: a list, or JSON of one.
+        template: What the template is given besides messages, by :func:`template_input`.
 
     Raises:
         DataError: naming ``place``, when the prompt is neither.
     """
     if isinstance(prompt, str):
         return Text(prompt, place, opened=True)
-    return conversation_text(tokenizer, prompt, place, add_generation_prompt=True, tools=tools)
+    return conversation_text(tokenizer, prompt, place, add_generation_prompt=True, template=template)
 
 
 def begun_answer(prompt: object) -> str | None:
     """Return what the assistant has said already, where a conversation ends with a message of its own."""
     if not is_conversation(prompt) or prompt[-1]["role"] != "assistant":
         return None
-    return str(prompt[-1]["content"])
+    return str(prompt[-1].get("content") or "")
 
 
 def conversation_text(
     tokenizer: PreTrainedTokenizerBase, messages: object, place: str, *, add_generation_prompt: bool,
-    continue_final_message: bool = False, tools: object = None,
+    continue_final_message: bool = False, template: Mapping[str, Any] | None = None,
 ) -> Text:  # fmt: skip
     """Return a whole conversation, laid out by the tokenizer's chat template."""
     if not is_conversation(messages):
         raise DataError(
-            f"{place}: expected text or a list of messages with 'role' and 'content'; got {_described(messages)}"
+            f"{place}: expected text or a list of messages with 'role', and 'content' or 'tool_calls'; got "
+            f"{_described(messages)}"
         )
     if tokenizer.chat_template is None:
         raise DataError(
             f"{place} is a conversation, and {type(tokenizer).__name__} has no chat template to lay it out; "
             f"set tokenizer.chat_template or give prompts as text"
         )
-    turns = [dict(message) for message in messages]
-    schemas = _tools(tools, place)
+    turns = [_without_nulls(message) for message in messages]
     try:
         text = tokenizer.apply_chat_template(
             turns, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
-            tokenize=False, tools=schemas,
+            tokenize=False, **(template or {}),
         )  # fmt: skip
     except Exception as error:  # whatever a template raises, or does with messages that it does not know
         raise DataError(
@@ -157,15 +188,37 @@ def with_end(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     return ids if ids[-1:] == [end] else [*ids, int(end)]
 
 
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and "role" in value and ("content" in value or "tool_calls" in value)
+
+
+def _without_nulls(message: Message) -> dict[str, Any]:
+    """Return a message without what a table holds null for since only other messages have it.
+
+    Templates ask whether ``tool_calls`` is there; whether there is ``content``, some ask by comparing it with null.
+    """
+    return {name: _pruned(value) for name, value in message.items() if value is not None or name == "content"}
+
+
+def _pruned(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _pruned(inner) for name, inner in value.items() if inner is not None}
+    return [_pruned(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _from_json(value: object, column: str, place: str) -> object:
+    """Return a value that some data sets keep as JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place}: its {column} are text, and no JSON: {error.msg}; write what it means") from error
+
+
 def _tools(tools: object, place: str) -> list[Any] | None:
-    """Return the schemas of tools, which some data sets keep as JSON."""
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{place}: its tools are text, and no JSON: {error.msg}; write a list of schemas"
-            ) from error
+    """Return the schemas of tools."""
+    tools = _from_json(tools, "tools", place)
     if tools is not None and not isinstance(tools, list):
         raise DataError(f"{place}: its tools must be a list of schemas, or JSON of one; got {_described(tools)}")
     return tools or None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,9 +18,10 @@ from lightning_realloc.runtime.samples import Samples
 class BinaryFeedbackDataModule(ResponseDataModule):
     """Batches of judged responses, the same on every rank.
 
-    Columns: ``prompt`` and ``completion``, both text or both messages for the chat template, and ``label``: true or 1
-    for a desirable completion, false or 0 for another. A column ``tools`` is given to the chat template. Rows of pairs,
-    as :class:`PreferenceDataModule` reads them, become two: the chosen response is desirable, the rejected is not.
+    Columns: ``prompt`` and ``completion``, text or messages for the chat template (text beside messages is what the
+    user, or the assistant, says), and ``label``: true or 1 for a desirable completion, false or 0 for another. Columns
+    ``tools`` and ``chat_template_kwargs`` are given to the chat template. Rows of pairs, as
+    :class:`PreferenceDataModule` reads them, become two: the chosen response is desirable, the rejected is not.
 
     A batch is :class:`Samples` with ``prompt_ids``, ``response_ids``, ``label`` (B,) bool, and every other column of
     the data as python objects.
@@ -45,7 +47,7 @@ class BinaryFeedbackDataModule(ResponseDataModule):
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
         """Return the rows that fit."""
         self.require(rows, "prompt", "completion", "label")
-        texts = [_text(tokenizer, row) for row in rows]
+        texts = [_text(tokenizer, row, self.template_of(row)) for row in rows]
         return self.table_of(rows, texts, tokenizer, labels=[_label(row) for row in rows])
 
 
@@ -66,15 +68,15 @@ def _label(row: Row) -> bool:
     return bool(label)
 
 
-def _text(tokenizer: PreTrainedTokenizerBase, row: Row) -> ResponseText:
+def _text(tokenizer: PreTrainedTokenizerBase, row: Row, template: Mapping[str, Any]) -> ResponseText:
     prompt, completion = row.values["prompt"], row.values["completion"]
     if completion in ("", []):
         raise DataError(f"{row.place}: the completion is empty; give it text or leave the row out")
-    text = response_text(tokenizer, prompt, completion, row.place, tools=row.values.get("tools"))
+    text = response_text(tokenizer, prompt, completion, row.place, template=template)
     if text is None:
         kinds = {"prompt": type(prompt).__name__, "completion": type(completion).__name__}
         raise DataError(
-            f"{row.place}: prompt and completion must be both text or both lists of messages with role and content; "
-            f"got {kinds}"
+            f"{row.place}: prompt and completion must be text or lists of messages, each with role, and content or "
+            f"tool_calls; got {kinds}"
         )
     return text

@@ -9,14 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.data.chat import load_tokenizer
+from lightning_realloc.data.chat import check_template_settings, load_tokenizer, template_input
 from lightning_realloc.data.loader import BatchLoader, EvaluationLoader
 from lightning_realloc.data.rows import Row, RowSource, read_rows, split_by_hash
 from lightning_realloc.data.sources import is_stream
@@ -24,6 +24,7 @@ from lightning_realloc.data.streams import RowStream, StreamLoader
 from lightning_realloc.elsewhere import OF_DATA, NamesElsewhere
 from lightning_realloc.errors import DataError
 from lightning_realloc.runtime.samples import Column, Samples
+from lightning_realloc.seeds import seed_of_run
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ LongRows = Literal["refuse", "truncate", "drop"]
 """What happens to rows with more tokens than fit."""
 RESERVED_COLUMNS = frozenset(
     {"prompt_id", "prompt_ids", "response_ids", "behaviour_logprobs", "ref_logprobs", "finish_reason", "rewards"}
-    | {"proximal_logprobs", "advantages", "group", "prompts", "completions", "completion_ids"}
+    | {"proximal_logprobs", "advantages", "group", "reward_scores", "prompts", "completions", "completion_ids"}
     | {"model_mask", "num_model_tokens", "num_turns", "ended_by_environment", "versions", "stale_tokens", "began_in"}
 )
 """Names that calls produce or reward functions are given; a data set must use others."""
@@ -61,7 +62,8 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
         val_data: Held-out rows, read like ``data``.
         val_fraction: Instead of ``val_data``: the share of ``data`` that is held out, chosen by a hash of the row.
         tokenizer: A Hugging Face name, folder or tokenizer; by default the LightningModule's.
-        seed: Of the order of the rows and of what is held out.
+        seed: Of the order of the rows and of what is held out. By default the order's is that of ``seed_everything``,
+            else 0; what is held out goes by 0 then, so that runs of several seeds are compared on the same rows.
         shuffle: Whether rows come in another order every epoch.
         drop_last: Whether an epoch leaves out a last batch that is smaller than the others.
         long_rows: What happens to rows with more tokens than fit: ``refuse`` them all with an error, ``truncate`` them,
@@ -70,6 +72,8 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
             None: whatever their lengths.
         shuffle_buffer: Of a stream: how many of its rows are read at a time, and shuffled.
         reads_ahead: Of a stream: whether a thread reads the next rows, as many, while these are trained on.
+        chat_template_kwargs: Settings that the chat template knows by name, such as ``enable_thinking``; those of a
+            row's column ``chat_template_kwargs`` come before them.
     """
 
     names_elsewhere = OF_DATA
@@ -86,13 +90,14 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
         val_data: RowSource | None = None,
         val_fraction: float = 0.0,
         tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         shuffle: bool = True,
         drop_last: bool = True,
         long_rows: LongRows = "refuse",
         bucket_batches: int | None = None,
         shuffle_buffer: int = 1000,
         reads_ahead: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if long_rows not in get_args(LongRows):
@@ -114,17 +119,19 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
                     f"{name}={value} looks at all rows, which a stream has not yet; leave it out, or "
                     f"{_WITHOUT_STREAMING}"
                 )
+        check_template_settings(chat_template_kwargs or {}, type(self).__name__)
         self.data = data
         self.batch_size = batch_size
         self.val_data = val_data
         self.val_fraction = val_fraction
-        self.seed = seed
+        self._seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.long_rows = long_rows
         self.bucket_batches = bucket_batches
         self.shuffle_buffer = shuffle_buffer
         self.reads_ahead = reads_ahead
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self._tokenizer = tokenizer
         self._tables: dict[str, Samples] = {}
         self._train_loader: BatchLoader | StreamLoader | None = None
@@ -197,6 +204,11 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
 
     # ---- what algorithms use
     @property
+    def seed(self) -> int:
+        """Of the order of the rows; the same on every rank."""
+        return seed_of_run(self.trainer) if self._seed is None else self._seed
+
+    @property
     def tables(self) -> dict[str, Samples]:
         """Return the samples of ``train`` and, where rows are held out, of ``val``; empty before :meth:`setup`."""
         return dict(self._tables)
@@ -254,6 +266,10 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
             raise DataError(f"{rows[0].place}: columns named {taken} would hide what the run computes; rename them")
         return {name: tuple(row.values[name] for row in rows) for name in rows[0].values}
 
+    def template_of(self, row: Row) -> dict[str, Any]:
+        """Return what the chat template is given besides a row's messages: its tools, and settings by name."""
+        return template_input(row.values, row.place, self.chat_template_kwargs)
+
     def require(self, rows: Sequence[Row], *columns: str) -> None:
         """Refuse rows without one of the ``columns``."""
         first = rows[0]
@@ -297,7 +313,7 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
     def _split(self, rows: tuple[Row, ...]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
         column = self.split_column(rows)
         self.require(rows, column)
-        rest, held_out = split_by_hash(rows, column, fraction=self.val_fraction, seed=self.seed)
+        rest, held_out = split_by_hash(rows, column, fraction=self.val_fraction, seed=self._seed or 0)
         if not rest or not held_out:
             raise DataError(
                 f"val_fraction={self.val_fraction} leaves {len(rest)} rows to train on and {len(held_out)} held out of "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +27,10 @@ MEASURED_COLUMNS = frozenset(
 class PreferenceDataModule(ResponseDataModule):
     """Batches of pairs, the same on every rank.
 
-    Columns: ``prompt``, ``chosen`` and ``rejected``, all text or all messages for the chat template. Without
-    ``prompt`` it is what both sides begin with: text up to the first difference, or the messages before it. A column
-    ``tools`` is given to the chat template.
+    Columns: ``prompt``, ``chosen`` and ``rejected``, text or messages for the chat template. Without ``prompt``, or
+    where it is text and the sides are whole conversations, it is what both sides begin with: text up to the first
+    difference, or the messages before it. Otherwise text beside messages is what the user, or the assistant, says.
+    Columns ``tools`` and ``chat_template_kwargs`` are given to the chat template.
 
     A batch is :class:`Samples` with two samples per row, the chosen one first: ``prompt_ids``, ``response_ids``,
     ``margin`` (a number for both) where the data has one, and every column of the data as python objects.
@@ -61,7 +62,7 @@ class PreferenceDataModule(ResponseDataModule):
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
         """Return both samples of every pair that fits."""
         limit = self.limit()
-        texts = [text for row in rows for text in _texts(tokenizer, row)]
+        texts = [text for row in rows for text in _texts(tokenizer, row, self.template_of(row))]
         pairs = encoded(tokenizer, texts)
         kept: list[Row] = []
         prompts: list[list[int]] = []
@@ -107,7 +108,7 @@ def with_prompt(row: Row) -> Row:
         raise DataError(
             f"{row.place}: chosen and rejected are equal, so nothing can be learnt from them; leave the row out"
         )
-    if "prompt" not in values:
+    if "prompt" not in values or _says_it_twice(values):
         implied = implied_prompt(values["chosen"], values["rejected"])
         if implied is not None:
             values["prompt"], values["chosen"], values["rejected"] = implied
@@ -119,18 +120,25 @@ def with_prompt(row: Row) -> Row:
     return Row(row.place, values)
 
 
-def _texts(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[ResponseText]:
-    prompt, tools = row.values.get("prompt"), row.values.get("tools")
-    responses = (row.values["chosen"], row.values["rejected"])
-    texts = [response_text(tokenizer, prompt, response, row.place, tools=tools) for response in responses]
+def _says_it_twice(values: Mapping[str, Any]) -> bool:
+    """Return whether both sides are whole conversations, beside a text that is part of what they begin with."""
+    sides = (values["chosen"], values["rejected"])
+    return isinstance(values["prompt"], str) and all(
+        is_conversation(side) and side[0]["role"] != "assistant" for side in sides
+    )
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase, row: Row, template: Mapping[str, Any]) -> list[ResponseText]:
+    prompt, responses = row.values.get("prompt"), (row.values["chosen"], row.values["rejected"])
+    texts = [response_text(tokenizer, prompt, response, row.place, template=template) for response in responses]
     found = [text for text in texts if text is not None]
-    if len(found) < 2:
+    if len(found) < 2 or isinstance(responses[0], str) != isinstance(responses[1], str):
         kinds = {
             name: type(row.values[name]).__name__ for name in ("prompt", "chosen", "rejected") if name in row.values
         }
         raise DataError(
-            f"{row.place}: prompt, chosen and rejected must be all text or all lists of messages with role and "
-            f"content; got {kinds}"
+            f"{row.place}: prompt, chosen and rejected must be text or lists of messages, each with role, and content "
+            f"or tool_calls, and chosen and rejected alike; got {kinds}"
         )
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -21,7 +21,7 @@ class PromptDataModule(RowDataModule):
     column of the data as python objects.
 
     Args:
-        prompt_column: Holds text, or a list of messages with ``role`` and ``content`` for the chat template. A last
+        prompt_column: Holds text, or a list of messages for the chat template. A last
             message from the assistant is gone on with.
         max_prompt_tokens: The longest prompt that is accepted; by default one less than the models have positions.
         long_prompts: What happens to longer ones: ``refuse`` them all with an error, ``truncate`` them to their last
@@ -64,7 +64,7 @@ class PromptDataModule(RowDataModule):
         limit = self.token_limit(self.max_prompt_tokens, "max_prompt_tokens", reserved=1)
         kept: list[Row] = []
         prompts: list[list[int]] = []
-        texts = [_opening(tokenizer, row, self.prompt_column) for row in rows]
+        texts = [_opening(tokenizer, row, self.prompt_column, self.template_of(row)) for row in rows]
         for row, ids in zip(rows, prompt_token_ids(tokenizer, texts), strict=True):
             if self.fitted(row, len(ids), limit, "shorten it, or set long_prompts to 'truncate' or 'drop'"):
                 kept.append(row)
@@ -79,11 +79,16 @@ class PromptDataModule(RowDataModule):
         )
 
 
-def _opening(tokenizer: PreTrainedTokenizerBase, row: Row, column: str) -> Text:
+def _opening(tokenizer: PreTrainedTokenizerBase, row: Row, column: str, template: Mapping[str, Any]) -> Text:
     """Return what a response goes on from: the assistant's own words, where it has begun already."""
-    prompt, tools = row.values[column], row.values.get("tools")
+    prompt = row.values[column]
     if begun_answer(prompt) is None:
-        return prompt_text(tokenizer, prompt, row.place, tools=tools)
+        return prompt_text(tokenizer, prompt, row.place, template=template)
+    if prompt[-1].get("tool_calls"):
+        raise DataError(
+            f"{row.place}: its last message calls tools, and nothing answers; add the tool's message, or leave the "
+            f"call out"
+        )
     return conversation_text(
-        tokenizer, prompt, row.place, add_generation_prompt=False, continue_final_message=True, tools=tools
+        tokenizer, prompt, row.place, add_generation_prompt=False, continue_final_message=True, template=template
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,13 +97,20 @@ class ResponseText:
 
 
 def response_text(
-    tokenizer: PreTrainedTokenizerBase, prompt: object, response: object, place: str, *, tools: object = None
+    tokenizer: PreTrainedTokenizerBase, prompt: object, response: object, place: str, *, template: Mapping[str, Any]
 ) -> ResponseText | None:
-    """Return a prompt and its response, both text or both messages; None where they are neither."""
+    """Return a prompt and its response, each text or messages; None where one is neither.
+
+    Where one of them is messages, the other's text is what the user, or the assistant, says.
+    """
     if isinstance(prompt, str) and isinstance(response, str):
         return ResponseText(prompt_text(tokenizer, prompt, place), Text(response, place, opened=False), goes_on=True)
+    if is_conversation(response) and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if is_conversation(prompt) and isinstance(response, str):
+        response = [{"role": "assistant", "content": response}]
     if is_conversation(prompt) and is_conversation(response):
-        return conversation(tokenizer, prompt, response, place, tools=tools)
+        return conversation(tokenizer, prompt, response, place, template=template)
     return None
 
 
@@ -114,7 +121,7 @@ def whole_text(text: str, place: str) -> ResponseText:
 
 def conversation(
     tokenizer: PreTrainedTokenizerBase, prompt: list[Message], answer: list[Message], place: str, *,
-    tools: object = None,
+    template: Mapping[str, Any],
 ) -> ResponseText:  # fmt: skip
     """Return messages to begin from and the assistant's that follow, laid out by the chat template."""
     if not prompt or any(message["role"] != "assistant" for message in answer):
@@ -122,8 +129,8 @@ def conversation(
             f"{place}: a conversation needs a message from the assistant to learn, and one before it; "
             f"its roles are {[message['role'] for message in [*prompt, *answer]]}"
         )
-    whole = conversation_text(tokenizer, [*prompt, *answer], place, add_generation_prompt=False, tools=tools)
-    return ResponseText(prompt_text(tokenizer, prompt, place, tools=tools), whole, goes_on=False)
+    whole = conversation_text(tokenizer, [*prompt, *answer], place, add_generation_prompt=False, template=template)
+    return ResponseText(prompt_text(tokenizer, prompt, place, template=template), whole, goes_on=False)
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[ResponseText]) -> list[tuple[list[int], list[int]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -40,10 +40,11 @@ class SFTDataModule(ResponseDataModule):
     """Batches of prompts with the responses to learn, the same on every rank.
 
     A batch is :class:`Samples` with ``prompt_ids``, ``response_ids`` and every column of the data as python objects.
-    The columns decide what a row is: ``prompt`` and ``completion`` (text, or messages for the chat template);
-    ``messages``, of which the assistant's are learnt; or ``text``, all of which is learnt but its first token, which
-    nothing predicts. Responses end with the tokenizer's end-of-sequence token. A column ``tools`` is given to the chat
-    template. Where not all of a response is learnt, ``model_mask`` says what is.
+    The columns decide what a row is: ``prompt`` and ``completion`` (text, or messages for the chat template; text
+    beside messages is what the user, or the assistant, says); ``messages``, of which the assistant's are learnt; or
+    ``text``, all of which is learnt but its first token, which nothing predicts. Responses end with the tokenizer's
+    end-of-sequence token. Columns ``tools`` and ``chat_template_kwargs`` are given to the chat template. Where not all
+    of a response is learnt, ``model_mask`` says what is.
 
     Args:
         learn: Of ``messages``: ``"all"`` that the assistant says, or the ``"last"`` message alone.
@@ -66,7 +67,7 @@ class SFTDataModule(ResponseDataModule):
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
         """Return ``prompt_ids``, ``response_ids`` and the columns of the rows that fit."""
         columns = _format(rows[0])
-        given = [_given(tokenizer, row, columns, self.learn) for row in rows]
+        given = [_given(tokenizer, row, columns, self.learn, self.template_of(row)) for row in rows]
         return self.table_of_tokens(rows, list(_encoded(tokenizer, given)))
 
 
@@ -80,9 +81,10 @@ def _format(row: Row) -> tuple[str, ...]:
     )
 
 
-def _given(tokenizer: PreTrainedTokenizerBase, row: Row, columns: tuple[str, ...], learn: Learnt) -> _Given:
+def _given(
+    tokenizer: PreTrainedTokenizerBase, row: Row, columns: tuple[str, ...], learn: Learnt, template: Mapping[str, Any]
+) -> _Given:
     values = [row.values[column] for column in columns]
-    tools = row.values.get("tools")
     if values[-1] in ("", []):
         raise DataError(
             f"{row.place}: {columns[-1]!r} is empty, so nothing can be learnt; fill it or leave the row out"
@@ -92,15 +94,16 @@ def _given(tokenizer: PreTrainedTokenizerBase, row: Row, columns: tuple[str, ...
             return _Given(whole_text(text, row.place))
         case [messages] if columns == ("messages",) and is_conversation(messages):
             if learn == "last":
-                return _Given(conversation(tokenizer, messages[:-1], messages[-1:], row.place, tools=tools))
-            return _Given(*from_first_answer(tokenizer, messages, row.place, tools=tools))
+                return _Given(conversation(tokenizer, messages[:-1], messages[-1:], row.place, template=template))
+            return _Given(*from_first_answer(tokenizer, messages, row.place, template=template))
         case [prompt, completion]:
-            found = response_text(tokenizer, prompt, completion, row.place, tools=tools)
+            found = response_text(tokenizer, prompt, completion, row.place, template=template)
             if found is not None:
                 return _Given(found)
     kinds = {column: type(row.values[column]).__name__ for column in columns}
     raise DataError(
-        f"{row.place}: {columns} must be all text or all lists of messages with role and content; got {kinds}"
+        f"{row.place}: {columns} must be text or lists of messages, each with role, and content or tool_calls; got "
+        f"{kinds}"
     )
 
 

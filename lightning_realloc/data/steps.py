@@ -39,7 +39,8 @@ class StepDataModule(ResponseDataModule):
     """Batches of responses in steps, the same on every rank.
 
     Columns: ``prompt`` (text, or messages for the chat template), ``completions`` (a list of steps, text) and
-    ``labels`` (one per step: true or 1, false or 0). A column ``tools`` is given to the chat template.
+    ``labels`` (one per step: true or 1, false or 0). Columns ``tools`` and ``chat_template_kwargs`` are given to
+    the chat template.
 
     A batch is :class:`Samples` with ``prompt_ids``, ``response_ids``, per response token ``step_ends`` (bool) and
     ``step_labels`` (1.0 where a right step ends, else 0.0), and every other column of the data as python objects.
@@ -66,7 +67,7 @@ class StepDataModule(ResponseDataModule):
         limit = self.limit()
         prompts = prompt_token_ids(
             tokenizer,
-            [prompt_text(tokenizer, row.values["prompt"], row.place, tools=row.values.get("tools")) for row in rows],
+            [prompt_text(tokenizer, row.values["prompt"], row.place, template=self.template_of(row)) for row in rows],
         )
         kept: list[Row] = []
         kept_prompts: list[list[int]] = []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,7 +19,7 @@ def assistant_turns(messages: Sequence[Message]) -> list[int]:
 
 
 def from_first_answer(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], place: str, *, tools: object
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], place: str, *, template: Mapping[str, Any]
 ) -> tuple[ResponseText, list[Text]]:
     """Return a conversation whose response begins with the assistant's first answer, and how its others begin.
 
@@ -34,9 +35,9 @@ def from_first_answer(
             f"its roles are {[message['role'] for message in messages]}"
         )
     first, *others = turns
-    whole = conversation_text(tokenizer, messages, place, add_generation_prompt=False, tools=tools)
+    whole = conversation_text(tokenizer, messages, place, add_generation_prompt=False, template=template)
     begun = [
-        conversation_text(tokenizer, messages[:turn], place, add_generation_prompt=True, tools=tools)
+        conversation_text(tokenizer, messages[:turn], place, add_generation_prompt=True, template=template)
         for turn in (first, *others)
     ]
     return ResponseText(begun[0], whole, goes_on=False), begun[1:]

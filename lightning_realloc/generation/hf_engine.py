@@ -122,7 +122,8 @@ class HFEngine:
         """Complete some samples, and return the stats with theirs added."""
         device = next(self._model.parameters()).device
         width = max(len(sample.prompt) for sample in samples)
-        ids = torch.tensor([[0] * (width - len(s.prompt)) + list(s.prompt) for s in samples], device=device)
+        # Padded with a token of its own, since a repetition penalty counts what is padded, too.
+        ids = torch.tensor([[s.prompt[0]] * (width - len(s.prompt)) + list(s.prompt) for s in samples], device=device)
         mask = torch.tensor([[0] * (width - len(s.prompt)) + [1] * len(s.prompt) for s in samples], device=device)
         # What the stopping criterion grows.
         rows = [Sample(s.sample_id, s.prompt_index, s.prompt, s.max_new_tokens, s.key) for s in samples]
@@ -203,6 +204,7 @@ def _config(params: SamplingParams, samples: Sequence[Sample], stop: StopRule) -
     if not params.greedy:
         sampling = {
             "do_sample": True, "temperature": params.temperature, "top_k": params.top_k or 0, "top_p": params.top_p,
+            "min_p": params.min_p or None,
         }  # fmt: skip
     early = sorted(stop.token_ids) if params.min_new_tokens else []
     return GenerationConfig(  # type: ignore[no-untyped-call]
@@ -210,6 +212,7 @@ def _config(params: SamplingParams, samples: Sequence[Sample], stop: StopRule) -
         min_new_tokens=params.min_new_tokens if early else None,
         # Only what may not come early is named: rows end by the criterion, which knows of stop strings and limits too.
         eos_token_id=early or None,
+        repetition_penalty=params.repetition_penalty,
         pad_token_id=0,
         **sampling,
     )

@@ -6,6 +6,19 @@ from typing import Any
 
 from torch import nn
 
+from lightning_realloc.generation.sampling import SamplingParams
+
+_PENALTIES: dict[str, object] = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "bad_words_ids": [],
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "sequence_bias": {},
+    "exponential_decay_length_penalty": (),
+}
+"""Settings of transformers' ``GenerationConfig`` -> what leaves every token as likely as it is."""
+
 
 def vocabulary_of(model: nn.Module) -> int:
     """Return the number of token ids that a model knows."""
@@ -26,6 +39,14 @@ def eos_ids_of(model: nn.Module) -> frozenset[int]:
         if eos is not None:
             return frozenset(eos if isinstance(eos, (list, tuple)) else [eos])
     return frozenset()
+
+
+def penalties_of(model: nn.Module, params: SamplingParams) -> dict[str, Any]:
+    """Return what a model's own ``generation_config`` makes tokens less or more likely by, and ``params`` do not."""
+    own = getattr(model, "generation_config", None)
+    found = {name: getattr(own, name, None) for name in _PENALTIES}
+    ours = {"repetition_penalty": params.repetition_penalty}
+    return {name: value for name, value in found.items() if value not in (None, _PENALTIES[name], ours.get(name))}
 
 
 def text_config_of(model: nn.Module) -> Any:

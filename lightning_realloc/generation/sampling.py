@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_realloc.elsewhere import OF_SAMPLING, named_elsewhere
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.noise import gumbel_noise
+from lightning_realloc.generation.repetition import Repeated, penalized
 
 Forbidden = tuple[Sequence[int], Sequence[int]]
 """Rows of the logits, and the tokens that may not be drawn in them."""
@@ -37,6 +38,12 @@ class SamplingParams:
     """Draw among the k most likely tokens; None: among all."""
     top_p: float = 1.0
     """Draw among the fewest most likely tokens whose probabilities, after ``top_k``, reach this sum."""
+    min_p: float = 0.0
+    """Draw among tokens whose probability is at least this share of the likeliest one's, after ``top_k`` and ``top_p``.
+
+    Source: Nguyen et al., arXiv:2407.01082."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that prompt or response hold already are divided by it, or, where negative, multiplied."""
     n: int = 1
     """Responses per prompt."""
     seed: int = 0
@@ -50,7 +57,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "min_new_tokens", "n", "seed", "top_k"):
             check_kind(name, getattr(self, name), Integral, "a whole number", optional=name == "top_k")
-        for name in ("temperature", "top_p"):
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             check_kind(name, getattr(self, name), Real, "a number")
         _require(self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens} must be at least 1")
         _require(
@@ -68,6 +75,11 @@ class SamplingParams:
         )
         _require(self.top_k is None or self.top_k >= 1, f"top_k={self.top_k} must be at least 1; use None for no limit")
         _require(0 < self.top_p <= 1, f"top_p={self.top_p} must lie in (0, 1]; use 1 for no limit")
+        _require(0 <= self.min_p <= 1, f"min_p={self.min_p} must lie in [0, 1]; use 0 for no limit")
+        _require(
+            0 < self.repetition_penalty < math.inf,
+            f"repetition_penalty={self.repetition_penalty} must be finite and above 0; use 1 for none",
+        )
         _require(self.n >= 1, f"n={self.n} responses per prompt must be at least 1")
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids, Integral, "ints"))
         object.__setattr__(self, "stop_strings", _as_tuple("stop_strings", self.stop_strings, str, "strings"))
@@ -80,8 +92,13 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether the least likely tokens are never drawn."""
+        """Whether tokens are left out by their rank, for which they are sorted."""
         return self.top_k is not None or self.top_p < 1.0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether what a sequence holds already makes tokens less, or more, likely to be drawn."""
+        return self.repetition_penalty != 1.0
 
 
 def check_kind(name: str, given: object, kind: type | tuple[type, ...], wanted: str, *, optional: bool = False) -> None:
@@ -137,6 +154,7 @@ def sample_tokens(
     params: SamplingParams,
     *,
     forbidden: Forbidden | None = None,
+    repeated: Repeated | None = None,
     scratch: Scratch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the next token of each row (B,) int64 and its log-probability (B,) float32.
@@ -144,17 +162,19 @@ def sample_tokens(
     ``logits`` is (B, V) in any floating dtype, ``uniforms`` (B,) float64 in [0, 1).
 
     The log-probability is that of ``softmax(logits / temperature)`` over the whole vocabulary, which is what a trainer
-    recomputes from the same tokens; top-k, top-p and forbidden tokens change what is drawn and not what is reported.
+    recomputes from the same tokens; top-k, top-p, min-p, forbidden and ``repeated`` tokens change what is drawn and not
+    what is reported.
     At temperature 0 it is that of ``softmax(logits)``.
     """
     scratch = scratch or Scratch()
     scaled = _tempered(logits, params, scratch)
-    if forbidden is None:
+    if forbidden is None and repeated is None:
         probabilities = torch.softmax(scaled, -1, dtype=torch.float32, out=scratch.take("probabilities", scaled))
         tokens = _draw(probabilities, uniforms, params)
         return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log()
     # Without the forbidden tokens the others may be all that is left of a probability that float32 rounds to 0.
-    tokens = _draw(torch.softmax(_without(scaled, forbidden), -1, dtype=torch.float32), uniforms, params)
+    drawn_from = _changed(scaled, params, forbidden, repeated)
+    tokens = _draw(torch.softmax(drawn_from, -1, dtype=torch.float32), uniforms, params)
     return tokens, _logprobs_of(scaled, tokens)
 
 
@@ -163,15 +183,18 @@ def token_logprobs(logits: Tensor, tokens: Tensor, params: SamplingParams) -> Te
     return _logprobs_of(_tempered(logits, params), tokens)
 
 
-def sampling_weights(logits: Tensor, params: SamplingParams, *, forbidden: Forbidden | None = None) -> Tensor:
+def sampling_weights(
+    logits: Tensor, params: SamplingParams, *, forbidden: Forbidden | None = None, repeated: Repeated | None = None
+) -> Tensor:
     """Return the distribution (B, V) float32 that tokens are drawn from: all of its mass on one at temperature 0."""
-    scaled = _tempered(logits, params)
-    weights = torch.softmax(scaled if forbidden is None else _without(scaled, forbidden), -1, dtype=torch.float32)
+    drawn_from = _changed(_tempered(logits, params), params, forbidden, repeated)
+    weights = torch.softmax(drawn_from, -1, dtype=torch.float32)
     if params.greedy:
         return torch.zeros_like(weights).scatter_(1, weights.argmax(-1, keepdim=True), 1.0)
     if not params.truncates:
-        return weights
-    kept, tokens = _truncate(weights, params.top_k, params.top_p)
+        weights = _above_floor(weights, params)
+        return weights / weights.sum(-1, keepdim=True) if params.min_p > 0.0 else weights
+    kept, tokens = _truncate(weights, params)
     return torch.zeros_like(weights).scatter_(1, tokens, kept / kept.sum(-1, keepdim=True))
 
 
@@ -197,6 +220,13 @@ def _tempered(logits: Tensor, params: SamplingParams, scratch: Scratch | None = 
     return scratch.take("tempered", logits).copy_(logits).div_(params.temperature)
 
 
+def _changed(scaled: Tensor, params: SamplingParams, forbidden: Forbidden | None, repeated: Repeated | None) -> Tensor:
+    """Return what tokens are drawn by; a penalty is the same on logits and on logits over a temperature."""
+    if repeated is not None:
+        scaled = penalized(scaled, repeated, params.repetition_penalty)
+    return scaled if forbidden is None else _without(scaled, forbidden)
+
+
 def _without(scaled: Tensor, forbidden: Forbidden) -> Tensor:
     rows, banned = (torch.as_tensor(part, device=scaled.device) for part in forbidden)
     return scaled.index_put((rows[:, None], banned), scaled.new_tensor(float("-inf")))
@@ -210,14 +240,15 @@ def _draw(weights: Tensor, uniforms: Tensor, params: SamplingParams) -> Tensor:
     if params.greedy:
         return weights.argmax(-1)
     if not params.truncates:
-        return _invert_softmax(weights, uniforms)
-    candidates, tokens = _truncate(weights, params.top_k, params.top_p)
+        return _invert_softmax(_above_floor(weights, params), uniforms)
+    candidates, tokens = _truncate(weights, params)
     chosen = _invert(candidates.double().cumsum(-1), uniforms)
     return tokens.gather(1, chosen[:, None])[:, 0]
 
 
-def _truncate(weights: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
-    """Return the weights of the kept tokens, largest first, zero where top-p cuts, and the tokens' ids."""
+def _truncate(weights: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """Return the weights of the kept tokens, largest first, zero where top-p or min-p cuts, and the tokens' ids."""
+    top_k, top_p = params.top_k, params.top_p
     if top_k is not None and top_k < weights.shape[-1]:
         kept, tokens = weights.topk(top_k, dim=-1)
     else:
@@ -227,7 +258,14 @@ def _truncate(weights: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor,
         mass = kept.double().cumsum(-1)
         before = mass - kept
         kept = kept.masked_fill(before >= top_p * mass[:, -1:], 0.0)
-    return kept, tokens
+    return _above_floor(kept, params), tokens
+
+
+def _above_floor(weights: Tensor, params: SamplingParams) -> Tensor:
+    """Return the weights, zero below min-p of the largest."""
+    if params.min_p == 0.0:
+        return weights
+    return weights.masked_fill(weights < params.min_p * weights.amax(-1, keepdim=True), 0.0)
 
 
 def _invert(cumulative: Tensor, uniforms: Tensor) -> Tensor:

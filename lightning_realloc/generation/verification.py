@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.generation.noise import gumbel_noise, keyed_uniform, keyed_uniforms, stream_key
+from lightning_realloc.generation.repetition import HeldTokens, Repeated
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.sampling import (
     Forbidden,
@@ -90,7 +91,11 @@ class Verification(ABC):
 
     @abstractmethod
     def draw_drafts(self, logits: Tensor, samples: Sequence[Sample], offset: int) -> DrawnDrafts:
-        """Return a token per row of a drafter's logits (B, V), to be drafted ``offset`` tokens ahead."""
+        """Return a token per row of a drafter's logits (B, V), to be drafted ``offset`` tokens ahead.
+
+        A repetition penalty counts what the samples hold, without the tokens drafted before this one: what is drafted
+        is a guess, and what stands is decided by the target's own law.
+        """
 
 
 class KeyedDraws(Verification):
@@ -104,12 +109,14 @@ class KeyedDraws(Verification):
         """Draw as ``params`` say."""
         self._params = params
         self._scratch = Scratch()
+        self._held = HeldTokens() if params.penalizes else None
 
     def emit(
         self, logits: Tensor, samples: Sequence[Sample], drafts: Sequence[Draft], forbidden: Forbidden | None
     ) -> list[Emitted]:
         keys, places = _places(samples, drafts)
-        drawn, of_drawn = self._draw(logits, keys, places, forbidden)
+        repeated = _repeated(self._held, samples, drafts, logits.device)
+        drawn, of_drawn = self._draw(logits, keys, places, forbidden, repeated)
         return _while_equal(drawn.tolist(), of_drawn.tolist(), drafts)
 
     def draw_among(self, followers: Sequence[int], sample: Sample, offset: int) -> int:
@@ -119,14 +126,22 @@ class KeyedDraws(Verification):
 
     def draw_drafts(self, logits: Tensor, samples: Sequence[Sample], offset: int) -> DrawnDrafts:
         keys, places = [sample.key for sample in samples], [len(sample.token_ids) + offset for sample in samples]
-        tokens, logprobs = self._draw(logits, keys, places, None)
+        repeated = _repeated(self._held, samples, [NO_DRAFT] * len(samples), logits.device)
+        tokens, logprobs = self._draw(logits, keys, places, None, repeated)
         return DrawnDrafts(tokens.tolist(), logprobs.exp().tolist())
 
     def _draw(
-        self, logits: Tensor, keys: Sequence[int], places: Sequence[int], forbidden: Forbidden | None
+        self,
+        logits: Tensor,
+        keys: Sequence[int],
+        places: Sequence[int],
+        forbidden: Forbidden | None,
+        repeated: Repeated | None,
     ) -> tuple[Tensor, Tensor]:
         uniforms = torch.tensor(keyed_uniforms(keys, places), dtype=torch.float64, device=logits.device)
-        return sample_tokens(logits, uniforms, self._params, forbidden=forbidden, scratch=self._scratch)
+        return sample_tokens(
+            logits, uniforms, self._params, forbidden=forbidden, repeated=repeated, scratch=self._scratch
+        )
 
 
 class GumbelDraws(KeyedDraws):
@@ -144,9 +159,14 @@ class GumbelDraws(KeyedDraws):
         return followers.index(int(tokens[(counts.double().log() + noise).argmax()]))
 
     def _draw(
-        self, logits: Tensor, keys: Sequence[int], places: Sequence[int], forbidden: Forbidden | None
+        self,
+        logits: Tensor,
+        keys: Sequence[int],
+        places: Sequence[int],
+        forbidden: Forbidden | None,
+        repeated: Repeated | None,
     ) -> tuple[Tensor, Tensor]:
-        weights = sampling_weights(logits, self._params, forbidden=forbidden)
+        weights = sampling_weights(logits, self._params, forbidden=forbidden, repeated=repeated)
         tokens = draw_gumbel(weights, keys, places)
         return tokens, token_logprobs(logits, tokens, self._params)
 
@@ -161,11 +181,16 @@ class Rejection(Verification):
 
     params: SamplingParams
     anticipates: bool = field(default=False, init=False)
+    _held: HeldTokens | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._held = HeldTokens() if self.params.penalizes else None
 
     def emit(
         self, logits: Tensor, samples: Sequence[Sample], drafts: Sequence[Draft], forbidden: Forbidden | None
     ) -> list[Emitted]:
-        weights = sampling_weights(logits, self.params, forbidden=forbidden)
+        repeated = _repeated(self._held, samples, drafts, logits.device)
+        weights = sampling_weights(logits, self.params, forbidden=forbidden, repeated=repeated)
         starts = _starts(drafts)
         standing = self._standing(weights, starts, samples, drafts)
         finals = self._finals(weights, starts, samples, drafts, standing)
@@ -180,7 +205,8 @@ class Rejection(Verification):
         return int(uniform * len(followers))
 
     def draw_drafts(self, logits: Tensor, samples: Sequence[Sample], offset: int) -> DrawnDrafts:
-        laws = sampling_weights(logits, self.params)
+        repeated = _repeated(self._held, samples, [NO_DRAFT] * len(samples), logits.device)
+        laws = sampling_weights(logits, self.params, repeated=repeated)
         places = [len(sample.token_ids) + offset for sample in samples]
         tokens = draw_weights(laws, _uniforms(samples, _DRAFT, places, laws.device))
         return DrawnDrafts(tokens.tolist(), laws.amax(-1).tolist(), laws)
@@ -222,6 +248,12 @@ class Rejection(Verification):
         places = [len(sample.token_ids) + n for sample, n in zip(samples, standing, strict=True)]
         tokens: list[int] = draw_weights(left, _uniforms(samples, _FINAL, places, left.device)).tolist()
         return tokens
+
+
+def _repeated(
+    held: HeldTokens | None, samples: Sequence[Sample], drafts: Sequence[Draft], device: torch.device
+) -> Repeated | None:
+    return None if held is None else held.of_rows(samples, [draft.tokens for draft in drafts], device)
 
 
 def _while_equal(drawn: Sequence[int], logprobs: Sequence[float], drafts: Sequence[Draft]) -> list[Emitted]:

@@ -6,11 +6,21 @@ No weights are read, and nothing is downloaded unless that is asked for.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
+from lightning_realloc.algorithms.adapters import AdapterSource
 from lightning_realloc.algorithms.role import Role, Task
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.strategies.memory import describe_roles
@@ -23,34 +33,49 @@ TASKS: dict[str, Task] = {"critic": "token_classification", "reward": "sequence_
 """Roles whose models score; all others predict tokens."""
 
 
-def read_roles(sources: Mapping[str, str], dataflow: Dataflow, *, is_priced: bool) -> dict[str, RoleMemory]:
+def read_roles(
+    sources: Mapping[str, str],
+    dataflow: Dataflow,
+    *,
+    is_priced: bool,
+    adapters: Mapping[str, AdapterSource] | None = None,
+    shares: Mapping[str, str] | None = None,
+) -> dict[str, RoleMemory]:
     """Return every role's parameters and shape.
 
     Args:
         sources: Role -> a Hugging Face name, a folder, a ``config.json``, or a shape that is written out.
         is_priced: Whether times will be worked out: models of which that cannot be done are refused then, and the hub
             is not asked for configurations that are neither built in nor on this machine.
+        adapters: Trained role -> the adapters that it trains in place of its model.
+        shares: Role -> the one with adapters whose model it uses without them.
 
     Raises:
         PlanError: for a name that is not known, with the nearest ones.
-        ConfigError: for a configuration that cannot be used.
+        ConfigError: for a configuration that cannot be used, of a model or of adapters.
     """
-    read: dict[tuple[str, bool], RoleMemory] = {}  # roles of one model share what is counted of it
-    for role, source in sources.items():
-        key = (source, role in TASKS)
+    adapters, shares = adapters or {}, shares or {}
+    read: dict[tuple[str, bool, str | None], RoleMemory] = {}  # roles of one model share what is counted of it
+    found: dict[str, RoleMemory] = {}
+    for role, source in sorted(sources.items(), key=lambda item: item[0] in shares):
+        key = (source, role in TASKS, role if role in adapters else None)
+        if role in shares:
+            found[role] = replace(found[shares[role]], frozen_params=frozenset(), shares=shares[role])
+            continue
         if key not in read:
-            read[key] = _read_role(role, source, dataflow, is_priced)
-    return {role: read[source, role in TASKS] for role, source in sources.items()}
+            read[key] = _read_role(role, source, dataflow, is_priced, adapters.get(role))
+        found[role] = read[key]
+    return {role: found[role] for role in sources}
 
 
-def _read_role(role: str, source: str, dataflow: Dataflow, is_priced: bool) -> RoleMemory:
+def _read_role(role: str, source: str, dataflow: Dataflow, is_priced: bool, peft: AdapterSource | None) -> RoleMemory:
     path = Path(source).expanduser()
     if is_shape(source) and not path.exists():
-        return _of_shape(role, parse_shape(source))
+        return _of_shape(role, parse_shape(source), peft)
     if path.exists():
-        return _of_config(role, str(path), dataflow, is_priced)
+        return _of_config(role, str(path), dataflow, is_priced, peft)
     try:
-        return _of_shape(role, find_known_model(source))
+        return _of_shape(role, find_known_model(source), peft)
     except PlanError as error:
         if _looks_like_path(source):
             raise PlanError(
@@ -58,7 +83,7 @@ def _read_role(role: str, source: str, dataflow: Dataflow, is_priced: bool) -> R
                 f"config.json, a name as in Qwen/Qwen3-0.6B, or a shape as in layers=32,hidden=4096,..."
             ) from None
         try:
-            return _of_config(role, source, dataflow, is_priced)
+            return _of_config(role, source, dataflow, is_priced, peft)
         except ConfigError:
             raise PlanError(f"{role}: {error}, or its shape, as in layers=32,hidden=4096,...") from None
 
@@ -67,11 +92,32 @@ def _looks_like_path(source: str) -> bool:
     return source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith(".json")
 
 
-def _of_shape(role: str, model: KnownModel) -> RoleMemory:
-    return model.role(scores=role in TASKS)
+def _of_shape(role: str, model: KnownModel, peft: AdapterSource | None) -> RoleMemory:
+    if peft is None:
+        return model.role(scores=role in TASKS)
+    adapted = Role(name=role, source=_config_of(model), trained=True, task=TASKS.get(role, "causal_lm"), peft=peft)
+    return describe_roles([adapted], {})[role]
 
 
-def _of_config(role: str, source: str, dataflow: Dataflow, is_priced: bool) -> RoleMemory:
+def _config_of(model: KnownModel) -> PreTrainedConfig:
+    """Return a configuration of the shape: which layers adapters go into is PEFT's to say, of a model."""
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": model.num_layers, "hidden_size": model.hidden, "intermediate_size": model.intermediate,
+        "num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim, "vocab_size": model.vocabulary, "tie_word_embeddings": model.tied,
+    }  # fmt: skip
+    experts = model.experts
+    if experts is None:
+        kind = Qwen3Config if model.qk_norm else Qwen2Config if model.qkv_bias else LlamaConfig
+        return kind(**sizes)
+    if model.qk_norm:
+        return Qwen3MoeConfig(**sizes, num_experts=experts.count, num_experts_per_tok=experts.per_token,
+                              moe_intermediate_size=experts.features)  # fmt: skip
+    sizes["intermediate_size"] = experts.features
+    return MixtralConfig(**sizes, num_local_experts=experts.count, num_experts_per_tok=experts.per_token)
+
+
+def _of_config(role: str, source: str, dataflow: Dataflow, is_priced: bool, peft: AdapterSource | None) -> RoleMemory:
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=is_priced)
     except (OSError, ValueError) as error:
@@ -80,7 +126,7 @@ def _of_config(role: str, source: str, dataflow: Dataflow, is_priced: bool) -> R
             f"folder with a config.json, a name as in Qwen/Qwen3-0.6B, or a shape as in layers=32,hidden=4096,..."
         ) from None
     described = Role(
-        name=role, source=config, trained=role in dataflow.trained_roles, task=TASKS.get(role, "causal_lm")
+        name=role, source=config, trained=role in dataflow.trained_roles, task=TASKS.get(role, "causal_lm"), peft=peft
     )
     memory = describe_roles([described], {})[role]
     obstacle = _obstacle(config.get_text_config(), memory) if is_priced else None

@@ -183,7 +183,7 @@ def check_plan(request: PlanRequest, write: Write) -> None:
     plan = ExecutionPlan.load(request.flags.check).completed(flow)
     world_size = 1 + max(rank for layout in plan.layouts for rank in layout.ranks)
     plan.check(flow, world_size if request.cluster is None else request.cluster.num_devices)
-    roles = read_roles(request.sources, flow, is_priced=False)
+    roles = read_roles(request.sources, flow, is_priced=False, adapters=request.adapters, shares=request.shares)
     plan.check_models(flow, {name: role.model for name, role in roles.items()})
     settings = settings_of_precision(request.flags.precision)
 
@@ -204,7 +204,9 @@ def _task(request: PlanRequest) -> PlanningTask:
     settings = settings_of_precision(request.flags.precision)
     if request.is_cpu:
         settings = replace(settings, builds_on_device=True, shares_memory=cluster.num_nodes == 1)
-    roles = read_roles(request.sources, request.dataflow, is_priced=True)
+    roles = read_roles(
+        request.sources, request.dataflow, is_priced=True, adapters=request.adapters, shares=request.shares
+    )
     return PlanningTask(
         dataflow=request.dataflow, roles=roles, cluster=cluster, settings=settings, workload=request.workload,
         memory_budget=budget, generation_parts=request.flags.generation_parts,
@@ -226,7 +228,9 @@ def _setting(request: PlanRequest) -> str:
     for role, source in request.sources.items():
         by_model.setdefault(source, []).append(role)
     models = "; ".join(f"{', '.join(roles)}: {source}" for source, roles in by_model.items())
+    adapted = f"  adapters in {', '.join(request.adapters)}: {request.flags.peft}\n" if request.adapters else ""
     return (
-        f"  {models}\n  {load.num_sequences} sequences of {load.prompt_tokens} + {load.response_tokens} tokens, "
+        f"  {models}\n{adapted}"
+        f"  {load.num_sequences} sequences of {load.prompt_tokens} + {load.response_tokens} tokens, "
         f"{request.flags.precision}, {gib(request.memory_budget or 0)} a device\n  {ROOFLINE}\n"
     )

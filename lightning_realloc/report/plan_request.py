@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jsonargparse import ArgumentParser
 
 from lightning_realloc.algorithms import (
@@ -24,6 +25,7 @@ from lightning_realloc.algorithms import (
     ReMax,
     RewardModel,
 )
+from lightning_realloc.algorithms.adapters import AdapterSource
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
@@ -52,6 +54,9 @@ PLAN_HELP = (
     "time and cost grow (--sweep), or what a plan needs of every rank's memory (--check). From configurations alone: "
     "no device, no weights."
 )
+_LORA_OPTIONS = frozenset({"peft_type", "r", "target_modules", "lora_alpha"})
+"""One of which tells a configuration from a mapping of roles."""
+_PEFT_EXAMPLE = "as in --peft '{r: 16, target_modules: all-linear}', or --peft '{critic: {r: 8}}' for single roles"
 NOTHING = "none"
 """The model of a role that is left out."""
 DEFAULT_SECONDS = 10.0
@@ -73,6 +78,11 @@ def plan_parser() -> ArgumentParser:
     add(
         "--model", action="append", type=str, default=[], metavar="ROLE=MODEL",
         help="The model of any role. With these alone there are no default models.",
+    )  # fmt: skip
+    add(
+        "--peft", type=str, default=None, metavar="CONFIG",
+        help="Adapters that trained roles train, as an algorithm's peft_config: a mapping in YAML, as in "
+        "'{r: 16, target_modules: all-linear}', one of these for each role, or a folder of saved ones.",
     )  # fmt: skip
     add("--cluster", type=str, default=None, help='As in "h100:2x8"; --check without one has no budget.')
     add("--memory-per-device", type=str, default=None, help='As in "24GiB"; overrides --cluster.')
@@ -102,6 +112,10 @@ class PlanRequest:
     """As parsed."""
     sources: Mapping[str, str]
     """Role -> its model, as the user names it."""
+    adapters: Mapping[str, AdapterSource]
+    """Trained role -> the adapters that it trains in place of its model."""
+    shares: Mapping[str, str]
+    """Role -> the one with adapters whose model it uses without them."""
     dataflow: Dataflow
     cluster: ClusterSpec | None
     """None only for a check without a budget."""
@@ -137,6 +151,8 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
     if flags.algorithm not in ALGORITHMS:
         raise PlanError(f"--algorithm={flags.algorithm} is not one of {', '.join(ALGORITHMS)}")
     sources = _sources(flags)
+    dataflow = ALGORITHMS[flags.algorithm].dataflow_of(sources)
+    adapters = {} if flags.peft is None else _adapters(flags.peft, dataflow)
     cluster = None if flags.cluster is None else ClusterSpec.parse(flags.cluster)
     sweep = () if flags.sweep is None else _sweep(flags.sweep)
     _refuse_too_many(cluster, sweep)
@@ -147,7 +163,8 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
         samples_per_prompt=flags.responses_per_prompt,
     )  # fmt: skip
     return PlanRequest(
-        flags=flags, sources=sources, dataflow=ALGORITHMS[flags.algorithm].dataflow_of(sources), cluster=cluster,
+        flags=flags, sources=sources, adapters=adapters, shares=_shares(flags, sources, adapters), dataflow=dataflow,
+        cluster=cluster,
         memory_budget=budget if flags.memory_per_device is None else parse_bytes(flags.memory_per_device),
         workload=workload, sweep=sweep,
     )  # fmt: skip
@@ -231,6 +248,32 @@ def _sweep(text: str) -> tuple[int, ...]:
 
 
 # ---- models
+def _adapters(text: str, dataflow: Dataflow) -> dict[str, AdapterSource]:
+    """Read ``--peft``: what trained roles train in place of their models."""
+    given: Any = text
+    if text.lstrip().startswith("{"):
+        try:
+            given = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise PlanError(f"--peft={text} is no mapping ({error}); {_PEFT_EXAMPLE}") from None
+    elif not Path(text).expanduser().is_dir():
+        raise PlanError(f"--peft={text} is neither a mapping nor a folder of saved adapters; {_PEFT_EXAMPLE}")
+    trained = dataflow.trained_roles
+    if not (isinstance(given, dict) and given and all(isinstance(value, dict | str) for value in given.values())
+            and not given.keys() & _LORA_OPTIONS):  # fmt: skip
+        return dict.fromkeys(trained, given)
+    unknown = sorted(given.keys() - set(trained))
+    if unknown:
+        raise PlanError(f"--peft names {', '.join(unknown)}, and the trained roles are {', '.join(trained)}")
+    return given
+
+
+def _shares(flags: Any, sources: Mapping[str, str], adapters: Mapping[str, AdapterSource]) -> dict[str, str]:
+    """Return ``reference: actor`` where an actor with adapters is its own reference, as algorithms have it."""
+    named = flags.reference is not None or any(text.startswith("reference=") for text in flags.model)
+    return {"reference": "actor"} if "actor" in adapters and "reference" in sources and not named else {}
+
+
 def _sources(flags: Any) -> dict[str, str]:
     """Return every role's model; flags of single roles let the other roles have their defaults."""
     everything = ALGORITHMS[flags.algorithm].dataflow_of(ROLES)
@@ -240,7 +283,7 @@ def _sources(flags: Any) -> dict[str, str]:
         if role not in everything.roles:
             raise PlanError(f"{flags.algorithm} has no role {role!r}; it has {', '.join(everything.roles)}")
     if named:
-        sources = _defaults(sources)
+        sources = _defaults(sources, has_critic="critic" in everything.roles)
     for role in everything.trained_roles:
         if sources.get(role, NOTHING) == NOTHING:
             raise PlanError(f"{flags.algorithm} trains its {role}, which has no model; add --{role} Qwen/Qwen3-0.6B")
@@ -261,8 +304,12 @@ def _listed(texts: Sequence[str], named: Mapping[str, str]) -> dict[str, str]:
     return listed
 
 
-def _defaults(sources: Mapping[str, str]) -> dict[str, str]:
-    """Return a model for every role: the reference is the actor, critic and reward are each other, else the actor."""
+def _defaults(sources: Mapping[str, str], *, has_critic: bool) -> dict[str, str]:
+    """Return a model for every role: the reference is the actor, critic and reward are each other, else the actor.
+
+    Only where there is a critic is a reward taken to be a model, too, though nobody said so.
+    """
     actor, reward = sources.get("actor", NOTHING), sources.get("reward", NOTHING)
     critic = sources.get("critic", actor if reward == NOTHING else reward)
-    return {"actor": actor, "critic": critic, "reference": actor, "reward": critic, **sources}
+    reward = critic if has_critic else reward
+    return {"actor": actor, "critic": critic, "reference": actor, "reward": reward, **sources}

@@ -49,6 +49,7 @@ class RewardFunctions:
     Args:
         functions: Callables, or import paths of callables: ``package.module:name`` or ``package.module.name``.
         weights: One factor per function; all 1 by default.
+        alone: Whether nobody else judges, so that one of them must apply to every completion.
 
     Raises:
         RewardError: for an import path that leads nowhere, no functions, or weights that do not match.
@@ -59,8 +60,9 @@ class RewardFunctions:
         functions: RewardFunction | str | Sequence[RewardFunction | str],
         *,
         weights: Sequence[float] | None = None,
+        alone: bool = True,
     ) -> None:
-        given = _listed(functions)
+        given = listed(functions)
         if not given:
             raise RewardError("at least one reward function is needed; got none")
         _refuse_models(given)
@@ -70,6 +72,7 @@ class RewardFunctions:
             raise RewardError(
                 f"{len(self.functions)} reward functions need as many finite weights; got {list(self.weights)}"
             )
+        self._alone = alone
         self.names = unique_names(self.functions)
         self.trainer_state: Callable[[], TrainerState] = TrainerState
         """How far the run is, for functions that ask."""
@@ -162,7 +165,8 @@ class RewardFunctions:
         self._refuse_unknown_failures(outcomes, failed)
         values = torch.stack(list(by_function.values()))
         masked = torch.stack([*failed.values(), torch.zeros(values.shape[1], dtype=torch.bool)]).any(dim=0)
-        self._refuse_unjudged(values.isnan().all(dim=0) & ~masked, given)
+        if self._alone:
+            self._refuse_unjudged(values.isnan().all(dim=0) & ~masked, given)
         total = (values * torch.tensor(self.weights)[:, None]).nansum(dim=0)
         return Rewards(total.masked_fill(masked, math.nan), by_function, failed)
 
@@ -192,7 +196,8 @@ class RewardFunctions:
         return zip(self.names, self.functions, strict=True)
 
 
-def _listed(functions: object) -> list[Any]:
+def listed(functions: object) -> list[Any]:
+    """Return one function, or whatever else judges, as a list, and several as one."""
     if isinstance(functions, Iterable) and not isinstance(functions, str) and not callable(functions):
         return list(functions)
     return [functions]
@@ -203,7 +208,7 @@ def _refuse_models(given: Sequence[object]) -> None:
         if isinstance(item, torch.nn.Module):
             raise RewardError(
                 f"a reward function takes prompts and completions, and a {type(item).__name__} takes tokens; a reward "
-                f"model is PPO's reward=, or is asked by a function of yours"
+                f"model is given to an algorithm as its reward=, or is asked by a function of yours"
             )
 
 

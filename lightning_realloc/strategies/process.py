@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
@@ -26,9 +26,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_realloc.callbacks.ema import refuse_weight_averaging
+from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.runtime.host_memory import keep_freed_memory
 from lightning_realloc.runtime.last_words import explain, forget_last_words
+from lightning_realloc.seeds import global_seed
 from lightning_realloc.strategies.data_parallel import average_gradients
 from lightning_realloc.strategies.failures import report_failures
 from lightning_realloc.strategies.launchers import FullStateLauncher
@@ -87,6 +89,7 @@ class ProcessStrategy(ModelParallelStrategy):
         """Take the module; refuse what Lightning would answer with advice that does not help here."""
         super().connect(model)
         trainer: Any = model.trainer
+        _refuse_foreign_callbacks(trainer)
         if self.dataflow is not None:
             refuse_weight_averaging(trainer.callbacks, type(model).__name__)
         if self.dataflow is not None and (trainer.gradient_clip_val or trainer.accumulate_grad_batches != 1):
@@ -105,6 +108,8 @@ class ProcessStrategy(ModelParallelStrategy):
         if not dist.is_initialized():
             atexit.register(_end_process_group)
         self._setup_distributed()
+        # Ranks that seed themselves apart still draw, shuffle and build alike.
+        self.run_seed = self.broadcast(global_seed())
         if self.world_size > 1:
             report_failures(rank=self.global_rank, launcher=self._launcher)
             forget_last_words(self.global_rank)
@@ -224,3 +229,19 @@ def _with_memory(base: ClusterSpec, num_nodes: int, device: torch.device) -> Clu
     else:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // base.devices_per_node
     return replace(base, num_nodes=num_nodes, device_memory_bytes=memory)
+
+
+def _refuse_foreign_callbacks(trainer: Trainer) -> None:
+    """Raise ConfigError for callbacks of another library's trainer."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    foreign = [callback for callback in callbacks if not isinstance(callback, Callback)]
+    if not foreign:
+        return
+    # Lightning asks all callbacks to take note of an error, and these would hide it by another one.
+    trainer.callbacks = [callback for callback in callbacks if callback not in foreign]  # type: ignore[attr-defined]
+    kind = type(foreign[0])
+    raise ConfigError(
+        f"Trainer(callbacks=[...]) takes callbacks of Lightning, and a {kind.__name__} is one of {kind.__module__}: it "
+        f"has none of their hooks; write a lightning.pytorch.Callback, whose on_train_batch_end(trainer, pl_module, "
+        f"outputs, batch, batch_idx) comes after every step, or leave it out"
+    )

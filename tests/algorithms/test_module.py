@@ -12,6 +12,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from transformers import PreTrainedModel
 
+from lightning_realloc import DPO, GRPO, OnlineDPO, ProcessReward, PromptDataModule, RewardModel
 from lightning_realloc.algorithms.calls import compute, infer, train
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.role import Role
@@ -53,6 +54,60 @@ def test_random_weights_follow_from_the_seed_alone() -> None:
     assert runs.largest_difference(first, other) > 0.01
     assert isinstance(modules[0].actor, PreTrainedModel)
     assert next(modules[0].actor.parameters()).dtype == torch.float32
+
+
+def test_seeds_that_are_not_given_are_those_of_seed_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    data = {"data": [{"prompt": str(n)} for n in range(40)], "batch_size": 40, "tokenizer": byte_tokenizer()}
+    module, rows, seeded = runs.grpo(), PromptDataModule(**data), PromptDataModule(**data, seed=3)
+    assert (module.seed, rows.seed, runs.grpo(seed=5).seed, seeded.seed) == (0, 0, 5, 3)
+    orders = []
+    for seed in (7, 8):
+        monkeypatch.setenv("PL_GLOBAL_SEED", str(seed))  # where Lightning's seed_everything keeps it
+        assert (module.seed, runs.grpo(seed=5).seed) == (seed, 5)
+        for given in ({}, {"seed": 3}):
+            shuffled = PromptDataModule(**data, **given)
+            shuffled.setup()
+            orders.append(next(iter(shuffled.train_dataloader())).ids.tolist())
+    assert orders[0] != orders[2] and orders[1] == orders[3]
+
+
+def test_what_is_held_out_follows_from_the_data_modules_own_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"data": [{"prompt": str(n)} for n in range(40)], "batch_size": 1, "val_fraction": 0.3}
+
+    def held_out(**settings: Any) -> set[object]:
+        module = PromptDataModule(**data, **settings, tokenizer=byte_tokenizer())
+        module.setup()
+        return {batch.objects("prompt") for batch in module.val_dataloader()}
+
+    found = []
+    for seed in ("7", "8"):
+        monkeypatch.setenv("PL_GLOBAL_SEED", seed)
+        found += [held_out(), held_out(seed=0), held_out(seed=3)]
+    assert found[0] == found[1] == found[3] == found[4] and found[2] == found[5] != found[0]
+
+
+LORA = {"peft_type": "LORA", "r": 2, "target_modules": "all-linear"}
+
+
+@pytest.mark.parametrize(
+    ("module", "rate"),
+    [
+        (SFT(tiny_model("llama")), 2e-5),
+        (SFT(tiny_model("llama"), peft_config=LORA), 2e-4),
+        (SFT(tiny_model("llama"), peft_config=LORA, learning_rate=3e-5), 3e-5),
+        (RewardModel(tiny_model("llama")), 1e-5),
+        (RewardModel(tiny_model("llama"), peft_config=LORA), 1e-4),
+        (ProcessReward(tiny_model("llama")), 1e-5),
+        (DPO(tiny_model("llama")), 1e-6),
+        (OnlineDPO(tiny_model("llama"), runs.low_tokens), 5e-7),
+        (GRPO(tiny_model("llama"), runs.low_tokens), 1e-6),
+        (GRPO(tiny_model("llama"), runs.low_tokens, peft_config=LORA), 1e-5),
+    ],
+)
+def test_every_algorithm_has_a_learning_rate_of_its_own(module: Any, rate: float) -> None:
+    (role,) = module.dataflow.trained_roles
+    assert module.optimizer_of(role).learning_rate == pytest.approx(rate)
 
 
 def test_optimizers_and_schedules_are_named_after_their_roles() -> None:

@@ -302,7 +302,6 @@ def test_settings_that_cannot_work_are_refused() -> None:
             "reward_tokenizer='other' must be one of actor",
         ),
         ({"reward_tokenizer": "retokenize"}, "reward_tokenizer='retokenize' is for a reward model; reward="),
-        ({"reward_weights": [1.0], "reward": tiny_scorer("llama")}, r"reward_weights=\[1.0\] are for reward functions"),
         ({"clip_low": -0.1}, "clip_low=-0.1 may not be negative"),
         ({"entropy_coef": float("nan")}, "entropy_coef=nan may not be negative"),
         ({"critic_warmup": -1}, "critic_warmup=-1 may not be negative"),

@@ -65,6 +65,21 @@ def test_a_pair_becomes_two_samples_with_one_prompt(row: dict[str, Any], expecte
     assert batch.objects("prompt") == ("1+1=" if prompt == "1+1=" else ASK,) * 2
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "1+1", "chosen": GOOD, "rejected": BAD},
+        {"prompt": "1+1", "chosen": ASK + GOOD, "rejected": ASK + BAD},
+        {"prompt": ASK, "chosen": "2", "rejected": "3"},
+    ],
+)
+def test_text_beside_messages_is_what_its_speaker_says(row: dict[str, Any]) -> None:
+    assert texts(batch_of(PreferenceDataModule, row)) == [
+        ("u:1+1<eos>\na:", "2<eos>\n"),
+        ("u:1+1<eos>\na:", "3<eos>\n"),
+    ]
+
+
 def test_a_batch_counts_pairs_and_margins_belong_to_both_sides() -> None:
     rows = [{**PAIR, "prompt": f"{n}=", "margin": n / 2} for n in range(3)]
     batch = batch_of(PreferenceDataModule, *rows)
@@ -119,8 +134,9 @@ def test_long_responses_are_cut_and_pairs_that_differ_behind_the_cut_are_refused
         ({**PAIR, "rejected": ""}, "the rejected response is empty"),
         ({"chosen": "ab", "rejected": "abc"}, "the chosen response is empty"),
         ({"chosen": "ab", "rejected": "cd"}, "begin with nothing in common; give a column 'prompt'"),
-        ({**PAIR, "chosen": GOOD}, "must be all text or all lists of messages"),
-        ({**PAIR, "prompt": ASK}, "must be all text or all lists of messages"),
+        ({**PAIR, "chosen": GOOD}, "chosen and rejected alike; got {'prompt': 'str', 'chosen': 'list', 'rejected': 's"),
+        ({**PAIR, "prompt": 3}, "must be text or lists of messages, each with role, and content or tool_calls"),
+        ({"prompt": "1+1", "chosen": ASK, "rejected": BAD}, "needs a message from the assistant to learn"),
         ({**PAIR, "margin": "much"}, "'margin' must be a finite number"),
         ({**PAIR, "margin": float("nan")}, "'margin' must be a finite number"),
         ({**PAIR, "losses": 1.0}, r"columns named \['losses'\] would hide what the run computes"),
@@ -146,6 +162,8 @@ def test_judged_responses_keep_their_labels() -> None:
     batch = batch_of(BinaryFeedbackDataModule, *rows)
     assert texts(batch) == [("1+1=", "2<eos>"), ("u:1+1<eos>\na:", "3<eos>\n")]
     assert batch.tensor("label").tolist() == [True, False]
+    mixed = batch_of(BinaryFeedbackDataModule, {"prompt": "1+1", "completion": BAD, "label": 0})
+    assert texts(mixed) == [("u:1+1<eos>\na:", "3<eos>\n")]
 
 
 def test_pairs_are_judged_responses_too() -> None:
@@ -171,7 +189,7 @@ def test_pairs_are_judged_responses_too() -> None:
         ({"prompt": "a", "completion": "b", "label": "good"}, "got 'good'"),
         ({"prompt": "a", "completion": "b", "label": None}, "got None"),
         ({"prompt": "a", "completion": "", "label": 1}, "the completion is empty"),
-        ({"prompt": "a", "completion": GOOD, "label": 1}, "must be both text or both lists of messages"),
+        ({"prompt": 1, "completion": GOOD, "label": 1}, "must be text or lists of messages, each with role"),
     ],
 )
 def test_rows_that_were_not_judged_are_refused(row: dict[str, Any], rule: str) -> None:

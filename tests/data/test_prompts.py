@@ -82,6 +82,38 @@ def test_an_answer_that_the_assistant_has_begun_is_gone_on_with() -> None:
     assert byte_tokenizer().decode(batch.ragged("prompt_ids").values) == "u:1+1<eos>\na:It is"
 
 
+def test_settings_of_the_chat_template_come_from_the_row_and_else_from_the_data_module() -> None:
+    tokenizer = _chat_tokenizer()
+    tokenizer.chat_template += "{% if think is defined %}{{ think }}{% endif %}{{ '!' if loud else '' }}"
+    rows = [{"prompt": [{"role": "user", "content": "1"}], "chat_template_kwargs": own} for own in
+            ({"think": "no"}, None, {"think": None, "loud": True}, '{"think": "json"}')]  # fmt: skip
+
+    def opened(**settings: Any) -> list[str]:
+        module = _module(rows, batch_size=4, shuffle=False, tokenizer=tokenizer, **settings)
+        (batch,) = module.train_dataloader()
+        return [
+            text.removeprefix("u:1<eos>\na:") for text in tokenizer.batch_decode(batch.ragged("prompt_ids").to_lists())
+        ]
+
+    assert opened() == ["no", "", "!", "json"]
+    assert opened(chat_template_kwargs={"think": "yes"}) == ["no", "yes", "yes!", "json"]
+    with pytest.raises(
+        DataError, match=r"PromptDataModule: chat_template_kwargs holds \['tools'\], which data modules"
+    ):
+        opened(chat_template_kwargs={"tools": []})
+    rows[2]["chat_template_kwargs"] = 3
+    with pytest.raises(
+        DataError, match=r"row 2 of the data set: its chat_template_kwargs must be a mapping, or JSON of one; got int 3"
+    ):
+        opened()
+
+
+def test_a_prompt_that_ends_with_a_call_of_a_tool_is_refused() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    with pytest.raises(DataError, match="row 0 of the data set: its last message calls tools, and nothing answers"):
+        _module([{"prompt": [{"role": "user", "content": "1"}, call]}], batch_size=1, tokenizer=_chat_tokenizer())
+
+
 def test_a_template_that_refuses_a_row_is_quoted_with_the_row() -> None:
     tokenizer = _chat_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"

@@ -40,6 +40,32 @@ def test_of_a_conversation_the_last_answer_is_learnt_with_the_templates_own_end(
     expected = ("u:1+1<eos>\na:", "2<eos>\n")
     assert _pair({"messages": TURNS}, tokenizer=_chat()) == expected
     assert _pair({"prompt": TURNS[:1], "completion": TURNS[1:]}, tokenizer=_chat()) == expected
+    assert _pair({"prompt": TURNS[:1], "completion": "2"}, tokenizer=_chat()) == expected
+    assert _pair({"prompt": "1+1", "completion": TURNS[1:]}, tokenizer=_chat()) == expected
+
+
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1, "b": 1}}}]}
+CALLING_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ message.content }}",
+    "{% if 'tool_calls' in message %}{{ message.tool_calls[0].function | tojson }}{% endif %}"
+    "{% if message.content %}{{ message.content }}{% endif %}",
+)
+
+
+@pytest.mark.parametrize("of_a_table", [False, True])
+def test_a_message_of_tool_calls_alone_reaches_the_template(of_a_table: bool) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CALLING_TEMPLATE
+    turns: list[dict[str, Any]] = [TURNS[0], CALL, {"role": "tool", "content": "2"}, TURNS[1]]
+    if of_a_table:  # which holds null for what other messages have
+        every = {"content": None, "tool_calls": None}
+        arguments = {"function": {"name": "add", "arguments": {"a": 1, "b": 1, "c": None}}}
+        turns = [every | turn for turn in turns]
+        turns[1]["tool_calls"] = [arguments]
+    call = '{"name": "add", "arguments": {"a": 1, "b": 1}}'
+    prompt, learnt = _pair({"messages": turns}, tokenizer=tokenizer)
+    assert (prompt, learnt) == ("u:1+1<eos>\na:", f"{call}<eos>\nt:2<eos>\na:2<eos>\n")
+    assert _pair({"messages": turns[:2]}, tokenizer=tokenizer)[1] == f"{call}<eos>\n"
 
 
 TALK = [*TURNS, {"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}]
@@ -112,8 +138,9 @@ def test_long_responses_are_cut_where_that_is_asked_for() -> None:
         ({"question": "a"}, r"needs 'prompt' and 'completion', or 'messages', or 'text'; it has \['question'\]"),
         ({"prompt": "a", "completion": ""}, "row 0 of the data set: 'completion' is empty, so nothing can be learnt"),
         ({"messages": []}, "'messages' is empty"),
-        ({"prompt": "a", "completion": TURNS}, "must be all text or all lists"),
-        ({"messages": "a"}, "must be all text or all lists"),
+        ({"prompt": "a", "completion": TURNS}, r"its roles are \['user', 'user', 'assistant'\]"),
+        ({"prompt": 1, "completion": "a"}, "must be text or lists of messages, each with role, and content or tool"),
+        ({"messages": "a"}, "must be text or lists of messages"),
         ({"prompt": TURNS[:1], "completion": []}, "'completion' is empty"),
         ({"text": ""}, "'text' is empty"),
         ({"messages": TURNS[:1]}, r"its roles are \['user'\]"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, HFEngine, SamplingParams
@@ -17,6 +18,7 @@ def test_greedy_completions_are_the_native_engines() -> None:
         model = tiny_model(family)
         for params in (
             SamplingParams(max_new_tokens=20, temperature=0, n=2),
+            SamplingParams(max_new_tokens=20, temperature=0, repetition_penalty=1.3),
             SamplingParams(max_new_tokens=20, temperature=0, stop_token_ids=tuple(range(60)), min_new_tokens=3),
         ):
             ours = GenerationEngine(model, max_slots=4).generate(prompts, params, token_limits=limits)
@@ -53,10 +55,13 @@ def test_no_row_of_a_batch_leaves_the_context_while_others_go_on() -> None:
 def test_draws_follow_the_models_distribution_and_the_seed() -> None:
     model = tiny_model("llama")
     engine = HFEngine(model, max_slots=500)
-    params = SamplingParams(max_new_tokens=1, n=4000, temperature=1.3, top_k=6, ignore_eos=True)
+    params = SamplingParams(
+        max_new_tokens=1, n=4000, temperature=1.3, top_k=6, min_p=0.01, repetition_penalty=1.2, ignore_eos=True
+    )
     drawn = torch.tensor([completion.token_ids[0] for completion in engine.generate([[5, 9, 17]], params)])
     with torch.no_grad():
-        logits = model(torch.tensor([[5, 9, 17]])).logits[0, -1] / 1.3
+        ids = torch.tensor([[5, 9, 17]])
+        logits = RepetitionPenaltyLogitsProcessor(1.2)(ids, model(ids).logits[:, -1])[0] / 1.3
     values, tokens = logits.topk(6)
     counts = (drawn[:, None] == tokens).sum(0).double()
     assert int(counts.sum()) == 4000

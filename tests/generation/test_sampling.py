@@ -8,10 +8,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.noise import keyed_uniforms, sample_key
-from lightning_realloc.generation.sampling import SamplingParams, Scratch, sample_tokens
+from lightning_realloc.generation.repetition import HeldTokens
+from lightning_realloc.generation.samples import Sample
+from lightning_realloc.generation.sampling import SamplingParams, Scratch, sample_tokens, sampling_weights
 
 MASK = (1 << 64) - 1
 
@@ -112,6 +122,47 @@ def test_top_p_counts_probability_after_top_k() -> None:
     assert counts.tolist() == [500, 0, 0]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"min_p": 0.2},
+        {"repetition_penalty": 1.7},
+        {"repetition_penalty": 0.6, "temperature": 0.7},
+        {"min_p": 0.1, "top_k": 12, "top_p": 0.8, "temperature": 1.4, "repetition_penalty": 1.3},
+    ],
+)
+def test_the_law_of_draws_is_that_of_transformers_processors(settings: dict[str, Any]) -> None:
+    params = SamplingParams(**settings)
+    logits = 3 * torch.randn(3, 40, generator=torch.Generator().manual_seed(5))
+    held = torch.tensor([[5, 9, 5, 0], [39, 1, 2, 3], [7, 7, 7, 7]])
+    processors: list[Any] = [RepetitionPenaltyLogitsProcessor(params.repetition_penalty),
+                             TemperatureLogitsWarper(params.temperature), TopKLogitsWarper(params.top_k or 40),
+                             TopPLogitsWarper(params.top_p), MinPLogitsWarper(params.min_p)]  # fmt: skip
+    expected = torch.softmax(LogitsProcessorList(processors)(held, logits.clone()), -1)
+    repeated = (torch.arange(3).repeat_interleave(4), held.flatten())
+    weights = sampling_weights(logits, params, repeated=repeated)
+    torch.testing.assert_close(weights, expected)
+    uniforms = torch.tensor(keyed_uniforms([sample_key(0, 0)] * 3, range(3)), dtype=torch.float64)
+    tokens, logprobs = sample_tokens(logits, uniforms, params, repeated=repeated)
+    assert bool((expected.gather(1, tokens[:, None]) > 0).all())
+    reported = torch.log_softmax(logits / params.temperature, -1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, reported)
+
+
+def test_a_draft_counts_as_held_behind_itself_and_what_is_appended_from_then_on() -> None:
+    samples = [Sample(0, 0, [5, 5, 3], 8, key=1), Sample(1, 0, [2], 8, key=2)]
+    held = HeldTokens()
+
+    def of_rows(*drafts: list[int]) -> list[set[int]]:
+        rows, tokens = held.of_rows(samples, drafts, torch.device("cpu"))
+        return [set(tokens[rows == row].tolist()) for row in range(int(rows.max()) + 1)]
+
+    assert of_rows([7, 8], []) == [{3, 5}, {3, 5, 7}, {3, 5, 7, 8}, {2}]
+    samples[0].append(7, 0.0)
+    samples[1].extend([9, 2])
+    assert of_rows([], [4]) == [{3, 5, 7}, {2, 9}, {2, 4, 9}]
+
+
 def test_logprobs_are_of_the_whole_tempered_distribution_even_when_it_is_cut() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(3))
     params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9)
@@ -142,6 +193,9 @@ def test_forbidden_tokens_are_not_drawn_in_their_rows_only() -> None:
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_k": 0}, "top_k=0 must be at least 1; use None"),
         ({"top_p": 0.0}, "top_p=0.0 must lie in"),
+        ({"min_p": 1.5}, r"min_p=1.5 must lie in \[0, 1\]; use 0 for no limit"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be finite and above 0; use 1 for none"),
+        ({"repetition_penalty": None}, "repetition_penalty=None must be a number"),
         ({"n": 0}, "n=0"),
         ({"stop_strings": ("",)}, "empty string"),
         ({"stop_strings": "ab"}, r"stop_strings='ab' must be a tuple of strings; write \('ab',\)"),

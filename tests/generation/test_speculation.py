@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, speculation
@@ -59,6 +59,7 @@ DRAFTERS: dict[str, Callable[[PreTrainedModel], Drafter]] = {
 SAMPLED = {
     "plain": SamplingParams(max_new_tokens=16, n=2, seed=3),
     "cut": SamplingParams(max_new_tokens=16, n=2, seed=3, temperature=0.7, top_p=0.9),
+    "penalized": SamplingParams(max_new_tokens=16, n=2, seed=3, repetition_penalty=1.5, min_p=0.05),
     "early stops forbidden": SamplingParams(max_new_tokens=16, n=2, seed=3, min_new_tokens=5, stop_token_ids=(7, 11)),
 }
 
@@ -156,6 +157,19 @@ def joint_law(model: PreTrainedModel, prompt: list[int], temperature: float) -> 
     return law
 
 
+def penalized_law(model: PreTrainedModel, prompt: list[int], penalty: float) -> torch.Tensor:
+    """Return the probability (V**2,) of every response of two tokens, as transformers' processor penalizes them."""
+    penalize = RepetitionPenaltyLogitsProcessor(penalty)
+    law, contexts = torch.ones(1), torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(2):
+            logits = model(contexts, use_cache=False).logits[:, -1]
+            law = (law[:, None] * torch.softmax(penalize(contexts, logits).double(), -1)).flatten()
+            tokens = torch.arange(VOCABULARY).repeat(len(contexts))[:, None]
+            contexts = torch.cat([contexts.repeat_interleave(VOCABULARY, 0), tokens], 1)
+    return law
+
+
 def probability_of_counts(responses: Sequence[Sequence[int]], law: torch.Tensor) -> float:
     """Return the p-value of the chi-square test; responses expected fewer than five times are one cell."""
     codes = torch.tensor([(a * VOCABULARY + b) * VOCABULARY + c for a, b, c in responses])
@@ -188,6 +202,17 @@ def test_responses_follow_the_law_of_the_target(verification: str, drafter: str)
     law = joint_law(target(), prompt, HOT.temperature)
     for seed in (0, 1, 2):
         assert probability_of_counts(drawn(verification, drafter, seed, prompt), law) > 1e-3
+
+
+@pytest.mark.parametrize(("verification", "drafter"), [("match", "model"), ("reject", "model"), ("reject", "random")])
+def test_a_penalty_counts_what_is_drafted_before(verification: str, drafter: str) -> None:
+    prompt = prompts_of(1, seed=1)[0]
+    law = penalized_law(target(), prompt, 2.0)
+    engine = speculating(target(), drafter, 1, verification, max_slots=512)
+    params = SamplingParams(max_new_tokens=2, n=6000, ignore_eos=True, repetition_penalty=2.0)
+    responses = [(0, *response) for response in tokens_of(engine.generate([prompt], params))]
+    padded = torch.cat([law, torch.zeros(VOCABULARY**3 - len(law))])
+    assert probability_of_counts(responses, padded) > 1e-3
 
 
 class KeepsTheTarget(Rejection):

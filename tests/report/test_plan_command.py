@@ -7,10 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, Qwen3Config
 
-from lightning_realloc import cli
+from lightning_realloc import PPO, cli
 from lightning_realloc.errors import ReallocError
+from lightning_realloc.report.model_source import read_roles
+from lightning_realloc.report.plan_request import parse_request
+from lightning_realloc.strategies.memory import describe_roles
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
+from lightning_realloc.tuning.known_models import parse_shape
 
 TINY = "layers=4,hidden=512,intermediate=1024,heads=8,vocabulary=1000"
 SMALLER = "layers=2,hidden=256,intermediate=512,heads=4,kv_heads=2,vocabulary=1000,tied"
@@ -52,6 +57,53 @@ def test_the_best_plan_comes_with_its_timeline_memory_and_other_plans(capsys: py
     assert re.search(rf"this plan +{seconds} +1.00x", beside)
     ratios = [float(ratio) for ratio in re.findall(r"(?:heuristic|static, \S+) +[0-9.]+ +([0-9.]+)x", beside)]
     assert len(ratios) >= 3 and min(ratios) >= 1.0
+
+
+QWEN = "layers=2,hidden=256,intermediate=512,heads=4,kv_heads=2,vocabulary=1000,tied,qk_norm"
+
+
+def test_adapters_are_counted_as_those_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    lora = {"r": 4, "target_modules": "all-linear"}
+    for kind, shape in ((Qwen3Config, QWEN), (LlamaConfig, TINY)):
+        sizes = parse_shape(shape)
+        config = kind(
+            num_hidden_layers=sizes.num_layers, hidden_size=sizes.hidden, intermediate_size=sizes.intermediate,
+            num_attention_heads=sizes.num_heads, num_key_value_heads=sizes.num_kv_heads, head_dim=sizes.head_dim,
+            vocab_size=sizes.vocabulary, tie_word_embeddings=sizes.tied,
+        )  # fmt: skip
+        run = PPO(config, reward=len, critic=config, peft_config={"peft_type": "LORA", **lora})
+        request = parse_request(["--algorithm", "ppo", "--actor", shape, "--reward", "none", "--peft", json.dumps(lora),
+                                 "--cluster", "h100:1x2"])  # fmt: skip
+        given = {"adapters": request.adapters, "shares": request.shares}
+        assert read_roles(request.sources, request.dataflow, is_priced=True, **given) == describe_roles(run.roles(), {})
+    common = ("--actor", QWEN, *SMALL, "--seconds", "0.2")
+    whole, adapted = ask(capsys, *common), ask(capsys, *common, "--peft", "{r: 4, target_modules: all-linear}")
+    assert "adapters in actor: {r: 4, target_modules: all-linear}" in adapted and "reward" not in whole
+
+    def fullest(text: str) -> float:
+        return float(re.search(r"this plan +[0-9.]+ +1.00x +([0-9.]+) [GM]iB", text)[1])
+
+    assert fullest(adapted) < fullest(whole)
+
+
+def test_a_reward_model_takes_part_where_it_is_named_or_a_critic_is_trained() -> None:
+    common = ("--actor", TINY, *SMALL)
+    for arguments, scores in (
+        (("--algorithm", "grpo", "--reward", SMALLER), True),
+        (("--algorithm", "grpo"), False),
+        (("--algorithm", "ppo"), True),
+        (("--algorithm", "ppo", "--reward", "none"), False),
+    ):
+        calls = [call.name for call in parse_request([*arguments, *common]).dataflow.calls]
+        assert ("reward.infer" in calls) == scores
+        assert "judge" in calls or arguments[1] == "ppo"
+
+
+def test_adapters_that_cannot_be_read_are_refused() -> None:
+    common = ("--algorithm", "ppo", "--actor", TINY, *SMALL, "--peft")
+    assert "--peft names judge, and the trained roles are actor, critic" in refused(*common, "{judge: {r: 4}}")
+    assert "is neither a mapping nor a folder of saved adapters; as in --peft" in refused(*common, "r=4")
+    assert "peft_config has no option rank; write those of peft.LoraConfig" in refused(*common, "{r: 4, rank: 4}")
 
 
 def test_inference_apart_shows_in_the_timeline_and_gains_by_portions(

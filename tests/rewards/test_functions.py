@@ -143,7 +143,7 @@ def test_a_function_that_raises_is_named_with_its_batch() -> None:
         (["no_such_package.reward"], None, "'no_such_package.reward' cannot be imported"),
         (["lightning_realloc.rewards:nothing"], None, "cannot be imported .*nothing"),
         (5, None, "must be callable; 5 is a int"),
-        ([torch.nn.Linear(1, 1)], None, "a Linear takes tokens; a reward model is PPO"),
+        ([torch.nn.Linear(1, 1)], None, "a Linear takes tokens; a reward model is given to an algorithm"),
         (["reward"], None, "import path is 'package.module:name'; got 'reward'"),
         ([3], None, "must be callable; 3 is a int"),
     ],

@@ -68,7 +68,8 @@ def make_optimizer(name: str) -> Any:
 def make_module(part: Part) -> Any:
     """Return the algorithm of a part."""
     actor = tiny_model(part.family, **({"resid_pdrop": part.dropout} if part.dropout else {}))
-    settings: dict[str, Any] = {"actor": actor, "optimizer": make_optimizer(part.optimizer)}
+    # A seed of its own: the parts of a run seed their processes otherwise, and draw as one run does.
+    settings: dict[str, Any] = {"actor": actor, "optimizer": make_optimizer(part.optimizer), "seed": 0}
     settings["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     if part.algorithm == "ppo":
         # The actor has not stepped when the checkpoint is written; the weight of the divergence and the moments have.

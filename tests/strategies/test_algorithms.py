@@ -26,7 +26,7 @@ from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.rewards import OverlongPenalty
 from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies import ReallocStrategy
-from tests.models import byte_tokenizer, tiny_model
+from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs
 from tests.strategies.runs import Batches
 from tests.workers import WorkerPool
@@ -66,6 +66,11 @@ CASES: Mapping[str, Case] = {
     "reinforce": (ReinforcePlusPlus, {}),
     "reinforce_baseline": (ReinforcePlusPlus, {"baseline": "group", "discount": 0.9}),
     "remax": (ReMax, {}),
+    "rloo_scored": (
+        RLOO, {"reward": [runs.low_tokens, tiny_scorer("llama"), tiny_scorer("llama", seed=5)],
+               "reward_weights": [1.0, 0.1, -0.1]},
+    ),
+    "remax_scored": (ReMax, {"reward": tiny_scorer("llama")}),
     "best_of_n": (BestOfN, {}),
     "online_dpo": (OnlineDPO, {"train_options": TrainOptions(num_minibatches=2)}),
     "online_dpo_lora": (OnlineDPO, {"peft_config": LORA}),
@@ -119,6 +124,7 @@ LOGGED = {
     "corrected": {"actor/engine_difference", "actor/engine_kl", "actor/engine_weight", "kl_k1"},
     "rloo": {"kl_k1"},
     "remax": {"kl_k1", "greedy_reward"},
+    "rloo_scored": {"reward/low_tokens", "reward/reward", "reward/reward_2"},
     "best_of_n": {"kept", "reward_of_all", "actor/nll"},
     "online_dpo": {"pairs", "reward_of_all", "actor/margin", "actor/accuracy"},
     "distilled": {"actor/reverse_kl"},

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from lightning_realloc.algorithms.grpo import GRPO
+from lightning_realloc.algorithms.kto import KTO
+from lightning_realloc.algorithms.reward_model import RewardModel
 from lightning_realloc.algorithms.sft import SFT
+from lightning_realloc.callbacks import SaveHuggingFace
+from lightning_realloc.data.preferences import PreferenceDataModule
+from lightning_realloc.data.sft import SFTDataModule
 from lightning_realloc.errors import ConfigError, PlanError, ReallocError, RewardError
 from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.runtime.packing import PackedBatch
@@ -392,3 +399,59 @@ def too_many_minibatches() -> Any:
 
 def test_more_minibatches_than_samples_are_refused_before_generation(workers: WorkerPool) -> None:
     expect(workers, {too_many_minibatches: "num_minibatches=100 needs as many samples in an iteration, and this one"})
+
+
+# ---- what comes from other libraries
+
+
+def rows_in_place_of_batches() -> Any:
+    """A list of rows, as other trainers take."""
+    return runs.sft(), "heuristic", [{"prompt": "a", "completion": "b"}] * 2
+
+
+def prompts_for_kto() -> Any:
+    """Prompts without responses and labels."""
+    return KTO(tiny_model("llama"), tokenizer=byte_tokenizer()), "heuristic", Batches(1)
+
+
+def test_what_is_no_batch_of_the_algorithm_is_refused_with_its_data_module(workers: WorkerPool) -> None:
+    expected = {
+        rows_in_place_of_batches: "the loader gave a list; give trainer.fit(model, SFTDataModule(data, batch_size=",
+        prompts_for_kto: "KTO needs response_ids, label, and the batch has prompt",
+    }
+    expect(workers, expected)
+
+
+def other_callbacks(folder: str) -> tuple[str, list[str]]:
+    """Return what is said of a callback of transformers, and the files of a reward model that names no role."""
+    try:
+        runs.trainer(ReallocStrategy(), 1, callbacks=[TrainerCallback()]).fit(runs.sft(), Batches(1, responses=True))
+        said = "not refused"
+    except ConfigError as error:
+        said = str(error)
+    pairs = PreferenceDataModule([{"prompt": "a", "chosen": "b", "rejected": "c"}], batch_size=1)
+    fitted = runs.trainer(ReallocStrategy(), 1, callbacks=[SaveHuggingFace(folder)])
+    fitted.fit(RewardModel(tiny_scorer("llama"), tokenizer=byte_tokenizer()), pairs)
+    return said, sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_callbacks_of_transformers_are_refused_and_a_lone_model_needs_no_name(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    ((said, files),) = workers.run(other_callbacks, str(tmp_path), world_size=1, init_process_group=False)
+    assert "takes callbacks of Lightning, and a TrainerCallback is one of transformers.trainer_callback" in said
+    assert {"config.json", "model.safetensors"} <= set(files)
+
+
+def seeds() -> tuple[int, int, list[int]]:
+    """Return the seeds that a run goes by whose ranks seed themselves apart, and its order of rows."""
+    L.seed_everything(7 + int(os.environ["RANK"]), verbose=False)
+    rows = [{"prompt": str(number), "completion": "b"} for number in range(8)]
+    module, data = runs.sft(), SFTDataModule(rows, batch_size=8)
+    runs.trainer(ReallocStrategy(), WORLD_SIZE, max_steps=1).fit(module, data)
+    return module.seed, data.seed, next(iter(data.train_dataloader())).ids.tolist()
+
+
+def test_ranks_that_seed_themselves_apart_go_by_the_first_ones_seed(workers: WorkerPool) -> None:
+    first, second = workers.run(seeds, world_size=WORLD_SIZE, init_process_group=False)
+    assert first == second and first[:2] == (7, 7)

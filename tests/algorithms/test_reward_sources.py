@@ -1,0 +1,140 @@
+"""Reward models beside reward functions: their roles and calls, what they add up to, and what they read."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from lightning_realloc import GRPO, PPO, RLOO, BestOfN, OnlineDPO, ReinforcePlusPlus, ReMax
+from lightning_realloc.errors import ConfigError, RewardError
+from lightning_realloc.runtime.packed_forward import sequence_scores
+from lightning_realloc.runtime.packing import pack
+from lightning_realloc.runtime.samples import Samples
+from tests.algorithms import test_grpo, test_ppo
+from tests.models import byte_tokenizer, tiny_model, tiny_scorer
+from tests.strategies import runs
+
+SCORES = torch.tensor([0.5, -1.0, 2.0, 0.0])
+
+
+def now_and_then(completion_ids: list[list[int]], **columns: Any) -> list[float | None]:
+    """Judge nothing but the first."""
+    return [3.0, *[None] * (len(completion_ids) - 1)]
+
+
+def rollout(**columns: torch.Tensor) -> Samples:
+    """Return four judged-to-be samples, of which the second was cut off."""
+    return test_grpo.rollout().with_columns(finish_reason=torch.tensor([0, 1, 0, 0]), **columns)
+
+
+@pytest.mark.parametrize("wrap", [lambda source: source, lambda source: [source]])
+def test_a_module_a_configuration_a_name_and_a_folder_are_models(wrap: Callable[[Any], Any]) -> None:
+    for source in (
+        tiny_scorer("llama"),
+        tiny_scorer("llama").config,
+        "gpt2",
+        "owner/scorer-1.5",
+        Path(__file__).parent,
+    ):
+        assert [role.source for role in runs.grpo(reward=wrap(source)).roles()[2:]] == [source]
+    assert len(runs.grpo(reward=wrap("tests.strategies.runs:low_tokens")).roles()) == 2
+
+
+@pytest.mark.parametrize("kind", [GRPO, RLOO, ReinforcePlusPlus, ReMax, BestOfN, OnlineDPO])
+def test_every_algorithm_of_rewards_takes_a_model_as_a_role_with_a_call(kind: type[Any]) -> None:
+    module = kind(tiny_model("llama"), tiny_scorer("llama"), tokenizer=byte_tokenizer())
+    assert [role.name for role in module.roles() if not role.trained][-1] == "reward"
+    assert module.dataflow.call("reward.infer").needs == ("rollout",)
+    assert module.dataflow.call("judge").needs == ("rollout", "reward_scores")
+    assert module.evaluation_calls == ("actor.generate", "reward.infer", "judge")
+    assert kind.dataflow_of(("actor", "reward")).call("judge").needs == ("rollout", "reward_scores")
+    assert "reward" not in kind.dataflow_of(("actor",)).roles
+
+
+def test_models_and_functions_are_added_by_weight_in_the_order_of_the_list() -> None:
+    reward = [tiny_scorer("llama"), test_grpo.fixed, tiny_scorer("llama", seed=1)]
+    module = runs.grpo(reward=reward, reward_weights=[0.5, 2.0, -1.0])
+    assert [role.name for role in module.roles()] == ["actor", "reference", "reward", "reward_2"]
+    calls = [call.name for call in module.dataflow.calls]
+    assert calls.index("reward_2.infer") < calls.index("judge") and "reward.infer" in calls
+    assert module.dataflow.call("judge").needs == ("rollout", "reward_scores", "reward_2_scores")
+    other = torch.tensor([1.0, 1.0, -1.0, 0.25])
+    found = module.judge(rollout(reward_scores=SCORES, reward_2_scores=other))
+    functions = torch.tensor(test_grpo.REWARDS)
+    assert torch.equal(found["rewards"], 0.5 * SCORES + 2.0 * functions - other)
+    assert torch.equal(found["reward/reward"], SCORES) and torch.equal(found["reward/reward_2"], other)
+    assert torch.equal(found["reward/fixed"], functions)
+
+
+def test_each_call_scores_with_its_own_model() -> None:
+    first, second = tiny_scorer("llama"), tiny_scorer("llama", seed=1)
+    module = runs.grpo(reward=[first, second])
+    module.configure_model()
+    batch = pack(test_grpo.rollout().without_columns("ref_logprobs", "behaviour_logprobs"))
+    for role, model in (("reward", first), ("reward_2", second)):
+        method = getattr(module, module.dataflow.call(f"{role}.infer").method)
+        torch.testing.assert_close(method(getattr(module, role), batch), sequence_scores(model, batch).float())
+
+
+def test_a_function_may_pass_over_what_a_model_judges() -> None:
+    found = runs.grpo(reward=[now_and_then, tiny_scorer("llama")]).judge(rollout(reward_scores=SCORES))
+    assert found["rewards"].tolist() == [3.5, -1.0, 2.0, 0.0]
+    with pytest.raises(RewardError, match="at least one reward function must apply to every completion"):
+        runs.grpo(reward=now_and_then).judge(rollout())
+
+
+def test_ppo_adds_several_up_and_takes_a_single_models_scores_as_they_are() -> None:
+    single = runs.ppo(reward=tiny_scorer("llama"))
+    assert single.dataflow.call("reward.infer").produces == ("scores",)
+    assert "judge" not in [call.name for call in single.dataflow.calls]
+    assert single.evaluation_calls == ("actor.generate", "reward.infer")
+    mixed = runs.ppo(reward=[tiny_scorer("llama"), test_grpo.fixed], reward_weights=[2.0, 1.0])
+    assert mixed.dataflow.call("reward.infer").produces == ("reward_scores",)
+    assert mixed.dataflow.call("judge").needs == ("rollout", "reward_scores")
+    found = mixed.judge(rollout(reward_scores=SCORES))
+    assert torch.equal(found["scores"], 2.0 * SCORES + torch.tensor(test_grpo.REWARDS))
+    weighted = runs.ppo(reward=tiny_scorer("llama"), reward_weights=[0.5])
+    assert torch.equal(weighted.judge(rollout(reward_scores=SCORES))["scores"], 0.5 * SCORES)
+    assert PPO.dataflow_of(("actor", "critic", "reward")).call("reward.infer").produces == ("scores",)
+
+
+def test_models_that_read_other_tokens_are_refused_or_given_texts(tmp_path: Path) -> None:
+    other = test_ppo.saved(tiny_scorer("llama"), tmp_path / "other", test_ppo.word_tokenizer("a", "b"))
+    with pytest.raises(ConfigError, match=r"reward_2 has another tokenizer than the actor: token .* or set reward_tok"):
+        runs.grpo(reward=[tiny_scorer("llama"), other]).configure_model()
+    module = runs.grpo(reward=[test_grpo.half, other], reward_tokenizer="retokenize")
+    module.configure_model()
+    samples = test_grpo.rollout().without_columns("ref_logprobs", "behaviour_logprobs")
+    assert module.score_sequences(module.reward, pack(samples)).shape == (4,)
+    with pytest.raises(ConfigError, match="reward_tokenizer='retokenize' is for a reward model"):
+        runs.grpo(reward_tokenizer="retokenize")
+    with pytest.raises(RewardError, match=r"2 rewards need as many finite weights; got \[1.0\]"):
+        runs.grpo(reward=[test_grpo.half, other], reward_weights=[1.0])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_is_cut_off_costs_a_penalty_while_training(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = runs.grpo(reward=test_grpo.fixed, missing_eos_penalty=4.0)
+    monkeypatch.setattr(type(module), "training_now", training)
+    expected = torch.tensor(test_grpo.REWARDS)
+    expected[1] -= 4.0 * training
+    assert torch.equal(module.judge(rollout())["rewards"], expected)
+    with pytest.raises(ConfigError, match=r"missing_eos_penalty=0.0 must be positive; None leaves it out"):
+        runs.grpo(missing_eos_penalty=0.0)
+
+
+def test_penalties_warned_of_are_those_of_the_actors_own_configuration() -> None:
+    actor: PreTrainedModel = tiny_model("llama")
+    actor.generation_config.repetition_penalty = 1.2
+    with pytest.warns(UserWarning, match=r"generation_config has repetition_penalty=1.2, and rollouts follow sampling"):
+        runs.grpo(actor=actor).configure_model()
+    follows = runs.SamplingParams(n=2, max_new_tokens=4, repetition_penalty=1.2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runs.grpo(actor=actor, sampling=follows).configure_model()
