@@ -92,6 +92,9 @@ class ModelDrafter(Drafter):
         filled[first], filled[second] = filled[second], filled[first]
         ahead[first], ahead[second] = ahead[second], ahead[first]
 
+    def num_unread(self, running: Sequence[Sample]) -> int:
+        return sum(sample.position - self._filled[slot] for slot, sample in enumerate(running))
+
     def propose(
         self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
     ) -> list[Draft]:

@@ -25,6 +25,8 @@ from lightning_realloc.generation.acceptance import DepthOutcome, DepthProfile
 from lightning_realloc.generation.draft_worth import last_ones, token_worths
 from lightning_realloc.generation.step_costs import SpeculationCosts
 
+PLAN_STEPS = 8
+"""For which a plan holds."""
 HYSTERESIS = 0.02
 """Share by which a depth must promise to be faster than the one in use: estimates differ by chance alone."""
 _LEAST_SURVIVAL = 0.02
@@ -34,7 +36,9 @@ by a draft's kinds they are taken to be the same."""
 _CATCHING_UP = 0.7
 """Share of their drifting apart that samples keep: drafts go to those that are behind."""
 _TRIED_AGAIN = 64
-"""Plans in a row by which nothing pays, after which one tries a token nevertheless: times change."""
+"""Plans in a row by which nothing pays, after which one tries a token nevertheless, if that is cheap: times change."""
+_COST_OF_TRYING = 0.005
+"""Share of the seconds without drafts that a try may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +75,16 @@ class DraftPlanner:
         """Depth in use, by the power of two of the number of samples."""
         self._num_idle = 0
         """Plans in a row by which nothing pays."""
+        self._idle_s = 0.0
+        """Seconds of plain steps that they stand for."""
 
-    def plan(self, left: Sequence[float], *, is_tail: bool) -> DraftPlan:
-        """Return what to draft for samples that are expected to get ``left`` tokens still.
+    def plan(self, left: Sequence[float], *, is_tail: bool, num_unread: int = 0) -> DraftPlan:
+        """Return what to draft in the next `PLAN_STEPS` steps.
 
-        ``is_tail``: no sample waits for a slot, so that the one which takes longest decides when all are done.
+        Args:
+            left: Tokens that each sample is expected to get still.
+            is_tail: No sample waits for a slot, so that the one which takes longest decides when all are done.
+            num_unread: Tokens that the drafter's model reads before it can draft.
         """
         num_rows = len(left)
         outcomes = self.profile.outcomes()
@@ -83,13 +92,19 @@ class DraftPlanner:
         prices = self._prices(num_rows, outcomes)
         longest, fixed_s = max(*left, 1.0), plain_s - row_s * num_rows
         num_last = last_ones(left) if is_tail else 1.0
+        missed = max(num_unread - num_rows * (1 + len(outcomes)), 0)  # beyond what it reads in every step
+        catching_up_s = missed / num_rows * self.costs.drafting_s(num_rows)
         seconds = [longest * plain_s] + [
-            remaining_s(outcome, price.step_s, fixed_s, longest=longest, num_last=num_last)
+            catching_up_s + remaining_s(outcome, price.step_s, fixed_s, longest=longest, num_last=num_last)
             for outcome, price in zip(outcomes, prices, strict=True)
         ]
         depth = self._choose(num_rows, seconds)
+        if not depth and self._is_time_to_try(plain_s, catching_up_s + PLAN_STEPS * prices[0].step_s):
+            depth = 1
         if not depth:
             return DraftPlan(0, (), ())
+        if self._chosen[num_rows.bit_length()]:
+            self._num_idle, self._idle_s = 0, 0.0
         outcome, price = outcomes[depth - 1], prices[depth - 1]
         if is_tail:
             # A step saves as much less than a plain one's seconds as the last sample takes longer than the mean.
@@ -109,8 +124,16 @@ class DraftPlanner:
         if seconds[in_use] <= (1.0 + HYSTERESIS) * seconds[best]:
             best = in_use
         self._chosen[key] = best
-        self._num_idle = 0 if best else self._num_idle + 1
-        return 1 if self._num_idle and not self._num_idle % _TRIED_AGAIN else best
+        return best
+
+    def _is_time_to_try(self, plain_s: float, trying_s: float) -> bool:
+        """Count a plan by which nothing pays; return whether it is time to see what a token comes to now."""
+        self._num_idle += 1
+        self._idle_s += PLAN_STEPS * plain_s
+        if self._num_idle < _TRIED_AGAIN or trying_s - PLAN_STEPS * plain_s > _COST_OF_TRYING * self._idle_s:
+            return False
+        self._num_idle, self._idle_s = 0, 0.0
+        return True
 
     def _prices(self, num_rows: int, outcomes: Sequence[DepthOutcome]) -> list[StepPrice]:
         """Return what steps cost that draft 1, 2, 3 … tokens at most for so many samples."""

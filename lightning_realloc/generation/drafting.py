@@ -60,6 +60,10 @@ class Drafter:
     def prepare(self, running: Sequence[Sample]) -> None:
         """Do what new samples need once, before anything is proposed for them."""
 
+    def num_unread(self, running: Sequence[Sample]) -> int:
+        """Return how many tokens have to be read before anything can be proposed."""
+        return 0
+
     def propose(
         self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
     ) -> list[Draft]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.acceptance import AcceptanceRates
-from lightning_realloc.generation.draft_planner import DraftPlan, DraftPlanner
+from lightning_realloc.generation.draft_planner import PLAN_STEPS, DraftPlan, DraftPlanner
 from lightning_realloc.generation.draft_worth import Payoff
 from lightning_realloc.generation.drafting import Drafter
 from lightning_realloc.generation.remaining_lengths import RemainingLengths
@@ -21,8 +21,8 @@ from lightning_realloc.generation.verification import NO_DRAFT, Draft, Verificat
 _SETTLED = 6
 """Plain steps in a row after which another one takes as long as it does among its like: right behind verifying ones it
 takes up to a fifth longer."""
-_PLAN_EVERY = 8
-"""Steps after which a plan is made anew."""
+_FORESEE_EVERY = 8
+"""Steps without drafts after which some are made that are not verified."""
 _LOOK_AHEAD_EVERY = 16
 """Steps after which more is drafted than verified: so it is learnt whether deeper and unlikelier tokens stand."""
 _FEW = 4
@@ -122,6 +122,8 @@ class Speculator:
         self._lengths = RemainingLengths()
         self._plan = None
         self._plan_rows = 0
+        self._foreseen: list[tuple[Sample, int, int, Draft]] = []
+        """Samples, how many tokens they had, how many may have been drafted, and the drafts that are not verified."""
         self._anticipates = rule.anticipates
         self.drafter.begin(samples, rule, num_slots)
         return rule
@@ -136,6 +138,7 @@ class Speculator:
             chosen = self._draft_fixed(running, self._speculation.num_draft_tokens)
         elif self._rests(len(running)):
             self._take_no_drafts()
+            self._foresee(running)
             chosen = [NO_DRAFT] * len(running)
         else:
             chosen = self._draft_what_pays(running, is_tail)
@@ -154,13 +157,10 @@ class Speculator:
             self._gained_s = sum(worth * len(own) for worth, own in zip(self._worths, emitted, strict=True))
         # What a draft was cut off from tells something, too: a token there was right where the target drew the same.
         told = self._drafts if self._anticipates else verified
-        few = range(self._num_steps % -(-len(told) // _FEW), len(told), -(-len(told) // _FEW)) if told else ()
-        for row in few:  # of many samples some are enough, others in every step
-            draft, tokens = told[row], emitted[row]
-            known = min(len(draft), len(tokens))
-            stood = next((i for i in range(known) if draft.tokens[i] != tokens[i]), known)
-            self._rates.learn(draft.kinds[:known], stood)
-            self._planner.profile.learn(len(draft), stood, depth=self._limits[row], room=len(tokens))
+        for row in self._few(len(told)) if told else ():
+            self._learn_of(told[row], emitted[row], self._limits[row])
+        if self._foreseen:
+            self._learn_of_foreseen()
 
     def time_step(self, verified: Sequence[Draft], seconds: float) -> None:
         """Take the seconds of a step that read no prompts, drafting aside."""
@@ -205,8 +205,9 @@ class Speculator:
         self.drafter.prepare(running)
         begin = self.clock()
         if self._held_plan(len(running)) is None:
-            self._plan = self._planner.plan(self._left(running), is_tail=is_tail)
-            self._plan_rows, self._plan_until = len(running), self._num_steps + _PLAN_EVERY
+            unread = self.drafter.num_unread(running)
+            self._plan = self._planner.plan(self._left(running), is_tail=is_tail, num_unread=unread)
+            self._plan_rows, self._plan_until = len(running), self._num_steps + PLAN_STEPS
         planned = self.clock()
         assert self._plan is not None, "made above"
         if not self._plan.depth and not self._payoff.tries_again(len(running)):
@@ -236,6 +237,46 @@ class Speculator:
 
     def _take_no_drafts(self) -> None:
         self._drafts, self._worths, self._drafting_s = [], (), 0.0
+
+    def _foresee(self, running: Sequence[Sample]) -> None:
+        """Look up what some samples might get next: whether it would have stood is learnt without verifying it."""
+        if self.drafter.costs_a_forward or not self._anticipates or self._num_steps % _FORESEE_EVERY:
+            return
+        begin = self.clock()
+        few = [running[row] for row in self._few(len(running))]
+        limits = self._limits_of(few, self._speculation.max_draft_tokens)
+        drafts = self.drafter.propose(few, limits, self._rates, [0.0] * len(few))
+        self._foreseen += [(sample, len(sample.token_ids), limit, draft)
+                           for sample, limit, draft in zip(few, limits, drafts, strict=True)]  # fmt: skip
+        self.stats.drafting_s += self.clock() - begin
+
+    def _learn_of_foreseen(self) -> None:
+        """Take the outcome of what was foreseen, as far as it is known by now."""
+        still = []
+        for entry in self._foreseen:
+            sample, begin, limit, draft = entry
+            tokens = sample.token_ids[begin : begin + limit + 1]
+            if (
+                sample.finish_reason is None
+                and len(tokens) <= len(draft)
+                and tokens == list(draft.tokens[: len(tokens)])
+            ):
+                still.append(entry)
+            else:
+                self._learn_of(draft, tokens, limit)
+        self._foreseen = still
+
+    def _learn_of(self, draft: Draft, tokens: Sequence[int], limit: int) -> None:
+        """Take the outcome of a draft of at most ``limit`` tokens, where these came."""
+        known = min(len(draft), len(tokens))
+        stood = next((i for i in range(known) if draft.tokens[i] != tokens[i]), known)
+        self._rates.learn(draft.kinds[:known], stood)
+        self._planner.profile.learn(len(draft), stood, depth=limit, room=len(tokens))
+
+    def _few(self, num_rows: int) -> range:
+        """Return samples to learn from in this step, others in every step."""
+        stride = -(-num_rows // _FEW)
+        return range(self._num_steps % stride, num_rows, stride)
 
     def _rests(self, num_rows: int) -> bool:
         """Return whether nothing is drafted in this step."""

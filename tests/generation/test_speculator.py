@@ -1,0 +1,174 @@
+"""Does drafting follow the workload? A loop of pretended steps on a pretended clock tells what it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from lightning_realloc.generation.drafting import Chance, Drafter
+from lightning_realloc.generation.samples import Sample
+from lightning_realloc.generation.sampling import SamplingParams
+from lightning_realloc.generation.speculation import Speculation
+from lightning_realloc.generation.speculator import Speculator
+from lightning_realloc.generation.verification import NO_DRAFT, Draft
+
+LOOK_UP_S = 0.001
+NEW_TOKENS = 120
+
+
+def token_at(place: int) -> int:
+    """Return what the pretended target draws."""
+    return 1 + place % 50
+
+
+class Foreteller(Drafter):
+    """Names the right token as often as it is told to, on a clock of its own."""
+
+    anticipates = False
+
+    def __init__(self, *, costs_a_forward: bool = False) -> None:
+        self.costs_a_forward = costs_a_forward
+        self.now_s = 0.0
+        self.right = 0.0
+        """Share of tokens that are."""
+        self.unread = 0
+        """Tokens since it last drafted, of all samples."""
+        self.num_read = 0
+
+    def num_unread(self, running: Sequence[Sample]) -> int:
+        return self.unread if self.costs_a_forward else 0
+
+    def propose(
+        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
+    ) -> list[Draft]:
+        drafts = []
+        for sample, limit in zip(running, limits, strict=True):
+            places = range(len(sample.token_ids), len(sample.token_ids) + limit)
+            is_right = [(37 * place + 11 * sample.sample_id) % 100 < 100 * self.right for place in places]
+            tokens = [token_at(place) if right else 0 for place, right in zip(places, is_right, strict=True)]
+            drafts.append(Draft(tokens, ["any"] * len(tokens)) if tokens else NO_DRAFT)
+        if self.costs_a_forward:
+            self.now_s += 0.2 * max(limits) + 0.05 * self.unread
+            self.num_read += self.unread
+            self.unread = 0
+        else:
+            self.now_s += LOOK_UP_S * sum(limits)
+        return drafts
+
+
+@dataclass
+class Pretence:
+    """Generations by pretended steps of ``step_s(tokens)`` seconds."""
+
+    drafter: Foreteller
+    step_s: Callable[[int], float]
+    max_draft_tokens: int = 8
+    num_samples: int = 4
+
+    def __post_init__(self) -> None:
+        speculation = Speculation(drafter="none", max_draft_tokens=self.max_draft_tokens)
+        self.speculator = Speculator(speculation, self.drafter, clock=lambda: self.drafter.now_s)
+
+    def generate(self) -> tuple[float, float]:
+        """Return the seconds of one generation, and the tokens per sample and step."""
+        params, drafter = SamplingParams(max_new_tokens=NEW_TOKENS), self.drafter
+        samples = [Sample(i, i, (1,), NEW_TOKENS, key=i) for i in range(self.num_samples)]
+        self.speculator.begin(samples, params, self.num_samples)
+        begin, row_steps, running = drafter.now_s, 0, samples
+        drafter.unread = 0
+        while running:
+            drafts = self.speculator.propose(running, is_tail=True)
+            begin_step = drafter.now_s
+            drafter.now_s += self.step_s(len(running) + sum(map(len, drafts)))
+            emitted = [self._emit(sample, draft) for sample, draft in zip(running, drafts, strict=True)]
+            row_steps += len(running)
+            drafter.unread += sum(map(len, emitted))
+            self.speculator.learn(drafts, emitted)
+            self.speculator.time_step(drafts, drafter.now_s - begin_step)
+            running = [sample for sample in running if len(sample.token_ids) < NEW_TOKENS]
+        self.speculator.end()
+        return drafter.now_s - begin, self.num_samples * NEW_TOKENS / row_steps
+
+    def _emit(self, sample: Sample, draft: Draft) -> list[int]:
+        tokens = []
+        for drafted in (*draft.tokens, None):
+            token = token_at(len(sample.token_ids))
+            sample.append(token, 0.0)
+            tokens.append(token)
+            if drafted != token:
+                break
+        return tokens
+
+
+def flat(tokens: int) -> float:
+    """Return what a step costs on a device that hardly minds a few tokens more."""
+    return 1.0 + 0.01 * tokens
+
+
+def steep(tokens: int) -> float:
+    """Return what it costs where each token takes as long as any other."""
+    return 0.05 + 0.25 * tokens
+
+
+@pytest.mark.parametrize("max_draft_tokens", [1, 8])
+def test_what_stands_is_drafted(max_draft_tokens: int) -> None:
+    drafter = Foreteller()
+    drafter.right = 1.0
+    pretence = Pretence(drafter, flat, max_draft_tokens)
+    pretence.generate()
+    assert pretence.generate()[1] > 0.8 * (1 + max_draft_tokens)
+
+
+def test_drafts_that_never_stand_cost_a_percent_at_most() -> None:
+    drafter = Foreteller()
+    pretence = Pretence(drafter, steep)
+    for _ in range(3):
+        pretence.generate()
+    seconds = [pretence.generate()[0] for _ in range(10)]
+    assert sum(seconds) < 1.01 * 10 * NEW_TOKENS * steep(4)
+
+
+def test_drafting_begins_soon_once_drafts_would_stand() -> None:
+    # As in the second epoch over the same prompts: what was of no use for long is right all at once.
+    drafter = Foreteller()
+    pretence = Pretence(drafter, flat)
+    for _ in range(6):
+        pretence.generate()
+    assert pretence.generate()[1] < 1.2
+    drafter.right = 0.95
+    rates = [pretence.generate()[1] for _ in range(6)]
+    assert rates[-1] > 3.0
+
+
+def test_drafting_stops_soon_once_drafts_stand_no_more() -> None:
+    drafter = Foreteller()
+    drafter.right = 0.95
+    pretence = Pretence(drafter, steep)
+    for _ in range(3):
+        pretence.generate()
+    drafter.right = 0.0
+    pretence.generate()
+    assert pretence.generate()[0] < 1.1 * NEW_TOKENS * steep(4)
+
+
+def test_a_draft_model_that_does_not_pay_hardly_reads_what_it_missed() -> None:
+    drafter = Foreteller(costs_a_forward=True)
+    pretence = Pretence(drafter, steep)
+    for _ in range(2):
+        pretence.generate()
+    drafter.num_read = 0
+    seconds = [pretence.generate()[0] for _ in range(10)]
+    assert drafter.num_read < 0.02 * 10 * 4 * NEW_TOKENS
+    assert sum(seconds) < 1.01 * 10 * NEW_TOKENS * steep(4)
+
+
+def test_a_draft_model_that_pays_is_used() -> None:
+    drafter = Foreteller(costs_a_forward=True)
+    drafter.right = 1.0
+    pretence = Pretence(drafter, flat)
+    pretence.generate()
+    seconds, rate = pretence.generate()
+    assert rate > 4.0
+    assert seconds < 0.8 * NEW_TOKENS * flat(4)
