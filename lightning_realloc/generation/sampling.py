@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from numbers import Integral, Real
@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_realloc.elsewhere import OF_SAMPLING, named_elsewhere
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.noise import gumbel_noise
+from lightning_realloc.generation.ranking import Ranking, rankings
 from lightning_realloc.generation.repetition import Repeated, penalized
 
 Forbidden = tuple[Sequence[int], Sequence[int]]
@@ -92,7 +93,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are left out by their rank, for which they are sorted."""
+        """Whether tokens are left out by their rank, for which their probabilities are sorted."""
         return self.top_k is not None or self.top_p < 1.0
 
     @property
@@ -194,8 +195,11 @@ def sampling_weights(
     if not params.truncates:
         weights = _above_floor(weights, params)
         return weights / weights.sum(-1, keepdim=True) if params.min_p > 0.0 else weights
-    kept, tokens = _truncate(weights, params)
-    return torch.zeros_like(weights).scatter_(1, tokens, kept / kept.sum(-1, keepdim=True))
+    law = torch.empty_like(weights)
+    for ranking in _rankings(weights, params):
+        kept = ranking.kept_weights()
+        law[ranking.rows] = kept / kept.sum(-1, keepdim=True)
+    return law
 
 
 def draw_weights(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -241,24 +245,14 @@ def _draw(weights: Tensor, uniforms: Tensor, params: SamplingParams) -> Tensor:
         return weights.argmax(-1)
     if not params.truncates:
         return _invert_softmax(_above_floor(weights, params), uniforms)
-    candidates, tokens = _truncate(weights, params)
-    chosen = _invert(candidates.double().cumsum(-1), uniforms)
-    return tokens.gather(1, chosen[:, None])[:, 0]
+    tokens = torch.empty(weights.shape[0], dtype=torch.int64, device=weights.device)
+    for ranking in _rankings(weights, params):
+        tokens[ranking.rows] = ranking.pick(uniforms[ranking.rows])
+    return tokens
 
 
-def _truncate(weights: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Return the weights of the kept tokens, largest first, zero where top-p or min-p cuts, and the tokens' ids."""
-    top_k, top_p = params.top_k, params.top_p
-    if top_k is not None and top_k < weights.shape[-1]:
-        kept, tokens = weights.topk(top_k, dim=-1)
-    else:
-        kept, tokens = weights.sort(dim=-1, descending=True, stable=True)
-    if top_p < 1.0:
-        # A token stays when the mass before it is short of top_p: so the first always stays.
-        mass = kept.double().cumsum(-1)
-        before = mass - kept
-        kept = kept.masked_fill(before >= top_p * mass[:, -1:], 0.0)
-    return _above_floor(kept, params), tokens
+def _rankings(weights: Tensor, params: SamplingParams) -> Iterator[Ranking]:
+    return rankings(weights, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
 
 
 def _above_floor(weights: Tensor, params: SamplingParams) -> Tensor:

@@ -181,10 +181,11 @@ def test_held_out_responses_to_one_prompt_count_from_zero() -> None:
 def test_scores_of_the_chosen_are_told_from_those_of_the_rejected() -> None:
     module = preferences.reward_model(centre_coef=0.01)
     batch = samples(margin=torch.tensor([1.0, 1.0, 0.0, 0.0]))
-    model, twin = (preferences.reward_model().roles()[0].build(seed=0) for _ in range(2))
+    # Gradients of up to 8, which float32 rounds by more than they may differ here; losses are of scores in float32.
+    model, twin = (preferences.reward_model().roles()[0].build(seed=0).double() for _ in range(2))
     losses = run_in_parts(module, model, batch, Totals(4, 9, group_size=2), PARTS, share=True)
     rows = [torch.tensor([prompt + response]) for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
-    scores = torch.cat([twin(input_ids=ids).logits[:, 0] for ids in rows])
+    scores = torch.cat([twin(input_ids=ids).logits[:, 0] for ids in rows]).float()
     apart = scores[0::2] - scores[1::2] - torch.tensor([1.0, 0.0])
     expected = -apart.sigmoid().log().mean() + 0.01 * (scores[0::2] + scores[1::2]).square().mean()
     assert_same(losses, expected, model, twin)

@@ -1,0 +1,207 @@
+"""What does it save that each tensor-parallel rank keeps its share of the logits?
+
+A random Llama of one block, cut by two CPU ranks over gloo, reads packed responses: for their log-probabilities
+(infer), and for the gradients of log-probabilities and entropies (train). Arms: "shares" as the package does it;
+"joined" has the head hand on all logits to every rank. Arms take turns, and say the same of the tokens.
+
+Bytes are the peak of live tensors beyond those that were alive before, the weights among them: in training, gradients
+of the weights count. They are watched in a pass apart, since watching is slow. Seconds are the processor's, of the rank
+that spent more, waiting left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.harness import BenchmarkReport, interleave, make_parser, paired_ratio
+from benchmarks.ranks import answers_of_ranks
+
+WORLD_SIZE = 2
+ARMS = ("shares", "joined")
+CALLS = ("infer", "train")
+TOLERANCE = 1e-5
+LEAST_BYTES = {"infer": 3.0, "train": 1.7}
+"""Joined over shares, at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The model and what it reads."""
+
+    vocabulary: int = 32_000
+    hidden_size: int = 256
+    num_sequences: int = 16
+    prompt_length: int = 16
+    response_length: int = 128
+    repeats: int = 5
+
+
+TINY = Workload(vocabulary=2_000, hidden_size=32, num_sequences=4, prompt_length=4, response_length=32, repeats=2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What one call took in one arm, on all ranks."""
+
+    peak_bytes: int
+    """Of the rank that needed most."""
+    seconds: tuple[float, ...]
+    """Of each repeat, on the rank that spent most."""
+    logprobs: tuple[float, ...]
+    """Of the response's tokens."""
+
+
+def run_calls(work: Workload) -> dict[tuple[str, str], Turn]:
+    """Do every call in every arm on this rank, with the other one; return by call and arm what both took."""
+    from lightning_realloc.runtime.packed_forward import token_logprobs
+
+    model, packed = _model(work), _packed(work)
+    said: dict[tuple[str, str], Tensor] = {}
+
+    def infer(arm: str) -> None:
+        with torch.no_grad(), _arm(model, arm):
+            said["infer", arm] = token_logprobs(model, packed, only_responses=True).logprobs
+
+    def train(arm: str) -> None:
+        model.zero_grad(set_to_none=True)
+        with _arm(model, arm):
+            found = token_logprobs(model, packed, with_entropy=True, only_responses=True)
+            (found.logprobs.sum() + 0.01 * found.entropy.sum()).backward()
+        model.zero_grad(set_to_none=True)
+        said["train", arm] = found.logprobs.detach()
+
+    turns = {}
+    for call, run in (("infer", infer), ("train", train)):
+        arms = {arm: partial(run, arm) for arm in ARMS}
+        peaks = {arm: _over_ranks(_peak_bytes(once)) for arm, once in arms.items()}  # and warms up
+        seconds = interleave(arms, repeats=work.repeats)
+        for arm in ARMS:
+            slowest = tuple(map(_over_ranks, seconds[arm]))
+            logprobs = tuple(said[call, arm][packed.response_mask].tolist())
+            turns[call, arm] = Turn(peak_bytes=int(peaks[arm]), seconds=slowest, logprobs=logprobs)
+    return turns
+
+
+def _model(work: Workload) -> nn.Module:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from lightning_realloc.layout import Layout, ModelLayout
+    from lightning_realloc.runtime.mesh import MeshRegistry
+    from lightning_realloc.runtime.model_spec import describe_model
+    from lightning_realloc.runtime.parallelize import parallelize
+
+    config = LlamaConfig(
+        vocab_size=work.vocabulary, hidden_size=work.hidden_size, intermediate_size=2 * work.hidden_size,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    meshes, layout = MeshRegistry("cpu"), Layout.parse(f"tp{WORLD_SIZE}")
+    meshes.create([layout])
+    return parallelize(model, ModelLayout(describe_model(model), layout), meshes)
+
+
+def _packed(work: Workload) -> Any:
+    from lightning_realloc.runtime.packing import pack
+    from lightning_realloc.runtime.samples import Ragged, Samples
+
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(length: int) -> Ragged:
+        lengths = torch.full((work.num_sequences,), length)
+        return Ragged(torch.randint(0, work.vocabulary, (int(lengths.sum()),), generator=generator), lengths)
+
+    columns = {"prompt_ids": draw(work.prompt_length), "response_ids": draw(work.response_length)}
+    return pack(Samples(torch.arange(work.num_sequences), columns))
+
+
+@contextlib.contextmanager
+def _arm(model: nn.Module, arm: str) -> Iterator[None]:
+    """Join the head's logits as soon as they are there, or leave them in shares."""
+    from lightning_realloc.runtime.shared_logits import SharedLogits
+
+    def join(_module: nn.Module, _inputs: object, logits: SharedLogits) -> Tensor:
+        return logits.whole()
+
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    handle = head.register_forward_hook(join) if arm == "joined" else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def _peak_bytes(run: Callable[[], object]) -> int:
+    from lightning_realloc.runtime.live_memory import StorageMeter
+
+    meter = StorageMeter()
+    meter.start()
+    before = meter.current_bytes
+    try:
+        run()
+    finally:
+        meter.stop()
+    return meter.take_peak() - before
+
+
+def _over_ranks(value: float) -> float:
+    """Return the largest of the ranks' values. Collective."""
+    most = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return float(most)
+
+
+def fill(report: BenchmarkReport, turns: Mapping[tuple[str, str], Turn]) -> None:
+    """Add a row for each call, and the targets."""
+    for call in CALLS:
+        shares, joined = (turns[call, arm] for arm in ARMS)
+        bytes_ratio = joined.peak_bytes / shares.peak_bytes
+        seconds_ratio = paired_ratio(joined.seconds, shares.seconds)
+        report.add_row(
+            call=call, shares_bytes=shares.peak_bytes, joined_bytes=joined.peak_bytes, bytes_ratio=bytes_ratio,
+            shares_s=median(shares.seconds), joined_s=median(joined.seconds), seconds_ratio=seconds_ratio,
+        )  # fmt: skip
+        apart = max(abs(one - other) for one, other in zip(shares.logprobs, joined.logprobs, strict=True))
+        report.require_at_least(f"{call}: bytes, joined over shares", bytes_ratio, LEAST_BYTES[call])
+        report.require_at_least(f"{call}: seconds, joined over shares", seconds_ratio, 1.0)
+        report.require_at_most(f"{call}: log-probabilities apart", apart, TOLERANCE)
+
+
+def work_on(rank: int, work: Workload, answers: Connection) -> None:
+    """Do every call on this rank; rank 0 sends what they took."""
+    warnings.simplefilter("ignore")
+    turns = run_calls(work)
+    if rank == 0:
+        answers.send(turns)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run both arms and report."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--tiny", action="store_true", help="a vocabulary of 2,000, for a quick look")
+    options: argparse.Namespace = parser.parse_args(arguments)
+    work = TINY if options.tiny else Workload()
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    report = BenchmarkReport("shared_heads", settings={"world_size": WORLD_SIZE} | asdict(work))
+    (turns,) = answers_of_ranks(work_on, work, world_size=WORLD_SIZE)
+    fill(report, turns)
+    return report.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Which tokens do top-k, top-p and min-p keep, and which one does a uniform number pick among them?
+
+Sorting a vocabulary with its tokens costs ten times the rest of a step. So weights are ranked without their tokens, and
+no more of them than hold the nucleus; the token is looked up by its weight. Equal weights rank by their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_FIRST_RANKS = (64, 1024)
+"""How many ranks are looked at before all are."""
+_LEAST_SHARE = 16
+"""Taking the largest weights pays where they are at most one in this many."""
+_ROUNDING = 1e-9
+"""Sums over a vocabulary differ by less from each other, whatever their order."""
+_THREADS_OF_NUMPY = 4
+"""As fast as numpy sorts float32 on one thread, torch does on as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The largest weights of rows, and how many of them are kept."""
+
+    rows: Tensor
+    """(R,), which rows these are."""
+    weights: Tensor
+    """(R, V), in the order of the vocabulary."""
+    ranked: Tensor
+    """(R, K), the largest ones, falling."""
+    mass: Tensor
+    """(R, K) float64, their running sum."""
+    num_kept: Tensor
+    """(R, 1), at most K."""
+    top_tokens: Tensor | None = None
+    """(R, K), the tokens of ``ranked`` where top-k took them; None: the first of equal weights ranks first."""
+
+    def of(self, chosen: Tensor) -> Ranking:
+        """Return the ranking of the rows that are True in ``chosen`` (R,)."""
+        if chosen.all():
+            return self
+        return Ranking(*(part[chosen] for part in (self.rows, self.weights, self.ranked, self.mass, self.num_kept)))
+
+    def pick(self, uniforms: Tensor) -> Tensor:
+        """Return per row the first kept token whose running sum exceeds ``uniforms`` (R,) float64 of the kept mass."""
+        last = self.num_kept - 1
+        point = uniforms[:, None] * self.mass.gather(1, last)
+        # Of weights that are not finite none exceeds it: their log-probability tells the caller.
+        return self._tokens_at(torch.searchsorted(self.mass, point, right=True).minimum(last))[:, 0]
+
+    def kept_weights(self) -> Tensor:
+        """Return the weights (R, V), zero where a token is not kept."""
+        last = self.num_kept - 1
+        if self.top_tokens is not None:
+            ranks = torch.arange(self.ranked.shape[1], device=last.device)
+            kept = self.ranked.masked_fill(ranks > last, 0.0)
+            return torch.zeros_like(self.weights).scatter_(1, self.top_tokens, kept)
+        least = self.ranked.gather(1, last)
+        is_behind = torch.arange(self.weights.shape[1], device=last.device) > self._tokens_at(last)
+        return self.weights.masked_fill((self.weights < least) | ((self.weights == least) & is_behind), 0.0)
+
+    def _tokens_at(self, ranks: Tensor) -> Tensor:
+        """Return the tokens (R, 1) at ``ranks`` (R, 1)."""
+        if self.top_tokens is not None:
+            return self.top_tokens.gather(1, ranks)
+        weight = self.ranked.gather(1, ranks)
+        among_equals = ranks + 1 - (self.ranked > weight).sum(-1, keepdim=True)
+        tokens = torch.searchsorted((self.weights == weight).cumsum(-1, dtype=torch.int32), among_equals.int())
+        return tokens.clamp_max(self.weights.shape[1] - 1)
+
+
+def rankings(weights: Tensor, *, top_k: int | None, top_p: float, min_p: float) -> Iterator[Ranking]:
+    """Yield rankings of the rows of ``weights`` (B, V) float32, each row in one of them."""
+    rows = torch.arange(weights.shape[0], device=weights.device)
+    if top_k is not None and top_k < weights.shape[1]:
+        ranked, tokens = weights.topk(top_k, dim=-1)
+        yield _ranking(rows, weights, ranked, None, top_p, min_p, tokens)
+        return
+    for count in _FIRST_RANKS if top_p < 1.0 else ():
+        if count * _LEAST_SHARE > weights.shape[1]:
+            break
+        total = weights.sum(-1, keepdim=True, dtype=torch.float64)
+        ranking = _ranking(rows, weights, weights.topk(count, dim=-1).values, total, top_p, min_p)
+        inside = _holds_nucleus(ranking.mass, top_p * total)
+        if inside.any():
+            yield ranking.of(inside)
+            rows, weights = rows[~inside], weights[~inside]
+        # No rank behind weighs more than the last one here: are those looked at next enough for any row?
+        most = ranking.mass[:, -1:] + _FIRST_RANKS[-1] * ranking.ranked[:, -1:]
+        if not ((most > top_p * total)[:, 0] & ~inside).any():
+            break
+    if len(rows):
+        yield _ranking(rows, weights, _descending(weights), None, top_p, min_p)
+
+
+def _ranking(
+    rows: Tensor, weights: Tensor, ranked: Tensor, total: Tensor | None, top_p: float, min_p: float,
+    tokens: Tensor | None = None,
+) -> Ranking:  # fmt: skip
+    mass = ranked.cumsum(-1, dtype=torch.float64)
+    num_kept = torch.full_like(rows, ranked.shape[1])[:, None]
+    if top_p < 1.0:
+        # A token stays when the mass before it is short of top_p: so the first always stays.
+        point = top_p * (mass[:, -1:] if total is None else total)
+        num_kept = num_kept.minimum(torch.searchsorted(mass, point) + 1)
+    if min_p > 0.0:
+        num_kept = num_kept.minimum((ranked >= min_p * ranked[:, :1]).sum(-1, keepdim=True).clamp_min(1))
+    return Ranking(rows, weights, ranked, mass, num_kept, tokens)
+
+
+def _holds_nucleus(mass: Tensor, point: Tensor) -> Tensor:
+    """Return of which rows (R,) the first ranks reach ``point`` (R, 1), and no rounding decides where."""
+    is_clear = (mass - point).abs() > _ROUNDING * point
+    return is_clear.all(-1) & (mass[:, -1] > point[:, 0])
+
+
+def _descending(weights: Tensor) -> Tensor:
+    """Return the weights (R, V), the largest first."""
+    if weights.device.type == "cpu" and min(len(weights), torch.get_num_threads()) < _THREADS_OF_NUMPY:
+        return torch.from_numpy(np.sort(weights.numpy(), axis=-1)).flip(-1)
+    return weights.sort(dim=-1, descending=True).values
