@@ -6,7 +6,7 @@ It builds plain modules with full weights; sharding, moving, running calls and s
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from numbers import Real
@@ -216,13 +216,18 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
         return _dataflow_of(self.calls(), present, self.optional_roles)
 
     @classmethod
+    def calls_for(cls, roles: Sequence[str]) -> tuple[ModelFunctionCall, ...]:
+        """Return the calls of the class where there are models for these roles only; by default all it declares."""
+        return declared_calls(cls)
+
+    @classmethod
     def dataflow_of(cls, roles: Iterable[str]) -> Dataflow:
         """Return the calls of one iteration when there are models for these roles only.
 
         A computation that produces what one of the models does is left out: reward functions beside a reward model.
         """
         present = tuple(roles)
-        calls = declared_calls(cls)
+        calls = cls.calls_for(present)
         made = {name for call in calls if call.role in present for name in call.produces}
         fitting = tuple(call for call in calls if call.role is not None or made.isdisjoint(call.produces))
         return _dataflow_of(fitting, present, tuple(call.role for call in calls if call.role is not None))

@@ -26,7 +26,14 @@ from lightning_realloc.algorithms.functional import (
 )
 from lightning_realloc.algorithms.optimizers import with_learning_rate
 from lightning_realloc.algorithms.policy import PolicyModule
-from lightning_realloc.algorithms.reward_sources import RewardSource, RewardSources, RewardTokenizer, less_for_cut_off
+from lightning_realloc.algorithms.reward_sources import (
+    RewardSource,
+    RewardSources,
+    RewardTokenizer,
+    calls_of_further,
+    less_for_cut_off,
+    with_further,
+)
 from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.rollout import (
     num_model_tokens,
@@ -200,15 +207,17 @@ class PPO(PolicyModule):
         """Let a single reward model's scores be the scores, and add several up; the actor needs the reference only in
         its loss."""
         calls = [call for call in super().calls() if call.name != "judge" or not self._one_model]
-        judges = self._judges
-        changes: dict[str, dict[str, Any]] = {}
-        if judges.models and not self._one_model:
-            changes["reward.infer"] = {"produces": judges.columns[:1]}
-            changes["judge"] = {"needs": ("rollout", *judges.columns)}
         if self.kl_place != "loss":
-            changes["actor.train"] = {"needs": ("rollout", "advantages")}
-        calls = [replace(call, **changes.get(call.name, {})) for call in calls]
-        return (*calls, *judges.further_calls())
+            calls = [replace(call, needs=("rollout", "advantages")) if call.name == "actor.train" else call
+                     for call in calls]  # fmt: skip
+        added_up = self._judges.models and not self._one_model
+        return _added_up(calls, self._judges.further_calls()) if added_up else tuple(calls)
+
+    @classmethod
+    def calls_for(cls, roles: Sequence[str]) -> tuple[ModelFunctionCall, ...]:
+        """Add up what several reward models score."""
+        calls, further = super().calls_for(roles), calls_of_further(roles)
+        return _added_up(calls, further) if further else calls
 
     def runs(self, call: str, iteration: int) -> bool:
         """Let the critic learn alone at first."""
@@ -346,3 +355,14 @@ class PPO(PolicyModule):
         if values.shape[1] != 1:
             raise ConfigError(f"critic gives {values.shape[1]} labels for each token; give one with num_labels=1")
         return values[batch.predecessors, 0].float()
+
+
+def _added_up(
+    calls: Sequence[ModelFunctionCall], further: Sequence[ModelFunctionCall]
+) -> tuple[ModelFunctionCall, ...]:
+    """Return calls of which ``judge`` makes the scores, out of what models score and functions say."""
+    changes: dict[str, dict[str, Any]] = {
+        "reward.infer": {"produces": ("reward_scores",)},
+        "judge": {"needs": ("rollout", "reward_scores")},
+    }
+    return with_further([replace(call, **changes.get(call.name, {})) for call in calls], further)

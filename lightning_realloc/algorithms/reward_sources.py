@@ -7,8 +7,9 @@ them.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -52,6 +53,29 @@ class _Model:
     def method(self) -> str:
         """What scores with it."""
         return f"score_by_{self.role}"
+
+
+def is_further(role: str) -> bool:
+    """Return whether a role is that of a reward model after the first one."""
+    return re.fullmatch(r"reward_\d+", role) is not None
+
+
+def calls_of_further(roles: Sequence[str]) -> tuple[ModelFunctionCall, ...]:
+    """Return the calls of all reward models among ``roles`` but the first, which an algorithm declares."""
+    models = [_Model(role, "", 1.0) for role in roles if is_further(role)]
+    return tuple(
+        ModelFunctionCall(f"{model.role}.infer", "infer", model.role, model.method, ("rollout",), (model.column,))
+        for model in models
+    )
+
+
+def with_further(
+    calls: Sequence[ModelFunctionCall], further: Sequence[ModelFunctionCall]
+) -> tuple[ModelFunctionCall, ...]:
+    """Return ``calls`` and those of further reward models, whose scores ``judge`` adds up, too."""
+    columns = [column for call in further for column in call.produces]
+    added = [replace(call, needs=(*call.needs, *columns)) if call.name == "judge" else call for call in calls]
+    return (*added, *further)
 
 
 class RewardSources:
@@ -114,10 +138,7 @@ class RewardSources:
 
     def further_calls(self) -> tuple[ModelFunctionCall, ...]:
         """Return the calls of all models but the first, which an algorithm declares."""
-        return tuple(
-            ModelFunctionCall(f"{model.role}.infer", "infer", model.role, model.method, ("rollout",), (model.column,))
-            for model in self.models[1:]
-        )
+        return calls_of_further([model.role for model in self.models])
 
     @property
     def columns(self) -> tuple[str, ...]:

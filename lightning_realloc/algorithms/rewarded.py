@@ -8,7 +8,6 @@ came of it; the second one does the rest with what was chosen, as if the loader 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,14 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.calls import compute, infer
 from lightning_realloc.algorithms.policy import PolicyModule
-from lightning_realloc.algorithms.reward_sources import RewardSource, RewardSources, RewardTokenizer, less_for_cut_off
+from lightning_realloc.algorithms.reward_sources import (
+    RewardSource,
+    RewardSources,
+    RewardTokenizer,
+    calls_of_further,
+    less_for_cut_off,
+    with_further,
+)
 from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.rollout import response_summary, reward_columns, reward_summary
 from lightning_realloc.algorithms.settings import check_minibatches, check_positive
@@ -100,10 +106,12 @@ class RewardedModule(PolicyModule):
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
         """Have further reward models score, too."""
-        further, needs = self._judges.further_calls(), self._judges.columns[1:]
-        calls = [replace(call, needs=(*call.needs, *needs)) if call.name == "judge" else call
-                 for call in super().calls()]  # fmt: skip
-        return (*calls, *further)
+        return with_further(super().calls(), self._judges.further_calls())
+
+    @classmethod
+    def calls_for(cls, roles: Sequence[str]) -> tuple[ModelFunctionCall, ...]:
+        """Have further reward models score, too."""
+        return with_further(super().calls_for(roles), calls_of_further(roles))
 
     def configure_model(self) -> None:
         """Build the models, once it is known that reward models read the actor's tokens."""

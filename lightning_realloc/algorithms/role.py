@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
@@ -122,13 +122,13 @@ class Role:
     def build(self, *, seed: int) -> nn.Module:
         """Return the model with its full weights, in float32, the same on every rank.
 
-        A module is copied, so that two roles may name the same one; one with another head than ``task`` asks for gives
-        its backbone. A new head and random weights depend on ``seed`` alone. Classifiers have one label. Weights that
+        A module is copied, so that two roles may name the same one; for a classifier one with another head gives its
+        backbone. A new head and random weights depend on ``seed`` alone. Classifiers have one label. Weights that
         a module's owner froze stay frozen, unless all are; under adapters all are but those, and a classifier's head.
 
         Raises:
-            ConfigError: for what cannot be loaded, a frozen classifier whose head was never trained, a quantised
-                base, and adapters that do not fit.
+            ConfigError: for what cannot be loaded, a language model without its head, a frozen classifier whose head
+                was never trained, a quantised base, and adapters that do not fit.
         """
         self._refuse_quantised()
         adapters = self._adapters()
@@ -241,6 +241,11 @@ class Role:
         unwrap: Callable[[], nn.Module] = getattr(module, "get_base_model", lambda: module)
         source = unwrap()  # out of PEFT's wrapper; adapters stay inside
         if isinstance(source, PreTrainedModel) and self._has_another_head(source):
+            if self.task == "causal_lm":
+                raise ConfigError(
+                    f"{self.name} is a {type(source).__name__}, which has no head that says tokens; give a language "
+                    f"model"
+                )
             self._require_head(["score"])
             model: Any = self._from_config(source.config)
             if adapted_layers(source):
@@ -273,7 +278,18 @@ class Role:
         if self.task != "causal_lm":
             brought = () if adapters is None or not adapters.weights else head_names(model)
             self._require_head(sorted(name for name in found["missing_keys"] if not name.startswith(brought)))
+        else:
+            self._require_output(model, found["missing_keys"])
         return model  # type: ignore[no-any-return]
+
+    def _require_output(self, model: PreTrainedModel, missing: Iterable[str]) -> None:
+        head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        outputs = tuple(f"{name}." for name, module in model.named_modules() if module is head)
+        if random := sorted(name for name in missing if name.startswith(outputs)):
+            raise ConfigError(
+                f"{self.name}={str(self.source)!r} brings no weights for {', '.join(random)}, and random ones say "
+                f"nothing; give a model that was saved as {type(model).__name__}, no classifier and no bare backbone"
+            )
 
     def _require_head(self, missing: list[str]) -> None:
         if missing and not self.trained:

@@ -79,6 +79,8 @@ class BatchLoader:
         full, left_over = divmod(self.num_rows, self.batch_size)
         return full + (left_over > 0 and not self.drop_last)
 
+    batch_sampler = None  # Lightning asks for it, where it evaluates what has a sampler
+
     @property
     def sampler(self) -> BatchLoader:
         """What Lightning calls ``set_epoch`` on."""

@@ -60,8 +60,21 @@ def table_rows(table: Iterable[Mapping[str, Any]], name: str) -> Iterator[Row]:
     for number, values in enumerate(table):
         place = f"row {number} of {name}"
         if not isinstance(values, Mapping):
-            raise DataError(f"{place} must be a mapping from column to value; it is a {type(values).__name__}")
+            raise DataError(
+                f"{place} must be a mapping from column to value; it is a {type(values).__name__}{_way_out(table)}"
+            )
         yield Row(place, dict(values))
+
+
+def _way_out(table: object) -> str:
+    """Say what to give in place of tables that iterate over their own names."""
+    if hasattr(table, "to_dict") and hasattr(table, "columns"):  # of pandas
+        return f"; give a {type(table).__name__} as rows: data.to_dict('records')"
+    if isinstance(table, Mapping) and any(isinstance(values, list | tuple) for values in table.values()):
+        return "; give columns as rows: datasets.Dataset.from_dict(data)"
+    if isinstance(table, Mapping):  # datasets.DatasetDict
+        return f"; of several splits give one: data[{next(iter(table))!r}]"
+    return ""
 
 
 def split_by_hash(

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from lightning_realloc.algorithms.adapters import AdapterSource
+from lightning_realloc.algorithms.reward_sources import is_further
 from lightning_realloc.algorithms.role import Role, Task
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.strategies.memory import describe_roles
@@ -29,8 +30,13 @@ from lightning_realloc.tuning.experts import declared_experts
 from lightning_realloc.tuning.known_models import KnownModel, find_known_model, is_shape, parse_shape
 from lightning_realloc.tuning.memory_parts import RoleMemory
 
-TASKS: dict[str, Task] = {"critic": "token_classification", "reward": "sequence_classification"}
+_TASKS: dict[str, Task] = {"critic": "token_classification", "reward": "sequence_classification"}
 """Roles whose models score; all others predict tokens."""
+
+
+def task_of(role: str) -> Task:
+    """Return what a role's model does."""
+    return _TASKS.get("reward" if is_further(role) else role, "causal_lm")
 
 
 def read_roles(
@@ -55,10 +61,10 @@ def read_roles(
         ConfigError: for a configuration that cannot be used, of a model or of adapters.
     """
     adapters, shares = adapters or {}, shares or {}
-    read: dict[tuple[str, bool, str | None], RoleMemory] = {}  # roles of one model share what is counted of it
+    read: dict[tuple[str, Task, str | None], RoleMemory] = {}  # roles of one model share what is counted of it
     found: dict[str, RoleMemory] = {}
     for role, source in sorted(sources.items(), key=lambda item: item[0] in shares):
-        key = (source, role in TASKS, role if role in adapters else None)
+        key = (source, task_of(role), role if role in adapters else None)
         if role in shares:
             found[role] = replace(found[shares[role]], frozen_params=frozenset(), shares=shares[role])
             continue
@@ -94,8 +100,8 @@ def _looks_like_path(source: str) -> bool:
 
 def _of_shape(role: str, model: KnownModel, peft: AdapterSource | None) -> RoleMemory:
     if peft is None:
-        return model.role(scores=role in TASKS)
-    adapted = Role(name=role, source=_config_of(model), trained=True, task=TASKS.get(role, "causal_lm"), peft=peft)
+        return model.role(scores=task_of(role) != "causal_lm")
+    adapted = Role(name=role, source=_config_of(model), trained=True, task=task_of(role), peft=peft)
     return describe_roles([adapted], {})[role]
 
 
@@ -125,9 +131,7 @@ def _of_config(role: str, source: str, dataflow: Dataflow, is_priced: bool, peft
             f"{role}={source!r} has no configuration that transformers can read ({str(error).splitlines()[0]}); give a "
             f"folder with a config.json, a name as in Qwen/Qwen3-0.6B, or a shape as in layers=32,hidden=4096,..."
         ) from None
-    described = Role(
-        name=role, source=config, trained=role in dataflow.trained_roles, task=TASKS.get(role, "causal_lm"), peft=peft
-    )
+    described = Role(name=role, source=config, trained=role in dataflow.trained_roles, task=task_of(role), peft=peft)
     memory = describe_roles([described], {})[role]
     obstacle = _obstacle(config.get_text_config(), memory) if is_priced else None
     if obstacle is not None:

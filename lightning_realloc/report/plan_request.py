@@ -27,6 +27,7 @@ from lightning_realloc.algorithms import (
 )
 from lightning_realloc.algorithms.adapters import AdapterSource
 from lightning_realloc.algorithms.module import MultiModelModule
+from lightning_realloc.algorithms.reward_sources import is_further
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.tuning.dataflow import Dataflow
@@ -74,7 +75,10 @@ def plan_parser() -> ArgumentParser:
     add("--actor", type=str, default=None, help=f"The policy: {model}")
     add("--critic", type=str, default=None, help="Default: as --reward, else as --actor.")
     add("--reference", type=str, default=None, help='Default: as --actor; "none" leaves it out.')
-    add("--reward", type=str, default=None, help='Default: as --critic; "none" for reward functions.')
+    add(
+        "--reward", type=str, default=None,
+        help='Default: as --critic; "none" for reward functions. Further ones: --model reward_2=...',
+    )  # fmt: skip
     add(
         "--model", action="append", type=str, default=[], metavar="ROLE=MODEL",
         help="The model of any role. With these alone there are no default models.",
@@ -276,9 +280,9 @@ def _shares(flags: Any, sources: Mapping[str, str], adapters: Mapping[str, Adapt
 
 def _sources(flags: Any) -> dict[str, str]:
     """Return every role's model; flags of single roles let the other roles have their defaults."""
-    everything = ALGORITHMS[flags.algorithm].dataflow_of(ROLES)
     named = {role: flags[role] for role in ROLES if flags[role] is not None}
     sources = {**_listed(flags.model, named), **named}
+    everything = ALGORITHMS[flags.algorithm].dataflow_of((*ROLES, *_further_rewards(sources)))
     for role in sources:
         if role not in everything.roles:
             raise PlanError(f"{flags.algorithm} has no role {role!r}; it has {', '.join(everything.roles)}")
@@ -302,6 +306,19 @@ def _listed(texts: Sequence[str], named: Mapping[str, str]) -> dict[str, str]:
             raise PlanError(f"{other} and --model {text} name two models for {role}; keep one")
         listed[role] = model
     return listed
+
+
+def _further_rewards(sources: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the roles of reward models after the first, which have to be numbered without a gap."""
+    further = sorted((role for role in sources if is_further(role)), key=lambda role: (len(role), role))
+    expected = [f"reward_{number}" for number in range(2, len(further) + 2)]
+    if further != expected or (further and sources.get("reward", NOTHING) == NOTHING):
+        raise PlanError(
+            f"reward models are called reward, reward_2, reward_3, ..., and these are "
+            f"{', '.join(role for role in ('reward', *further) if sources.get(role, NOTHING) != NOTHING)}; name them "
+            f"in order: {', '.join(f'--model {role}=...' for role in ('reward', *expected))}"
+        )
+    return tuple(further)
 
 
 def _defaults(sources: Mapping[str, str], *, has_critic: bool) -> dict[str, str]:

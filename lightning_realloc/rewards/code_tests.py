@@ -8,7 +8,7 @@ import re
 import secrets
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -175,7 +175,7 @@ def _lines(output: str) -> list[str]:
 def _as_tests(tests: Any, column: str) -> tuple[Test, ...] | None:
     if tests is None:
         return None
-    listed = (tests,) if isinstance(tests, str | Mapping) else tuple(tests)
+    listed = tuple(tests) if isinstance(tests, Iterable) and not isinstance(tests, str | Mapping) else (tests,)
     for test in listed:
         if not isinstance(test, str) and not (isinstance(test, Mapping) and "output" in test):
             raise RewardError(

@@ -47,18 +47,23 @@ class FailureRule:
         self._give_up_after = give_up_after
         self._lost_batches = 0
 
+    def refuse(self, outcomes: Sequence[Outcome], num_completions: int) -> None:
+        """Raise RewardError for a failure among the first outcomes of a batch, where that ends the run."""
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+        if failures and self._on_failure == "fail":
+            raise RewardError(
+                f"{self._name}: {len(failures)} of {num_completions} completions could not be judged; "
+                f"{failures[0].reason}; on_failure='mask' would leave such samples out and go on"
+            )
+
     def settle(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Return the outcomes of a batch, failures among them where they are to be masked.
 
         Raises:
             RewardError: for a failure that ends the run.
         """
+        self.refuse(outcomes, len(outcomes))
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-        if failures and self._on_failure == "fail":
-            raise RewardError(
-                f"{self._name}: {len(failures)} of {len(outcomes)} completions could not be judged; "
-                f"{failures[0].reason}; on_failure='mask' would leave such samples out and go on"
-            )
         self._lost_batches = self._lost_batches + 1 if failures and len(failures) == len(outcomes) else 0
         if self._lost_batches >= self._give_up_after:
             raise RewardError(

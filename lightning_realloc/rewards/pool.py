@@ -105,13 +105,16 @@ class WorkerPool:
         while starting := [worker for worker in self._workers if not worker.is_ready]:
             self._take_answers(starting, {})
 
-    def judge(self, requests: Sequence[Request]) -> list[list[Outcome]]:
+    def judge(self, requests: Sequence[Request], check: Callable[[Sequence[Outcome]], None]) -> list[list[Outcome]]:
         """Return the outcomes of every request; all of one's are failures where its worker gave none.
+
+        ``check`` sees each request's outcomes as they come; what it raises leaves the others unanswered.
 
         Raises:
             RewardError: when workers cannot load the function.
         """
-        answers: dict[int, list[Outcome] | Failed] = {}
+        answers: dict[int, list[Outcome]] = {}
+        counts = [len(request["completions"]) for request in requests]
         ahead = deque(range(len(requests)))
         while len(answers) < len(requests):
             for worker in [worker for worker in self._workers if worker.is_idle][: len(ahead)]:
@@ -120,10 +123,12 @@ class WorkerPool:
                     ahead.popleft()
                 except OSError:  # it ended while it had nothing to do
                     self._replace(worker)
-            self._take_answers([worker for worker in self._workers if not worker.is_idle], answers)
-        counts = [len(request["completions"]) for request in requests]
-        found = [answers[number] for number in range(len(requests))]
-        return [[a] * n if isinstance(a, Failed) else a for a, n in zip(found, counts, strict=True)]
+            taken: dict[int, list[Outcome] | Failed] = {}
+            self._take_answers([worker for worker in self._workers if not worker.is_idle], taken)
+            for number, said in taken.items():
+                answers[number] = [said] * counts[number] if isinstance(said, Failed) else said
+                check(answers[number])
+        return [answers[number] for number in range(len(requests))]
 
     def _take_answers(self, workers: Sequence[Worker], answers: dict[int, list[Outcome] | Failed]) -> None:
         """Wait for the next answers or the next deadline."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.failures import FailureRule, OnFailure, Outcome
@@ -115,7 +116,7 @@ class PooledReward:
         try:
             self.start()
             assert self._pool is not None, "it was just started"
-            answers = self._pool.judge(requests)
+            answers = self._pool.judge(requests, partial(self._rule.refuse, num_completions=len(completions)))
             return self._rule.settle([outcome for answer in answers for outcome in answer])
         except BaseException:  # an interrupt leaves answers behind that nobody waits for
             self.close()

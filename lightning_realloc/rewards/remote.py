@@ -12,8 +12,9 @@ import json
 import math
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -117,8 +118,10 @@ class RemoteReward:
             for begin in range(0, len(completions), self.batch_size)
         ]
         at_a_time = asyncio.Semaphore(self.concurrency)
+        check = partial(self._rule.refuse, num_completions=len(completions))
         async with self._session() as session:
-            answers = await asyncio.gather(*(self._judge(session, at_a_time, *body) for body in bodies))
+            asked = [asyncio.ensure_future(self._judge(session, at_a_time, *body)) for body in bodies]
+            answers = await _checked(asked, check)
         return self._rule.settle([outcome for answer in answers for outcome in answer])
 
     def _body(
@@ -202,6 +205,21 @@ class _Refused:
         self.reason = reason
         self.may_repeat = may_repeat
         self.asked_s = asked_s
+
+
+async def _checked(
+    asked: Sequence[asyncio.Future[Sequence[Outcome]]], check: Callable[[Sequence[Outcome]], None]
+) -> list[Sequence[Outcome]]:
+    """Return all answers; what ``check`` raises of one of them, as they come, ends the other requests."""
+    try:
+        for answer in asyncio.as_completed(asked):
+            check(await answer)
+    except BaseException:
+        for request in asked:
+            request.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        raise
+    return [request.result() for request in asked]
 
 
 def _rewards(content: bytes, count: int) -> list[float | None] | _Refused:

@@ -63,7 +63,7 @@ class TrainedModels:
     algorithm: str
     """The class whose roles they are."""
     optimizers: Mapping[str, torch.optim.Optimizer]
-    """Role -> optimizer; {} where nothing is trained, as in ``validate``."""
+    """Role -> optimizer; {} where ``fit`` has not trained these weights."""
     tokenizer: Any
     """Saved with the roles that are trained; None where there is none."""
     rank: int

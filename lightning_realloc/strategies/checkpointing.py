@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_realloc.callbacks.ema import evaluated_averages
@@ -81,8 +82,13 @@ class CheckpointStrategy(ProcessStrategy):
         self.bring_back()
         with waiting_for_all("save_checkpoint", self.global_rank):
             checkpoint[checkpoints.RANDOM_STATES] = self._gather_random_states()
-        folder = Path(self.broadcast(str(filepath)))
-        checkpoints.save(folder, checkpoint, self._trained_models(), include_frozen=self._save_frozen_roles)
+        folder, models = Path(self.broadcast(str(filepath))), self._trained_models()
+        if "optimizer_states" in checkpoint and self.pool.dataflow.trained_roles and not models.optimizers:
+            rank_zero_warn(
+                f"no run can go on from {folder}: it holds weights alone, since trainer.fit has not trained those that "
+                f"are here now; to go on later, save after fit, and before another model or ckpt_path= is evaluated"
+            )
+        checkpoints.save(folder, checkpoint, models, include_frozen=self._save_frozen_roles)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; sharded roles are filled in place, whatever layout and world they were written under.
@@ -97,6 +103,8 @@ class CheckpointStrategy(ProcessStrategy):
         # Lightning drops the argument of fit(weights_only=...) for strategies that restore after their setup.
         weights_only = self._load_weights_only if weights_only is None else weights_only
         folder = Path(self.broadcast(str(checkpoint_path)))
+        if not self._fitting:
+            self.optimizers = []  # their state is of the weights that go
         callbacks = self.lightning_module.trainer.callbacks  # type: ignore[union-attr]
         averaged = frozenset() if self._fitting else evaluated_averages(callbacks, self.dataflow.trained_roles)
         return checkpoints.load(
@@ -144,7 +152,7 @@ class CheckpointStrategy(ProcessStrategy):
         return checkpoints.TrainedModels(
             pool=self.pool,
             algorithm=type(module).__name__,
-            optimizers=optimizers if self._fitting else {},
+            optimizers=optimizers,
             tokenizer=tokenizer,
             rank=self.global_rank,
             world_size=self.world_size,

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
@@ -90,6 +90,7 @@ class ProcessStrategy(ModelParallelStrategy):
         super().connect(model)
         trainer: Any = model.trainer
         _refuse_foreign_callbacks(trainer)
+        _refuse_foreign_data(trainer)
         if self.dataflow is not None:
             refuse_weight_averaging(trainer.callbacks, type(model).__name__)
         if self.dataflow is not None and (trainer.gradient_clip_val or trainer.accumulate_grad_batches != 1):
@@ -244,4 +245,17 @@ def _refuse_foreign_callbacks(trainer: Trainer) -> None:
         f"Trainer(callbacks=[...]) takes callbacks of Lightning, and a {kind.__name__} is one of {kind.__module__}: it "
         f"has none of their hooks; write a lightning.pytorch.Callback, whose on_train_batch_end(trainer, pl_module, "
         f"outputs, batch, batch_idx) comes after every step, or leave it out"
+    )
+
+
+def _refuse_foreign_data(trainer: Any) -> None:
+    """Raise ConfigError for rows or a loader where a data module is to be given. Of a list Lightning itself says it."""
+    given = trainer.datamodule
+    if given is None or isinstance(given, LightningDataModule):
+        return
+    trainer.datamodule = None  # Lightning has it take note of errors, too
+    raise ConfigError(
+        f"datamodule= takes a LightningDataModule, and this is a {type(given).__name__}; give rows as "
+        f"PromptDataModule(rows, batch_size=...), or another data module of lightning_realloc, and a loader as "
+        f"train_dataloaders="
     )

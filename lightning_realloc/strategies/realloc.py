@@ -216,6 +216,7 @@ class ReallocStrategy(SteppingStrategy):
             if self.runner.has_failed:
                 self._runner = self._make_runner(module, self._pool)
         else:
+            self.optimizers = []  # of the models that go
             self._pool = self._builder().build(self._plan_source)
             self._placed_module = module
             self._runner = self._make_runner(module, self._pool)

@@ -280,8 +280,11 @@ def test_models_with_the_wrong_head_are_refused(tmp_path: Path) -> None:
     language_model = saved(tiny_model("llama"), tmp_path / "lm", byte_tokenizer())
     many = tiny_scorer("llama", num_labels=3)
     classes = AutoModelForTokenClassification.from_config(many.config)
+    scorer = saved(tiny_scorer("llama"), tmp_path / "scorer", byte_tokenizer())
     for settings, message in (
         ({"reward": language_model}, "reward is not trained here and brings no weights for score.weight"),
+        ({"actor": scorer}, "scorer' brings no weights for lm_head.weight, and random ones say nothing; give a model"),
+        ({"actor": tiny_scorer("llama")}, "actor is a LlamaForSequenceClassification, which has no head that says"),
         ({"reward": tiny_model("llama")}, "reward is not trained here and brings no weights for score"),
         ({"reward": many}, "reward is a classifier of 3 labels; give one with num_labels=1"),
         ({"critic": classes}, "critic is a classifier of 3 labels; give one with num_labels=1"),

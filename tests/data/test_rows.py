@@ -64,6 +64,11 @@ def test_other_unreadable_sources_are_refused(tmp_path: Path) -> None:
         read_rows(tmp_path / "binary.jsonl")
     with pytest.raises(DataError, match=r"row 0 of the data set must be a mapping .* str"):
         read_rows(["text"])  # type: ignore[list-item]
+    columns: Any = {"prompt": ["a", "b"]}
+    splits: Any = {"train": Dataset.from_dict(columns)}
+    for table, way_out in ((columns, "give columns as rows"), (splits, r"give one: data\['train'\]")):
+        with pytest.raises(DataError, match=rf"row 0 of the data set must be a mapping .* str; .*{way_out}"):
+            read_rows(table)
     with pytest.raises(DataError, match="the data set holds no rows"):
         read_rows([])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, Qwen3Config
 
-from lightning_realloc import PPO, cli
+from lightning_realloc import GRPO, PPO, cli
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.report.model_source import read_roles
 from lightning_realloc.report.plan_request import parse_request
@@ -97,6 +97,30 @@ def test_a_reward_model_takes_part_where_it_is_named_or_a_critic_is_trained() ->
         calls = [call.name for call in parse_request([*arguments, *common]).dataflow.calls]
         assert ("reward.infer" in calls) == scores
         assert "judge" in calls or arguments[1] == "ppo"
+
+
+@pytest.mark.parametrize(("name", "kind"), [("ppo", PPO), ("grpo", GRPO)])
+def test_several_reward_models_are_asked_about_as_a_run_has_them(
+    capsys: pytest.CaptureFixture[str], name: str, kind: type[PPO] | type[GRPO]
+) -> None:
+    config = LlamaConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=4)
+    models = ("--algorithm", name, "--actor", TINY, "--reward", SMALLER, "--model", f"reward_2={TINY}")
+    request = parse_request([*models, *SMALL])
+
+    ours, runs = request.dataflow, kind(config, [config, config]).dataflow
+    assert {call.name for call in ours.calls} == {call.name for call in runs.calls}
+    for call in ("reward.infer", "reward_2.infer", "judge"):
+        assert ours.call(call) == runs.call(call)
+    both = read_roles(request.sources, request.dataflow, is_priced=True)
+    assert both["reward"].model != both["reward_2"].model and both["reward_2"].model != both["actor"].model
+    assert re.search(r"^  reward_2.infer ", ask(capsys, *models, *SMALL, "--seconds", "0.2"), re.M)
+
+
+def test_reward_models_are_numbered_without_a_gap() -> None:
+    common = ("--actor", TINY, *SMALL, "--model")
+    text = refused(*common, f"reward_3={TINY}", "--reward", SMALLER)
+    assert "these are reward, reward_3; name them in order: --model reward=..., --model reward_2=..." in text
+    assert "sft has no role 'reward_2'" in refused("--algorithm", "sft", *common, f"reward_2={TINY}", "--reward", TINY)
 
 
 def test_adapters_that_cannot_be_read_are_refused() -> None:

@@ -103,6 +103,7 @@ def test_a_start_tells_what_would_make_every_test_fail(caplog: pytest.LogCapture
         ({"workers": 0}, [], "workers=0 must be above 0"),
         ({}, [[]], "column 'tests' needs a test or more for every prompt"),
         ({}, [[3]], "must be Python, or a mapping with 'input' and 'output'; it is 3"),
+        ({}, [3], "must be Python, or a mapping with 'input' and 'output'; it is 3"),
         ({}, [{"input": "3"}], "must be Python, or a mapping"),
     ],
 )

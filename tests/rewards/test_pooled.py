@@ -96,6 +96,15 @@ def test_a_failure_ends_the_run_where_that_is_the_policy_and_nothing_is_left() -
         assert reward.pids == () and wait_until_gone(pids) == []
 
 
+def test_a_run_that_is_to_end_does_not_wait_for_the_other_completions() -> None:
+    with pooled(workers=1, deadline_s=1.0) as reward:
+        reward.start()
+        began = time.monotonic()
+        with pytest.raises(RewardError, match="1 of 61 completions could not be judged"):
+            judge(reward, ["raise"] + ["hang"] * 60)
+        assert time.monotonic() - began < 10  # and not a deadline for each of them
+
+
 def test_masking_ends_where_nothing_can_be_judged_any_more() -> None:
     with pooled(workers=1, on_failure="mask", give_up_after=2) as reward:
         assert all(isinstance(outcome, Failed) for outcome in judge(reward, ["raise", "raise"]))

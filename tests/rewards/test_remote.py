@@ -142,6 +142,14 @@ def test_a_server_that_fails_midway_costs_the_samples_of_its_request() -> None:
     assert len(log.requests) == 2 + 4  # one of them four times
 
 
+def test_a_run_that_is_to_end_does_not_ask_about_the_other_completions() -> None:
+    with reward_server(lambda number, asked: Answer(400 if asked["completions"] == ["a"] else 200)) as log:
+        reward = RemoteReward(log.url, batch_size=1, concurrency=1, name="judge")
+        with pytest.raises(RewardError, match=r"judge: 1 of 40 completions could not be judged; http.* answered 400"):
+            judge(reward, ["a"] + ["b"] * 39)
+        assert len(log.requests) < 30
+
+
 def test_a_server_that_is_gone_ends_the_run_even_where_failures_are_masked() -> None:
     with reward_server() as log:
         reward = RemoteReward(log.url, retries=Retries(count=0), on_failure="mask", give_up_after=2)

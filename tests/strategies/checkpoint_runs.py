@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,21 @@ def run_parts(parts: Sequence[Part], world_size: int) -> list[list[dict[str, flo
             fitted.save_checkpoint(part.save)
         logged.append(record.logged)
     return logged
+
+
+def save_after(what: str, folder: Path, world_size: int, *, ckpt_path: Path | None = None) -> str:
+    """Train for two iterations, evaluate, and save; return the warning about what is not in the checkpoint."""
+    L.seed_everything(0, verbose=False)
+    part = Part(runs.calls(actor_train="fsdp2"), 2)
+    fitted = runs.trainer(ReallocStrategy(part.plan), world_size, max_steps=part.max_steps, max_epochs=-1)
+    loader, module = BatchLoader(table(responses=True), batch_size=BATCH_SIZE, seed=5), make_module(part)
+    fitted.fit(module, loader)
+    fitted.save_checkpoint(folder / "fitted")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        getattr(fitted, what)(module, loader, ckpt_path=ckpt_path)
+        fitted.save_checkpoint(folder / "evaluated")
+    return " ".join(str(warning.message) for warning in caught if "no run can go on" in str(warning.message))
 
 
 def replicated_weights(part: Part, world_size: int) -> dict[str, Tensor]:

@@ -443,6 +443,21 @@ def test_callbacks_of_transformers_are_refused_and_a_lone_model_needs_no_name(
     assert {"config.json", "model.safetensors"} <= set(files)
 
 
+def loader_as_datamodule() -> str:
+    """Return what is said of a loader that is given as a data module."""
+    loader: Any = torch.utils.data.DataLoader([{"prompt": "a", "completion": "b"}])
+    try:
+        runs.trainer(ReallocStrategy(), 1).fit(runs.sft(), datamodule=loader)
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_loader_as_a_data_module_is_refused(workers: WorkerPool) -> None:
+    (said,) = workers.run(loader_as_datamodule, world_size=1, init_process_group=False)
+    assert "datamodule= takes a LightningDataModule, and this is a DataLoader; give rows as PromptDataModule(" in said
+
+
 def seeds() -> tuple[int, int, list[int]]:
     """Return the seeds that a run goes by whose ranks seed themselves apart, and its order of rows."""
     L.seed_everything(7 + int(os.environ["RANK"]), verbose=False)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.strategies.checkpoint_runs import (
     resume_with_hyperparameters,
     run_parts,
     run_plain_module,
+    save_after,
     save_onto,
     save_weights_only,
 )
@@ -246,6 +248,25 @@ def test_weights_alone_are_enough_to_validate_and_not_to_resume(workers: WorkerP
 
     for refusal in answers:
         assert "holds no optimizer state for 'actor' (saved with save_weights_only?)" in refusal
+
+
+def test_what_is_saved_after_an_evaluation_is_what_the_fit_left(workers: WorkerPool, tmp_path: Path) -> None:
+    said = workers.run(save_after, "validate", tmp_path, 2, world_size=2, init_process_group=False)
+
+    assert said == ["", ""]
+    fitted = contents(tmp_path / "fitted")
+    assert any("exp_avg" in name for name in fitted)
+    assert differences(contents(tmp_path / "evaluated"), fitted) == {}
+
+
+def test_weights_that_were_read_after_the_fit_are_saved_alone_and_it_is_said(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    save = partial(save_after, ckpt_path=tmp_path / "fitted")
+    said = workers.run(save, "validate", tmp_path, 2, world_size=2, init_process_group=False)
+
+    assert "no run can go on from" in said[0] and "it holds weights alone" in said[0]
+    assert not any("exp_avg" in name for name in contents(tmp_path / "evaluated"))
 
 
 def test_load_from_checkpoint_says_what_to_do_instead() -> None:
