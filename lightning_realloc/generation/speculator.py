@@ -153,10 +153,9 @@ class Speculator:
         if self._worths:
             self._gained_s = sum(worth * len(own) for worth, own in zip(self._worths, emitted, strict=True))
         # What a draft was cut off from tells something, too: a token there was right where the target drew the same.
-        told = self._drafts if self._anticipates else verified
-        few = range(self._num_steps % -(-len(told) // _FEW), len(told), -(-len(told) // _FEW)) if told else ()
-        for row in few:  # of many samples some are enough, others in every step
-            draft, tokens = told[row], emitted[row]
+        every = max(-(-len(self._drafts) // _FEW), 1)
+        for row in range(self._num_steps % every, len(self._drafts), every):  # of many samples some are enough
+            draft, tokens = self._drafts[row], emitted[row]
             known = min(len(draft), len(tokens))
             stood = next((i for i in range(known) if draft.tokens[i] != tokens[i]), known)
             self._rates.learn(draft.kinds[:known], stood)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -260,6 +261,16 @@ def test_adaptive_rejection_refuses_a_drafter_whose_estimates_tell_of_the_token(
     engine = GenerationEngine(target(), speculation=adaptive, drafter=Anticipating(VOCABULARY))
     with pytest.raises(GenerationError, match="the estimates of Anticipating do; use verification='match'"):
         engine.generate([[5]])
+
+
+@pytest.mark.parametrize("drafter", ["model", "history"])
+def test_adaptive_rejection_drafts_after_steps_without_drafts(drafter: str) -> None:
+    # Every step takes a tick, whatever it reads: after a first dozen of plain steps drafts pay.
+    engine = speculating(target(), drafter, None, "reject", clock=itertools.count().__next__)
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    completions = engine.generate(prompts_of(6), params)
+    assert [len(completion.token_ids) for completion in completions] == [60] * 6
+    assert engine.stats.accepted_tokens > 0
 
 
 # ---- the rest of what a response is
