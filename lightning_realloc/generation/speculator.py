@@ -15,7 +15,7 @@ from lightning_realloc.generation.remaining_lengths import RemainingLengths
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.sampling import SamplingParams
 from lightning_realloc.generation.speculation import Speculation
-from lightning_realloc.generation.step_costs import effective_tokens
+from lightning_realloc.generation.step_costs import LEAST_S, effective_tokens
 from lightning_realloc.generation.verification import NO_DRAFT, Draft, Verification
 
 _SETTLED = 6
@@ -258,7 +258,7 @@ class Speculator:
         agreed = iter(seconds if self._agree is None else self._agree(seconds))
         costs = self._planner.costs
         for seen in self._observations:
-            step_s, drafting_s = next(agreed), next(agreed)
+            step_s, drafting_s = max(next(agreed), LEAST_S), max(next(agreed), 0.0)
             if seen.drafted:
                 self._payoff.learn(seen.num_rows, seen.gained_s, step_s + drafting_s)
             if seen.num_tokens > seen.num_rows:

@@ -263,6 +263,12 @@ def test_adaptive_rejection_refuses_a_drafter_whose_estimates_tell_of_the_token(
         engine.generate([[5]])
 
 
+def test_a_clock_that_stands_still_stops_no_generation() -> None:
+    engine = speculating(target(), "ngram", None, clock=lambda: 0.0)
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    assert [len(completion.token_ids) for completion in engine.generate(prompts_of(3), params)] == [40] * 3
+
+
 @pytest.mark.parametrize("drafter", ["model", "history"])
 def test_adaptive_rejection_drafts_after_steps_without_drafts(drafter: str) -> None:
     # Every step takes a tick, whatever it reads: after a first dozen of plain steps drafts pay.
