@@ -95,6 +95,11 @@ class Payoff:
             return True
         return False
 
+    def pays(self, num_rows: int) -> bool:
+        """Whether drafting gained in the last trials, and does in this one so far."""
+        record = self._record(num_rows)
+        return record.balance > 0.0 and record.trial >= 0.0
+
     def tries_again(self, num_rows: int) -> bool:
         """Whether the next step with drafts is the first one after a rest."""
         record = self._record(num_rows)

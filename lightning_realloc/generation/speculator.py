@@ -126,15 +126,16 @@ class Speculator:
         self.drafter.begin(samples, rule, num_slots)
         return rule
 
-    def propose(self, running: Sequence[Sample], *, is_tail: bool = False) -> list[Draft]:
+    def propose(self, running: Sequence[Sample], *, is_tail: bool = False, reads_prompts: bool = False) -> list[Draft]:
         """Return what to verify behind each running sample's last token; empty drafts where that does not pay.
 
         ``is_tail``: no sample waits for a slot, so that the one which takes longest decides when all are done.
+        ``reads_prompts``: so does this step, and how long it takes will say nothing about drafting.
         """
         self._num_steps += 1
         if self._speculation.num_draft_tokens is not None:
             chosen = self._draft_fixed(running, self._speculation.num_draft_tokens)
-        elif self._rests(len(running)):
+        elif self._rests(len(running)) or (reads_prompts and not self._payoff.pays(len(running))):
             self._take_no_drafts()
             chosen = [NO_DRAFT] * len(running)
         else:

@@ -85,3 +85,13 @@ def test_the_first_draft_after_a_rest_is_told_apart() -> None:
     assert payoff.tries_again(1)
     payoff.learn(1, 0.5, 1.0)
     assert not payoff.tries_again(1)
+
+
+def test_whether_drafting_pays_is_what_the_last_trials_say_and_this_one_so_far() -> None:
+    payoff = Payoff()
+    assert not payoff.pays(8)
+    for _ in range(8):
+        payoff.learn(8, 1.5, 1.0)
+    assert payoff.pays(8)
+    payoff.learn(8, 0.9, 1.0)
+    assert not payoff.pays(8)
