@@ -28,8 +28,14 @@ class StepCosts:
     What is told of costs changes every few observations only, so that telling takes microseconds.
     """
 
-    def __init__(self, *, rate: float = 0.1, drift_rate: float = 0.1, refit_every: int = 16) -> None:
-        """Weigh a new observation of a size by ``rate``, and of the machine's speed by ``drift_rate``."""
+    def __init__(
+        self, *, rate: float = 0.1, drift_rate: float = 0.1, refit_every: int = 16, told_from: int = _FIRST
+    ) -> None:
+        """Weigh a new observation of a size by ``rate``, and of the machine's speed by ``drift_rate``.
+
+        ``told_from``: steps of a size before it is told; 1 where steps are too few to wait.
+        """
+        self._told_from = told_from
         self._rate = rate
         self._drift_rate = drift_rate
         self._refit_every = refit_every
@@ -63,8 +69,10 @@ class StepCosts:
             if self.known and num_tokens < self._sizes[-1]:  # a hiccup must not pass for what a new size takes
                 seen = min(seen, 2.0 * float(self.seconds(num_tokens)) / self._scale)
             self._means[bucket] = [float(num_tokens), seen, 1.0]
+            if self._told_from == 1:
+                self._refit()
             return
-        if mean[2] < _FIRST:
+        if mean[2] < self._told_from:
             mean[1] = min(mean[1], seconds / self._scale)
             mean[2] += 1.0
             self._refit()
@@ -91,7 +99,7 @@ class StepCosts:
         return list(zip(self._sizes.tolist(), self._seconds.tolist(), strict=True))
 
     def _refit(self) -> None:
-        told = sorted(mean for mean in self._means.values() if mean[2] >= _FIRST)
+        told = sorted(mean for mean in self._means.values() if mean[2] >= self._told_from)
         self._sizes, means, _ = np.array(told).T
         # Larger steps do not take less time: the mean of the two nearest rising sequences around what was seen.
         rising = (np.maximum.accumulate(means) + np.minimum.accumulate(means[::-1])[::-1]) / 2

@@ -221,8 +221,7 @@ def _end_on_the_way() -> tuple[list[int], MigrationStats]:
         engine = GenerationEngine(tiny_model("llama"), peers=peers, clock=lambda: 0.0)
         assert engine._migration is not None
         engine._migration.pace.bytes_per_s = 1e-6  # the bulk is thought to travel for ever
-        for _ in range(2):
-            engine._migration.pace.steps.observe(1, 1.0)
+        engine._migration.pace.steps.observe(1, 1.0)
         params = SamplingParams(max_new_tokens=10, ignore_eos=True)
         made = engine.generate([[5 + rank]], params, sample_ids=[rank])
     peers.mailbox.let_go(0)
