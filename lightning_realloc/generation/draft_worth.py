@@ -95,10 +95,15 @@ class Payoff:
             return True
         return False
 
-    def tries_again(self, num_rows: int) -> bool:
-        """Whether the next step with drafts is the first one after a rest."""
+    def pays(self, num_rows: int) -> bool:
+        """Whether drafting gained in the last trials, and does in this one so far."""
         record = self._record(num_rows)
-        return record.balance < 0.0 and not record.num_steps
+        return record.balance > 0.0 and record.trial >= 0.0
+
+    def tries_again(self, num_rows: int) -> bool:
+        """Whether the next step with drafts is the first one after a rest, or those since then gained."""
+        record = self._record(num_rows)
+        return record.balance < 0.0 and (not record.num_steps or record.trial > 0.0)
 
     def learn(self, num_rows: int, gained_s: float, spent_s: float) -> None:
         """Take a step with drafts, which did in ``spent_s`` what plain steps do in ``gained_s``."""
@@ -113,6 +118,8 @@ class Payoff:
             rate = max(_RATE, 1.0 / record.num_trials) * share
             record.balance += rate * (record.trial / record.num_steps - record.balance)
             record.steps_since_pause += record.num_steps
+            if record.trial > 0.0:
+                record.num_rests = 0
             record.trial, record.num_steps = 0.0, 0
             doubt = 0.0 if is_glaring else _NOISE / math.sqrt(record.num_trials)
             record.rest = _rest(record, doubt)

@@ -29,7 +29,7 @@ class Pace:
 
     def __init__(self) -> None:
         """Know guesses, and of steps nothing."""
-        self.steps = StepCosts()
+        self.steps = StepCosts(told_from=1)
         """By rows; drafting included."""
         self.tokens_per_row_step = 1.0
         self.bytes_per_s = 1e9

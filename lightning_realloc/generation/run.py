@@ -230,7 +230,8 @@ class GenerationRun:
             self._scheduler.add(Prompt(-1 - indices[0], self._samples[indices[0]].position, tuple(indices)))
 
     def _forward(self, prefills: Sequence[Prefill], running: Sequence[Sample]) -> None:
-        drafts = self._speculator.propose(running, is_tail=not self._scheduler.num_waiting) if running else []
+        is_tail = not self._scheduler.num_waiting
+        drafts = self._speculator.propose(running, is_tail=is_tail, reads_prompts=bool(prefills)) if running else []
         begin = self._speculator.clock()
         rows = [Row((sample.last_token, *draft.tokens), sample.position)
                 for sample, draft in zip(running, drafts, strict=True)]  # fmt: skip

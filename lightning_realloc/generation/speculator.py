@@ -15,7 +15,7 @@ from lightning_realloc.generation.remaining_lengths import RemainingLengths
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.sampling import SamplingParams
 from lightning_realloc.generation.speculation import Speculation
-from lightning_realloc.generation.step_costs import effective_tokens
+from lightning_realloc.generation.step_costs import LEAST_S, effective_tokens
 from lightning_realloc.generation.verification import NO_DRAFT, Draft, Verification
 
 _SETTLED = 6
@@ -128,15 +128,16 @@ class Speculator:
         self.drafter.begin(samples, rule, num_slots)
         return rule
 
-    def propose(self, running: Sequence[Sample], *, is_tail: bool = False) -> list[Draft]:
+    def propose(self, running: Sequence[Sample], *, is_tail: bool = False, reads_prompts: bool = False) -> list[Draft]:
         """Return what to verify behind each running sample's last token; empty drafts where that does not pay.
 
         ``is_tail``: no sample waits for a slot, so that the one which takes longest decides when all are done.
+        ``reads_prompts``: so does this step, and how long it takes will say nothing about drafting.
         """
         self._num_steps += 1
         if self._speculation.num_draft_tokens is not None:
             chosen = self._draft_fixed(running, self._speculation.num_draft_tokens)
-        elif self._rests(len(running)):
+        elif self._rests(len(running)) or (reads_prompts and not self._payoff.pays(len(running))):
             self._take_no_drafts()
             self._foresee(running)
             chosen = [NO_DRAFT] * len(running)
@@ -156,9 +157,8 @@ class Speculator:
         if self._worths:
             self._gained_s = sum(worth * len(own) for worth, own in zip(self._worths, emitted, strict=True))
         # What a draft was cut off from tells something, too: a token there was right where the target drew the same.
-        told = self._drafts if self._anticipates else verified
-        for row in self._few(len(told)) if told else ():
-            self._learn_of(told[row], emitted[row], self._limits[row])
+        for row in self._few(len(self._drafts)):
+            self._learn_of(self._drafts[row], emitted[row], self._limits[row])
         if self._foreseen:
             self._learn_of_foreseen()
 
@@ -275,7 +275,7 @@ class Speculator:
 
     def _few(self, num_rows: int) -> range:
         """Return samples to learn from in this step, others in every step."""
-        stride = -(-num_rows // _FEW)
+        stride = max(-(-num_rows // _FEW), 1)
         return range(self._num_steps % stride, num_rows, stride)
 
     def _rests(self, num_rows: int) -> bool:
@@ -300,7 +300,7 @@ class Speculator:
         agreed = iter(seconds if self._agree is None else self._agree(seconds))
         costs = self._planner.costs
         for seen in self._observations:
-            step_s, drafting_s = next(agreed), next(agreed)
+            step_s, drafting_s = max(next(agreed), LEAST_S), max(next(agreed), 0.0)
             if seen.drafted:
                 self._payoff.learn(seen.num_rows, seen.gained_s, step_s + drafting_s)
             if seen.num_tokens > seen.num_rows:

@@ -11,20 +11,31 @@ PADDING_SHARE = 0.12
 tokens to the longest draft. Measured on CPU: 0.16 to 0.23 for 4 million weights, 0.08 to 0.16 for 40 million."""
 _MOST_DRIFT = 1.5
 """One observation counts for no more than so much of a change of the machine's speed."""
+LEAST_S = 1e-9
+"""Of a step, where a coarse clock has not moved, or a wrong one went back."""
+_FIRST = 2
+"""Steps of a size before it is told, as the faster one of them."""
 
 
 class StepCosts:
     """Seconds of a step by its number of tokens, learnt from steps as they run.
 
-    Sizes of about the same logarithm share a mean. Between two of them the seconds are interpolated; beyond the largest
-    one they are taken to stay as they are, so that a size never tried is tried once it could pay. A machine that gets
-    slower or faster moves all means at once.
+    Sizes of about the same logarithm share a mean, which counts from the second step on: the first one also pays for
+    what is set up once. Between two of them the seconds are interpolated; beyond the largest one they are taken to stay
+    as they are, so that a size never tried is tried once it could pay. A machine that gets slower or faster moves all
+    means at once.
 
     What is told of costs changes every few observations only, so that telling takes microseconds.
     """
 
-    def __init__(self, *, rate: float = 0.1, drift_rate: float = 0.1, refit_every: int = 16) -> None:
-        """Weigh a new observation of a size by ``rate``, and of the machine's speed by ``drift_rate``."""
+    def __init__(
+        self, *, rate: float = 0.1, drift_rate: float = 0.1, refit_every: int = 16, told_from: int = _FIRST
+    ) -> None:
+        """Weigh a new observation of a size by ``rate``, and of the machine's speed by ``drift_rate``.
+
+        ``told_from``: steps of a size before it is told; 1 where steps are too few to wait.
+        """
+        self._told_from = told_from
         self._rate = rate
         self._drift_rate = drift_rate
         self._refit_every = refit_every
@@ -36,27 +47,34 @@ class StepCosts:
 
     @property
     def known(self) -> bool:
-        """Whether anything was observed."""
-        return bool(self._means)
+        """Whether any size was observed often enough to be told."""
+        return bool(len(self._sizes))
 
     @property
     def smallest(self) -> float | None:
-        """The smallest size that was observed."""
-        return min(size for size, *_ in self._means.values()) if self._means else None
+        """The smallest size that is told."""
+        return float(self._sizes[0]) if self.known else None
 
     def knows(self, size: float) -> bool:
-        """Whether a step of about this size was observed, half as large again or two thirds as large at most."""
-        return any(size <= 1.5 * seen and seen <= 1.5 * size for seen, *_ in self._means.values())
+        """Whether steps of about this size were observed, half as large again or two thirds as large at most."""
+        return any(size <= 1.5 * seen and seen <= 1.5 * size for seen in self._sizes.tolist())
 
     def observe(self, num_tokens: float, seconds: float) -> None:
         """Take the seconds of one step."""
+        seconds = max(seconds, LEAST_S)
         bucket = _bucket(num_tokens)
         mean = self._means.get(bucket)
         if mean is None:
             seen = seconds / self._scale
-            if self._means and num_tokens < self._sizes[-1]:  # a hiccup must not pass for what a new size takes
+            if self.known and num_tokens < self._sizes[-1]:  # a hiccup must not pass for what a new size takes
                 seen = min(seen, 2.0 * float(self.seconds(num_tokens)) / self._scale)
             self._means[bucket] = [float(num_tokens), seen, 1.0]
+            if self._told_from == 1:
+                self._refit()
+            return
+        if mean[2] < self._told_from:
+            mean[1] = min(mean[1], seconds / self._scale)
+            mean[2] += 1.0
             self._refit()
             return
         ratio = seconds / (self._scale * mean[1])
@@ -72,7 +90,7 @@ class StepCosts:
 
     def seconds(self, num_tokens: float | np.ndarray) -> np.ndarray:
         """Return the expected seconds of steps of these sizes; 1 where nothing is known."""
-        if not self._means:
+        if not self.known:
             return np.ones_like(np.asarray(num_tokens, dtype=float))
         return np.asarray(np.interp(num_tokens, self._sizes, self._seconds))
 
@@ -81,7 +99,8 @@ class StepCosts:
         return list(zip(self._sizes.tolist(), self._seconds.tolist(), strict=True))
 
     def _refit(self) -> None:
-        self._sizes, means, _ = np.array(sorted(self._means.values())).T
+        told = sorted(mean for mean in self._means.values() if mean[2] >= self._told_from)
+        self._sizes, means, _ = np.array(told).T
         # Larger steps do not take less time: the mean of the two nearest rising sequences around what was seen.
         rising = (np.maximum.accumulate(means) + np.minimum.accumulate(means[::-1])[::-1]) / 2
         self._seconds = self._scale * rising

@@ -39,7 +39,7 @@ def fixed_depth_s(depth: int, num_rows: int, chance: float, seconds_of: Callable
 def planner_that_knows(num_rows: int, chance: float, seconds_of: Callable[[np.ndarray], np.ndarray]) -> DraftPlanner:
     """Return a planner that has seen drafts of all lengths, and steps of all sizes."""
     planner, rng = DraftPlanner(MAX_DEPTH, costs_a_forward=False), np.random.default_rng(1)
-    for rows in range(1, num_rows + 1):
+    for rows in sorted([*range(1, num_rows + 1)] * 2):
         planner.costs.plain.observe(rows, float(seconds_of(np.array(rows))))
     for size in rng.integers(num_rows, num_rows * (1 + MAX_DEPTH), 400, endpoint=True).tolist():
         planner.costs.verifying.observe(size, float(seconds_of(np.array(size))))
@@ -47,6 +47,12 @@ def planner_that_knows(num_rows: int, chance: float, seconds_of: Callable[[np.nd
         stood = int((rng.random(MAX_DEPTH) < chance).cumprod().sum())
         planner.profile.learn(MAX_DEPTH, stood, depth=MAX_DEPTH, room=stood + 1)
     return planner
+
+
+def observe_twice(costs: StepCosts, size: float, seconds: float) -> None:
+    """Show the seconds of two steps of a size: of one alone nothing is told."""
+    for _ in range(2):
+        costs.observe(size, seconds)
 
 
 @pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
@@ -143,7 +149,7 @@ def test_step_costs_are_within_15_percent_after_50_noisy_steps_and_again_after_t
 def test_step_costs_never_fall_with_size_and_stay_flat_beyond_what_was_tried() -> None:
     costs = StepCosts()
     for size, seconds in ((1, 1.0), (8, 0.7), (16, 2.0), (4, 3.0)):
-        costs.observe(size, seconds)
+        observe_twice(costs, size, seconds)
     curve = costs.seconds(np.arange(1, 64))
     assert (np.diff(curve) >= 0).all()
     assert curve[-1] == curve[20]
@@ -151,9 +157,26 @@ def test_step_costs_never_fall_with_size_and_stay_flat_beyond_what_was_tried() -
 
 def test_costs_between_two_sizes_lie_between_theirs() -> None:
     costs = StepCosts()
-    costs.observe(4, 1.0)
-    costs.observe(12, 3.0)
+    observe_twice(costs, 4, 1.0)
+    observe_twice(costs, 12, 3.0)
     assert float(costs.seconds(8)) == pytest.approx(2.0)
+
+
+def test_the_first_step_of_a_size_does_not_tell_what_it_takes() -> None:
+    costs = StepCosts()
+    observe_twice(costs, 4, 1.0)
+    for size in (2, 12):
+        costs.observe(size, 300.0)  # kernels are loaded, say
+        assert float(costs.seconds(size)) == 1.0
+    costs.observe(12, 3.0)
+    assert float(costs.seconds(12)) == pytest.approx(3.0)
+
+
+def test_a_clock_that_stands_still_or_goes_back_costs_next_to_nothing() -> None:
+    costs = StepCosts()
+    for seconds in (0.0, -1.0, 0.0, 0.0):
+        costs.observe(4, seconds)
+    assert 0.0 < float(costs.seconds(4)) < 1e-6
 
 
 def test_rates_of_a_kind_go_from_what_all_kinds_do_to_what_it_does() -> None:

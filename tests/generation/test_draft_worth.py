@@ -85,3 +85,25 @@ def test_the_first_draft_after_a_rest_is_told_apart() -> None:
     assert payoff.tries_again(1)
     payoff.learn(1, 0.5, 1.0)
     assert not payoff.tries_again(1)
+
+
+def test_a_trial_that_gains_goes_on_and_the_next_rest_is_short() -> None:
+    payoff = Payoff()
+    share_of_rests(payoff, 8, 0.5, steps=5000)
+    while payoff.rests(8):
+        pass
+    for _ in range(7):
+        payoff.learn(8, 1.5, 1.0)
+        assert payoff.tries_again(8)
+    payoff.learn(8, 1.5, 1.0)
+    assert sum(payoff.rests(8) for _ in range(500)) == 32
+
+
+def test_whether_drafting_pays_is_what_the_last_trials_say_and_this_one_so_far() -> None:
+    payoff = Payoff()
+    assert not payoff.pays(8)
+    for _ in range(8):
+        payoff.learn(8, 1.5, 1.0)
+    assert payoff.pays(8)
+    payoff.learn(8, 0.9, 1.0)
+    assert not payoff.pays(8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from lightning_realloc.generation.draft_model import ModelDrafter, first_blocks
 from lightning_realloc.generation.drafting import Chance, Drafter, HistoryDrafter, NgramDrafter
 from lightning_realloc.generation.noise import sample_key
 from lightning_realloc.generation.samples import Sample
+from lightning_realloc.generation.speculator import Speculator
 from lightning_realloc.generation.verification import Draft, Rejection
 from tests.generation.markov import VOCABULARY, drafter_model, markov_text, target
 from tests.models import byte_tokenizer, tiny_model
@@ -260,6 +262,42 @@ def test_adaptive_rejection_refuses_a_drafter_whose_estimates_tell_of_the_token(
     engine = GenerationEngine(target(), speculation=adaptive, drafter=Anticipating(VOCABULARY))
     with pytest.raises(GenerationError, match="the estimates of Anticipating do; use verification='match'"):
         engine.generate([[5]])
+
+
+def test_a_clock_that_stands_still_stops_no_generation() -> None:
+    engine = speculating(target(), "ngram", None, clock=lambda: 0.0)
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    assert [len(completion.token_ids) for completion in engine.generate(prompts_of(3), params)] == [40] * 3
+
+
+def test_drafting_is_tried_in_steps_that_read_no_prompts_until_it_pays() -> None:
+    # Others tell nothing of what drafting costs: with a queue, a trial in vain would last as long as that does.
+    clock = itertools.count()
+    speculator = Speculator(Speculation(drafter="none"), RandomDrafter(VOCABULARY), clock=lambda: float(next(clock)))
+    samples = [Sample(i, i, [5], 10_000, sample_key(0, i)) for i in range(4)]
+    speculator.begin(samples, SamplingParams(), 4)
+
+    def num_drafted(reads_prompts: bool, *, stands: bool) -> int:
+        drafts = speculator.propose(samples, reads_prompts=reads_prompts)
+        speculator.learn(drafts, [[*draft.tokens, 1] if stands else [1] for draft in drafts])
+        if not reads_prompts:
+            speculator.time_step(drafts, 10.0)
+        return sum(map(len, drafts))
+
+    assert not any(num_drafted(False, stands=False) for _ in range(12))
+    assert not any(num_drafted(True, stands=False) for _ in range(100))
+    assert sum(num_drafted(False, stands=True) for _ in range(40))
+    assert sum(num_drafted(True, stands=True) for _ in range(40))
+
+
+@pytest.mark.parametrize("drafter", ["model", "history"])
+def test_adaptive_rejection_drafts_after_steps_without_drafts(drafter: str) -> None:
+    # Every step takes a tick, whatever it reads: after a first dozen of plain steps drafts pay.
+    engine = speculating(target(), drafter, None, "reject", clock=itertools.count().__next__)
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    completions = engine.generate(prompts_of(6), params)
+    assert [len(completion.token_ids) for completion in completions] == [60] * 6
+    assert engine.stats.accepted_tokens > 0
 
 
 # ---- the rest of what a response is
