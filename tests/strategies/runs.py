@@ -212,6 +212,12 @@ def options(**settings: Any) -> TrainOptions:
     return TrainOptions(**settings)
 
 
+def mean_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """Return how far apart the entries of two sets of weights are on average."""
+    total = sum(float((ours[name] - theirs[name]).abs().sum()) for name in ours)
+    return total / sum(weight.numel() for weight in ours.values())
+
+
 def largest_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
     """Return how far apart two sets of weights are at most."""
     assert ours.keys() == theirs.keys(), f"only in one: {ours.keys() ^ theirs.keys()}"

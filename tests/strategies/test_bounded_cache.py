@@ -27,7 +27,9 @@ def test_iterations_learn_the_same_with_a_bound_on_the_cache(workers: WorkerPool
     plain, bounded = (run(workers, layout, bound) for bound in (None, 70_000))
     assert bounded.tokens == plain.tokens
     assert bounded.rewards == plain.rewards
-    assert runs.largest_difference(bounded.weights, plain.weights) < 1e-4
+    # Products of other shapes round differently; near a gradient of 0 Adam makes that a share of its step of 1e-2.
+    assert runs.largest_difference(bounded.weights, plain.weights) < 1e-3
+    assert runs.mean_difference(bounded.weights, plain.weights) < 1e-7
     assert all("preemptions/actor.generate" not in step for step in plain.logged)
     assert all("preemptions/actor.generate" in step for step in bounded.logged)
 
