@@ -43,8 +43,7 @@ class AcceptanceRates:
                 counts = self._counts[kind] = [0.0, 0.0]
             won = index < stood
             for pair in (counts, self._all):
-                pair[0] = _MEMORY * pair[0] + won
-                pair[1] = _MEMORY * pair[1] + 1.0
+                _count(pair, won, _MEMORY)
             overall = self._all[0] / self._all[1]
             self._chances[kind] = (counts[0] + _PRIOR_WEIGHT * overall) / (counts[1] + _PRIOR_WEIGHT)
 
@@ -84,9 +83,9 @@ class DepthProfile:
             room: Tokens that the sample got: of what was drafted behind those nothing is known.
         """
         for place in range(depth):
-            _count(self._reached[place], place < length)
+            _count(self._reached[place], place < length, _DEPTH_MEMORY)
         for place in range(min(stood + 1, depth, room)):
-            _count(self._stood[place], place < stood)
+            _count(self._stood[place], place < stood, _DEPTH_MEMORY)
 
     def outcomes(self) -> list[DepthOutcome]:
         """Return what drafts of at most 1, 2, 3 … tokens come to."""
@@ -105,6 +104,7 @@ class DepthProfile:
         return outcomes
 
 
-def _count(pair: list[float], won: bool) -> None:
-    pair[0] = _DEPTH_MEMORY * pair[0] + won
-    pair[1] = _DEPTH_MEMORY * pair[1] + 1.0
+def _count(pair: list[float], won: bool, memory: float) -> None:
+    """Add to how often something was won and tried; what was there counts ``memory`` times as much from now on."""
+    pair[0] = memory * pair[0] + won
+    pair[1] = memory * pair[1] + 1.0

@@ -22,7 +22,7 @@ from statistics import NormalDist
 import numpy as np
 
 from lightning_realloc.generation.acceptance import DepthOutcome, DepthProfile
-from lightning_realloc.generation.draft_worth import last_ones, token_worths
+from lightning_realloc.generation.draft_worth import COST_OF_TRYING, last_ones, token_worths
 from lightning_realloc.generation.step_costs import SpeculationCosts
 
 PLAN_STEPS = 8
@@ -37,8 +37,6 @@ _CATCHING_UP = 0.7
 """Share of their drifting apart that samples keep: drafts go to those that are behind."""
 _TRIED_AGAIN = 64
 """Plans in a row by which nothing pays, after which one tries a token nevertheless, if that is cheap: times change."""
-_COST_OF_TRYING = 0.005
-"""Share of the seconds without drafts that a try may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +128,7 @@ class DraftPlanner:
         """Count a plan by which nothing pays; return whether it is time to see what a token comes to now."""
         self._num_idle += 1
         self._idle_s += PLAN_STEPS * plain_s
-        if self._num_idle < _TRIED_AGAIN or trying_s - PLAN_STEPS * plain_s > _COST_OF_TRYING * self._idle_s:
+        if self._num_idle < _TRIED_AGAIN or trying_s - PLAN_STEPS * plain_s > COST_OF_TRYING * self._idle_s:
             return False
         self._num_idle, self._idle_s = 0, 0.0
         return True

@@ -20,7 +20,7 @@ _GLARING = 1.0
 """Loss, in seconds per second spent and summed over steps, that ends a trial at once."""
 _PAUSE = 12
 """Plain steps in a row that tell what a plain step takes; the first ones behind verifying steps are slower."""
-_COST_OF_TRYING = 0.005
+COST_OF_TRYING = 0.005
 """Share of all seconds that drafting in vain may come to."""
 _PAUSE_AFTER = 1200
 """Steps with drafts, for every second gained per second spent, after which a pause shows what plain steps take now."""
@@ -137,6 +137,6 @@ def _rest(record: _Record, doubt: float) -> int:
     """Return for how many steps drafting rests after a trial; ``doubt``: what the balance may be off by."""
     if record.balance < -doubt:
         record.num_rests += 1  # the first ones are short: what drafts come to is learnt by drafting
-        return round(_TRIAL * min(-record.balance / _COST_OF_TRYING, 4.0**record.num_rests))
+        return round(_TRIAL * min(-record.balance / COST_OF_TRYING, 4.0**record.num_rests))
     record.num_rests = 0
     return _PAUSE if record.steps_since_pause >= _PAUSE_AFTER * max(record.balance, 0.2) else 0

@@ -276,8 +276,8 @@ class Speculator:
     def _few(self, num_rows: int) -> range:
         """Return samples to learn from in this step, others in every step."""
         stride = max(-(-num_rows // _FEW), 1)
-        # Not by steps alone: what is done every eight of them would see the same ones each time.
-        return range((self._num_steps + self._num_steps // 8) % stride, num_rows, stride)
+        # Not by steps alone: what is done every so many of them would see the same ones each time.
+        return range((self._num_steps + self._num_steps // _FORESEE_EVERY) % stride, num_rows, stride)
 
     def _rests(self, num_rows: int) -> bool:
         """Return whether nothing is drafted in this step."""
