@@ -22,7 +22,7 @@ from statistics import NormalDist
 import numpy as np
 
 from lightning_realloc.generation.acceptance import DepthOutcome, DepthProfile
-from lightning_realloc.generation.draft_worth import COST_OF_TRYING, last_ones, token_worths
+from lightning_realloc.generation.draft_worth import COST_OF_TRYING, chances_to_be_last, token_worths
 from lightning_realloc.generation.step_costs import SpeculationCosts
 
 PLAN_STEPS = 8
@@ -89,11 +89,11 @@ class DraftPlanner:
         plain_s, row_s = self.costs.plain_s(num_rows)
         prices = self._prices(num_rows, outcomes)
         longest, fixed_s = max(*left, 1.0), plain_s - row_s * num_rows
-        num_last = last_ones(left) if is_tail else 1.0
+        chances = chances_to_be_last(left) if is_tail else [1.0]
         missed = max(num_unread - num_rows * (1 + len(outcomes)), 0)  # beyond what it reads in every step
         catching_up_s = missed / num_rows * self.costs.drafting_s(num_rows)
         seconds = [longest * plain_s] + [
-            catching_up_s + remaining_s(outcome, price.step_s, fixed_s, longest=longest, num_last=num_last)
+            catching_up_s + remaining_s(outcome, price.step_s, fixed_s, longest=longest, num_last=sum(chances))
             for outcome, price in zip(outcomes, prices, strict=True)
         ]
         depth = self._choose(num_rows, seconds)
@@ -107,7 +107,7 @@ class DraftPlanner:
         if is_tail:
             # A step saves as much less than a plain one's seconds as the last sample takes longer than the mean.
             kept = longest / outcome.tokens * price.step_s / seconds[depth]
-            worths = [kept * worth for worth in token_worths(left, plain_s, row_s)]
+            worths = [kept * worth for worth in token_worths(chances, plain_s, row_s)]
         else:  # a waiting sample takes the slot: no step is saved, whoever is ahead
             worths = [plain_s / num_rows] * num_rows
         token_s = price.token_s if self._costs_a_forward else _CAUTION * price.token_s

@@ -32,30 +32,30 @@ _MOST_LOSS = 0.5
 """Share of its seconds that one step counts as lost at most: a hiccup says nothing about drafting."""
 
 
-def token_worths(left: Sequence[float], plain_s: float, row_s: float) -> list[float]:
-    """Return what one token of each sample is worth, in seconds; all together are worth a plain step.
+def chances_to_be_last(left: Sequence[float]) -> list[float]:
+    """Return how likely each sample is the last one, beside the one that has the most tokens left, whose chance is 1.
+
+    Their sum says how many samples may be the last to be over.
 
     Args:
         left: Tokens that each sample is expected to get still.
-        plain_s: Seconds of a plain step of these samples.
-        row_s: Those of them that one sample adds.
     """
-    chances = _chances_to_be_last(left)
-    share_s = (plain_s - row_s * len(left)) / sum(chances)
-    return [row_s + share_s * chance for chance in chances]
-
-
-def last_ones(left: Sequence[float]) -> float:
-    """Return how many of the samples may be the last to be over, those less likely to be counting less."""
-    return sum(_chances_to_be_last(left))
-
-
-def _chances_to_be_last(left: Sequence[float]) -> list[float]:
-    """Return how likely each sample is the last one, beside the one that has the most tokens left."""
     longest = max(left)
     # How far samples drift apart while the longest one runs: like the steps of a random walk, of two tokens each.
     spread = 2.0 * math.sqrt(longest + 1.0)
     return [math.exp((tokens - longest) / spread) for tokens in left]
+
+
+def token_worths(chances: Sequence[float], plain_s: float, row_s: float) -> list[float]:
+    """Return what one token of each sample is worth, in seconds; all together are worth a plain step.
+
+    Args:
+        chances: Of each sample to be the last one.
+        plain_s: Seconds of a plain step of these samples.
+        row_s: Those of them that one sample adds.
+    """
+    share_s = (plain_s - row_s * len(chances)) / sum(chances)
+    return [row_s + share_s * chance for chance in chances]
 
 
 @dataclass(slots=True)

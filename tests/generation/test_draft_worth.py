@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_realloc.generation.draft_worth import Payoff, last_ones, token_worths
+from lightning_realloc.generation.draft_worth import Payoff, chances_to_be_last, token_worths
 
 
 def test_tokens_of_samples_alike_share_a_plain_step() -> None:
     # Ten seconds, one of them for each row: the fixed six are shared by four.
-    assert token_worths([20.0] * 4, plain_s=10.0, row_s=1.0) == pytest.approx([2.5] * 4)
+    assert token_worths([1.0] * 4, plain_s=10.0, row_s=1.0) == pytest.approx([2.5] * 4)
 
 
 def test_a_token_of_the_last_sample_saves_the_step_and_others_save_their_row() -> None:
-    ahead, last = token_worths([1.0, 400.0], plain_s=10.0, row_s=1.0)
-    assert ahead == pytest.approx(1.0, abs=1e-3)
-    assert last == pytest.approx(9.0, abs=1e-3)
+    ahead, last = token_worths([0.0, 1.0], plain_s=10.0, row_s=1.0)
+    assert (ahead, last) == pytest.approx((1.0, 9.0))
 
 
 def test_worths_come_to_a_plain_step_and_grow_with_what_is_left() -> None:
-    worths = token_worths([3.0, 30.0, 25.0, 28.0], plain_s=7.0, row_s=0.5)
+    worths = token_worths(chances_to_be_last([3.0, 30.0, 25.0, 28.0]), plain_s=7.0, row_s=0.5)
     assert sum(worths) == pytest.approx(7.0)
     assert worths[0] < worths[2] < worths[3] < worths[1]
 
 
 def test_samples_alike_may_all_be_the_last_and_those_far_ahead_may_not() -> None:
-    assert last_ones([20.0] * 4) == pytest.approx(4.0)
-    assert last_ones([1.0, 1.0, 400.0]) == pytest.approx(1.0, abs=1e-3)
+    assert chances_to_be_last([20.0] * 4) == [1.0] * 4
+    assert chances_to_be_last([1.0, 1.0, 400.0]) == pytest.approx([0.0, 0.0, 1.0], abs=1e-3)
 
 
 def share_of_rests(payoff: Payoff, num_rows: int, gained_s: float, steps: int) -> float:
