@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any, Protocol, TypeVar
 
@@ -148,7 +149,9 @@ class _Call:
         self._shipping = Shipping(run, peers, pace, migration.agree, migration.clock)
         self._expected = self._book.begin(run.samples, hints)
         self._last: Report | None = None
-        self._on_the_way: list[Parcel] = []
+        self._on_the_way: deque[dict[int, Parcel]] = deque()
+        """What others tell in the next two rounds, by who tells it. Receiving begins a round early: gloo keeps those
+        who begin to receive what the other end has sent already until its own thread gets a core."""
         self._told: deque[Dispatch] = deque()
         self._round = self._num_ended = 0
         self._steps_left = PERIOD_STEPS
@@ -164,7 +167,8 @@ class _Call:
 
     def carry_out(self) -> None:
         """Make steps and rounds until every sample of every rank is over and back."""
-        self._tell()
+        self._expect(rounds=1)
+        self._tell(self._others)
         while True:
             self._shipping.move_on()
             if self._run.has_work and self._steps_left > 0:
@@ -173,8 +177,11 @@ class _Call:
                 self._wait(self._shipping.wait)
             elif not self._meet():
                 break
+        last_words = self._take_leave()
         if self._over is not None:
             self._work_elsewhere(self._over)
+        for other, parcel in last_words.items():
+            self._wait(partial(self._read, parcel, other))
         self._tell_freed({"reports": self._peers.num_reports, "shipments": self._peers.num_shipments})
         back = self._shipping.bring_back()
         for sent in self._told:
@@ -237,10 +244,11 @@ class _Call:
             moves, freed, bytes_per_step, self._steps_left = self._plan(*known, steps_s)
         told = (sample for report in reports for sample in (*report.running, *report.waiting))
         self._shipping.begin(moves, told, self._round, bytes_per_step)
+        others = self._others
         if freed:
             self._free(freed)
         if self._over is None:
-            self._tell()
+            self._tell(others)  # those who are freed now have begun to receive it
         return self._over is None
 
     def _plan(
@@ -258,24 +266,36 @@ class _Call:
             moves = plan_balance(loads, cost, least_gap_s=least_gap_s, rest_steps=REST_ROUNDS, step=self._round)
         return moves, freed, cost.bytes_per_s * own_s, max(1, round(PERIOD_STEPS * slowest_s / own_s))
 
-    def _tell(self) -> None:
-        """Send the others this rank's report, and begin to receive theirs."""
-        peers, freight = self._peers, self._peers.mailbox.freight
-        number = peers.report_number()
+    def _tell(self, others: Iterable[int]) -> None:
+        """Send this rank's report, and begin to receive what is told in the round after."""
+        self._expect(rounds=2)
         self._last = self._report()
-        content = encode_message(self._last.to_json(), {})
-        self._on_the_way = [freight.receive(other, number) for other in self._others]
         while self._told and len(self._told) >= 2 * len(self._others):  # of two rounds ago: all have told of one since
             self._told.popleft().wait()
-        self._told.extend(freight.send(other, number, content) for other in self._others)
+        self._send(others, self._last.to_json())
+
+    def _take_leave(self) -> dict[int, Parcel]:
+        """Send a last word to those who receive it already; return theirs, which are on the way."""
+        last_words = self._on_the_way.popleft()
+        self._send(last_words, {"leaves": self._peers.rank})
+        return last_words
+
+    def _expect(self, *, rounds: int) -> None:
+        """Begin to receive what is told after so many rounds."""
+        freight, number = self._peers.mailbox.freight, self._peers.report_number_after(rounds)
+        self._on_the_way.append({other: freight.receive(other, number) for other in self._others})
+
+    def _send(self, others: Iterable[int], content: Mapping[str, Any]) -> None:
+        """Send what is told in this round."""
+        freight, number, message = self._peers.mailbox.freight, self._peers.report_number(), encode_message(content, {})
+        self._told.extend(freight.send(other, number, message) for other in others)
 
     def _hear(self) -> list[Report]:
         """Return what every rank told in the last round, ranks ascending."""
         assert self._last is not None, "a round begins with a report"
-        reports = [self._last]
-        for other, parcel in zip(self._others, self._on_the_way, strict=True):
-            reports.append(Report.from_json(self._read(parcel, other)))
-        return sorted(reports, key=lambda report: report.rank)
+        told = {other: self._read(parcel, other) for other, parcel in self._on_the_way.popleft().items()}
+        reports = [Report.from_json(told[other]) for other in self._others]  # those who were freed sent a last word
+        return sorted((self._last, *reports), key=lambda report: report.rank)
 
     def _read(self, parcel: Parcel, sender: int) -> dict[str, Any]:
         """Return what a rank told; waits for it."""

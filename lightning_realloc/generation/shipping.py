@@ -58,7 +58,11 @@ class Peers:
     def report_number(self) -> int:
         """Return the number of the next round's messages; see `Freight`."""
         self.num_reports += 1
-        return 4 * self.num_reports
+        return self.report_number_after(0)
+
+    def report_number_after(self, rounds: int) -> int:
+        """Return what `report_number` will be after so many rounds."""
+        return 4 * (self.num_reports + rounds)
 
     def ending_number(self) -> int:
         """Return the number under which ranks that are freed in this round will hear that all is generated."""
