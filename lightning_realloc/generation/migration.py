@@ -5,7 +5,8 @@ Every rank plans the same moves from the same reports. A sample moves in two sta
 travels while it runs on; then, between two steps, it leaves with what came since. Where it is quicker, only its tokens
 travel and the other rank reads them again. Finished samples return to the rank that was asked for them.
 
-Rounds go by the steps of the slowest rank; a rank without samples waits for the others there. Where other calls wait
+Rounds go by the steps of the slowest rank, and get rarer while nothing moves; a rank without samples waits for the
+others there, one with samples goes on until it has heard all of them. Where other calls wait
 for what is finished, ranks may be freed for them: they hand over what they have, and take no part in rounds any more.
 One of those that go on tells them when everything is generated.
 """
@@ -23,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.balance import choose, plan_balance
-from lightning_realloc.generation.migration_costs import LengthBook, Pace, Report, as_moved, loads_of
+from lightning_realloc.generation.migration_costs import LengthBook, Pace, Report, as_moved, loads_of, next_round_s
 from lightning_realloc.generation.rank_load import LiveSample, MoveCost, RankLoad, SampleMove
 from lightning_realloc.generation.run import GenerationRun
 from lightning_realloc.generation.samples import Sample
@@ -33,6 +34,8 @@ from lightning_realloc.runtime.freight import Dispatch, Parcel
 from lightning_realloc.runtime.mailbox import FrameKind
 
 _T = TypeVar("_T")
+_Planned = tuple[tuple[SampleMove, ...], tuple[int, ...], float, int]
+"""Moves, freed ranks, the bytes that travel during a step, and the steps until the next round."""
 
 PERIOD_STEPS = 16
 """Steps of the slowest rank between two rounds."""
@@ -153,7 +156,7 @@ class _Call:
         """What others tell in the next two rounds, by who tells it. Receiving begins a round early: gloo keeps those
         who begin to receive what the other end has sent already until its own thread gets a core."""
         self._told: deque[Dispatch] = deque()
-        self._round = self._num_ended = 0
+        self._round = self._num_ended = self._num_quiet = 0
         self._steps_left = PERIOD_STEPS
         self._waited_s = 0.0
 
@@ -171,7 +174,7 @@ class _Call:
         self._tell(self._others)
         while True:
             self._shipping.move_on()
-            if self._run.has_work and self._steps_left > 0:
+            if self._run.has_work and not self._is_time_to_meet():
                 self._step()
             elif not self._run.has_work and self._shipping.expects:
                 self._wait(self._shipping.wait)
@@ -221,6 +224,13 @@ class _Call:
         return result
 
     # ---- rounds
+    def _is_time_to_meet(self) -> bool:
+        """Whether a round is due and all others have told: who has work waits for nobody."""
+        if self._steps_left > 0:
+            return False
+        has_heard = float(all(parcel.has_arrived() for parcel in self._on_the_way[0].values()))
+        return bool(has_heard if self._agree is None else self._agree([has_heard])[0])
+
     def _meet(self) -> bool:
         """Plan by what all ranks told in the last round, and tell again; return whether there is a next round."""
         reports = self._wait(self._hear)
@@ -231,17 +241,10 @@ class _Call:
         self._expected.hear(report.evidence for report in reports)
         self._shipping.hand_over_all()  # nobody waits longer than a round for a sample
         self._round += 1
-        known = loads_of(reports)
-        if known is None:
-            moves, freed, bytes_per_step, self._steps_left = (
-                tuple[SampleMove, ...](),
-                tuple[int, ...](),
-                inf,
-                PERIOD_STEPS,
-            )
-        else:
-            steps_s = {report.rank: report.pace.step_s for report in reports}
-            moves, freed, bytes_per_step, self._steps_left = self._plan(*known, steps_s)
+        planned: _Planned = (), (), inf, PERIOD_STEPS
+        if (known := loads_of(reports)) is not None:
+            planned = self._plan(*known, {report.rank: report.pace.step_s for report in reports})
+        moves, freed, bytes_per_step, self._steps_left = planned
         told = (sample for report in reports for sample in (*report.running, *report.waiting))
         self._shipping.begin(moves, told, self._round, bytes_per_step)
         others = self._others
@@ -251,10 +254,7 @@ class _Call:
             self._tell(others)  # those who are freed now have begun to receive it
         return self._over is None
 
-    def _plan(
-        self, loads: Sequence[RankLoad], cost: MoveCost, steps_s: Mapping[int, float]
-    ) -> tuple[tuple[SampleMove, ...], tuple[int, ...], float, int]:
-        """Return moves, freed ranks, the bytes that travel during a step, and the steps until the next round."""
+    def _plan(self, loads: Sequence[RankLoad], cost: MoveCost, steps_s: Mapping[int, float]) -> _Planned:
         seconds = {load.rank: steps_s[load.rank] or load.curve.seconds(max(load.rows, 1)) for load in loads}
         own_s, slowest_s = seconds[self._peers.rank], max(seconds.values())
         # What was told is a round old, and what is planned takes a round: a gap of less may be none any more.
@@ -264,7 +264,9 @@ class _Call:
             moves, freed = choice.moves, choice.freed
         else:
             moves = plan_balance(loads, cost, least_gap_s=least_gap_s, rest_steps=REST_ROUNDS, step=self._round)
-        return moves, freed, cost.bytes_per_s * own_s, max(1, round(PERIOD_STEPS * slowest_s / own_s))
+        self._num_quiet = self._num_quiet + 1 if self._expected.knows_ends and not (moves or freed) else 0
+        period_s = next_round_s(loads, PERIOD_STEPS * slowest_s, self._num_quiet)
+        return moves, freed, cost.bytes_per_s * own_s, max(1, round(period_s / own_s))
 
     def _tell(self, others: Iterable[int]) -> None:
         """Send this rank's report, and begin to receive what is told in the round after."""

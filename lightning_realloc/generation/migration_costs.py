@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from lightning_realloc.generation.rank_load import LiveSample, MoveCost, RankLoad, StepCurve
+from lightning_realloc.generation.rank_load import LiveSample, MoveCost, RankLoad, StepCurve, drain_seconds
 from lightning_realloc.generation.remaining_lengths import RemainingLengths
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.step_costs import StepCosts
@@ -20,6 +20,10 @@ _RATE = 0.2
 _LATENCY_S = 1e-3
 _OF_ONE_ROW = 0.5
 """What a step of one row is taken to cost of the smallest step made so far: a guess, and a move or two correct it."""
+_RAREST = 4
+"""Periods between two rounds, at most, while nothing moves."""
+_UNTIL_THE_FIRST_END = 0.25
+"""Share of the seconds until the first rank is expected to have nothing left that may pass without a round."""
 _RESPONSES_PER_PROMPT = 8
 _MOST_PROMPTS = 65_536
 
@@ -180,6 +184,18 @@ def loads_of(reports: Sequence[Report]) -> tuple[tuple[RankLoad, ...], MoveCost]
         stall_s=max(report.pace.stall_s for report in reports),
     )
     return loads, cost
+
+
+def next_round_s(loads: Sequence[RankLoad], period_s: float, num_quiet: int) -> float:
+    """Return the seconds until the next round: the more, the longer nothing moved.
+
+    Args:
+        loads: Of all ranks.
+        period_s: Seconds between two rounds while samples move.
+        num_quiet: Rounds in a row in which lengths were known and nothing moved.
+    """
+    longest_s = min(_RAREST * period_s, _UNTIL_THE_FIRST_END * min(drain_seconds(load) for load in loads))
+    return max(min(2.0**num_quiet * period_s, longest_s), period_s)
 
 
 class LengthBook:

@@ -67,6 +67,11 @@ class RemainingLengths:
         """Responses that are over, and the tokens of all: what others may judge by, too."""
         return sum(self._events), sum(self._exposure) + sum(self._growing)
 
+    @property
+    def knows_ends(self) -> bool:
+        """Whether so many responses are over, on all ranks that are heard of, that others may be judged by them."""
+        return self._common_rate is not None
+
     def hear(self, evidence: Iterable[tuple[int, float]]) -> None:
         """Take in the evidence of all ranks, this one among them."""
         ends, tokens = (sum(values) for values in zip(*evidence, strict=True))
