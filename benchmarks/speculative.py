@@ -57,7 +57,7 @@ class Settings:
     new_tokens: int = LONGEST - PROMPT_TOKENS
     cell_s: float = 16.0
     """CPU-seconds for which a cell takes turns, about."""
-    least_turns: int = 2
+    least_turns: int = 5
     most_turns: int = 9
     seed: int = 1
 
