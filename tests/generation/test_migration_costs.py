@@ -11,7 +11,8 @@ from lightning_realloc.generation.rank_load import LiveSample, RankLoad, StepCur
 def loads(*remaining_tokens: float) -> list[RankLoad]:
     """Return ranks of one sample each, whose every step takes a second."""
     curve = StepCurve(((1.0, 1.0),))
-    return [RankLoad(rank, (LiveSample(rank, 1, tokens),), (), curve, 0) for rank, tokens in enumerate(remaining_tokens)]
+    samples = [LiveSample(rank, 1, tokens) for rank, tokens in enumerate(remaining_tokens)]
+    return [RankLoad(sample.sample_id, (sample,), (), curve, 0) for sample in samples]
 
 
 @pytest.mark.parametrize(("num_quiet", "seconds"), [(0, 16.0), (1, 32.0), (2, 64.0), (3, 64.0), (50, 64.0)])
