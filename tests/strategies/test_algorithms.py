@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch.optim import SGD
 
 from lightning_realloc import (
@@ -163,6 +164,20 @@ def test_what_is_learnt_from_is_what_was_chosen(everything: Any) -> None:
         assert logged["reward"] >= logged["reward_of_all"]
     for rewards in pairs.rewards:
         assert all(chosen > rejected for chosen, rejected in zip(rewards[::2], rewards[1::2], strict=True))
+
+
+def test_remax_s_baseline_is_what_the_model_finds_likeliest_and_nothing_to_learn(everything: Any) -> None:
+    (alone,), _ = (found["remax"] for found in everything)
+    model: Any = tiny_model("llama")
+    greedy = []
+    for prompt in next(iter(Batches(1))).ragged("prompt_ids").to_lists():
+        answer = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=runs.SAMPLING.max_new_tokens, pad_token_id=0,
+            eos_token_id=list(runs.SAMPLING.stop_token_ids),
+        )[0, len(prompt) :].tolist()  # fmt: skip
+        greedy.append(answer)
+    assert alone.logged[0]["greedy_reward"] == pytest.approx(sum(runs.low_tokens(greedy)) / len(greedy))
+    assert len(alone.tokens[0]) == len(greedy) * runs.SAMPLING.n
 
 
 def refusals() -> list[str]:
