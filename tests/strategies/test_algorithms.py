@@ -30,6 +30,7 @@ from lightning_realloc.strategies import ReallocStrategy
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs
 from tests.strategies.runs import Batches
+from tests.strategies.test_set_plan import Move
 from tests.workers import WorkerPool
 
 # Plain gradient descent: AdamW's division turns the last bit of a tiny gradient into a whole step.
@@ -178,6 +179,25 @@ def test_remax_s_baseline_is_what_the_model_finds_likeliest_and_nothing_to_learn
         greedy.append(answer)
     assert alone.logged[0]["greedy_reward"] == pytest.approx(sum(runs.low_tokens(greedy)) / len(greedy))
     assert len(alone.tokens[0]) == len(greedy) * runs.SAMPLING.n
+
+
+SHARES = {"actor.generate": "dp2", "teacher.infer": "dp1@1", "actor.train": "tp2"}
+"""Each rank trains with its share of the vocabulary, and so with one of the teacher's head."""
+
+
+def distil_in_shares() -> runs.Outcome:
+    """Train where ranks exchange their shares after a step, and where each has all logits after another."""
+    moves = {step: {"calls": SHARES | {"actor.train": layout}} for step, layout in ((1, "tp2@1,0"), (2, "fsdp2"))}
+    module = module_of("distilled_js")
+    return runs.train(module, {"calls": SHARES}, runs.world_size(), Batches(3), callbacks=[Move(moves)])
+
+
+def test_a_teacher_s_head_goes_with_the_student_s_shares(everything: Any, workers: WorkerPool) -> None:
+    (alone,) = everything[0]["distilled_js"]
+    shared, _ = workers.run(distil_in_shares, world_size=2, init_process_group=False, deadline_s=60.0)
+    for ours, theirs in zip(shared.logged, alone.logged, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5)
+    assert runs.largest_difference(shared.weights, alone.weights) <= 1e-5
 
 
 def refusals() -> list[str]:
