@@ -29,7 +29,7 @@ from lightning_realloc.generation import SamplingParams
 from lightning_realloc.runtime.packed_forward import predicting_logits, predicting_states
 from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.samples import Column, Ragged, Samples
-from lightning_realloc.runtime.token_divergence import TeacherTokens, vocabulary_divergence
+from lightning_realloc.runtime.token_divergence import TeacherHead, TeacherTokens, vocabulary_divergence
 from lightning_realloc.runtime.training import Average, Loss, Totals
 from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
@@ -51,7 +51,8 @@ class OnPolicyDistillation(PolicyModule):
         sampling: Of the rollout.
         divergence: ``"sampled"``: the reverse KL as a policy gradient of the tokens that were drawn, for which the
             teacher sends one number a token; ``"reverse_kl"``, ``"forward_kl"`` or ``"js"``: over the whole
-            vocabulary, for which it sends its last hidden states, and every training rank keeps a copy of its head.
+            vocabulary, for which it sends its last hidden states, and every training rank keeps a copy of its head: on
+            the device of the tokens whose logits it has, under tensor parallelism a share of them.
         mix: Of ``"js"``: how much of the mixture is the teacher; near 0 it is like the forward KL, near 1 like the
             reverse one.
         clip_low: Of ``"sampled"``: how far a ratio may fall below 1 and still be pushed down.
@@ -94,8 +95,7 @@ class OnPolicyDistillation(PolicyModule):
         self.evaluation_calls = ("actor.generate", *(("teacher.infer", "measure") if self._is_sampled else ()))
         self._actor_source = actor
         self._teacher_source = teacher
-        self._head: tuple[Tensor, Tensor | None] | None = None
-        """The teacher's: its weight, and its bias where it has one."""
+        self._head: TeacherHead | None = None
 
     @property
     def _is_sampled(self) -> bool:
@@ -170,11 +170,7 @@ class OnPolicyDistillation(PolicyModule):
         assert self.divergence != "sampled" and self._head is not None, "the head was kept by configure_model"
         targets = batch.response_mask.nonzero().squeeze(1)
         logits = predicting_logits(actor, batch, targets)
-        device, dtype = logits.device, logits.dtype
-        weight, bias = (None if part is None else part.to(device, dtype) for part in self._head)
-        assert weight is not None, "a head has a weight"
-        self._head = weight, bias  # where and as it is needed from now on
-        teacher = TeacherTokens(batch["teacher_states"][targets].to(device, dtype), weight, bias)
+        teacher = TeacherTokens(batch["teacher_states"][targets].to(logits.device, logits.dtype), self._head)
         found = vocabulary_divergence(
             logits, teacher, divergence=self.divergence, mix=self.mix, temperature=self.sampling.temperature
         )
@@ -193,8 +189,8 @@ class OnPolicyDistillation(PolicyModule):
             check_minibatches(len(batch) * self.sampling.n, self.train_options_of("actor"))
 
 
-def _head_of(teacher: Any) -> tuple[Tensor, Tensor | None]:
-    """Return a copy of the whole head of a model that is not divided yet.
+def _head_of(teacher: Any) -> TeacherHead:
+    """Return a copy of the head of a model that is not divided yet.
 
     Raises:
         ConfigError: where logits are more than the head's product.
@@ -208,4 +204,4 @@ def _head_of(teacher: Any) -> tuple[Tensor, Tensor | None]:
             f"({', '.join(changed) or 'no linear head'}); use divergence='sampled', which asks for log-probabilities"
         )
     with torch.no_grad():
-        return head.weight.detach().clone(), None if head.bias is None else head.bias.detach().clone()
+        return TeacherHead(head.weight.clone(), None if head.bias is None else head.bias.clone())

@@ -70,7 +70,8 @@ class DPO(ReferencedModule, PairwiseModule):
             conservative DPO), ``sigmoid_norm``, ``robust``, ``exo_pair``, ``aot`` and ``aot_unpaired``.
         divergence: From the reference: ``reverse_kl``, ``forward_kl``, ``js`` or ``alpha``.
         alpha: Of the divergence ``alpha``; 1 is ``reverse_kl``.
-        discopop_tau: How sharply ``discopop`` changes from one of its losses to the other.
+        discopop_tau: How sharply ``discopop`` changes from one of its losses to the other. Below 0.1023, as by default,
+            the loss rises with the margin around 0, where a policy begins that is its own reference.
         tail_weight: What tokens of the longer response count that lie behind the length of the shorter one.
         weighting: ``"wpo"`` lets a pair count in training the less, the less likely its responses are to be the
             policy's own (arXiv:2406.11827); not in ``"sft"``, and not in what is measured of held-out pairs.

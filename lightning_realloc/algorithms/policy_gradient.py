@@ -16,7 +16,15 @@ from lightning_realloc.algorithms.averages import LossAverage, averaged_loss
 from lightning_realloc.algorithms.calls import compute, train
 from lightning_realloc.algorithms.correction import EngineCorrection, mismatch_metrics
 from lightning_realloc.algorithms.dynamic_sampling import DynamicSampling, Refill
-from lightning_realloc.algorithms.functional import KLEstimator, kept_tokens, kl_estimate, masked_sum, sequence_sums
+from lightning_realloc.algorithms.functional import (
+    KLEstimator,
+    generalized_advantages,
+    kept_tokens,
+    kl_estimate,
+    masked_sum,
+    sequence_sums,
+    token_rewards,
+)
 from lightning_realloc.algorithms.policy_losses import PolicyLoss, PolicyLossName, RatioLevel
 from lightning_realloc.algorithms.proximal import (
     RatioTo,
@@ -165,6 +173,25 @@ class PolicyGradient(RewardedModule):
     def advantages(self, rewards: Tensor, samples: Samples) -> Tensor:
         """Return (B,) how much better each of the (B,) rewards is than expected; NaN: it is not learnt from."""
         raise NotImplementedError(f"{type(self).__name__} must say what it expects of a response")
+
+    def token_returns(self, samples: Samples, compared: Tensor, *, discount: float) -> tuple[Ragged, dict[str, Column]]:
+        """Return what follows each token that the model chose, and every response's divergence where it counts.
+
+        ``compared``, one for each response, comes with its last token; the divergence from the reference, where it is
+        taken from rewards, with every one. A token is not told of the divergence of those before it, which it cannot
+        have changed.
+        """
+        kept = kept_tokens(samples.ragged("behaviour_logprobs"), model_mask(samples))
+        penalties = Ragged(torch.zeros_like(kept.values), kept.lengths)
+        columns: dict[str, Column] = {}
+        if self.has_reference and self.kl_place == "reward":
+            penalties = self.divergences(samples)
+            columns["kl_k1"] = sequence_sums(penalties)
+            penalties = Ragged(self.kl_coef * penalties.values, penalties.lengths)
+        rewards = token_rewards(compared, penalties)
+        # Without a critic, what follows a token is all that it is credited with.
+        nothing = Ragged(torch.zeros_like(rewards.values), rewards.lengths)
+        return generalized_advantages(rewards, nothing, discount=discount, gae_lambda=1.0), columns
 
     def divergences(self, samples: Samples) -> Ragged:
         """Return k1 of the policy that drew the tokens from the reference, of each token that the model chose."""

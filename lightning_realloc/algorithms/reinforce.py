@@ -11,12 +11,8 @@ from lightning_realloc.algorithms.averages import LossAverage
 from lightning_realloc.algorithms.calls import compute
 from lightning_realloc.algorithms.functional import (
     KLEstimator,
-    generalized_advantages,
     group_advantages,
-    kept_tokens,
-    sequence_sums,
     spread_tokens,
-    token_rewards,
     whiten,
 )
 from lightning_realloc.algorithms.policy_gradient import KLPlace, PolicyGradient
@@ -93,17 +89,6 @@ class ReinforcePlusPlus(PolicyGradient):
         return of_judged(samples, samples.tensor("compared"), self._estimates)
 
     def _estimates(self, samples: Samples) -> dict[str, Column]:
-        mask, columns = model_mask(samples), {}
-        kept = kept_tokens(samples.ragged("behaviour_logprobs"), mask)
-        penalties = Ragged(torch.zeros_like(kept.values), kept.lengths)
-        if self.has_reference and self.kl_place == "reward":
-            penalties = self.divergences(samples)
-            columns["kl_k1"] = sequence_sums(penalties)
-            penalties = Ragged(self.kl_coef * penalties.values, penalties.lengths)
-        rewards = token_rewards(samples.tensor("compared"), penalties)
-        # Without a critic, what follows a token is all that it is credited with.
-        nothing = Ragged(torch.zeros_like(rewards.values), rewards.lengths)
-        returns = generalized_advantages(rewards, nothing, discount=self.discount, gae_lambda=1.0)
+        returns, columns = self.token_returns(samples, samples.tensor("compared"), discount=self.discount)
         whitened = Ragged(whiten(returns.values), returns.lengths)
-        made: dict[str, Column] = {"advantages": spread_tokens(whitened, mask)}
-        return made | columns
+        return {"advantages": spread_tokens(whitened, model_mask(samples)), **columns}

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_realloc.algorithms.averages import LossAverage
+from lightning_realloc.algorithms.calls import compute
+from lightning_realloc.algorithms.functional import spread_tokens
 from lightning_realloc.algorithms.policy_gradient import KLPlace, PolicyGradient
 from lightning_realloc.algorithms.reward_sources import RewardSource
 from lightning_realloc.algorithms.role import ModelSource
+from lightning_realloc.algorithms.rollout import model_mask
+from lightning_realloc.algorithms.unjudged import of_judged
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
-from lightning_realloc.runtime.samples import Samples
+from lightning_realloc.runtime.samples import Column, Samples
 
 
 class ReMax(PolicyGradient):
@@ -28,7 +34,10 @@ class ReMax(PolicyGradient):
         reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
         sampling: Of the rollout.
         kl_coef: Weight of the divergence from the reference; 0 leaves the reference out altogether.
-        kl_place: ``"reward"`` takes the divergence of the whole response from its reward, ``"loss"`` adds it there.
+        kl_place: ``"reward"`` takes from the reward of every token the divergence of that token and of those behind it,
+            ``"loss"`` adds it there.
+        loss_average: As in :class:`PolicyGradient`. The authors' code means all tokens, too: what is not compared with
+            a baseline, as the divergence, would tell the policy about lengths if each response had its own divisor.
         settings: Of :class:`PolicyGradient` and its bases; see :class:`GRPO`.
     """
 
@@ -40,11 +49,13 @@ class ReMax(PolicyGradient):
         sampling: SamplingParams | None = None,
         kl_coef: float = 0.05,
         kl_place: KLPlace = "reward",
+        loss_average: LossAverage = "token",
         **settings: Any,
     ) -> None:
         super().__init__(
-            actor, reward, sampling=sampling or SamplingParams(), kl_coef=kl_coef, kl_place=kl_place, **settings
-        )
+            actor, reward, sampling=sampling or SamplingParams(), kl_coef=kl_coef, kl_place=kl_place,
+            loss_average=loss_average, **settings,
+        )  # fmt: skip
         if self._refill is not None:
             raise ConfigError("dynamic_sampling compares responses of a group, and ReMax each with the greedy one")
         self._answers_greedily = False
@@ -74,6 +85,16 @@ class ReMax(PolicyGradient):
     def choose(self, samples: Samples) -> Samples:
         """Return all."""
         return samples
+
+    @compute(needs=("rollout", "rewards", "ref_logprobs"), produces="advantages")
+    def compare(self, samples: Samples) -> Mapping[str, Column]:
+        """Return how much better than the greedy response what follows every token is; NaN for what is not learnt."""
+        compared = self.advantages(samples.tensor("rewards"), samples).masked_fill(self.left_out(samples), torch.nan)
+        return of_judged(samples.with_columns(compared=compared), compared, self._estimates)
+
+    def _estimates(self, samples: Samples) -> dict[str, Column]:
+        returns, columns = self.token_returns(samples, samples.tensor("compared"), discount=1.0)
+        return {"advantages": spread_tokens(returns, model_mask(samples)), **columns}
 
     def advantages(self, rewards: Tensor, samples: Samples) -> Tensor:
         """Return rewards less the greedy response's; NaN also where that could not be judged."""

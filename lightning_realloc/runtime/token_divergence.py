@@ -19,21 +19,52 @@ from lightning_realloc.runtime.token_logprobs import chunks, of_all_ranks
 VocabularyDivergence = Literal["forward_kl", "reverse_kl", "js"]
 
 
+class TeacherHead:
+    """Another model's head, in the dtype it is used in. The host keeps all of it, a device what it was last asked for.
+
+    Under tensor parallelism that is a rank's share of the vocabulary. Under the next plan it may be another one, which
+    is why the host lets go of nothing.
+
+    Args:
+        weight: (V', D).
+        bias: (V',).
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._whole = tuple(None if part is None else part.detach().cpu() for part in (weight, bias))
+        self._asked: tuple[object, ...] = ()
+        self._part: tuple[Tensor | None, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """V', how many tokens it knows."""
+        weight, _ = self._whole
+        assert weight is not None, "a head has a weight"
+        return len(weight)
+
+    def of_tokens(self, columns: slice, like: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return (v, D) and (v,) of some tokens, on the device and in the dtype of ``like``."""
+        asked = columns.start, columns.stop, like.device, like.dtype
+        if self._asked != asked:
+            self._asked, self._part = asked, ()  # let go first: there may be room for one alone
+            self._whole = tuple(None if part is None else part.to(like.dtype) for part in self._whole)
+            self._part = tuple(None if part is None else part[columns].to(like.device) for part in self._whole)
+        weight, bias = self._part
+        assert weight is not None, "a head has a weight"
+        return weight, bias
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TeacherTokens:
     """What is needed of another model's distributions."""
 
     states: Tensor
     """(N, D) its last hidden states."""
-    weight: Tensor
-    """(V', D) of its head."""
-    bias: Tensor | None = None
-    """(V',) of its head."""
+    head: TeacherHead
 
     def logits(self, rows: slice, columns: slice) -> Tensor:
         """Return (n, v) the logits of some rows, for some tokens of the vocabulary."""
-        bias = None if self.bias is None else self.bias[columns]
-        return torch.nn.functional.linear(self.states[rows], self.weight[columns], bias)
+        return torch.nn.functional.linear(self.states[rows], *self.head.of_tokens(columns, self.states))
 
 
 def vocabulary_divergence(
@@ -52,7 +83,7 @@ def vocabulary_divergence(
     assert 0.0 < mix < 1.0, "at 0 and 1 the mixture is one of the two, and says nothing about the other"
     values, share = share_of(logits)
     divergences: Tensor = _VocabularyDivergence.apply(  # type: ignore[no-untyped-call]
-        values, teacher.states, teacher.weight, teacher.bias, share, divergence, mix, temperature
+        values, teacher, share, divergence, mix, temperature
     )
     return divergences
 
@@ -60,10 +91,10 @@ def vocabulary_divergence(
 class _VocabularyDivergence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, share: VocabularyShare | None,
+        ctx: Any, logits: Tensor, teacher_tokens: TeacherTokens, share: VocabularyShare | None,
         divergence: VocabularyDivergence, mix: float, temperature: float,
     ) -> Tensor:  # fmt: skip
-        pair = _Pair(logits, TeacherTokens(states, weight, bias), share, temperature)
+        pair = _Pair(logits, teacher_tokens, share, temperature)
         normalisers, terms = torch.zeros(2, 2, logits.shape[0], dtype=torch.float32, device=logits.device)
         for rows in chunks(logits):
             both = pair.scaled(rows)
@@ -72,22 +103,22 @@ class _VocabularyDivergence(torch.autograd.Function):
             student, teacher = _normalised(both, normalisers[:, rows])
             terms[0, rows], terms[1, rows] = _terms(student, teacher, divergence, mix)
         terms = of_all_ranks(terms, share).sum(0)
-        ctx.save_for_backward(logits, states, weight, bias, normalisers, terms[0])
-        ctx.settings = share, divergence, mix, temperature
+        ctx.save_for_backward(logits, normalisers, terms[0])
+        ctx.settings = teacher_tokens, share, divergence, mix, temperature
         return terms.sum(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        logits, states, weight, bias, normalisers, own_terms = ctx.saved_tensors
-        share, divergence, mix, temperature = ctx.settings
-        pair = _Pair(logits, TeacherTokens(states, weight, bias), share, temperature)
+        logits, normalisers, own_terms = ctx.saved_tensors
+        teacher_tokens, share, divergence, mix, temperature = ctx.settings
+        pair = _Pair(logits, teacher_tokens, share, temperature)
         result = torch.zeros_like(logits)
         for rows in chunks(logits):
             student, teacher = _normalised(pair.scaled(rows), normalisers[:, rows])
             part = _slope(student, teacher, own_terms[rows], divergence, mix) * (gradient[rows, None] / temperature)
             result[rows, : part.shape[1]] = part.to(result.dtype)
-        return result, *[None] * 7
+        return result, *[None] * 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +132,7 @@ class _Pair:
 
     def scaled(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Return (n, v) logits of both in fp32, divided by the temperature."""
-        width, limit = self.student.shape[1], self.teacher.weight.shape[0]
+        width, limit = self.student.shape[1], self.teacher.head.num_tokens
         columns = slice(0, min(width, limit)) if self.share is None else self.share.columns(width, limit)
         student = self.student[rows, : columns.stop - columns.start]
         return student.float() / self.temperature, self.teacher.logits(rows, columns).float() / self.temperature

@@ -102,16 +102,21 @@ def test_reinforce_may_compare_with_the_group_first() -> None:
     assert found["advantages"].values.tolist() == pytest.approx([(t + 1 / 9) / deviation for t in tokens], abs=1e-5)
 
 
-def test_remax_compares_with_the_greedy_response() -> None:
+def test_remax_compares_with_the_greedy_response_and_tells_tokens_of_the_divergence_to_come() -> None:
     greedy = torch.tensor([0.25, 0.25, math.nan, 0.5])
-    found = compared(made(ReMax, kl_coef=0.0), greedy_rewards=greedy)["advantages"]
-    assert found[[0, 1, 3]].tolist() == [0.75, -0.25, 0.0]
-    assert found[2].isnan()
+    for settings, per_token in (({"kl_coef": 0.1}, 0.0125), ({"kl_coef": 0.0}, 0.0), ({"kl_place": "loss"}, 0.0)):
+        found = compared(made(ReMax, **settings), greedy_rewards=greedy)
+        rows = found["advantages"].to_lists()
+        for row, better, length in zip(rows, [0.75, -0.25, math.nan, 0.0], LENGTHS, strict=True):
+            to_come = [better - per_token * (length - place) for place in range(length)]
+            assert row == pytest.approx(to_come, abs=1e-6, nan_ok=True)
+        assert ("kl_k1" in found) == bool(per_token)
 
 
-@pytest.mark.parametrize("kind", [GRPO, ReinforcePlusPlus])
+@pytest.mark.parametrize("kind", [GRPO, ReinforcePlusPlus, ReMax])
 def test_truncated_responses_are_judged_and_not_learnt_from(kind: type[PolicyGradient]) -> None:
-    whole, found = (compared(made(kind, kl_coef=0.0, learn_truncated=learn)) for learn in (True, False))
+    columns = {"greedy_rewards": torch.zeros(4)} if kind is ReMax else {}
+    whole, found = (compared(made(kind, kl_coef=0.0, learn_truncated=learn), **columns) for learn in (True, False))
     assert torch.equal(whole["rewards"], found["rewards"])
     advantages = found["advantages"]
     rows = advantages.split() if isinstance(advantages, Ragged) else list(advantages)

@@ -187,3 +187,15 @@ def test_tokens_behind_the_shorter_response_count_less() -> None:
     logprobs: Tensor = torch.tensor([-1.0, -2.0, -4.0, -3.0])
     places, shared = torch.tensor([0, 1, 2, 0]), torch.tensor([1, 1, 1, 1])
     assert shared_length_sums(logprobs, places, shared, tail_weight=0.5).tolist() == [-1.0, -1.0, -2.0, -3.0]
+
+
+def test_discopop_begins_uphill_where_it_is_sharp() -> None:
+    zeros, lengths = torch.zeros(1), torch.ones(1)
+    for tau in (0.05, 0.2):
+        chosen = torch.zeros(1, requires_grad=True)
+        even = Pairs(chosen, zeros, zeros, zeros, lengths, lengths)
+        pair_loss("discopop", even, PairLossSettings(beta=BETA, discopop_tau=tau)).sum().backward()
+        # By x = beta d, with w' = 1 / (4 tau): w' (exp(-x) - log(1 + exp(-x))) - 1/2 * 1/2 - 1/2 * 1.
+        slope = (1 - math.log(2)) / (4 * tau) - 0.75
+        assert chosen.grad is not None and chosen.grad.item() == pytest.approx(BETA * slope, abs=1e-6)
+        assert (slope > 0) == (tau == 0.05)

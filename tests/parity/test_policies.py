@@ -25,6 +25,7 @@ from lightning_realloc import EngineCorrection, OnPolicyDistillation, PolicyGrad
 from lightning_realloc.algorithms import distillation, policy_gradient
 from lightning_realloc.runtime.packing import PackedBatch, pack
 from lightning_realloc.runtime.samples import Ragged, Samples
+from lightning_realloc.runtime.token_divergence import TeacherHead
 from lightning_realloc.runtime.token_logprobs import TokenStatistics
 from lightning_realloc.runtime.training import Totals
 from tests.models import byte_tokenizer, tiny_model
@@ -206,6 +207,6 @@ def test_distillation(divergence: Any, beta: float, monkeypatch: pytest.MonkeyPa
         tiny_model("llama"), tiny_model("llama"), divergence=divergence, mix=0.3, tokenizer=byte_tokenizer(),
         sampling=SamplingParams(temperature=0.7),
     )  # fmt: skip
-    module._head = head, None
+    module._head = TeacherHead(head)
     loss = module.actor_loss(module, replace(batch, columns=columns), Totals(4, sum(LENGTHS))).value
     assert_equal(loss, expected, ours, theirs)

@@ -18,7 +18,7 @@ from lightning_realloc.runtime.packing import PackedBatch, pack
 from lightning_realloc.runtime.parallelize import parallelize
 from lightning_realloc.runtime.samples import Ragged, Samples
 from lightning_realloc.runtime.shards import local_tensor
-from lightning_realloc.runtime.token_divergence import TeacherTokens, vocabulary_divergence
+from lightning_realloc.runtime.token_divergence import TeacherHead, TeacherTokens, vocabulary_divergence
 from tests.runtime.reference import Case, local_part
 from tests.workers import WorkerPool
 
@@ -73,9 +73,10 @@ def _say(model: nn.Module, packed: PackedBatch, dtype: torch.dtype) -> list[Tens
     targets = packed.response_mask.nonzero().squeeze(1)
     generator = torch.Generator().manual_seed(4)
     states, head = (torch.randn(size, 8, generator=generator).to(dtype) for size in (len(targets), 131))
+    teacher = TeacherTokens(states, TeacherHead(head))
     divergence = vocabulary_divergence(
-        predicting_logits(model, packed, targets), TeacherTokens(states, head), divergence="js", temperature=0.7
-    )
+        predicting_logits(model, packed, targets), teacher, divergence="js", temperature=0.7
+    )  # fmt: skip
     divergence.sum().backward()
     return [said.logprobs, said.entropy, said.collision, inferred, divergence]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_realloc.runtime import token_logprobs
 from lightning_realloc.runtime.shared_logits import SharedLogits, rows_of, share_of
-from lightning_realloc.runtime.token_divergence import TeacherTokens, vocabulary_divergence
+from lightning_realloc.runtime.token_divergence import TeacherHead, TeacherTokens, vocabulary_divergence
 from lightning_realloc.runtime.token_logprobs import collision_logprobs, selected_logprobs
 from tests.runtime.simulated import SimulatedGroup, run_ranks
 
@@ -105,12 +105,11 @@ def test_shares_give_the_collisions_of_whole_logits() -> None:
 def test_shares_give_the_divergences_of_whole_logits(divergence: Any, student: int, teacher: int) -> None:
     generator = torch.Generator().manual_seed(1)
     logits, states = torch.randn(NUM_ROWS, student, generator=generator), torch.randn(NUM_ROWS, 4, generator=generator)
-    head = TeacherTokens(
-        states, torch.randn(teacher, 4, generator=generator), torch.randn(teacher, generator=generator)
-    )
+    weight, bias = torch.randn(teacher, 4, generator=generator), torch.randn(teacher, generator=generator)
 
     def value(z: Tensor) -> Tensor:
-        return vocabulary_divergence(z, head, divergence=divergence, mix=0.3, temperature=0.7)
+        tokens = TeacherTokens(states, TeacherHead(weight, bias))
+        return vocabulary_divergence(z, tokens, divergence=divergence, mix=0.3, temperature=0.7)
 
     # Two normalisers and two terms per row.
     assert _agrees(logits, 4, value) == 4 * NUM_ROWS * 4

@@ -13,7 +13,7 @@ from lightning_realloc.runtime import token_logprobs
 from lightning_realloc.runtime.packed_forward import packed_logits, predicting_states
 from lightning_realloc.runtime.packing import pack
 from lightning_realloc.runtime.samples import Ragged, Samples
-from lightning_realloc.runtime.token_divergence import TeacherTokens, vocabulary_divergence
+from lightning_realloc.runtime.token_divergence import TeacherHead, TeacherTokens, vocabulary_divergence
 from tests.models import tiny_model
 
 
@@ -41,7 +41,7 @@ def test_values_and_gradients_are_those_of_the_definition(
     upstream = torch.randn(7, generator=generator)
     with mock.patch.object(token_logprobs, "CHUNK_ELEMENTS", chunk_elements):
         found = vocabulary_divergence(
-            logits, TeacherTokens(states, weight, bias), divergence=divergence, mix=0.3, temperature=0.7
+            logits, TeacherTokens(states, TeacherHead(weight, bias)), divergence=divergence, mix=0.3, temperature=0.7
         )
         (gradient,) = torch.autograd.grad(found @ upstream, logits)
     again = logits.detach().clone().requires_grad_()
@@ -57,7 +57,7 @@ def test_what_is_alike_is_not_apart_and_has_no_gradient() -> None:
     states, weight = torch.randn(3, 4, generator=generator), torch.randn(9, 4, generator=generator)
     logits = (states @ weight.T + 1.0).requires_grad_()
     for divergence in ("forward_kl", "reverse_kl", "js"):
-        found = vocabulary_divergence(logits, TeacherTokens(states, weight), divergence=divergence)  # type: ignore[arg-type]
+        found = vocabulary_divergence(logits, TeacherTokens(states, TeacherHead(weight)), divergence=divergence)  # type: ignore[arg-type]
         (gradient,) = torch.autograd.grad(found.sum(), logits)
         assert found.abs().max() < 1e-6 and gradient.abs().max() < 1e-6
 
@@ -68,11 +68,26 @@ def test_padding_of_one_vocabulary_is_left_out(longer: str) -> None:
     logits, states, weight = (torch.randn(*size, generator=generator) for size in ((2, 9), (2, 4), (9, 4)))
     ours, head = (logits[:, :6], weight) if longer == "teacher" else (logits, weight[:6])
     ours = ours.clone().requires_grad_()
-    found = vocabulary_divergence(ours, TeacherTokens(states, head), divergence="reverse_kl")
+    found = vocabulary_divergence(ours, TeacherTokens(states, TeacherHead(head)), divergence="reverse_kl")
     expected = plain(logits[:, :6], states @ weight[:6].T, "reverse_kl", 0.5)
     assert torch.allclose(found.double(), expected, atol=1e-5)
     (gradient,) = torch.autograd.grad(found.sum(), ours)
     assert gradient.shape == ours.shape and not gradient[:, 6:].any()
+
+
+def test_a_device_has_the_part_of_a_head_that_it_was_last_asked_for() -> None:
+    weight, bias = torch.arange(12.0).view(6, 2), torch.arange(6.0)
+    head, device = TeacherHead(weight, bias), torch.empty(0, device="meta")
+    for columns, num in ((slice(0, 3), 3), (slice(3, 6), 3), (slice(0, 6), 6), (slice(6, 6), 0)):
+        there = head.of_tokens(columns, device)
+        assert all(part is not None and part.device.type == "meta" and len(part) == num for part in there)
+        assert head.of_tokens(columns, device) == there
+        for part, whole in zip(head.of_tokens(columns, weight), (weight, bias), strict=True):
+            assert part is not None and torch.equal(part, whole[columns])
+            assert not num or part.data_ptr() == whole[columns].data_ptr()  # the host needs no second copy
+    half, _ = head.of_tokens(slice(1, 2), weight.bfloat16())
+    assert half.dtype == torch.bfloat16 and half.tolist() == [[2.0, 3.0]]
+    assert head.num_tokens == 6
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch.optim import SGD
 
 from lightning_realloc import (
@@ -29,6 +30,7 @@ from lightning_realloc.strategies import ReallocStrategy
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs
 from tests.strategies.runs import Batches
+from tests.strategies.test_set_plan import Move
 from tests.workers import WorkerPool
 
 # Plain gradient descent: AdamW's division turns the last bit of a tiny gradient into a whole step.
@@ -163,6 +165,39 @@ def test_what_is_learnt_from_is_what_was_chosen(everything: Any) -> None:
         assert logged["reward"] >= logged["reward_of_all"]
     for rewards in pairs.rewards:
         assert all(chosen > rejected for chosen, rejected in zip(rewards[::2], rewards[1::2], strict=True))
+
+
+def test_remax_s_baseline_is_what_the_model_finds_likeliest_and_nothing_to_learn(everything: Any) -> None:
+    (alone,), _ = (found["remax"] for found in everything)
+    model: Any = tiny_model("llama")
+    greedy = []
+    for prompt in next(iter(Batches(1))).ragged("prompt_ids").to_lists():
+        answer = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=runs.SAMPLING.max_new_tokens, pad_token_id=0,
+            eos_token_id=list(runs.SAMPLING.stop_token_ids),
+        )[0, len(prompt) :].tolist()  # fmt: skip
+        greedy.append(answer)
+    assert alone.logged[0]["greedy_reward"] == pytest.approx(sum(runs.low_tokens(greedy)) / len(greedy))
+    assert len(alone.tokens[0]) == len(greedy) * runs.SAMPLING.n
+
+
+SHARES = {"actor.generate": "dp2", "teacher.infer": "dp1@1", "actor.train": "tp2"}
+"""Each rank trains with its share of the vocabulary, and so with one of the teacher's head."""
+
+
+def distil_in_shares() -> runs.Outcome:
+    """Train where ranks exchange their shares after a step, and where each has all logits after another."""
+    moves = {step: {"calls": SHARES | {"actor.train": layout}} for step, layout in ((1, "tp2@1,0"), (2, "fsdp2"))}
+    module = module_of("distilled_js")
+    return runs.train(module, {"calls": SHARES}, runs.world_size(), Batches(3), callbacks=[Move(moves)])
+
+
+def test_a_teacher_s_head_goes_with_the_student_s_shares(everything: Any, workers: WorkerPool) -> None:
+    (alone,) = everything[0]["distilled_js"]
+    shared, _ = workers.run(distil_in_shares, world_size=2, init_process_group=False, deadline_s=60.0)
+    for ours, theirs in zip(shared.logged, alone.logged, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5)
+    assert runs.largest_difference(shared.weights, alone.weights) <= 1e-5
 
 
 def refusals() -> list[str]:

@@ -1,0 +1,368 @@
+"""Does every algorithm learn what it can learn in seconds, with its defaults? One tiny task each, several seeds.
+
+A model that writes random letters learns to write vowels: from rewards, pairs, labels, demonstrations or a teacher that
+writes them already. Classifiers learn to tell vowels. Not left at their defaults: the learning rate, since defaults are
+for weights that are worth keeping; lengths, batches, seeds; and what makes a published variant of GRPO what it is. A
+policy learns from the same number of responses in every step, however many of them answer one prompt.
+
+Beside TRL: `python -m benchmarks.learning`. Whether formulas are right is for tests to say; this says whether what they
+make of them gets anywhere.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import fmean
+from typing import Any, get_args
+
+from benchmarks.harness import BenchmarkReport, make_parser
+from benchmarks.learning_task import Task, pair, prompt, response, save_model
+from benchmarks.workload import share_of_vowels
+
+LEARNING_RATE = 1e-3
+PREFERENCE_RATE = 2e-4
+"""Of what is learnt from given pairs and labels by a policy: at the other one a few pairs are learnt by heart."""
+LAST_STEPS = 5
+"""Whose mean is a policy's final score."""
+LEAST_REWARD, LEAST_ACCURACY, MOST_NATS, MOST_DIVERGENCE = 0.4, 0.7, 2.2, 0.1
+"""It begins with a reward of 0.2, an accuracy of a half at most, 3.3 nats a letter, a divergence of 0.3 (js) to 2."""
+_HELD_OUT = "val/"
+_GRADIENTS = ("actor/grad_norm", "reward/grad_norm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much every learner gets."""
+
+    task: Task
+    steps: int
+    responses: int
+    """Of a policy's step."""
+    rows: int
+    """Of a step of the others: pairs, labels, demonstrations."""
+    num_held_out: int
+
+
+FULL = Size(
+    task=Task(hidden_size=64, num_layers=2, warm_up_steps=80, prompt_lengths=(4, 8), mean_response=10, new_tokens=24),
+    steps=40, responses=64, rows=24, num_held_out=128,
+)  # fmt: skip
+QUICK = Size(
+    task=Task(hidden_size=16, num_layers=1, num_heads=2, warm_up_steps=2, prompt_lengths=(2, 3), mean_response=4,
+              new_tokens=6),
+    steps=2, responses=8, rows=4, num_held_out=4,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learner:
+    """One algorithm, and what shows that it learns."""
+
+    make: Callable[[str, Size, int], tuple[Any, Any]]
+    """Folder of the model, size, seed -> module, data."""
+    metric: str
+    """Its score: of training steps, or, where it begins with ``val/``, of held-out rows before and after."""
+    reach: float
+    """What the mean of all seeds must come to."""
+    falls: bool = False
+    """Whether it is better when it is lower."""
+
+
+# --- what is learnt from ----------------------------------------------------------------------------------------------
+
+
+def _rows(size: Size, seed: int, row: Callable[[random.Random], dict[str, Any]], per_step: int) -> list[dict[str, Any]]:
+    rng = random.Random(f"rows {seed}")
+    return [row(rng) for _ in range(size.steps * per_step)]
+
+
+def _held_out(size: Size, row: Callable[[random.Random], dict[str, Any]]) -> list[dict[str, Any]]:
+    rng = random.Random("held out")
+    return [row(rng) for _ in range(size.num_held_out)]
+
+
+def _demonstration(task: Task, rng: random.Random) -> dict[str, Any]:
+    vowels = "".join(rng.choices("aeiou", k=len(response(task, rng))))
+    return {"prompt": prompt(task, rng), "completion": vowels}
+
+
+def _judged(task: Task, rng: random.Random) -> dict[str, Any]:
+    row, label = pair(task, rng), rng.random() < 0.5
+    return {"prompt": row["prompt"], "completion": row["chosen" if label else "rejected"], "label": label}
+
+
+def _steps(task: Task, rng: random.Random) -> dict[str, Any]:
+    """Return three steps of two letters; the right ones end in a vowel."""
+    labels = [rng.random() < 0.5 for _ in range(3)]
+    ends = [rng.choice("aeiou" if label else "bcdfghjklmnpqrstvwxyz") for label in labels]
+    return {
+        "prompt": prompt(task, rng),
+        "completions": [rng.choice("abcdefgh") + end for end in ends],
+        "labels": labels,
+    }
+
+
+# --- learners ---------------------------------------------------------------------------------------------------------
+
+
+def _policy(name: str, n: int, folder: str, size: Size, seed: int, **settings: Any) -> tuple[Any, Any]:
+    import lightning_realloc as package
+
+    task, num_prompts = size.task, size.responses // n
+    sampling = package.SamplingParams(n=n, max_new_tokens=task.new_tokens)
+    sources = (folder, folder + "-teacher") if name == "OnPolicyDistillation" else (folder, share_of_vowels)
+    module = getattr(package, name)(*sources, sampling=sampling, learning_rate=LEARNING_RATE, seed=seed, **settings)
+    rows = _rows(size, seed, lambda rng: {"prompt": prompt(task, rng)}, num_prompts)
+    return module, package.PromptDataModule(rows, batch_size=num_prompts, shuffle=False)
+
+
+_DATA: Mapping[str, tuple[str, Callable[[Task, random.Random], dict[str, Any]]]] = {
+    "SFT": ("SFTDataModule", _demonstration),
+    "KTO": ("BinaryFeedbackDataModule", _judged),
+    "ProcessReward": ("StepDataModule", _steps),
+    **dict.fromkeys(("DPO", "ORPO", "RewardModel"), ("PreferenceDataModule", pair)),
+}
+
+
+def _given(name: str, folder: str, size: Size, seed: int, **settings: Any) -> tuple[Any, Any]:
+    import lightning_realloc as package
+
+    data, row = _DATA[name]
+    make = partial(row, size.task)
+    rate = PREFERENCE_RATE if name in ("DPO", "KTO", "ORPO") else LEARNING_RATE
+    module = getattr(package, name)(folder, learning_rate=rate, seed=seed, **settings)
+    rows = {"val_data": _held_out(size, make), "batch_size": size.rows, "shuffle": False}
+    return module, getattr(package, data)(_rows(size, seed, make, size.rows), **rows)
+
+
+def _policies() -> dict[str, Learner]:
+    from lightning_realloc import DynamicSampling
+
+    def learner(name: str, n: int, **settings: Any) -> Learner:
+        metric = settings.pop("metric", "reward")
+        return Learner(make=partial(_policy, name, n, **settings), metric=metric, reach=LEAST_REWARD)
+
+    return {
+        "GRPO": learner("GRPO", 8),
+        "Dr. GRPO": learner("GRPO", 8, normalize_by_std=False, loss_average="constant", kl_coef=0.0),
+        "DAPO": learner("GRPO", 8, loss_average="token", clip_high=0.28, kl_coef=0.0,
+                        dynamic_sampling=DynamicSampling()),
+        "GSPO": learner("GRPO", 8, ratio_level="sequence", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0),
+        "CISPO": learner("GRPO", 8, loss="cispo", clip_high=4.0, loss_average="token", kl_coef=0.0),
+        "SAPO": learner("GRPO", 8, loss="sapo"),
+        "LUSPO": learner("GRPO", 8, ratio_level="sequence", loss_average="sum"),
+        "VESPO": learner("GRPO", 8, loss="vespo", loss_average="token"),
+        "RLOO": learner("RLOO", 4),
+        "REINFORCE++": learner("ReinforcePlusPlus", 1),
+        "REINFORCE++, group": learner("ReinforcePlusPlus", 8, baseline="group"),
+        "ReMax": learner("ReMax", 1),
+        "RLOO, kl_coef=0": learner("RLOO", 4, kl_coef=0.0),
+        "ReMax, kl_coef=0": learner("ReMax", 1, kl_coef=0.0),
+        "PPO, kl_coef=0": learner("PPO", 1, metric="score", kl_coef=0.0),
+        "best of n": learner("BestOfN", 8, metric="reward_of_all"),
+        "online DPO": learner("OnlineDPO", 2, metric="reward_of_all"),
+        "PPO": learner("PPO", 1, metric="score"),
+        "PPO, normalize_values": learner("PPO", 1, metric="score", normalize_values=True),
+    }  # fmt: skip
+
+
+def _from_teachers() -> dict[str, Learner]:
+    kinds = ("sampled", "reverse_kl", "forward_kl", "js")
+    metrics = {kind: "actor/reverse_kl" if kind == "sampled" else f"actor/{kind}" for kind in kinds}
+    return {
+        f"distillation, {kind}": Learner(
+            make=partial(_policy, "OnPolicyDistillation", 1, divergence=kind), metric=metrics[kind],
+            reach=MOST_DIVERGENCE, falls=True,
+        )
+        for kind in kinds
+    }  # fmt: skip
+
+
+def _from_rows() -> dict[str, Learner]:
+    from lightning_realloc.algorithms.preference_losses import PairLossName
+
+    def learner(name: str, metric: str, reach: float, *, falls: bool = False, **settings: Any) -> Learner:
+        return Learner(make=partial(_given, name, **settings), metric=f"{_HELD_OUT}{metric}", reach=reach, falls=falls)
+
+    needed = {"exo_pair": {"label_smoothing": 1e-3}, "robust": {"label_smoothing": 0.1}}
+    needed |= {"discopop": {"discopop_tau": 0.2}}  # with less it begins uphill: docs/preferences.md
+    pairwise = {
+        f"DPO, {loss}": learner("DPO", "accuracy", LEAST_ACCURACY, loss=loss, **needed.get(loss, {}))
+        for loss in get_args(PairLossName)
+    }
+    return {
+        "SFT": learner("SFT", "loss", MOST_NATS, falls=True),
+        **pairwise,
+        "DPO, sigmoid and sft": learner("DPO", "accuracy", LEAST_ACCURACY, loss=("sigmoid", "sft")),
+        "KTO": learner("KTO", "auroc", LEAST_ACCURACY),
+        "KTO, apo_zero_unpaired": learner("KTO", "auroc", LEAST_ACCURACY, loss="apo_zero_unpaired"),
+        "ORPO": learner("ORPO", "accuracy", LEAST_ACCURACY),
+        "reward model": learner("RewardModel", "accuracy", LEAST_ACCURACY),
+        "process reward": learner("ProcessReward", "accuracy", LEAST_ACCURACY),
+    }
+
+
+def learners() -> dict[str, Learner]:
+    """Return every algorithm by its name, with the settings that make it what it is."""
+    return {**_policies(), **_from_teachers(), **_from_rows()}
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How one run went."""
+
+    scores: tuple[float, ...]
+    """Of every step, or of held-out rows before and after."""
+    gradients: tuple[float, ...]
+    """Norms of every step, before they are clipped."""
+    divergences: tuple[float, ...]
+    """Of every step, in nats per response, where rewards are lowered by them."""
+    seconds: float
+    """Wall time of the fit."""
+
+    @property
+    def first(self) -> float:
+        """The score before anything is learnt."""
+        return self.scores[0]
+
+    @property
+    def final(self) -> float:
+        """The mean of the last steps', or the one after all."""
+        return fmean(self.scores[-LAST_STEPS:]) if len(self.scores) > 2 else self.scores[-1]
+
+    @property
+    def divergence(self) -> float:
+        """The mean of the last steps, 0 where there is none."""
+        return fmean(self.divergences[-LAST_STEPS:] or (0.0,))
+
+
+def run(learner: Learner, folder: str, size: Size, seed: int) -> Course:
+    """Train once."""
+    import lightning as L
+
+    module, data = learner.make(folder, size, seed)
+    scores: list[float] = []
+    gradients: list[float] = []
+    divergences: list[float] = []
+
+    class Notes(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            metrics = trainer.callback_metrics
+            if trainer.global_step == len(gradients):
+                return  # a round of DAPO's that asked for more
+            gradients.extend(float(metrics[name]) for name in _GRADIENTS if name in metrics)
+            divergences.extend(float(metrics[name]) for name in ("kl_k1",) if name in metrics)
+            if learner.metric in metrics:
+                scores.append(float(metrics[learner.metric]))
+
+    def trainer(**options: Any) -> L.Trainer:
+        return L.Trainer(
+            strategy="realloc", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, **options,
+        )  # fmt: skip
+
+    def judge() -> None:
+        if learner.metric.startswith(_HELD_OUT):
+            (found,) = trainer().validate(module, data, verbose=False)
+            scores.append(float(found[learner.metric]))
+
+    judge()
+    began = time.perf_counter()
+    trainer(max_steps=size.steps, limit_val_batches=0, log_every_n_steps=1, callbacks=[Notes()]).fit(module, data)
+    seconds = time.perf_counter() - began
+    judge()
+    return Course(tuple(scores), tuple(gradients), tuple(divergences), seconds)
+
+
+def save_teacher(folder: str, size: Size, seed: int) -> None:
+    """Write beside the model one that writes vowels, for others to learn from."""
+    import lightning as L
+
+    from lightning_realloc import SaveHuggingFace
+
+    module, data = _given("SFT", folder, size, seed)
+    L.Trainer(
+        strategy="realloc", accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, max_steps=size.steps,
+        enable_model_summary=False, limit_val_batches=0, enable_checkpointing=False,
+        callbacks=[SaveHuggingFace(folder + "-teacher")],
+    ).fit(module, data)  # fmt: skip
+
+
+def fill(report: BenchmarkReport, courses: Mapping[str, Sequence[Course]], known: Mapping[str, Learner]) -> None:
+    """Add a row and a target for each algorithm."""
+    for name, runs in courses.items():
+        learner, final = known[name], fmean(course.final for course in runs)
+        gradients = sorted(norm for course in runs for norm in course.gradients)
+        report.add_row(
+            algorithm=name, score=learner.metric, first=fmean(course.first for course in runs), final=final,
+            least=min(course.final for course in runs), most=max(course.final for course in runs),
+            kl_k1=fmean(course.divergence for course in runs), gradient_norm=gradients[len(gradients) // 2],
+            seconds=fmean(course.seconds for course in runs),
+        )  # fmt: skip
+        report.settings[name] = [asdict(course) for course in runs]
+        require = report.require_at_most if learner.falls else report.require_at_least
+        require(f"{name}: {learner.metric}", final, learner.reach)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run all; return 1 where one does not get there."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of weights, data and sampling")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="algorithms whose names contain one of these")
+    parser.add_argument("--quick", action="store_true", help="one seed and two steps, without targets: does it run?")
+    options = parser.parse_args(arguments)
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    size, seeds = (QUICK, options.seeds[:1]) if options.quick else (FULL, options.seeds)
+    known = {
+        name: learner for name, learner in learners().items()
+        if options.only is None or any(part in name for part in options.only)
+    }  # fmt: skip
+    report = BenchmarkReport(
+        "learners",
+        seeds=tuple(seeds),
+        settings={"size": asdict(size), "learning_rate": LEARNING_RATE, "preference_rate": PREFERENCE_RATE},
+    )
+    courses = learn(known, size, seeds)
+    fill(report, courses, known)
+    if options.quick:
+        report.targets.clear()
+    return max(report.finish(options), int(any(not target.met for target in report.targets)))
+
+
+def learn(known: Mapping[str, Learner], size: Size, seeds: Sequence[int]) -> dict[str, list[Course]]:
+    """Return by name how each learner's runs went, one per seed."""
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    courses: dict[str, list[Course]] = {name: [] for name in known}
+    with tempfile.TemporaryDirectory(prefix="benchmark-learners-") as root:
+        for seed in seeds:
+            folder = os.path.join(root, str(seed))
+            save_model(size.task, folder, seed=seed)
+            if any(name.startswith("distillation") for name in known):
+                save_teacher(folder, size, seed)
+            for name, learner in known.items():
+                course = run(learner, folder, size, seed)
+                courses[name].append(course)
+                sys.stderr.write(f"{name}: {course.first:.3f} to {course.final:.3f} in {course.seconds:.1f} s\n")
+                gc.collect()  # a Trainer and its strategy refer to each other
+    return courses
+
+
+if __name__ == "__main__":
+    sys.exit(main())
