@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation import Conversation, GenerationEngine, SamplingParams, Turn
+from lightning_realloc.generation import Conversation, GenerationEngine, HFEngine, SamplingParams, Turn
 from tests.models import SIZES, tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0)
@@ -52,6 +52,13 @@ def test_requests_that_cannot_be_served_are_refused(
         engine.generate(prompts, GREEDY, **arguments)
 
 
+@pytest.mark.parametrize("engine_class", [GenerationEngine, HFEngine])
+def test_parameters_of_another_kind_are_refused(engine_class: Any) -> None:
+    for params in ({"n": 2}, {}):
+        with pytest.raises(GenerationError, match=r"params={.*} is a dict; write SamplingParams\(...\)"):
+            engine_class(tiny_model("llama")).generate([[5]], params)
+
+
 def test_an_async_environment_is_refused() -> None:
     async def tool(turn: Turn) -> list[int]:
         return [5]
@@ -66,6 +73,7 @@ def test_an_async_environment_is_refused() -> None:
         ({"max_slots": 1.5}, "max_slots=1.5 must be a whole number"),
         ({"max_length": 0}, "max_length=0 must be at least 1"),
         ({"max_cache_bytes": "20GB"}, "max_cache_bytes='20GB' must be a number or None"),
+        ({"max_cache_bytes": float("inf")}, "max_cache_bytes=inf must be finite; use None for no bound"),
         ({"tokenizer": "gpt2"}, r"tokenizer='gpt2' is a str, .* load it first: AutoTokenizer.from_pretrained\("),
         ({"speculation": "ngram"}, "speculation='ngram' is a str; write Speculation"),
     ],
