@@ -6,8 +6,9 @@ padded, a finished row is computed until the last one is done, and log-probabili
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +18,14 @@ from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.engine import GenerationEngine
 from lightning_realloc.generation.model_facts import length_bounds, vocabulary_of
 from lightning_realloc.generation.outlet import Announcer, Outlet
 from lightning_realloc.generation.requests import Requests
 from lightning_realloc.generation.run import GenerationStats, not_finite
 from lightning_realloc.generation.samples import Completion, Sample
 from lightning_realloc.generation.sampling import SamplingParams, check_counts, token_logprobs
-from lightning_realloc.generation.stopping import StopRule, Tokenizer, check_tokenizer, stop_rule_of
+from lightning_realloc.generation.stopping import StopRule, Tokenizer, check_possible, check_tokenizer, stop_rule_of
 
 
 class HFEngine:
@@ -40,12 +42,14 @@ class HFEngine:
         tokenizer: Tokenizer | None = None,
         max_slots: int = 64,
         max_length: int | None = None,
+        **native: object,
     ) -> None:
         """Remember the model; ``max_slots`` is the size of a batch, ``max_length`` bounds prompt plus response.
 
         Raises:
-            GenerationError: for a model without ``generate``.
+            GenerationError: for a model without ``generate``, and for settings of the native engine alone.
         """
+        _refuse_native("__init__", native)
         if not callable(getattr(model, "generate", None)):
             raise GenerationError(
                 f"{type(model).__name__} has no generate() of its own; give a causal language model of transformers"
@@ -84,13 +88,15 @@ class HFEngine:
         length_hints: Sequence[int] | None = None,
         token_limits: Sequence[int] | None = None,
         on_finished: Callable[[Completion], None] | None = None,
+        **native: object,
     ) -> list[Completion]:
         """Return ``params.n`` completions per prompt, those of one prompt adjacent, in the order of the prompts.
 
         Arguments and errors are those of `GenerationEngine.generate`; ``length_hints`` sort prompts into batches,
-        and ``on_finished`` is called behind each batch.
+        and ``on_finished`` is called behind each batch. What that engine alone can do is refused.
         """
-        params = params or SamplingParams()
+        _refuse_native("generate", native)
+        params = SamplingParams() if params is None else params
         requests = Requests(
             prompts=prompts, resume=(), params=params, sample_ids=sample_ids, length_hints=length_hints,
             token_limits=token_limits, vocabulary=vocabulary_of(self._model),
@@ -98,6 +104,8 @@ class HFEngine:
         )  # fmt: skip
         samples = requests.samples()
         stop = stop_rule_of(self._model, params, self._tokenizer)
+        if self._tokenizer is not None:
+            check_possible(params.stop_strings, self._tokenizer)
         hints = [prompt.length_hint for prompt in requests.queue(samples)]
         order = sorted(samples, key=lambda sample: -hints[sample.prompt_index])
         stats = GenerationStats()
@@ -160,6 +168,19 @@ class HFEngine:
         logits: Tensor = self._model(ids, use_cache=False).logits[0, len(sample.prompt) - 1 : -1]
         values: list[float] = token_logprobs(logits, ids[0, len(sample.prompt) :], params).tolist()
         return values
+
+
+def _refuse_native(method: str, given: Mapping[str, object]) -> None:
+    """Refuse what the native engine takes and this one cannot do, unless it is given as what stands for nothing."""
+    known = inspect.signature(getattr(GenerationEngine, method)).parameters
+    for name, value in given.items():
+        if name not in known:
+            raise TypeError(f"HFEngine.{method}() got an unexpected keyword argument {name!r}")
+        if value not in (known[name].default, []):
+            raise GenerationError(
+                f"HFEngine has no {name}, which the native engine alone knows; generate by GenerationEngine (in an "
+                f"algorithm engine='native'), or leave {name} out"
+            )
 
 
 def _batches(samples: Iterable[Sample], *, most: int, context: float) -> list[list[Sample]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import RepetitionPenaltyLogitsProcessor
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcessor
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, HFEngine, SamplingParams
@@ -101,3 +103,22 @@ def test_what_cannot_work_is_refused() -> None:
         HFEngine(tiny_model("llama"), max_slots=0)
     with pytest.raises(GenerationError, match="prompt 0 is empty"):
         HFEngine(tiny_model("llama")).generate([[]])
+
+
+def test_what_the_native_engine_alone_knows_is_refused_by_name() -> None:
+    model, params = tiny_model("llama"), SamplingParams(max_new_tokens=2)
+    with pytest.raises(GenerationError, match=r"HFEngine has no max_cache_bytes, .* GenerationEngine .* or leave max_"):
+        HFEngine(model, max_cache_bytes=10**6)
+    for name, value in (("environment", print), ("token_budget", 5), ("resume", [object()])):
+        with pytest.raises(GenerationError, match=f"HFEngine has no {name}, which the native engine alone knows"):
+            HFEngine(model).generate([[5]], params, **{name: value})
+    assert len(HFEngine(model, speculation=None).generate([[5]], params, environment=None, resume=[])) == 1
+    with pytest.raises(TypeError, match="unexpected keyword argument 'enviroment'"):
+        HFEngine(model).generate([[5]], params, enviroment=print)
+
+
+def test_stop_strings_that_no_token_can_spell_are_refused() -> None:
+    words = Tokenizer(WordLevel({word: index for index, word in enumerate(("yes", "no", "<unk>"))}, "<unk>"))
+    engine = HFEngine(tiny_model("llama"), tokenizer=PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>"))
+    with pytest.raises(GenerationError, match=r"stop_strings \['End'\] can never occur: no token .* holds"):
+        engine.generate([[1]], SamplingParams(stop_strings=("End",)))
