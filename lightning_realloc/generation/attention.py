@@ -177,7 +177,8 @@ def attend_slots(
         attended.append(_read(queries[span], whole, scores, sliding_window))
     if step.counts:
         attended.append(_decode(queries[split:], stored, step, scores, sliding_window))
-    return (torch.cat(attended) if len(attended) > 1 else attended[0])[None], None
+    # As torch's own attention does: some layers (AFMoE) take a view of it.
+    return (torch.cat(attended) if len(attended) > 1 else attended[0].contiguous())[None], None
 
 
 def check_supported(model: nn.Module, *, max_length: int) -> None:
