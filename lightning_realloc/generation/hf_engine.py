@@ -26,6 +26,7 @@ from lightning_realloc.generation.run import GenerationStats, not_finite
 from lightning_realloc.generation.samples import Completion, Sample
 from lightning_realloc.generation.sampling import SamplingParams, check_counts, token_logprobs
 from lightning_realloc.generation.stopping import StopRule, Tokenizer, check_possible, check_tokenizer, stop_rule_of
+from lightning_realloc.runtime.model_terms import counts_positions_by_padding, why_experts_fail
 
 
 class HFEngine:
@@ -47,12 +48,18 @@ class HFEngine:
         """Remember the model; ``max_slots`` is the size of a batch, ``max_length`` bounds prompt plus response.
 
         Raises:
-            GenerationError: for a model without ``generate``, and for settings of the native engine alone.
+            GenerationError: for a model without ``generate``, or with one that counts positions otherwise than its
+                forward, and for settings of the native engine alone.
         """
         _refuse_native("__init__", native)
         if not callable(getattr(model, "generate", None)):
             raise GenerationError(
                 f"{type(model).__name__} has no generate() of its own; give a causal language model of transformers"
+            )
+        if counts_positions_by_padding(model):
+            raise GenerationError(
+                f"{type(model).__name__} cannot be generated from: its forward counts positions from behind its "
+                "padding token, and its generate() from 0; use a decoder that counts from 0, as Llama does"
             )
         check_counts(max_slots=max_slots)
         check_counts(optional=True, max_length=max_length)
@@ -96,6 +103,9 @@ class HFEngine:
         and ``on_finished`` is called behind each batch. What that engine alone can do is refused.
         """
         _refuse_native("generate", native)
+        failing = why_experts_fail(self._model)
+        if failing is not None:
+            raise GenerationError(f"{type(self._model).__name__} cannot generate: {'; '.join(failing)}")
         params = SamplingParams() if params is None else params
         requests = Requests(
             prompts=prompts, resume=(), params=params, sample_ids=sample_ids, length_hints=length_hints,

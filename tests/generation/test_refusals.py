@@ -154,6 +154,22 @@ def test_an_encoder_is_refused() -> None:
         GenerationEngine(model).generate([[5, 6]], GREEDY)
 
 
+@pytest.mark.parametrize("engine_class", [GenerationEngine, HFEngine])
+def test_a_model_that_counts_positions_from_behind_its_padding_token_is_refused(engine_class: Any) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("roberta", **SIZES, is_decoder=True))
+    with pytest.raises(GenerationError, match=r"RobertaForCausalLM .* from behind its padding token.*; use a decoder"):
+        engine_class(model)
+
+
+@pytest.mark.parametrize("engine_class", [GenerationEngine, HFEngine])
+def test_experts_in_a_dtype_that_torch_does_not_multiply_are_refused_with_the_way_out(engine_class: Any) -> None:
+    model = tiny_model("mixtral").double()
+    with pytest.raises(GenerationError, match=r"experts are in float64, .*set_experts_implementation\('eager'\)"):
+        engine_class(model).generate([[5, 6]], GREEDY)
+    model.set_experts_implementation("eager")
+    assert len(engine_class(model).generate([[5, 6]], SamplingParams(max_new_tokens=2, ignore_eos=True))) == 1
+
+
 def test_rotary_embeddings_that_change_with_the_batch_are_refused_beyond_their_original_length() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
     engine = GenerationEngine(tiny_model("llama", rope_parameters=rope))
