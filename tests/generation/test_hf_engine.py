@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcessor
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcessor
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, HFEngine, SamplingParams
@@ -52,6 +54,27 @@ def test_no_row_of_a_batch_leaves_the_context_while_others_go_on() -> None:
     theirs = HFEngine(model).generate(prompts, params)
     assert [len(completion.token_ids) for completion in theirs] == [12, 31, 30]
     assert [c.token_ids for c in theirs] == [c.token_ids for c in ours]
+
+
+class ReadsPadding(LlamaForCausalLM):
+    """A model that passes over the mask, as Reformer does."""
+
+    def forward(self, *args: Any, attention_mask: Any = None, **settings: Any) -> Any:
+        return super().forward(*args, **settings)
+
+
+def test_prompts_of_other_lengths_share_no_batch_where_the_model_reads_its_padding(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny_model("llama")
+    reads_padding = ReadsPadding(model.config).eval()
+    reads_padding.load_state_dict(model.state_dict())
+    prompts, params = draw_prompts(6), SamplingParams(max_new_tokens=8, temperature=0, n=2)
+    expected = HFEngine(model).generate(prompts, params)
+    assert not caplog.records
+    completions = HFEngine(reads_padding).generate(prompts, params)
+    assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
+    assert "ReadsPadding says something else of a prompt that is padded" in caplog.text
 
 
 def test_draws_follow_the_models_distribution_and_the_seed() -> None:
