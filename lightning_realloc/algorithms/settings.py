@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Real
 from typing import Literal, get_args
@@ -63,10 +64,10 @@ def check_engine(
         raise ConfigError(
             "engine='hf' cannot hand samples over in the middle; leave sample_reallocation out, or use engine='native'"
         )
-    if max_cache_bytes is not None and (engine == "hf" or max_cache_bytes < 1):
+    if max_cache_bytes is not None and (engine == "hf" or not 1 <= max_cache_bytes < math.inf):
         raise ConfigError(
             f"max_cache_bytes={max_cache_bytes} with engine={engine!r}: engine='native' alone bounds its cache, by "
-            f"at least 1; leave max_cache_bytes out, or use engine='native'"
+            f"at least 1 and less than infinity; leave max_cache_bytes out, or use engine='native'"
         )
 
 

@@ -23,6 +23,7 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.attention_scores import Scores
 from lightning_realloc.generation.kv_cache import KVCache, Places, Segment, StepPlaces
 from lightning_realloc.generation.token_grid import Overhang, TokenGrid
+from lightning_realloc.runtime.model_terms import counts_positions_by_padding, rotary_bounds, why_experts_fail
 
 IMPLEMENTATION = "realloc_slots"
 STEP_ARGUMENT = "realloc_step"
@@ -33,6 +34,7 @@ _SCORED_QUERY_BLOCK = 128
 """The same where every head's scores are held, too."""
 _CHANGES_ATTENTION = ("position_bias",)
 _OTHER_ENGINE = "use HFEngine, or engine='hf' in an algorithm, which goes by the model's own generate()"
+_OTHER_MODEL = "use a decoder that counts from 0, as Llama does"
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -177,7 +179,8 @@ def attend_slots(
         attended.append(_read(queries[span], whole, scores, sliding_window))
     if step.counts:
         attended.append(_decode(queries[split:], stored, step, scores, sliding_window))
-    return (torch.cat(attended) if len(attended) > 1 else attended[0])[None], None
+    # As torch's own attention does: some layers (AFMoE) take a view of it.
+    return (torch.cat(attended) if len(attended) > 1 else attended[0].contiguous())[None], None
 
 
 def check_supported(model: nn.Module, *, max_length: int) -> None:
@@ -200,9 +203,13 @@ def check_supported(model: nn.Module, *, max_length: int) -> None:
     foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES)
     if foreign:
         _refuse(name, f"it has layers of type {', '.join(foreign)}")
-    for rope in _rotary_settings(text):
-        kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings")
-        if kind in ("dynamic", "longrope") and original is not None and max_length > original:
+    if counts_positions_by_padding(model):
+        _refuse(name, "it counts positions from behind its padding token, and generation counts from 0", _OTHER_MODEL)
+    failing = why_experts_fail(model)
+    if failing is not None:
+        _refuse(name, *failing)
+    for kind, original in rotary_bounds(config):
+        if max_length > original:
             _refuse(
                 name,
                 f"its {kind} rotary embedding changes with the batch's longest sequence beyond {original} positions "
@@ -225,14 +232,6 @@ def check_idle(model: nn.Module) -> None:
             f"{type(model).__name__} is generated from already, by another thread, or by the call that on_finished or "
             "an environment was called from; wait for that call's end, or give every engine a model of its own"
         )
-
-
-def _rotary_settings(config: Any) -> list[dict[str, Any]]:
-    """Return the rotary settings of a config: one for all layers, or one per type of layer."""
-    settings = getattr(config, "rope_parameters", None) or {}
-    original = getattr(config, "original_max_position_embeddings", None)
-    several = [settings] if "rope_type" in settings else [s for s in settings.values() if isinstance(s, dict)]
-    return [{"original_max_position_embeddings": original, **one} for one in several]
 
 
 def _refuse_attention(module: nn.Module, extra: str) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.distillation import Distillation
 from lightning_realloc.generation.draft_model import ModelDrafter, first_blocks
-from lightning_realloc.generation.drafting import Drafter, HistoryDrafter, NgramDrafter
+from lightning_realloc.generation.drafting import Drafter, HistoryDrafter, NgramDrafter, NoDrafts
 from lightning_realloc.generation.speculation import Speculation
 
 
@@ -33,7 +33,7 @@ def build_drafter(speculation: Speculation, target: nn.Module) -> Drafter:
         return ModelDrafter(model, target, distillation=distillation)
     if speculation.drafter == "blocks":
         return ModelDrafter(first_blocks(target, int(speculation.draft_blocks or 0)), target)
-    lookups: dict[str, type[Drafter]] = {"none": Drafter, "ngram": NgramDrafter, "history": HistoryDrafter}
+    lookups: dict[str, type[Drafter]] = {"none": NoDrafts, "ngram": NgramDrafter, "history": HistoryDrafter}
     return lookups[speculation.drafter]()
 
 

@@ -87,6 +87,12 @@ class Drafter:
         """Take in prompts and responses finished elsewhere."""
 
 
+class NoDrafts(Drafter):
+    """Proposes nothing, so that no rule has anything to leave out."""
+
+    anticipates = False
+
+
 class Followers:
     """Which tokens followed contexts of the lengths `ORDERS`, over any number of sequences."""
 

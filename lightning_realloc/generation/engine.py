@@ -199,9 +199,9 @@ class GenerationEngine:
         """
         check_idle(self._model)
         requests = Requests(
-            prompts=prompts, resume=resume, params=params or SamplingParams(), sample_ids=sample_ids,
-            length_hints=length_hints, token_limits=token_limits, vocabulary=vocabulary_of(self._model),
-            bounds=length_bounds(self._model, self._max_length),
+            prompts=prompts, resume=resume, params=SamplingParams() if params is None else params,
+            sample_ids=sample_ids, length_hints=length_hints, token_limits=token_limits,
+            vocabulary=vocabulary_of(self._model), bounds=length_bounds(self._model, self._max_length),
         )  # fmt: skip
         samples = requests.samples()
         indices, num_own = requests.prompt_indices(samples), len(samples)

@@ -1,13 +1,17 @@
 """Completions by Hugging Face's own ``generate``: slow, and right for every model that has one.
 
 The engine to compare with, and the way out for models whose attention the native engine does not know. Batches are
-padded, a finished row is computed until the last one is done, and log-probabilities come from one more forward.
+padded, unless a model reads its padding; a finished row is computed until the last one is done, and log-probabilities
+come from one more forward.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +21,19 @@ from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.engine import GenerationEngine
 from lightning_realloc.generation.model_facts import length_bounds, vocabulary_of
 from lightning_realloc.generation.outlet import Announcer, Outlet
 from lightning_realloc.generation.requests import Requests
 from lightning_realloc.generation.run import GenerationStats, not_finite
 from lightning_realloc.generation.samples import Completion, Sample
 from lightning_realloc.generation.sampling import SamplingParams, check_counts, token_logprobs
-from lightning_realloc.generation.stopping import StopRule, Tokenizer, check_tokenizer, stop_rule_of
+from lightning_realloc.generation.stopping import StopRule, Tokenizer, check_possible, check_tokenizer, stop_rule_of
+from lightning_realloc.runtime.model_terms import counts_positions_by_padding, why_experts_fail
+
+_log = logging.getLogger(__name__)
+_ROUNDING = 0.1
+"""By how much of their deviation logits may differ and still be the same but for rounding."""
 
 
 class HFEngine:
@@ -40,15 +50,23 @@ class HFEngine:
         tokenizer: Tokenizer | None = None,
         max_slots: int = 64,
         max_length: int | None = None,
+        **native: object,
     ) -> None:
         """Remember the model; ``max_slots`` is the size of a batch, ``max_length`` bounds prompt plus response.
 
         Raises:
-            GenerationError: for a model without ``generate``.
+            GenerationError: for a model without ``generate``, or with one that counts positions otherwise than its
+                forward, and for settings of the native engine alone.
         """
+        _refuse_native("__init__", native)
         if not callable(getattr(model, "generate", None)):
             raise GenerationError(
                 f"{type(model).__name__} has no generate() of its own; give a causal language model of transformers"
+            )
+        if counts_positions_by_padding(model):
+            raise GenerationError(
+                f"{type(model).__name__} cannot be generated from: its forward counts positions from behind its "
+                "padding token, and its generate() from 0; use a decoder that counts from 0, as Llama does"
             )
         check_counts(max_slots=max_slots)
         check_counts(optional=True, max_length=max_length)
@@ -59,6 +77,8 @@ class HFEngine:
         self._max_length = max_length
         self._version = 0
         self._stats = GenerationStats()
+        self._may_pad: bool | None = None
+        """None: not known yet."""
         self.outlet: Outlet | None = None
         """Where callers may hand on what is finished before a call is over; None: nobody waits for that."""
 
@@ -84,13 +104,18 @@ class HFEngine:
         length_hints: Sequence[int] | None = None,
         token_limits: Sequence[int] | None = None,
         on_finished: Callable[[Completion], None] | None = None,
+        **native: object,
     ) -> list[Completion]:
         """Return ``params.n`` completions per prompt, those of one prompt adjacent, in the order of the prompts.
 
         Arguments and errors are those of `GenerationEngine.generate`; ``length_hints`` sort prompts into batches,
-        and ``on_finished`` is called behind each batch.
+        and ``on_finished`` is called behind each batch. What that engine alone can do is refused.
         """
-        params = params or SamplingParams()
+        _refuse_native("generate", native)
+        failing = why_experts_fail(self._model)
+        if failing is not None:
+            raise GenerationError(f"{type(self._model).__name__} cannot generate: {'; '.join(failing)}")
+        params = SamplingParams() if params is None else params
         requests = Requests(
             prompts=prompts, resume=(), params=params, sample_ids=sample_ids, length_hints=length_hints,
             token_limits=token_limits, vocabulary=vocabulary_of(self._model),
@@ -98,6 +123,8 @@ class HFEngine:
         )  # fmt: skip
         samples = requests.samples()
         stop = stop_rule_of(self._model, params, self._tokenizer)
+        if self._tokenizer is not None:
+            check_possible(params.stop_strings, self._tokenizer)
         hints = [prompt.length_hint for prompt in requests.queue(samples)]
         order = sorted(samples, key=lambda sample: -hints[sample.prompt_index])
         stats = GenerationStats()
@@ -107,7 +134,9 @@ class HFEngine:
         try:
             with torch.random.fork_rng(devices=_cuda_devices(self._model)):
                 torch.manual_seed(samples[0].key >> 1 if samples else 0)
-                for batch in _batches(order, most=self._max_slots, context=_context_of(self._model)):
+                for batch in _batches(
+                    order, most=self._max_slots, context=_context_of(self._model), pads=self._pads(samples)
+                ):
                     stats = self._run_batch(batch, params, stop, stats)
                     announcer.tell(batch)
         finally:
@@ -115,6 +144,21 @@ class HFEngine:
                 module.training = True
         self._stats = stats
         return [sample.completion(self._version) for sample in samples]
+
+    def _pads(self, samples: Sequence[Sample]) -> bool:
+        """Return whether prompts of other lengths may share a batch; found out once, where there are any.
+
+        Some families pass over the mask of a padded batch, as Reformer does.
+        """
+        prompts = sorted({sample.prompt for sample in samples}, key=len)
+        if self._may_pad is None and prompts and len(prompts[0]) < len(prompts[-1]):
+            self._may_pad = _heeds_padding(self._model, prompts[0], width=len(prompts[-1]))
+            if not self._may_pad:
+                _log.warning(
+                    "%s says something else of a prompt that is padded, so batches hold prompts of one length alone",
+                    type(self._model).__name__,
+                )
+        return self._may_pad is not False
 
     def _run_batch(
         self, samples: Sequence[Sample], params: SamplingParams, stop: StopRule, stats: GenerationStats
@@ -127,17 +171,14 @@ class HFEngine:
         mask = torch.tensor([[0] * (width - len(s.prompt)) + [1] * len(s.prompt) for s in samples], device=device)
         # What the stopping criterion grows.
         rows = [Sample(s.sample_id, s.prompt_index, s.prompt, s.max_new_tokens, s.key) for s in samples]
-        # A configuration that is passed is filled up from the model's own, penalties included; so it takes its place.
-        own, self._model.generation_config = self._model.generation_config, _config(params, samples, stop)
+        criteria = StoppingCriteriaList([_Stops(rows, stop)])
         try:
-            criteria = StoppingCriteriaList([_Stops(rows, stop)])
-            output = self._model.generate(ids, attention_mask=mask, stopping_criteria=criteria)
+            with _in_place_of_own(self._model, _config(params, samples, stop)):
+                output = self._model.generate(ids, attention_mask=mask, stopping_criteria=criteria)
         except RuntimeError as error:
             if "probability tensor" not in str(error):  # what torch.multinomial says of weights that are no weights
                 raise
             raise not_finite([sample.sample_id for sample in samples], len(samples)) from error
-        finally:
-            self._model.generation_config = own
         for sample, row in zip(samples, rows, strict=True):
             logprobs = self._logprobs(sample, row.token_ids, params)
             for token, logprob in zip(row.token_ids, logprobs, strict=True):
@@ -162,18 +203,63 @@ class HFEngine:
         return values
 
 
-def _batches(samples: Iterable[Sample], *, most: int, context: float) -> list[list[Sample]]:
-    """Return samples in batches whose rows all stay within the model's context.
+def _refuse_native(method: str, given: Mapping[str, object]) -> None:
+    """Refuse what the native engine takes and this one cannot do, unless it is given as what stands for nothing."""
+    known = inspect.signature(getattr(GenerationEngine, method)).parameters
+    for name, value in given.items():
+        if name not in known:
+            raise TypeError(f"HFEngine.{method}() got an unexpected keyword argument {name!r}")
+        if value not in (known[name].default, []):
+            raise GenerationError(
+                f"HFEngine has no {name}, which the native engine alone knows; generate by GenerationEngine (in an "
+                f"algorithm engine='native'), or leave {name} out"
+            )
+
+
+@contextmanager
+def _in_place_of_own(model: Any, config: GenerationConfig) -> Iterator[None]:
+    """Let a model generate by ``config`` alone: one that is passed is filled up from its own, penalties included."""
+    own, model.generation_config = model.generation_config, config
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _heeds_padding(model: Any, prompt: Sequence[int], *, width: int) -> bool:
+    """Return whether ``model`` predicts the same behind a prompt that is padded to ``width``, up to rounding."""
+    device = next(model.parameters()).device
+    said = []
+    for padding in (0, width - len(prompt)):
+        ids = torch.tensor([[prompt[0]] * padding + list(prompt)], device=device)
+        mask = torch.tensor([[0] * padding + [1] * len(prompt)], device=device)
+        config = GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=1, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True
+        )
+        with _in_place_of_own(model, config):
+            output = model.generate(ids, attention_mask=mask)
+        said.append(output.logits[0][0].float())
+    alone, padded = said
+    differs = (alone - padded).square().mean().sqrt() > _ROUNDING * alone.std()  # False of what is not finite
+    return not bool(differs)
+
+
+def _batches(samples: Iterable[Sample], *, most: int, context: float, pads: bool = True) -> list[list[Sample]]:
+    """Return samples in batches whose rows all stay within the model's context; ``pads``: prompts may differ in length.
 
     A row that is over is computed on until the last one of its batch is, and a model that looks its positions up has
     none beyond its context.
     """
+    if not pads:
+        samples = sorted(samples, key=lambda sample: len(sample.prompt))
     batches: list[list[Sample]] = []
     longest_prompt, longest_response = 0, 0
     for sample in samples:
+        is_alike = pads or longest_prompt == len(sample.prompt)
         longest_prompt = max(longest_prompt, len(sample.prompt))
         longest_response = max(longest_response, sample.max_new_tokens)
-        if not batches or len(batches[-1]) == most or longest_prompt + longest_response > context:
+        is_full = not batches or len(batches[-1]) == most or longest_prompt + longest_response > context
+        if is_full or not is_alike:
             batches.append([])
             longest_prompt, longest_response = len(sample.prompt), sample.max_new_tokens
         batches[-1].append(sample)

@@ -60,6 +60,10 @@ class Requests:
         return samples
 
     def _check_kinds(self) -> None:
+        if not isinstance(self.params, SamplingParams):
+            raise GenerationError(
+                f"params={self.params!r} is a {type(self.params).__name__}; write SamplingParams(...)"
+            )
         if not hasattr(self.prompts, "__len__"):
             raise GenerationError(
                 f"prompts must be a list of lists of token ids; it is a {type(self.prompts).__name__}"

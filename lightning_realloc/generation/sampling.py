@@ -85,6 +85,12 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids, Integral, "ints"))
         object.__setattr__(self, "stop_strings", _as_tuple("stop_strings", self.stop_strings, str, "strings"))
         _require(all(self.stop_strings), "stop_strings must not hold an empty string; it would end every response")
+        halves = [string for string in self.stop_strings if any("\ud800" <= c <= "\udfff" for c in string)]
+        _require(
+            not halves,
+            f"stop_strings {halves!r} can never occur: they hold halves of characters (surrogates), and tokenizers "
+            "decode to whole ones; write the characters themselves, or leave them out",
+        )
 
     @property
     def greedy(self) -> bool:
@@ -116,6 +122,8 @@ def check_counts(kind: type = Integral, *, optional: bool = False, **counts: obj
     for name, count in counts.items():
         check_kind(name, count, kind, "a whole number" if kind is Integral else "a number", optional=optional)
         _require(count is None or count >= 1, f"{name}={count} must be at least 1")  # type: ignore[operator]
+        way_out = "; use None for no bound" if optional else ""
+        _require(count is None or math.isfinite(count), f"{name}={count} must be finite{way_out}")  # type: ignore[arg-type]
 
 
 def _require(holds: bool, message: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,12 +26,14 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.model_terms import counts_positions_by_padding, rotary_bounds, why_experts_fail
 from lightning_realloc.runtime.packing import PackedBatch
 
 ATTENTION = "realloc_packed"
 """The name under which the attention function is registered with transformers."""
 _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _UNSUPPORTED_OPTIONS = ("softcap", "s_aux", "position_bias", "cache")
+_UNKNOWN_WINDOW = -1
 _in_packed_forward: ContextVar[bool] = ContextVar("in_packed_forward", default=False)
 
 
@@ -93,6 +96,7 @@ def install_packed_attention(model: nn.Module) -> None:
 def packed_attention(model: nn.Module, packed: PackedBatch) -> Iterator[dict[str, Any]]:
     """Yield the keyword arguments with which to call ``model`` on this pack, inside the block."""
     install_packed_attention(model)
+    _refuse_mixed_rotations(transformers_model(model), packed)
     token = _in_packed_forward.set(True)
     try:
         yield {
@@ -118,6 +122,9 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 def _refuse_unpackable(model: PreTrainedModel) -> None:
     name = type(model).__name__
+    failing = why_experts_fail(model)
+    if failing is not None:
+        raise ConfigError(f"{name} cannot run: {'; '.join(failing)}")
     # Position ids and keyword arguments reach the layers through the base model in most classes' heads.
     parameters = inspect.signature(type(model.base_model).forward).parameters
     layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
@@ -134,10 +141,25 @@ def _refuse_unpackable(model: PreTrainedModel) -> None:
         reason = "it carries a recurrent state from token to token, past the end of a sequence"
     elif model.config.is_encoder_decoder:
         reason = "it is an encoder-decoder"
+    elif counts_positions_by_padding(model):
+        reason = "it counts positions from behind its padding token, and packs count from 0"
     if reason is not None:
         raise ConfigError(
             f"{name} cannot run packed sequences: {reason}; use a decoder whose layers are of {sorted(_PLAIN_LAYERS)}"
         )
+
+
+def _refuse_mixed_rotations(model: PreTrainedModel, packed: PackedBatch) -> None:
+    """Refuse sequences of which some have other rotary frequencies than the row's longest: it decides for all."""
+    lengths = [length + shared for length, shared in zip(packed.lengths, packed.shared, strict=True)]
+    longest, shortest = max(lengths), min(lengths)
+    for kind, original in rotary_bounds(model.config):
+        if longest > original and shortest <= (original if kind == "longrope" else longest - 1):
+            raise ConfigError(
+                f"{type(model).__name__} cannot run sequences of {shortest} and {longest} tokens in one pack: beyond "
+                f"{original} its {kind} rotary embedding turns all tokens of a row by its longest sequence; keep "
+                f"prompt and response within {original} tokens"
+            )
 
 
 def _mask_unless_packed(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -154,7 +176,7 @@ def segment_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | None = _UNKNOWN_WINDOW,
     packed_segments: Segments | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
@@ -167,7 +189,7 @@ def segment_attention(
             )
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal,
-            sliding_window=sliding_window, **options,
+            sliding_window=None if sliding_window == _UNKNOWN_WINDOW else sliding_window, **options,
         )  # fmt: skip
     unsupported = [name for name in _UNSUPPORTED_OPTIONS if options.get(name) is not None]
     if unsupported:
@@ -175,6 +197,14 @@ def segment_attention(
             f"packed attention does not know {unsupported}, which {type(module).__name__} asks for; "
             f"use a model whose attention is plain softmax attention"
         )
+    if attention_mask is not None:
+        raise ConfigError(
+            f"{type(module).__name__} attends with a mask of its own, which packed attention would leave out; use a "
+            f"model that leaves masks to transformers"
+        )
+    if sliding_window == _UNKNOWN_WINDOW:
+        _refuse_masked_window(module, packed_segments)
+        sliding_window = None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     settings = _Attention(causal, scaling, dropout, sliding_window)
     if any(packed_segments.shared) and not causal:
@@ -185,6 +215,18 @@ def segment_attention(
     use_varlen = not any(packed_segments.shared) and _can_use_varlen(query, key, value, settings)
     attend = _attend_varlen if use_varlen else _attend_by_segment
     return attend(query, key, value, packed_segments, settings), None
+
+
+def _refuse_masked_window(module: nn.Module, segments: Segments) -> None:
+    """Refuse a layer that names no window, where its config does: the window is in the mask that packs leave out."""
+    declared = getattr(getattr(module, "config", None), "sliding_window", None)
+    longest = max(map(operator.add, segments.lengths, segments.shared))
+    if declared and longest > declared:  # 0: none, as Qwen2-MoE writes it
+        raise ConfigError(
+            f"{type(module).__name__} attends with a sliding window of {declared} that it states in its mask alone, "
+            f"which packed attention leaves out, and a sample has {longest} tokens; keep prompt and response within "
+            f"{declared}, or use a model that hands its window to its attention"
+        )
 
 
 @dataclass(frozen=True, slots=True)

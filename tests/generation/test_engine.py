@@ -94,6 +94,15 @@ def test_soft_caps_and_sinks_are_those_of_the_model(family: str) -> None:
             torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
 
 
+def test_a_layer_may_view_what_its_attention_returns() -> None:
+    settings = {**SIZES, "head_dim": 16, "sliding_window": 6, "num_experts": 4, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model("afmoe", **settings, moe_intermediate_size=32, num_dense_layers=1)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for prompt in draw_prompts(3):
+        (completion,) = GenerationEngine(model).generate([prompt], GREEDY)
+        assert list(completion.token_ids) == reference_greedy(model, prompt)
+
+
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_sampled_logprobs_are_those_of_a_full_forward_at_the_same_temperature(temperature: float) -> None:
     model, prompts = tiny_model("llama"), draw_prompts(5)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from transformers import RepetitionPenaltyLogitsProcessor
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcessor
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, HFEngine, SamplingParams
@@ -50,6 +54,27 @@ def test_no_row_of_a_batch_leaves_the_context_while_others_go_on() -> None:
     theirs = HFEngine(model).generate(prompts, params)
     assert [len(completion.token_ids) for completion in theirs] == [12, 31, 30]
     assert [c.token_ids for c in theirs] == [c.token_ids for c in ours]
+
+
+class ReadsPadding(LlamaForCausalLM):
+    """A model that passes over the mask, as Reformer does."""
+
+    def forward(self, *args: Any, attention_mask: Any = None, **settings: Any) -> Any:
+        return super().forward(*args, **settings)
+
+
+def test_prompts_of_other_lengths_share_no_batch_where_the_model_reads_its_padding(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny_model("llama")
+    reads_padding = ReadsPadding(model.config).eval()
+    reads_padding.load_state_dict(model.state_dict())
+    prompts, params = draw_prompts(6), SamplingParams(max_new_tokens=8, temperature=0, n=2)
+    expected = HFEngine(model).generate(prompts, params)
+    assert not caplog.records
+    completions = HFEngine(reads_padding).generate(prompts, params)
+    assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
+    assert "ReadsPadding says something else of a prompt that is padded" in caplog.text
 
 
 def test_draws_follow_the_models_distribution_and_the_seed() -> None:
@@ -101,3 +126,22 @@ def test_what_cannot_work_is_refused() -> None:
         HFEngine(tiny_model("llama"), max_slots=0)
     with pytest.raises(GenerationError, match="prompt 0 is empty"):
         HFEngine(tiny_model("llama")).generate([[]])
+
+
+def test_what_the_native_engine_alone_knows_is_refused_by_name() -> None:
+    model, params = tiny_model("llama"), SamplingParams(max_new_tokens=2)
+    with pytest.raises(GenerationError, match=r"HFEngine has no max_cache_bytes, .* GenerationEngine .* or leave max_"):
+        HFEngine(model, max_cache_bytes=10**6)
+    for name, value in (("environment", print), ("token_budget", 5), ("resume", [object()])):
+        with pytest.raises(GenerationError, match=f"HFEngine has no {name}, which the native engine alone knows"):
+            HFEngine(model).generate([[5]], params, **{name: value})
+    assert len(HFEngine(model, speculation=None).generate([[5]], params, environment=None, resume=[])) == 1
+    with pytest.raises(TypeError, match="unexpected keyword argument 'enviroment'"):
+        HFEngine(model).generate([[5]], params, enviroment=print)
+
+
+def test_stop_strings_that_no_token_can_spell_are_refused() -> None:
+    words = Tokenizer(WordLevel({word: index for index, word in enumerate(("yes", "no", "<unk>"))}, "<unk>"))
+    engine = HFEngine(tiny_model("llama"), tokenizer=PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>"))
+    with pytest.raises(GenerationError, match=r"stop_strings \['End'\] can never occur: no token .* holds"):
+        engine.generate([[1]], SamplingParams(stop_strings=("End",)))

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation import Conversation, GenerationEngine, SamplingParams, Turn
+from lightning_realloc.generation import Conversation, GenerationEngine, HFEngine, SamplingParams, Turn
 from tests.models import SIZES, tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0)
@@ -52,6 +52,13 @@ def test_requests_that_cannot_be_served_are_refused(
         engine.generate(prompts, GREEDY, **arguments)
 
 
+@pytest.mark.parametrize("engine_class", [GenerationEngine, HFEngine])
+def test_parameters_of_another_kind_are_refused(engine_class: Any) -> None:
+    for params in ({"n": 2}, {}):
+        with pytest.raises(GenerationError, match=r"params={.*} is a dict; write SamplingParams\(...\)"):
+            engine_class(tiny_model("llama")).generate([[5]], params)
+
+
 def test_an_async_environment_is_refused() -> None:
     async def tool(turn: Turn) -> list[int]:
         return [5]
@@ -66,6 +73,7 @@ def test_an_async_environment_is_refused() -> None:
         ({"max_slots": 1.5}, "max_slots=1.5 must be a whole number"),
         ({"max_length": 0}, "max_length=0 must be at least 1"),
         ({"max_cache_bytes": "20GB"}, "max_cache_bytes='20GB' must be a number or None"),
+        ({"max_cache_bytes": float("inf")}, "max_cache_bytes=inf must be finite; use None for no bound"),
         ({"tokenizer": "gpt2"}, r"tokenizer='gpt2' is a str, .* load it first: AutoTokenizer.from_pretrained\("),
         ({"speculation": "ngram"}, "speculation='ngram' is a str; write Speculation"),
     ],
@@ -144,6 +152,22 @@ def test_an_encoder_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("bert", **SIZES))
     with pytest.raises(GenerationError, match="BertSelfAttention attends with tokens to what comes after them"):
         GenerationEngine(model).generate([[5, 6]], GREEDY)
+
+
+@pytest.mark.parametrize("engine_class", [GenerationEngine, HFEngine])
+def test_a_model_that_counts_positions_from_behind_its_padding_token_is_refused(engine_class: Any) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("roberta", **SIZES, is_decoder=True))
+    with pytest.raises(GenerationError, match=r"RobertaForCausalLM .* from behind its padding token.*; use a decoder"):
+        engine_class(model)
+
+
+@pytest.mark.parametrize("engine_class", [GenerationEngine, HFEngine])
+def test_experts_in_a_dtype_that_torch_does_not_multiply_are_refused_with_the_way_out(engine_class: Any) -> None:
+    model = tiny_model("mixtral").double()
+    with pytest.raises(GenerationError, match=r"experts are in float64, .*set_experts_implementation\('eager'\)"):
+        engine_class(model).generate([[5, 6]], GREEDY)
+    model.set_experts_implementation("eager")
+    assert len(engine_class(model).generate([[5, 6]], SamplingParams(max_new_tokens=2, ignore_eos=True))) == 1
 
 
 def test_rotary_embeddings_that_change_with_the_batch_are_refused_beyond_their_original_length() -> None:

@@ -200,6 +200,7 @@ def test_forbidden_tokens_are_not_drawn_in_their_rows_only() -> None:
         ({"stop_strings": ("",)}, "empty string"),
         ({"stop_strings": "ab"}, r"stop_strings='ab' must be a tuple of strings; write \('ab',\)"),
         ({"stop_strings": None}, r"stop_strings=None must be a tuple of strings; use \(\) for none"),
+        ({"stop_strings": ("a", "b\ud800")}, r"stop_strings \['b\\ud800'\] can never occur: they hold halves"),
         ({"stop_strings": ("a", 5)}, r"stop_strings=\('a', 5\) must be a tuple of strings"),
         ({"stop_token_ids": 2}, r"stop_token_ids=2 must be a tuple of ints; write \(2,\)"),
         ({"stop_token_ids": ("a",)}, r"stop_token_ids=\('a',\) must be a tuple of ints"),

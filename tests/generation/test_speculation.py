@@ -264,6 +264,17 @@ def test_adaptive_rejection_refuses_a_drafter_whose_estimates_tell_of_the_token(
         engine.generate([[5]])
 
 
+def test_adaptive_rejection_without_a_drafter_draws_as_with_no_drafts() -> None:
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    adaptive, none = (
+        GenerationEngine(
+            target(), speculation=Speculation(drafter="none", verification="reject", num_draft_tokens=depth)
+        ).generate(prompts_of(3), params)
+        for depth in (None, 0)
+    )
+    assert tokens_of(adaptive) == tokens_of(none)
+
+
 def test_a_clock_that_stands_still_stops_no_generation() -> None:
     engine = speculating(target(), "ngram", None, clock=lambda: 0.0)
     params = SamplingParams(max_new_tokens=40, ignore_eos=True)

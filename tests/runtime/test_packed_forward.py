@@ -19,7 +19,7 @@ from lightning_realloc.runtime.packed_attention import ATTENTION, install_packed
 from lightning_realloc.runtime.packed_forward import packed_logits, token_logprobs
 from lightning_realloc.runtime.packing import PackedBatch, pack
 from lightning_realloc.runtime.samples import Ragged, Samples
-from tests.models import FAMILIES, tiny_model
+from tests.models import FAMILIES, SIZES, tiny_model
 
 # The sliding window of 4 is shorter than the longest sequence and longer than the shortest.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -178,6 +178,49 @@ def test_models_that_cannot_keep_sequences_apart_are_refused_by_name() -> None:
             packed_logits(model, _packed())
     with pytest.raises(ConfigError, match="Linear is none and contains none"):
         packed_logits(torch.nn.Linear(2, 2), _packed())
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("roberta", {"is_decoder": True}, "RobertaForCausalLM .* counts positions from behind its padding token"),
+        (
+            "qwen2_moe",
+            {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0, "num_experts": 2},
+            "Qwen2MoeAttention attends with a sliding window of 4 that it states in its mask alone, .* has 11 tokens",
+        ),
+        ("doge", {}, "DogeAttention attends with a mask of its own"),
+    ],
+)
+def test_what_packs_would_leave_out_without_a_word_is_refused(
+    family: str, settings: dict[str, Any], reason: str
+) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **settings))
+    with pytest.raises(ConfigError, match=reason):
+        packed_logits(model, _packed())
+
+
+def test_experts_in_float64_run_one_by_one_alone() -> None:
+    model, packed = tiny_model("mixtral").double(), _packed()
+    with pytest.raises(ConfigError, match=r"experts are in float64, .*set_experts_implementation\('eager'\)"):
+        token_logprobs(model, packed)
+    model.set_experts_implementation("eager")
+    expected = _one_by_one(model, packed)[1].float()
+    torch.testing.assert_close(token_logprobs(model, packed).logprobs, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_a_rows_longest_sequence_decides_are_refused_where_it_would_matter(kind: str) -> None:
+    factors: dict[str, Any] = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8} if kind == "longrope" else {}
+    for original, matters in ((11, False), (8, True)):  # sequences of 7, 3, 11 and 3 tokens
+        rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": original}
+        model, packed = tiny_model("llama", rope_parameters=rope | factors), _packed()
+        if matters:
+            with pytest.raises(ConfigError, match=f"of 3 and 11 tokens in one pack: beyond 8 its {kind} rotary"):
+                token_logprobs(model, packed)
+        else:
+            expected = _one_by_one(model, packed)[1]
+            torch.testing.assert_close(token_logprobs(model, packed).logprobs, expected, atol=1e-5, rtol=0)
 
 
 def test_attention_with_capped_scores_is_refused() -> None:

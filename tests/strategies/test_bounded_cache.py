@@ -53,3 +53,5 @@ def test_a_bound_is_for_the_native_engine() -> None:
         runs.grpo(engine="hf", max_cache_bytes=10**6)
     with pytest.raises(ConfigError, match="max_cache_bytes=0"):
         runs.grpo(max_cache_bytes=0)
+    with pytest.raises(ConfigError, match=r"max_cache_bytes=inf .* less than infinity"):
+        runs.grpo(max_cache_bytes=float("inf"))
