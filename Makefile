@@ -11,6 +11,8 @@ RUN := $(VENV)/bin/python -m
 # One thread per process: the tests and the demo run several on each core.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Dozens of processes import the same files: what one has compiled the others read.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test lint demo bench clean
 

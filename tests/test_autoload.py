@@ -1,7 +1,8 @@
-"""What happens while torch and Lightning are being imported; so each test starts a fresh interpreter."""
+"""What happens while torch and Lightning are being imported? Asked in fresh interpreters."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,19 +19,42 @@ class ReallocStrategy(pl.strategies.SingleDeviceStrategy):
         super().__init__(device="cpu")
         self.options = options
 """
-TRAINERS = (
-    "import lightning as L\n"
-    "quiet = dict(logger=False, enable_checkpointing=False, accelerator='cpu', devices=1)\n"
+QUIET = "quiet = dict(logger=False, enable_checkpointing=False, accelerator='cpu', devices=1)\n"
+TRAINERS = QUIET + (
     "for name in ('realloc', 'realloc_spawn', 'realloc_fork', 'realloc-static'):\n"
     "    print('made', name, L.Trainer(strategy=name, **quiet).strategy.options)\n"
 )
+IMPORTED = (
+    "print([name for name in sys.modules if 'realloc' in name])\n"
+    "trainer = L.Trainer(strategy='realloc', logger=False, accelerator='cpu', devices=1)\n"
+    "print('made', type(trainer.strategy).__module__)\n"
+)
+BROKEN = QUIET + (
+    "L.Trainer(strategy='ddp', **quiet)\n"
+    "try:\n"
+    "    L.Trainer(strategy='realloc', **quiet)\n"
+    "except RuntimeError as error:\n"
+    "    print(error)\n"
+)
+# Importing the two takes seconds: each script is run by a fork of one interpreter that has imported nothing else.
+FORKS = (
+    "import json, os, sys, torch, lightning as L\n"
+    "for script, paths in json.load(sys.stdin):\n"
+    "    if os.fork() == 0:\n"
+    "        sys.path[:0] = paths\n"
+    "        exec(script)\n"
+    "        sys.exit()\n"
+    "    os.wait()\n"
+    "    print('---', flush=True)\n"
+)
 
 
-def _python(script: str, *path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def _python(script: str, *path: Path, asked: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a script in a fresh interpreter that finds modules in ``path`` before the installed ones."""
     # The working directory is left out (-P): the package must be found because it is installed.
     return subprocess.run(
         [sys.executable, "-P", "-c", script],
+        input=asked,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))} | environment,
         capture_output=True,
         text=True,
@@ -38,39 +62,47 @@ def _python(script: str, *path: Path, **environment: str) -> subprocess.Complete
     )
 
 
-@pytest.fixture
-def stand_in(tmp_path: Path) -> Path:
-    package = tmp_path / "lightning_realloc"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
+def _package(folder: Path, contents: str) -> list[str]:
+    """Write a package that stands where ours would, and return where it is found."""
+    package = folder / "lightning_realloc"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(contents)
     (package / "strategies.py").write_text(STAND_IN)
-    return tmp_path
+    return [str(folder)]
 
 
-def test_a_bare_trainer_knows_our_strategies(stand_in: Path) -> None:
-    finished = _python(TRAINERS, stand_in)
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each script prints where torch and Lightning are imported."""
+    folder = tmp_path_factory.mktemp("packages")
+    stand_in, broken = _package(folder / "a", ""), _package(folder / "b", "raise RuntimeError('broken on purpose')")
+    scripts = {TRAINERS: stand_in, IMPORTED: [], BROKEN: broken}
 
-    assert [line for line in finished.stdout.splitlines() if line.startswith("made")] == [
+    finished = _python(FORKS, asked=json.dumps(list(scripts.items())))
+
+    *outputs, rest = finished.stdout.split("---\n")
+    assert len(outputs) == len(scripts) and not rest, finished.stderr
+    return dict(zip(scripts, outputs, strict=True))
+
+
+def test_a_bare_trainer_knows_our_strategies(said: dict[str, str]) -> None:
+    assert [line for line in said[TRAINERS].splitlines() if line.startswith("made")] == [
         "made realloc {}",
         "made realloc_spawn {'start_method': 'spawn'}",
         "made realloc_fork {'start_method': 'fork'}",
         "made realloc-static {'plan': 'static'}",
-    ], finished.stderr
+    ]
 
 
-def test_torch_and_lightning_do_not_import_the_package_until_a_trainer_asks_for_the_strategy() -> None:
-    script = (
-        "import sys, torch, lightning.pytorch\n"
-        "print([name for name in sys.modules if 'realloc' in name])\n"
-        "import lightning as L\n"
-        "trainer = L.Trainer(strategy='realloc', logger=False, accelerator='cpu', devices=1)\n"
-        "print('made', type(trainer.strategy).__module__)\n"
-    )
+def test_torch_and_lightning_do_not_import_the_package_until_a_trainer_asks_for_the_strategy(
+    said: dict[str, str],
+) -> None:
+    assert said[IMPORTED].startswith("['lightning_realloc_autoload']\n")
+    assert "made lightning_realloc.strategies.realloc" in said[IMPORTED]
 
-    finished = _python(script)
 
-    assert finished.stdout.startswith("['lightning_realloc_autoload']\n"), finished.stderr
-    assert "made lightning_realloc.strategies.realloc" in finished.stdout, finished.stderr
+def test_a_broken_package_breaks_neither_torch_nor_other_strategies(said: dict[str, str]) -> None:
+    assert said[BROKEN].splitlines()[-1:] == ["broken on purpose"]
 
 
 def test_switched_off_only_importing_the_package_registers() -> None:
@@ -99,23 +131,6 @@ def test_importing_the_package_first_registers_without_importing_lightning() -> 
     imported, registered = finished.stdout.splitlines()
     assert imported == "False False"
     assert registered == "['realloc', 'realloc_spawn', 'realloc_fork', 'realloc-static']"
-
-
-def test_a_broken_package_breaks_neither_torch_nor_other_strategies(stand_in: Path) -> None:
-    (stand_in / "lightning_realloc" / "__init__.py").write_text("raise RuntimeError('broken on purpose')")
-    script = (
-        "import torch, lightning as L\n"
-        "quiet = dict(logger=False, enable_checkpointing=False, accelerator='cpu', devices=1)\n"
-        "L.Trainer(strategy='ddp', **quiet)\n"
-        "try:\n"
-        "    L.Trainer(strategy='realloc', **quiet)\n"
-        "except RuntimeError as error:\n"
-        "    print(error)\n"
-    )
-
-    finished = _python(script, stand_in)
-
-    assert finished.stdout.splitlines()[-1:] == ["broken on purpose"], finished.stderr
 
 
 def test_torch_imports_even_if_the_hook_cannot_be_installed() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -399,12 +400,13 @@ def test_two_devices_train_through_the_script_launcher(folder: Path) -> None:
     assert description["plan"]["calls"]["actor.train"] == "fsdp2@0-1"
 
 
-def test_two_devices_report_what_both_find_wrong_once_and_last(folder: Path) -> None:
+def test_the_console_script_tells_last_and_once_what_two_devices_find_wrong(folder: Path) -> None:
+    script = Path(sys.executable).parent / "lightning-realloc"
+
     finished = _process(
-        [sys.executable, "-m", "lightning_realloc.cli", *FIT, "--trainer.devices", "2", "--data.batch_size", "99",
-         "--trainer.callbacks.dirpath", "refused"],
+        [str(script), *FIT, "--trainer.devices", "2", "--data.batch_size", "99", "--trainer.callbacks.dirpath", "no"],
         folder,
-    )  # fmt: skip
+    )
 
     assert finished.returncode == 2
     assert "Traceback" not in finished.stderr
@@ -413,14 +415,17 @@ def test_two_devices_report_what_both_find_wrong_once_and_last(folder: Path) -> 
     assert finished.stderr.splitlines()[-1] == told[-1]
 
 
-def test_the_console_script_reports_a_mistake_and_ends(folder: Path) -> None:
-    script = Path(sys.executable).parent / "lightning-realloc"
+def _run_as_module(folder: Path) -> object:
+    """Return the exit code of ``python -m`` for a mistake, without the imports of a fresh process."""
+    os.chdir(folder)
+    sys.argv = ["cli.py", *FIT, "--data.batch_size", "99"]
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("lightning_realloc.cli", run_name="__main__")
+    return end.value.code
 
-    finished = _process([str(script), *FIT, "--trainer.strategy.plan", '{"calls": {"actor.train": "ts2"}}'], folder)
 
-    assert finished.returncode == 2
-    assert "error: calls.actor.train: unknown layout 'ts2'" in finished.stderr
-    assert "Traceback" not in finished.stderr
+def test_a_mistake_is_the_exit_code_of_the_module_too(workers: WorkerPool, folder: Path) -> None:
+    assert workers.run(_run_as_module, folder, world_size=1, init_process_group=False) == [2]
 
 
 def test_a_plan_is_checked_without_weights(workers: WorkerPool, folder: Path) -> None:

@@ -45,6 +45,8 @@ PRELOADED = (
     "peft",
     "lightning_realloc.cli",
     "tests.models",
+    "pytest",  # these two by every module that holds a test
+    "hypothesis",
 )
 PORTS = range(20_000, 32_000)
 """Below those that a system hands out by itself: one of these could be somebody else's before rank 0 listens on it."""

@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
 from lightning_realloc.algorithms.adapters import Adapters, AdapterSource, check_trainable
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.adapters import adapted_layers, adapter_config, head_names, merge_for_good
+from lightning_realloc.runtime.structure import copied
 
 ModelSource = str | Path | PreTrainedConfig | nn.Module
 """A Hugging Face name or folder, a config (random weights), or a module that is already built."""
@@ -249,7 +250,7 @@ class Role:
             self._require_head(["score"])
             model: Any = self._from_config(source.config)
             if adapted_layers(source):
-                source = merge_for_good(copy.deepcopy(source))
+                source = merge_for_good(copied(source))
             backbone: nn.Module = source.base_model  # type: ignore[assignment]
             model.base_model.load_state_dict(backbone.state_dict())
             ours, theirs = (getattr(getattr(m, "score", None), "weight", None) for m in (model, source))
@@ -259,7 +260,7 @@ class Role:
         labels = getattr(getattr(source, "config", None), "num_labels", 1)
         if self.task != "causal_lm" and labels != 1:
             raise ConfigError(f"{self.name} is a classifier of {labels} labels; give one with num_labels=1")
-        return copy.deepcopy(source)
+        return copied(source)
 
     def _has_another_head(self, model: PreTrainedModel) -> bool:
         kind = type(model.config)

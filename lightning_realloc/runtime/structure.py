@@ -1,6 +1,13 @@
-"""What can be told about any model without running it: its repeated blocks, and which names share a parameter."""
+"""What can be told about any model without running it: its repeated blocks, and which names share a parameter.
+
+And how one is copied.
+"""
 
 from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -33,3 +40,16 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return {group[0]: tuple(group) for group in names.values()}
+
+
+def copied(model: nn.Module, instead: Mapping[int, object] | None = None) -> nn.Module:
+    """Return a deep copy of a model; ``instead`` maps the id of what is not to be copied to what stands there for it.
+
+    Every module has a dozen ordered dicts of hooks, which are nearly always empty and take ``deepcopy`` most of its
+    time; they are made anew.
+    """
+    hooks: dict[int, object] = {
+        id(value): OrderedDict()
+        for module in model.modules() for value in vars(module).values() if type(value) is OrderedDict and not value
+    }  # fmt: skip
+    return copy.deepcopy(model, {**hooks, **(instead or {})})

@@ -6,6 +6,7 @@ the sizes that a model's config declares, never by its family. Only reads the mo
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Mapping
@@ -94,6 +95,7 @@ def _known_names(model: nn.Module) -> set[str]:
     return {spelling for name, _ in named for spelling in _spellings(name)}
 
 
+@functools.lru_cache(maxsize=1 << 16)  # each of a model's names is asked about several times, and by every role
 def _spellings(name: str) -> tuple[str, ...]:
     """Return the keys by which a plan may mean a module: as it is, as PEFT found it, and both with wildcards."""
     before_peft = name.removeprefix(_PEFT_PREFIX).removesuffix(_PEFT_SUFFIX)

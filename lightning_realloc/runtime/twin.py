@@ -6,13 +6,12 @@ fills. Calling the first module with other weights instead (``functional_call``)
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_realloc.errors import LayoutError
+from lightning_realloc.runtime.structure import copied
 from lightning_realloc.runtime.tp_group import TensorParallelGroup
 
 
@@ -29,4 +28,4 @@ def make_skeleton(model: nn.Module) -> nn.Module:
         id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
         for parameter in model.parameters()
     }
-    return copy.deepcopy(model, dict(without_storage)).eval()
+    return copied(model, without_storage).eval()

@@ -20,7 +20,6 @@ from lightning_realloc.layout.model import ModelLayout, ModelSpec
 from lightning_realloc.runtime.adapters import adapter_config, adapters_merged, adapters_off
 from lightning_realloc.runtime.executor import Reallocation, ReallocationReport
 from lightning_realloc.runtime.mesh import MeshRegistry
-from lightning_realloc.runtime.model_spec import describe_model
 from lightning_realloc.runtime.parallelize import needs_fsdp, parallelize
 from lightning_realloc.runtime.shards import bind_tensors, local_tensors, own_storage, reshard, vacate
 from lightning_realloc.runtime.training_mode import enable_activation_checkpointing
@@ -58,15 +57,16 @@ class ModelPool:
         """Seconds that this rank spent on moving weights, waiting for other ranks not included."""
 
     # ---- building
-    def place(self, role: str, model: nn.Module) -> None:
+    def place(self, role: str, model: nn.Module, spec: ModelSpec) -> None:
         """Shard ``model``, which holds full weights, into its home layout, and prepare the other replicas.
+
+        ``spec`` is its description, of before it is laid out.
 
         Raises:
             LayoutError: when a layout of one of the role's calls does not fit the model.
         """
         trains = role in self.dataflow.trained_roles
         self._frozen[role] = frozenset(n for n, p in model.named_parameters() if trains and not p.requires_grad)
-        spec = describe_model(model, tp_plan=self._options.tp_plans.get(role))
         home = ModelLayout(spec, self.plan.layout(self.dataflow.home_call(role).name))
         # Weights that no optimizer changes need no more precision than copies; buffers (rotary frequencies) do.
         unchanged = self._frozen[role] if role in self.changing_roles else None

@@ -162,7 +162,8 @@ class PoolBuilder:
         models = self.module.models()
         if self.master_dtype != torch.float32:
             cast_parameters(self.module, self.master_dtype)
-        plan = self.plan(source, self._specs(models, earlier))
+        specs = self._specs(models, earlier)
+        plan = self.plan(source, specs)
         if earlier is not None:
             earlier.require_same(plan, self.options)
             return earlier
@@ -171,7 +172,7 @@ class PoolBuilder:
         pool = ModelPool(self.dataflow, plan, meshes, self.options)
         for role in self.dataflow.roles:
             if role not in self.sharers:
-                pool.place(role, models[role])
+                pool.place(role, models[role], specs[role])
         setattr(self.module, _POOL_ATTRIBUTE, pool)
         return pool
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.runtime.model_spec import describe_model
-from lightning_realloc.runtime.structure import find_blocks
+from lightning_realloc.runtime.structure import copied, find_blocks
 from tests.models import FAMILIES, TENSOR_PARALLEL_FAMILIES, TIED_FAMILIES, tiny_model
 
 
@@ -92,3 +92,18 @@ def test_transformers_classes_say_which_list_holds_the_blocks() -> None:
 def test_a_module_without_parameters_is_refused() -> None:
     with pytest.raises(LayoutError, match="Identity has no parameters"):
         describe_model(nn.Identity())
+
+
+def test_a_copy_has_weights_and_hooks_of_its_own_and_keeps_ties() -> None:
+    model, heard = tiny_model("qwen2"), []
+    model.lm_head.register_forward_hook(lambda *_: heard.append("head"))
+    other = copied(model)
+    other.model.norm.register_forward_hook(lambda *_: heard.append("the copy's norm"))
+    ids = torch.tensor([[3, 5, 7]])
+    assert torch.equal(model(ids).logits, other(ids).logits)
+    assert heard == ["head", "the copy's norm", "head"]
+    assert other.lm_head.weight is other.model.embed_tokens.weight is not model.lm_head.weight
+    other.lm_head.weight.data.zero_()
+    assert bool(model.lm_head.weight.any())
+    kept = nn.Parameter(torch.ones(1))
+    assert vars(copied(model.model.norm, {id(model.model.norm.weight): kept}))["_parameters"]["weight"] is kept

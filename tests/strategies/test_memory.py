@@ -35,8 +35,8 @@ LOAD = Workload(
     num_sequences=16, prompt_tokens=8, response_tokens=32, micro_batch_tokens=160, samples_per_prompt=2
 )  # fmt: skip
 SETTINGS = MemorySettings(shares_memory=True, builds_on_device=True)
-MEDIUM: dict[str, Any] = {  # 17 million weights in few layers: it is operations that take long where all are watched
-    "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1664, "num_hidden_layers": 4,
+MEDIUM: dict[str, Any] = {  # 10 million weights in few layers: it is operations that take long where all are watched
+    "vocab_size": 3072, "hidden_size": 384, "intermediate_size": 1248, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 256,
 }  # fmt: skip
 TOLERANCE = 0.1
@@ -223,7 +223,7 @@ def test_peaks_of_a_medium_model_are_predicted(workers: WorkerPool, train: str, 
 
 
 def compare_medium(plan: dict[str, Any]) -> Comparison:
-    """Compare a model of 17 million weights."""
+    """Compare a model of 10 million weights."""
     return compare(plan, **MEDIUM)
 
 
