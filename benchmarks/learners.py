@@ -335,6 +335,8 @@ def main(arguments: list[str] | None = None) -> int:
         seeds=tuple(seeds),
         settings={"size": asdict(size), "learning_rate": LEARNING_RATE, "preference_rate": PREFERENCE_RATE},
     )
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     courses = learn(known, size, seeds)
     fill(report, courses, known)
     if options.quick:
@@ -347,8 +349,6 @@ def learn(known: Mapping[str, Learner], size: Size, seeds: Sequence[int]) -> dic
     import torch
 
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     courses: dict[str, list[Course]] = {name: [] for name in known}
     with tempfile.TemporaryDirectory(prefix="benchmark-learners-") as root:
         for seed in seeds:

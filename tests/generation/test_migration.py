@@ -6,6 +6,7 @@ import itertools
 import random
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -44,11 +45,16 @@ def _peers() -> Peers:
     return Peers(mailbox, rank, mailbox.others)
 
 
+def _rounds_by_steps_alone() -> AbstractContextManager[object]:
+    """Let ranks wait for each other's reports, or short samples might be over before these have come."""
+    return mock.patch.object(migration._Call, "_is_time_to_meet", lambda call: call._steps_left <= 0)
+
+
 def _generate(
     speculation: Speculation | None, max_slots: int, max_cache_bytes: int | None, calls: int
 ) -> list[tuple[list[Completion], Any]]:
     """Return what each call of this rank's made while samples moved at random, every other step."""
-    with mock.patch.multiple(migration, plan_balance=at_random, PERIOD_STEPS=2):
+    with _rounds_by_steps_alone(), mock.patch.multiple(migration, plan_balance=at_random, PERIOD_STEPS=2):
         return _calls(speculation, max_slots, max_cache_bytes, calls)
 
 
@@ -185,7 +191,7 @@ def _answer(turn: Turn) -> list[int] | None:
 
 def _talk(max_cache_bytes: int | None) -> tuple[list[Completion], MigrationStats]:
     """Return conversations that move at random, in slots or in few pages."""
-    with mock.patch.multiple(migration, plan_balance=at_random, PERIOD_STEPS=1):
+    with _rounds_by_steps_alone(), mock.patch.multiple(migration, plan_balance=at_random, PERIOD_STEPS=1):
         peers, rank = _peers(), dist.get_rank()
         engine = GenerationEngine(tiny_model("llama"), max_slots=6, peers=peers, max_cache_bytes=max_cache_bytes)
         mine = range(rank, NUM_PROMPTS, dist.get_world_size())
@@ -219,11 +225,7 @@ def _exchange(loads: Sequence[RankLoad], cost: MoveCost, *, step: int, **_: Any)
 def _end_on_the_way() -> tuple[list[int], MigrationStats]:
     """Return the lengths of samples that end after their bulk has left, on ranks without any other."""
     peers, rank = _peers(), dist.get_rank()
-    with (
-        mock.patch.multiple(migration, plan_balance=_exchange, PERIOD_STEPS=4),
-        # By steps alone, or samples might be over before the others' reports have come.
-        mock.patch.object(migration._Call, "_is_time_to_meet", lambda call: call._steps_left <= 0),
-    ):
+    with _rounds_by_steps_alone(), mock.patch.multiple(migration, plan_balance=_exchange, PERIOD_STEPS=4):
         engine = GenerationEngine(tiny_model("llama"), peers=peers, clock=lambda: 0.0)
         assert engine._migration is not None
         engine._migration.pace.bytes_per_s = 1e-6  # the bulk is thought to travel for ever
