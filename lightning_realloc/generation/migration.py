@@ -6,9 +6,9 @@ travels while it runs on; then, between two steps, it leaves with what came sinc
 travel and the other rank reads them again. Finished samples return to the rank that was asked for them.
 
 Rounds go by the steps of the slowest rank, and get rarer while nothing moves; a rank without samples waits for the
-others there, one with samples goes on until it has heard all of them. Where other calls wait
-for what is finished, ranks may be freed for them: they hand over what they have, and take no part in rounds any more.
-One of those that go on tells them when everything is generated.
+others there, one with samples goes on until it has heard all of them. Where other calls wait for what is finished,
+ranks may be freed for them: they hand over what they have, and take no part in rounds any more. One of those that go on
+tells them when everything is generated.
 """
 
 from __future__ import annotations
