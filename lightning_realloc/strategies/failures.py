@@ -33,6 +33,18 @@ def told_in_a_line(error: BaseException, rank: int) -> str:
     return f"error{f' on rank {rank}' if rank else ''}: {' '.join(str(error).split())}\n"
 
 
+def dismiss_observer(launcher: object) -> None:
+    """Let this process, which has failed, end by itself.
+
+    Lightning's observer of the ranks that it started would kill it, with all it has still to tell, as soon as it sees
+    one of them end.
+    """
+    if isinstance(launcher, _SubprocessScriptLauncher):
+        ranks = list(launcher.procs)
+        launcher.procs.clear()  # the list that the observer watches
+        launcher.procs = ranks
+
+
 def end_started_ranks(launcher: object) -> dict[int, int]:
     """End the ranks that this process has started, after they had time to end by themselves.
 
@@ -44,8 +56,8 @@ def end_started_ranks(launcher: object) -> dict[int, int]:
     """
     if not isinstance(launcher, _SubprocessScriptLauncher):
         return {}
-    ranks = list(launcher.procs)
-    launcher.procs.clear()  # Lightning's observer would kill this process as soon as it sees one of them end
+    dismiss_observer(launcher)
+    ranks, launcher.procs = launcher.procs, []
     give_up_at = time.monotonic() + GRACE_S
     for process in ranks:
         with contextlib.suppress(subprocess.TimeoutExpired):

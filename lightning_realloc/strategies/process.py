@@ -32,7 +32,7 @@ from lightning_realloc.runtime.host_memory import keep_freed_memory
 from lightning_realloc.runtime.last_words import explain, forget_last_words
 from lightning_realloc.seeds import global_seed
 from lightning_realloc.strategies.data_parallel import average_gradients
-from lightning_realloc.strategies.failures import report_failures
+from lightning_realloc.strategies.failures import dismiss_observer, report_failures
 from lightning_realloc.strategies.launchers import FullStateLauncher
 from lightning_realloc.strategies.precision import for_samples
 from lightning_realloc.tuning.dataflow import Dataflow
@@ -185,6 +185,7 @@ class ProcessStrategy(ModelParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Let the other ranks know, and this one, where all it knows is that another one is gone."""
         super().on_exception(exception)
+        dismiss_observer(self._launcher)
         if self.world_size > 1 and dist.is_initialized():
             explain(exception, self.global_rank, self.world_size)
 
