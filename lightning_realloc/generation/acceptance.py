@@ -6,7 +6,7 @@ Pure: outcomes are told, never measured here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _MEMORY = 0.99
 _PRIOR_WEIGHT = 2.0
@@ -48,8 +48,7 @@ class AcceptanceRates:
             self._chances[kind] = (counts[0] + _PRIOR_WEIGHT * overall) / (counts[1] + _PRIOR_WEIGHT)
 
 
-@dataclass(frozen=True, slots=True)
-class DepthOutcome:
+class DepthOutcome(NamedTuple):
     """What one sample's step comes to where drafts have so many tokens at most."""
 
     tokens: float

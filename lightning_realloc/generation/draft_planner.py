@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
 
-import numpy as np
-
 from lightning_realloc.generation.acceptance import DepthOutcome, DepthProfile
 from lightning_realloc.generation.draft_worth import COST_OF_TRYING, chances_to_be_last, token_worths
 from lightning_realloc.generation.step_costs import SpeculationCosts
@@ -51,16 +49,6 @@ class DraftPlan:
     """For each sample, the chance to stand that a token needs."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepPrice:
-    """What steps of one depth cost."""
-
-    step_s: float
-    """Seconds of a step, drafting and verifying."""
-    token_s: float
-    """Of them, those of one token more."""
-
-
 class DraftPlanner:
     """Makes plans from what drafts came to and what steps cost; remembers which depth it chose for how many samples."""
 
@@ -87,30 +75,33 @@ class DraftPlanner:
         num_rows = len(left)
         outcomes = self.profile.outcomes()
         plain_s, row_s = self.costs.plain_s(num_rows)
-        prices = self._prices(num_rows, outcomes)
+        steps_s = [self._step_s(num_rows, depth, outcome) for depth, outcome in enumerate(outcomes, start=1)]
         longest, fixed_s = max(*left, 1.0), plain_s - row_s * num_rows
         chances = chances_to_be_last(left) if is_tail else [1.0]
+        num_last = sum(chances)
         missed = max(num_unread - num_rows * (1 + len(outcomes)), 0)  # beyond what it reads in every step
         catching_up_s = missed / num_rows * self.costs.drafting_s(num_rows)
         seconds = [longest * plain_s] + [
-            catching_up_s + remaining_s(outcome, price.step_s, fixed_s, longest=longest, num_last=sum(chances))
-            for outcome, price in zip(outcomes, prices, strict=True)
+            catching_up_s + remaining_s(outcome, step_s, fixed_s, longest=longest, num_last=num_last)
+            for outcome, step_s in zip(outcomes, steps_s, strict=True)
         ]
         depth = self._choose(num_rows, seconds)
-        if not depth and self._is_time_to_try(plain_s, catching_up_s + PLAN_STEPS * prices[0].step_s):
+        if not depth and self._is_time_to_try(plain_s, catching_up_s + PLAN_STEPS * steps_s[0]):
             depth = 1
         if not depth:
             return DraftPlan(0, (), ())
         if self._chosen[num_rows.bit_length()]:
             self._num_idle, self._idle_s = 0, 0.0
-        outcome, price = outcomes[depth - 1], prices[depth - 1]
+        outcome = outcomes[depth - 1]
         if is_tail:
             # A step saves as much less than a plain one's seconds as the last sample takes longer than the mean.
-            kept = longest / outcome.tokens * price.step_s / seconds[depth]
+            kept = longest / outcome.tokens * steps_s[depth - 1] / seconds[depth]
             worths = [kept * worth for worth in token_worths(chances, plain_s, row_s)]
         else:  # a waiting sample takes the slot: no step is saved, whoever is ahead
             worths = [plain_s / num_rows] * num_rows
-        token_s = price.token_s if self._costs_a_forward else _CAUTION * price.token_s
+        token_s = self._token_s(num_rows, depth, outcome)
+        if not self._costs_a_forward:
+            token_s *= _CAUTION
         least = [max(token_s / worth, _LEAST_SURVIVAL) for worth in worths]
         return DraftPlan(depth, worths, least)
 
@@ -133,20 +124,22 @@ class DraftPlanner:
         self._num_idle, self._idle_s = 0, 0.0
         return True
 
-    def _prices(self, num_rows: int, outcomes: Sequence[DepthOutcome]) -> list[StepPrice]:
-        """Return what steps cost that draft 1, 2, 3 … tokens at most for so many samples."""
-        drafted = num_rows * np.array([outcome.drafted for outcome in outcomes])
-        depths = np.arange(1, len(outcomes) + 1)
-        fewer = np.maximum(drafted / 2, np.minimum(drafted, 1.0))
-        verifying = self.costs.verifying_s(num_rows, np.stack([drafted, fewer]), depths)
-        more = drafted - fewer
-        token_s = np.where(more > 0.5, (verifying[0] - verifying[1]) / np.maximum(more, 0.5), 0.0)
-        drafting_s = self.costs.drafting_s(num_rows)
-        if self._costs_a_forward:
-            step_s = verifying[0] + depths * drafting_s
-        else:  # every sample's last look-up finds nothing, or what is not drafted
-            step_s, token_s = verifying[0] + (num_rows + drafted) * drafting_s, token_s + drafting_s
-        return [StepPrice(*pair) for pair in zip(step_s.tolist(), token_s.tolist(), strict=True)]
+    def _step_s(self, num_rows: int, depth: int, outcome: DepthOutcome) -> float:
+        """Return the seconds of a step that drafts ``depth`` tokens at most, and verifies them."""
+        drafted = num_rows * outcome.drafted
+        # With look-ups, every sample's last one finds nothing, or what is not drafted.
+        times = depth if self._costs_a_forward else num_rows + drafted
+        return self.costs.verifying_s(num_rows, drafted, depth) + times * self.costs.drafting_s(num_rows)
+
+    def _token_s(self, num_rows: int, depth: int, outcome: DepthOutcome) -> float:
+        """Return those of them that one token more takes."""
+        drafted = num_rows * outcome.drafted
+        fewer = max(drafted / 2, min(drafted, 1.0))
+        token_s = 0.0 if self._costs_a_forward else self.costs.drafting_s(num_rows)
+        if drafted - fewer > 0.5:
+            more_s = self.costs.verifying_s(num_rows, drafted, depth) - self.costs.verifying_s(num_rows, fewer, depth)
+            token_s += more_s / (drafted - fewer)
+        return token_s
 
 
 def remaining_s(outcome: DepthOutcome, step_s: float, fixed_s: float, *, longest: float, num_last: float) -> float:

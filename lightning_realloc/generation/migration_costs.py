@@ -52,7 +52,7 @@ class Pace:
         if rows and not read:
             self.steps.observe(rows, seconds)
         elif read:
-            decoding_s = float(self.steps.seconds(rows)) if rows and self.steps.known else 0.0
+            decoding_s = self.steps.seconds(rows) if rows and self.steps.known else 0.0
             reading_s = max(seconds - decoding_s, seconds / 4)
             self.prefill_tokens_per_s += _RATE * (read / reading_s - self.prefill_tokens_per_s)
 

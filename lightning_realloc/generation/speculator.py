@@ -305,7 +305,7 @@ class Speculator:
             if seen.drafted:
                 self._payoff.learn(seen.num_rows, seen.gained_s, step_s + drafting_s)
             if seen.num_tokens > seen.num_rows:
-                size = float(effective_tokens(seen.num_rows, seen.num_tokens, seen.width))
+                size = effective_tokens(seen.num_rows, seen.num_tokens, seen.width)
                 costs.verifying.observe(size, step_s)
             elif seen.is_settled or not costs.plain.knows(seen.num_rows):
                 costs.plain.observe(seen.num_rows, step_s)

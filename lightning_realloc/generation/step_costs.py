@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-
-import numpy as np
+from bisect import bisect_left
+from itertools import accumulate
 
 PADDING_SHARE = 0.12
 """What a place of the grid that no token fills costs, beside one that a token does: attention pads every sample's
@@ -43,21 +43,23 @@ class StepCosts:
         self._means: dict[int, list[float]] = {}
         """By bucket: mean size, mean seconds divided by the scale, and how many steps were seen."""
         self._since_refit = 0
-        self._sizes = self._seconds = np.zeros(0)
+        self._sizes: list[float] = []
+        self._seconds: list[float] = []
 
     @property
     def known(self) -> bool:
         """Whether any size was observed often enough to be told."""
-        return bool(len(self._sizes))
+        return bool(self._sizes)
 
     @property
     def smallest(self) -> float | None:
         """The smallest size that is told."""
-        return float(self._sizes[0]) if self.known else None
+        return self._sizes[0] if self._sizes else None
 
     def knows(self, size: float) -> bool:
         """Whether steps of about this size were observed, half as large again or two thirds as large at most."""
-        return any(size <= 1.5 * seen and seen <= 1.5 * size for seen in self._sizes.tolist())
+        nearest = bisect_left(self._sizes, size / 1.5)
+        return nearest < len(self._sizes) and self._sizes[nearest] <= 1.5 * size
 
     def observe(self, num_tokens: float, seconds: float) -> None:
         """Take the seconds of one step."""
@@ -67,7 +69,7 @@ class StepCosts:
         if mean is None:
             seen = seconds / self._scale
             if self.known and num_tokens < self._sizes[-1]:  # a hiccup must not pass for what a new size takes
-                seen = min(seen, 2.0 * float(self.seconds(num_tokens)) / self._scale)
+                seen = min(seen, 2.0 * self.seconds(num_tokens) / self._scale)
             self._means[bucket] = [float(num_tokens), seen, 1.0]
             if self._told_from == 1:
                 self._refit()
@@ -88,22 +90,32 @@ class StepCosts:
         if self._since_refit >= self._refit_every:
             self._refit()
 
-    def seconds(self, num_tokens: float | np.ndarray) -> np.ndarray:
-        """Return the expected seconds of steps of these sizes; 1 where nothing is known."""
-        if not self.known:
-            return np.ones_like(np.asarray(num_tokens, dtype=float))
-        return np.asarray(np.interp(num_tokens, self._sizes, self._seconds))
+    def seconds(self, num_tokens: float) -> float:
+        """Return the expected seconds of a step of this size; 1 where nothing is known."""
+        sizes, seconds = self._sizes, self._seconds
+        if not sizes:
+            return 1.0
+        above = bisect_left(sizes, num_tokens)
+        if above == len(sizes):
+            return seconds[-1]
+        if not above:
+            return seconds[0]
+        below = above - 1
+        share = (num_tokens - sizes[below]) / (sizes[above] - sizes[below])
+        return seconds[below] + share * (seconds[above] - seconds[below])
 
     def knots(self) -> list[tuple[float, float]]:
         """Return the sizes observed, ascending, and their expected seconds, which never fall."""
-        return list(zip(self._sizes.tolist(), self._seconds.tolist(), strict=True))
+        return list(zip(self._sizes, self._seconds, strict=True))
 
     def _refit(self) -> None:
         told = sorted(mean for mean in self._means.values() if mean[2] >= self._told_from)
-        self._sizes, means, _ = np.array(told).T
+        self._sizes = [mean[0] for mean in told]
+        means = [mean[1] for mean in told]
         # Larger steps do not take less time: the mean of the two nearest rising sequences around what was seen.
-        rising = (np.maximum.accumulate(means) + np.minimum.accumulate(means[::-1])[::-1]) / 2
-        self._seconds = self._scale * rising
+        above = accumulate(means, max)
+        below = reversed(list(accumulate(reversed(means), min)))
+        self._seconds = [self._scale * (high + low) / 2 for high, low in zip(above, below, strict=True)]
         self._since_refit = 0
 
 
@@ -122,31 +134,31 @@ class SpeculationCosts:
     def plain_s(self, num_rows: int) -> tuple[float, float]:
         """Return the seconds of a plain step of so many samples, and those of them that one sample adds."""
         half = max(num_rows // 2, 1)
-        step_s, half_s = self.plain.seconds(np.array([num_rows, half])).tolist()
+        step_s, half_s = self.plain.seconds(num_rows), self.plain.seconds(half)
         return step_s, min((step_s - half_s) / (num_rows - half), step_s / num_rows) if num_rows > half else 0.0
 
     def drafting_s(self, num_rows: int) -> float:
         """Return the seconds of one token ahead for so many samples by a model, or of one look-up; 0 if not known."""
-        return float(self.drafting.seconds(num_rows)) if self.drafting.known else 0.0
+        return self.drafting.seconds(num_rows) if self.drafting.known else 0.0
 
-    def verifying_s(self, num_rows: int, num_drafted: np.ndarray, widths: np.ndarray) -> np.ndarray:
-        """Return the seconds of steps that verify so many tokens of so many samples, ``widths`` of one at most."""
-        sizes = effective_tokens(num_rows, num_rows + num_drafted, widths)
+    def verifying_s(self, num_rows: int, num_drafted: float, width: int) -> float:
+        """Return the seconds of a step that verifies so many tokens of so many samples, ``width`` of one at most."""
+        size = effective_tokens(num_rows, num_rows + num_drafted, width)
         plain_s = self.plain.seconds(num_rows)
         smallest = self.verifying.smallest
         if smallest is None:
-            return np.broadcast_to(plain_s, sizes.shape)
-        seconds = self.verifying.seconds(np.maximum(sizes, smallest))
+            return plain_s
+        seconds = self.verifying.seconds(max(size, smallest))
         if smallest <= num_rows or not self.plain.known:
             return seconds
         # Smaller steps than any tried lie between a plain one and that.
-        share = np.clip((sizes - num_rows) / (smallest - num_rows), 0.0, 1.0)
-        return np.asarray(np.minimum(plain_s, seconds) * (1.0 - share) + seconds * share)
+        share = min(max((size - num_rows) / (smallest - num_rows), 0.0), 1.0)
+        return min(plain_s, seconds) * (1.0 - share) + seconds * share
 
 
-def effective_tokens(num_rows: int, num_tokens: np.ndarray | float, width: np.ndarray | int) -> np.ndarray:
+def effective_tokens(num_rows: int, num_tokens: float, width: int) -> float:
     """Return what a step that reads so many tokens costs, in tokens, if the longest draft has ``width``."""
-    return np.asarray(num_tokens + PADDING_SHARE * (num_rows * (1 + width) - num_tokens))
+    return num_tokens + PADDING_SHARE * (num_rows * (1 + width) - num_tokens)
 
 
 def _bucket(size: float) -> int:
