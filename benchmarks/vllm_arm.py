@@ -39,11 +39,12 @@ class VllmArm:
         self._model = model
         self._folder = TemporaryDirectory()
         model.save_pretrained(self._folder.name)
+        self._log = Path(self._folder.name) / "log"
         try:
-            self._child = subprocess.Popen(
-                [str(python), str(_CHILD)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                text=True,
-            )  # fmt: skip
+            with self._log.open("w") as log:
+                self._child = subprocess.Popen(
+                    [str(python), str(_CHILD)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+                )
         except OSError as error:
             raise VllmUnavailableError(f"{python} does not start: {error.strerror}") from error
         dtype = str(model.dtype).removeprefix("torch.")
@@ -78,11 +79,15 @@ class VllmArm:
         with suppress(BrokenPipeError):  # its last words, if any, say why
             print(json.dumps(request), file=self._child.stdin, flush=True)
         line = self._child.stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line else {"error": f"it ended with {self._child.wait()}"}
+        answer: dict[str, Any] = json.loads(line) if line else {"error": self._last_words()}
         if "error" in answer:
             self._close()
             raise VllmUnavailableError(f"vLLM does not run: {answer['error']}")
         return answer
+
+    def _last_words(self) -> str:
+        code, said = self._child.wait(), self._log.read_text().strip()
+        return f"it ended with {code}; the last that it said is {said.splitlines()[-1] if said else 'nothing'!r}"
 
     def _close(self) -> None:
         self._child.communicate(timeout=60)
