@@ -21,7 +21,7 @@ from statistics import NormalDist
 
 from lightning_realloc.generation.acceptance import DepthOutcome, DepthProfile
 from lightning_realloc.generation.draft_worth import COST_OF_TRYING, chances_to_be_last, token_worths
-from lightning_realloc.generation.step_costs import SpeculationCosts
+from lightning_realloc.generation.step_costs import SpeculationCosts, forwards_of, look_ups_of
 
 PLAN_STEPS = 8
 """For which a plan holds."""
@@ -64,13 +64,13 @@ class DraftPlanner:
         self._idle_s = 0.0
         """Seconds of plain steps that they stand for."""
 
-    def plan(self, left: Sequence[float], *, is_tail: bool, num_unread: int = 0) -> DraftPlan:
+    def plan(self, left: Sequence[float], *, is_tail: bool, num_missed: int = 0) -> DraftPlan:
         """Return what to draft in the next `PLAN_STEPS` steps.
 
         Args:
             left: Tokens that each sample is expected to get still.
             is_tail: No sample waits for a slot, so that the one which takes longest decides when all are done.
-            num_unread: Tokens that the drafter's model reads before it can draft.
+            num_missed: Tokens that the drafter's model reads before it can draft, beyond what it reads in every step.
         """
         num_rows = len(left)
         outcomes = self.profile.outcomes()
@@ -79,8 +79,7 @@ class DraftPlanner:
         longest, fixed_s = max(*left, 1.0), plain_s - row_s * num_rows
         chances = chances_to_be_last(left) if is_tail else [1.0]
         num_last = sum(chances)
-        missed = max(num_unread - num_rows * (1 + len(outcomes)), 0)  # beyond what it reads in every step
-        catching_up_s = missed / num_rows * self.costs.drafting_s(num_rows)
+        catching_up_s = self.costs.catching_up_s(num_rows, num_missed)
         seconds = [longest * plain_s] + [
             catching_up_s + remaining_s(outcome, step_s, fixed_s, longest=longest, num_last=num_last)
             for outcome, step_s in zip(outcomes, steps_s, strict=True)
@@ -127,9 +126,9 @@ class DraftPlanner:
     def _step_s(self, num_rows: int, depth: int, outcome: DepthOutcome) -> float:
         """Return the seconds of a step that drafts ``depth`` tokens at most, and verifies them."""
         drafted = num_rows * outcome.drafted
-        # With look-ups, every sample's last one finds nothing, or what is not drafted.
-        times = depth if self._costs_a_forward else num_rows + drafted
-        return self.costs.verifying_s(num_rows, drafted, depth) + times * self.costs.drafting_s(num_rows)
+        drafting_s = self.costs.drafting_s(num_rows)
+        times = forwards_of(depth) if self._costs_a_forward else look_ups_of(num_rows, drafted)
+        return self.costs.verifying_s(num_rows, drafted, depth) + times * drafting_s
 
     def _token_s(self, num_rows: int, depth: int, outcome: DepthOutcome) -> float:
         """Return those of them that one token more takes."""

@@ -15,7 +15,7 @@ from lightning_realloc.generation.remaining_lengths import RemainingLengths
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.sampling import SamplingParams
 from lightning_realloc.generation.speculation import Speculation
-from lightning_realloc.generation.step_costs import LEAST_S, effective_tokens
+from lightning_realloc.generation.step_costs import LEAST_S, effective_tokens, forwards_of, look_ups_of
 from lightning_realloc.generation.verification import NO_DRAFT, Draft, Verification
 
 _SETTLED = 6
@@ -58,7 +58,9 @@ class _Observation:
     is_settled: bool
     """Whether it is one of many plain steps in a row."""
     drafted_before: bool
-    """Whether the step before it verified drafts, too: else a model reads first what it missed."""
+    """Whether the step before it verified drafts, too: else look-ups first take in what came since."""
+    num_missed: int
+    """Tokens that the drafter's model read first, since it had missed them."""
     gained_s: float
     """What its tokens were worth, if drafted."""
     step_s: float
@@ -100,6 +102,8 @@ class Speculator:
         self._worths: Sequence[float] = ()
         """Of a token of each sample, in this step; none where nothing is drafted."""
         self._gained_s = self._drafting_s = 0.0
+        self._num_missed = 0
+        """Tokens that the drafter's model has to read before it can draft, beyond what it reads in every step."""
         self._num_plain = 0
         """Steps in a row that verified nothing."""
         self._drafted_before = False
@@ -172,8 +176,8 @@ class Speculator:
         self._observations.append(
             _Observation(
                 num_rows, num_rows + sum(lengths), max(lengths), max(drafted, default=0), sum(drafted),
-                bool(self._worths), self._num_plain > _SETTLED, self._drafted_before, self._gained_s, seconds,
-                self._drafting_s,
+                bool(self._worths), self._num_plain > _SETTLED, self._drafted_before, self._num_missed, self._gained_s,
+                seconds, self._drafting_s,
             )
         )  # fmt: skip
         if self._agree is None or len(self._observations) >= _AGREE_EVERY:
@@ -204,9 +208,10 @@ class Speculator:
         arrived = self.clock()
         self.drafter.prepare(running)
         begin = self.clock()
+        most_in_a_step = len(running) * (1 + self._speculation.max_draft_tokens)
+        self._num_missed = max(self.drafter.num_unread(running) - most_in_a_step, 0)
         if self._held_plan(len(running)) is None:
-            unread = self.drafter.num_unread(running)
-            self._plan = self._planner.plan(self._left(running), is_tail=is_tail, num_unread=unread)
+            self._plan = self._planner.plan(self._left(running), is_tail=is_tail, num_missed=self._num_missed)
             self._plan_rows, self._plan_until = len(running), self._num_steps + PLAN_STEPS
         planned = self.clock()
         assert self._plan is not None, "made above"
@@ -236,7 +241,7 @@ class Speculator:
         return [draft.cut(depth) if len(draft) > depth else draft for draft in self._drafts]
 
     def _take_no_drafts(self) -> None:
-        self._drafts, self._worths, self._drafting_s = [], (), 0.0
+        self._drafts, self._worths, self._drafting_s, self._num_missed = [], (), 0.0, 0
 
     def _foresee(self, running: Sequence[Sample]) -> None:
         """Look up what some samples might get next: whether it would have stood is learnt without verifying it."""
@@ -302,15 +307,19 @@ class Speculator:
         costs = self._planner.costs
         for seen in self._observations:
             step_s, drafting_s = max(next(agreed), LEAST_S), max(next(agreed), 0.0)
-            if seen.drafted:
+            if seen.drafted and not seen.num_missed:  # what is missed is read once, however long drafting goes on
                 self._payoff.learn(seen.num_rows, seen.gained_s, step_s + drafting_s)
             if seen.num_tokens > seen.num_rows:
                 size = effective_tokens(seen.num_rows, seen.num_tokens, seen.width)
                 costs.verifying.observe(size, step_s)
             elif seen.is_settled or not costs.plain.knows(seen.num_rows):
                 costs.plain.observe(seen.num_rows, step_s)
-            if seen.num_drafted and seen.drafted_before:
-                # By a model, of forwards; else of look-ups, the last of which for every sample comes to nothing.
-                times = seen.depth if self.drafter.costs_a_forward else seen.num_rows + seen.num_drafted
+            if seen.num_missed:
+                if seen.num_drafted and costs.drafting.known:
+                    usual_s = forwards_of(seen.depth) * costs.drafting_s(seen.num_rows)
+                    costs.catching_up.observe(seen.num_missed, drafting_s - usual_s)
+            elif seen.num_drafted and seen.drafted_before:
+                by_forwards = self.drafter.costs_a_forward
+                times = forwards_of(seen.depth) if by_forwards else look_ups_of(seen.num_rows, seen.num_drafted)
                 costs.drafting.observe(seen.num_rows, drafting_s / times)
         self._observations.clear()

@@ -129,7 +129,9 @@ class SpeculationCosts:
         self.verifying = StepCosts()
         """By tokens and padding, see :func:`effective_tokens`."""
         self.drafting = StepCosts()
-        """Of one token ahead for all samples by a model, or of one look-up; by samples."""
+        """Of one forward of a model for all samples, or of one look-up; by samples."""
+        self.catching_up = StepCosts()
+        """Of a model that reads tokens it has missed; by tokens."""
 
     def plain_s(self, num_rows: int) -> tuple[float, float]:
         """Return the seconds of a plain step of so many samples, and those of them that one sample adds."""
@@ -138,8 +140,14 @@ class SpeculationCosts:
         return step_s, min((step_s - half_s) / (num_rows - half), step_s / num_rows) if num_rows > half else 0.0
 
     def drafting_s(self, num_rows: int) -> float:
-        """Return the seconds of one token ahead for so many samples by a model, or of one look-up; 0 if not known."""
+        """Return the seconds of one forward of a model for so many samples, or of one look-up; 0 if not known."""
         return self.drafting.seconds(num_rows) if self.drafting.known else 0.0
+
+    def catching_up_s(self, num_rows: int, num_missed: int) -> float:
+        """Return the seconds in which a model reads what it missed; where that is not known, those of one forward."""
+        if not num_missed:
+            return 0.0
+        return self.catching_up.seconds(num_missed) if self.catching_up.known else self.drafting_s(num_rows)
 
     def verifying_s(self, num_rows: int, num_drafted: float, width: int) -> float:
         """Return the seconds of a step that verifies so many tokens of so many samples, ``width`` of one at most."""
@@ -159,6 +167,19 @@ class SpeculationCosts:
 def effective_tokens(num_rows: int, num_tokens: float, width: int) -> float:
     """Return what a step that reads so many tokens costs, in tokens, if the longest draft has ``width``."""
     return num_tokens + PADDING_SHARE * (num_rows * (1 + width) - num_tokens)
+
+
+def forwards_of(depth: int) -> int:
+    """Return how many forwards a model's drafts of so many tokens are counted as.
+
+    To prepare them and to take in what came since takes about as long as another one (measured on CPU, depths 2 to 8).
+    """
+    return 1 + depth
+
+
+def look_ups_of(num_rows: int, num_drafted: float) -> float:
+    """Return how many look-ups so many drafted tokens take: each sample's last one finds nothing, or too little."""
+    return num_rows + num_drafted
 
 
 def _bucket(size: float) -> int:

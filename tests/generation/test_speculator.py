@@ -36,6 +36,8 @@ class Foreteller(Drafter):
         self.unread = 0
         """Tokens since it last drafted, of all samples."""
         self.num_read = 0
+        self.read_s = 0.05
+        """Seconds in which it reads one of them."""
 
     def num_unread(self, running: Sequence[Sample]) -> int:
         return self.unread if self.costs_a_forward else 0
@@ -50,7 +52,7 @@ class Foreteller(Drafter):
             tokens = [token_at(place) if right else 0 for place, right in zip(places, is_right, strict=True)]
             drafts.append(Draft(tokens, ["any"] * len(tokens)) if tokens else NO_DRAFT)
         if self.costs_a_forward:
-            self.now_s += 0.2 * max(limits) + 0.05 * self.unread
+            self.now_s += 0.2 * max(limits) + self.read_s * self.unread
             self.num_read += self.unread
             self.unread = 0
         else:
@@ -66,6 +68,8 @@ class Pretence:
     step_s: Callable[[int], float]
     max_draft_tokens: int = 8
     num_samples: int = 4
+    num_prompt_tokens: int = 0
+    """Which a draft model has not read, of all samples."""
 
     def __post_init__(self) -> None:
         speculation = Speculation(drafter="none", max_draft_tokens=self.max_draft_tokens)
@@ -77,7 +81,7 @@ class Pretence:
         samples = [Sample(i, i, (1,), NEW_TOKENS, key=i) for i in range(self.num_samples)]
         self.speculator.begin(samples, params, self.num_samples)
         begin, row_steps, running = drafter.now_s, 0, samples
-        drafter.unread = 0
+        drafter.unread = self.num_prompt_tokens
         while running:
             drafts = self.speculator.propose(running, is_tail=True)
             begin_step = drafter.now_s
@@ -162,6 +166,24 @@ def test_a_draft_model_that_does_not_pay_hardly_reads_what_it_missed() -> None:
     seconds = [pretence.generate()[0] for _ in range(10)]
     assert drafter.num_read < 0.02 * 10 * 4 * NEW_TOKENS
     assert sum(seconds) < 1.01 * 10 * NEW_TOKENS * steep(4)
+
+
+def test_prompts_that_are_read_at_once_keep_no_draft_model_from_drafting() -> None:
+    drafter = Foreteller(costs_a_forward=True)
+    drafter.right, drafter.read_s = 1.0, 0.0005
+    pretence = Pretence(drafter, flat, num_prompt_tokens=8000)  # in 4 s; 120 plain steps take 125 s
+    for _ in range(3):
+        pretence.generate()
+    assert all(pretence.generate()[1] > 4.0 for _ in range(3))
+
+
+def test_prompts_that_take_longer_than_drafts_save_are_not_read() -> None:
+    drafter = Foreteller(costs_a_forward=True)
+    drafter.right = 1.0
+    pretence = Pretence(drafter, flat, num_prompt_tokens=8000)  # in 400 s
+    for _ in range(6):
+        pretence.generate()
+    assert pretence.generate() == (pytest.approx(NEW_TOKENS * flat(4)), 1.0)
 
 
 def test_a_draft_model_that_pays_is_used() -> None:
