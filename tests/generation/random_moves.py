@@ -1,11 +1,14 @@
-"""A policy that moves samples for no reason, to try what becomes of them."""
+"""Policies that move samples for no reason, to try what becomes of them, and rounds in which they can."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
+from lightning_realloc.generation import migration
 from lightning_realloc.generation.rank_load import MoveCost, RankLoad, SampleMove
 
 
@@ -23,3 +26,16 @@ def at_random(loads: Sequence[RankLoad], cost: MoveCost, *, step: int, **_: Any)
                 moves.append(SampleMove(sample.sample_id, load.rank, target, how))  # type: ignore[arg-type]
     rng.shuffle(moves)
     return tuple(moves)
+
+
+@contextmanager
+def moving(*, every: int = migration.PERIOD_STEPS, **policy: Callable[..., Any]) -> Iterator[None]:
+    """Let ranks meet after so many steps and plan by this policy.
+
+    They wait for each other's reports, which short samples would not: these would be over before any came.
+    """
+    with (
+        mock.patch.multiple(migration, PERIOD_STEPS=every, **policy),
+        mock.patch.object(migration._Call, "_is_time_to_meet", lambda call: call._steps_left <= 0),
+    ):
+        yield

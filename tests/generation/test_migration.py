@@ -6,22 +6,20 @@ import itertools
 import random
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, Turn, migration
+from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, Turn
 from lightning_realloc.generation.balance import Choice
 from lightning_realloc.generation.migration import MigrationStats, WaitingCalls
 from lightning_realloc.generation.rank_load import MoveCost, RankLoad, SampleMove
 from lightning_realloc.generation.shipping import Peers
 from lightning_realloc.runtime.mailbox import Mailbox
-from tests.generation.random_moves import at_random
+from tests.generation.random_moves import at_random, moving
 from tests.models import tiny_model
 from tests.workers import WorkerPool
 
@@ -45,16 +43,11 @@ def _peers() -> Peers:
     return Peers(mailbox, rank, mailbox.others)
 
 
-def _rounds_by_steps_alone() -> AbstractContextManager[object]:
-    """Let ranks wait for each other's reports, or short samples might be over before these have come."""
-    return mock.patch.object(migration._Call, "_is_time_to_meet", lambda call: call._steps_left <= 0)
-
-
 def _generate(
     speculation: Speculation | None, max_slots: int, max_cache_bytes: int | None, calls: int
 ) -> list[tuple[list[Completion], Any]]:
     """Return what each call of this rank's made while samples moved at random, every other step."""
-    with _rounds_by_steps_alone(), mock.patch.multiple(migration, plan_balance=at_random, PERIOD_STEPS=2):
+    with moving(every=2, plan_balance=at_random):
         return _calls(speculation, max_slots, max_cache_bytes, calls)
 
 
@@ -158,7 +151,7 @@ def _gather(loads: Sequence[RankLoad], cost: MoveCost, *, step: int, **_: Any) -
 def _generate_and_free(max_cache_bytes: int | None) -> tuple[list[tuple[list[Completion], Any]], int]:
     """Return what two calls made, whose ranks are freed one after the other, and what they did meanwhile."""
     chores = Chores()
-    with mock.patch.multiple(migration, choose=_gather, PERIOD_STEPS=2):
+    with moving(every=2, choose=_gather):
         made = _calls(None, 8, max_cache_bytes, 2, chores)
     return made, chores.done
 
@@ -191,7 +184,7 @@ def _answer(turn: Turn) -> list[int] | None:
 
 def _talk(max_cache_bytes: int | None) -> tuple[list[Completion], MigrationStats]:
     """Return conversations that move at random, in slots or in few pages."""
-    with _rounds_by_steps_alone(), mock.patch.multiple(migration, plan_balance=at_random, PERIOD_STEPS=1):
+    with moving(every=1, plan_balance=at_random):
         peers, rank = _peers(), dist.get_rank()
         engine = GenerationEngine(tiny_model("llama"), max_slots=6, peers=peers, max_cache_bytes=max_cache_bytes)
         mine = range(rank, NUM_PROMPTS, dist.get_world_size())
@@ -225,7 +218,7 @@ def _exchange(loads: Sequence[RankLoad], cost: MoveCost, *, step: int, **_: Any)
 def _end_on_the_way() -> tuple[list[int], MigrationStats]:
     """Return the lengths of samples that end after their bulk has left, on ranks without any other."""
     peers, rank = _peers(), dist.get_rank()
-    with _rounds_by_steps_alone(), mock.patch.multiple(migration, plan_balance=_exchange, PERIOD_STEPS=4):
+    with moving(every=4, plan_balance=_exchange):
         engine = GenerationEngine(tiny_model("llama"), peers=peers, clock=lambda: 0.0)
         assert engine._migration is not None
         engine._migration.pace.bytes_per_s = 1e-6  # the bulk is thought to travel for ever
@@ -272,11 +265,12 @@ def _skewed(peers_move: bool) -> tuple[dict[int, tuple[int, ...]], MigrationStat
     engine = GenerationEngine(model, peers=peers if peers_move else None, max_slots=12, clock=lambda: now)
     limits = [100] * 12 if rank == 0 else [4] * 12
     prompts = [[5 + i, 7] for i in range(12)]
-    for _ in range(2):  # steps' seconds are known from the second time on
-        made = engine.generate(
-            prompts, SamplingParams(max_new_tokens=100, ignore_eos=True),
-            sample_ids=range(12 * rank, 12 * rank + 12), token_limits=limits, length_hints=limits,
-        )  # fmt: skip
+    with moving():
+        for _ in range(2):  # steps' seconds are known from the second time on
+            made = engine.generate(
+                prompts, SamplingParams(max_new_tokens=100, ignore_eos=True),
+                sample_ids=range(12 * rank, 12 * rank + 12), token_limits=limits, length_hints=limits,
+            )  # fmt: skip
     peers.mailbox.let_go(0)
     return {c.sample_id: c.token_ids for c in made}, engine.migration_stats
 

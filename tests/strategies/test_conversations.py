@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 from torch.optim import AdamW
 
-from lightning_realloc.generation import Conversation, SamplingParams, Turn, migration
+from lightning_realloc.generation import Conversation, SamplingParams, Turn
 from tests.generation.dialogues import tool
-from tests.generation.random_moves import at_random
+from tests.generation.random_moves import at_random, moving
 from tests.strategies import runs
 from tests.strategies.runs import Batches, Outcome
 from tests.strategies.test_sample_reallocation import Moved
@@ -104,7 +103,7 @@ def run_with_moves(moves: bool) -> tuple[Outcome, list[float]]:
     """Return what two iterations come to, and how many samples moved in each."""
     module = runs.grpo(sampling=SAMPLING, environment=informed, sample_reallocation=moves)
     moved = Moved()
-    with mock.patch.multiple(migration, plan_balance=at_random, PERIOD_STEPS=1):
+    with moving(every=1, plan_balance=at_random):
         outcome = runs.train(module, plan_of(module, "dp2"), 2, Batches(2), callbacks=[moved])
     return outcome, moved.counts
 

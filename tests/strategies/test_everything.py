@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from lightning_realloc.generation import Speculation, migration
+from lightning_realloc.generation import Speculation
 from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies import ReallocStrategy
-from tests.generation.random_moves import at_random
+from tests.generation.random_moves import at_random, moving
 from tests.strategies import runs
 from tests.strategies.runs import Batches, Outcome
 from tests.strategies.test_sample_reallocation import Moved
@@ -32,7 +31,7 @@ def run_epochs(world_size: int, everything: bool, ratio_to: str, num_minibatches
     module = runs.grpo(ratio_to=ratio_to, train_options=options, sampling=LONGER, learning_rate=1e-3, **features)
     plan = {"calls": {call.name: f"dp{world_size}" for call in module.dataflow.model_calls}}
     strategy, moved = ReallocStrategy(plan), Moved()
-    with mock.patch.multiple(migration, plan_balance=at_random, PERIOD_STEPS=1):
+    with moving(every=1, plan_balance=at_random):
         outcome = runs.train(module, strategy, world_size, Batches(2), max_epochs=3, callbacks=[moved])
     return outcome, sum(count for count in moved.counts if count > 0)
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.generation import Speculation, migration
-from tests.generation.random_moves import at_random
+from lightning_realloc.generation import Speculation
+from tests.generation.random_moves import at_random, moving
 from tests.strategies import runs
 from tests.strategies.runs import Batches, Outcome
 from tests.strategies.test_speculation import plan_of
@@ -35,7 +34,7 @@ def run_algorithm(layout: str, world_size: int, moves: bool, drafter: str | None
     drafting = None if drafter is None else Speculation(drafter=drafter, num_draft_tokens=2)
     module = runs.grpo(speculation=drafting, sample_reallocation=moves)
     moved = Moved()
-    with mock.patch.multiple(migration, plan_balance=at_random, PERIOD_STEPS=1):
+    with moving(every=1, plan_balance=at_random):
         outcome = runs.train(module, plan_of(module, layout), world_size, Batches(2), callbacks=[moved])
     return outcome, moved.counts
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback
 
-from lightning_realloc.generation import SamplingParams, migration
+from lightning_realloc.generation import SamplingParams
 from lightning_realloc.generation.balance import Choice
 from lightning_realloc.generation.rank_load import MoveCost, RankLoad, SampleMove
 from lightning_realloc.layout.dims import Layout
@@ -26,6 +26,7 @@ from lightning_realloc.strategies.sample_table import SampleTable
 from lightning_realloc.strategies.tail import TailWork, TokenPace
 from lightning_realloc.strategies.workplace import Workplace
 from lightning_realloc.tuning.fusion import tail_sources
+from tests.generation.random_moves import moving
 from tests.models import tiny_scorer
 from tests.strategies import runs
 from tests.strategies.runs import Batches, Outcome, calls
@@ -132,7 +133,7 @@ def train_with(num_parts: int) -> tuple[Outcome, list[dict[str, float]], list[fl
     module = runs.ppo(
         optimizer=DESCENT, reward=tiny_scorer("llama", seed=5), sampling=SAMPLING, sample_reallocation=True
     )
-    with mock.patch.multiple(migration, choose=free_the_last, PERIOD_STEPS=1):
+    with moving(every=1, choose=free_the_last):
         outcome = runs.train(
             module, ReallocStrategy(PPO_PLAN, generation_parts=num_parts), runs.world_size(), Batches(2),
             callbacks=[early],
@@ -161,7 +162,7 @@ def fail_early() -> str:
 
     try:
         with (
-            mock.patch.multiple(migration, choose=free_the_last, PERIOD_STEPS=1),
+            moving(every=1, choose=free_the_last),
             mock.patch.object(TailWork, "_pass", fail),
         ):
             runs.train(module, ReallocStrategy(PPO_PLAN, generation_parts=2), runs.world_size(), Batches(2))
