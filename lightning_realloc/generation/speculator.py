@@ -58,7 +58,7 @@ class _Observation:
     is_settled: bool
     """Whether it is one of many plain steps in a row."""
     drafted_before: bool
-    """Whether the step before it verified drafts, too: else look-ups first take in what came since."""
+    """Whether the step before it verified drafts, too: else a drafter first takes in what came since."""
     num_missed: int
     """Tokens that the drafter's model read first, since it had missed them."""
     gained_s: float
