@@ -1,4 +1,4 @@
-"""A user's script, for the tests of how runs end: one rank fails in the middle of training."""
+"""A user's script, for the tests of how runs end: training fails, on all ranks alike or in one rank's forward pass."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ class Overflow(Callback):
         raise ArithmeticError("overflow")
 
 
+def main(mode: str, note: Path) -> None:
+    """Fit on two devices; ``alike`` asks for more mini-batches than there are samples, ``alone`` fails on rank 1."""
+    options = runs.options(num_minibatches=9 if mode == "alike" else 1)
+    trainer = runs.trainer("realloc", 2, callbacks=[Overflow(note)] if mode == "alone" else [])
+    trainer.fit(runs.sft(train_options=options), Batches(1, responses=True))
+
+
 if __name__ == "__main__":
-    trainer = runs.trainer("realloc", 2, callbacks=[Overflow(Path(sys.argv[1]))])
-    trainer.fit(runs.sft(), Batches(1, responses=True))
+    main(sys.argv[1], Path(sys.argv[2]))

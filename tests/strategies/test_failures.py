@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -23,6 +23,7 @@ from lightning_realloc.strategies.failures import end_started_ranks, report_fail
 from tests.strategies.test_launchers import end, shell_environment
 
 SCRIPT = str(Path(__file__).with_name("failing.py"))
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 DEADLINE_S = 160.0
 PROMPT_S = 30.0
 """From a rank's failure to the end of all processes: 5 s alone on two cores, where collectives wait for 30 minutes."""
@@ -123,30 +124,72 @@ def test_lightnings_observer_kills_no_process_that_has_yet_to_tell() -> None:
     failures.dismiss_observer(None)
 
 
-# ---- a whole run; that ranks which are refused alike tell it once is tests/test_cli.py's
+# ---- whole runs
+
+
+class Ended(NamedTuple):
+    code: int
+    output: str
+    at: float
+
+
+def run_side_by_side(folder: Path, *commands: tuple[str, ...]) -> list[Ended]:
+    """Return how commands ended that a user gave in as many shells."""
+    files = [folder / f"{number}.log" for number in range(len(commands))]
+    started = []
+    try:
+        for command, file in zip(commands, files, strict=True):
+            with file.open("w") as output:
+                started.append(
+                    subprocess.Popen(
+                        [sys.executable, *command], cwd=folder, env=shell_environment(), stdout=output,
+                        stderr=subprocess.STDOUT, start_new_session=True,
+                    )
+                )  # fmt: skip
+        ended_at: dict[int, float] = {}
+        give_up_at = time.monotonic() + DEADLINE_S
+        while len(ended_at) < len(started) and time.monotonic() < give_up_at:
+            for number, process in enumerate(started):
+                if process.poll() is not None:
+                    ended_at.setdefault(number, time.time())
+            time.sleep(0.05)
+    finally:
+        for process in started:
+            end(process)
+    assert len(ended_at) == len(started), [file.read_text()[-3000:] for file in files]
+    return [
+        Ended(process.returncode, file.read_text(), ended_at[number])
+        for number, (process, file) in enumerate(zip(started, files, strict=True))
+    ]
 
 
 @pytest.mark.slow
-def test_a_run_ends_promptly_and_says_why_after_one_rank_fails_alone(tmp_path: Path) -> None:
-    note, log = tmp_path / "failed_at", tmp_path / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, SCRIPT, str(note)], cwd=tmp_path, env=shell_environment(), stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-    try:
-        process.wait(timeout=DEADLINE_S)
-        ended_at = time.time()
-    finally:
-        end(process)
+def test_runs_end_with_one_message_or_promptly_after_a_rank_fails_alone(tmp_path: Path) -> None:
+    notes = [tmp_path / name for name in ("script", "torchrun")]
+    alike, alone, alone_under_torchrun = run_side_by_side(
+        tmp_path,
+        (SCRIPT, "alike", "-"),
+        (SCRIPT, "alone", str(notes[0])),
+        (*TORCHRUN, SCRIPT, "alone", str(notes[1])),
+    )
 
-    told = log.read_text()
-    assert process.returncode == 1, told
-    assert ended_at - float(note.read_text()) < PROMPT_S
-    # The other rank, which knows of a broken collective alone, tells what broke it.
-    first = told.index("[rank1]: ArithmeticError: overflow")
-    assert first < told.index("[rank0]: lightning_realloc.errors.ReallocError: rank 1 failed with ArithmeticError")
-    assert "gloo/transport" not in told
+    message = "num_minibatches=9 needs as many samples in an iteration"
+    lines = alike.output.splitlines()
+    assert alike.code == 1
+    assert lines[-1].startswith(f"[rank0]: lightning_realloc.errors.ConfigError: {message}")
+    assert sum(line.startswith(f"error on rank 1: {message}") for line in lines) == 1
+    assert alike.output.count("Traceback") == 1
+    assert alike.output.count("File ") == 2  # the script's own frames
+    first = "[rank1]: ArithmeticError: overflow"
+    for run, note in ((alone, notes[0]), (alone_under_torchrun, notes[1])):
+        assert run.code == 1
+        assert first in run.output
+        assert run.at - float(note.read_text()) < PROMPT_S
+    # The other rank, which knows of a broken collective alone, tells what broke it; torchrun may end it before that.
+    told = "[rank0]: lightning_realloc.errors.ReallocError: rank 1 failed with ArithmeticError: overflow"
+    for run in (alone, *([] if "closing signal SIGTERM" in alone_under_torchrun.output else [alone_under_torchrun])):
+        assert run.output.index(first) < run.output.index(told)
+        assert "gloo/transport" not in run.output
 
 
 def test_errors_keep_their_text_in_a_line() -> None:
