@@ -239,6 +239,7 @@ class _Call:
         if not self._round:
             _check_distinct(reports)
         self._expected.hear(report.evidence for report in reports)
+        self._shipping.let_go({told.rank: told.expected_since for told in reports if told.rank != self._peers.rank})
         self._shipping.hand_over_all()  # nobody waits longer than a round for a sample
         self._round += 1
         planned: _Planned = (), (), inf, PERIOD_STEPS
@@ -329,6 +330,7 @@ class _Call:
             pace=self._pace.agreed(self._agree),
             evidence=self._expected.evidence,
             waiting_call_s=0.0 if self._waiting_calls is None else self._waiting_calls.seconds(),
+            expected_since=self._shipping.expected_since(self._round),
         )
 
     def _live(self, index: int) -> LiveSample:

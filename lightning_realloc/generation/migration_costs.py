@@ -111,6 +111,8 @@ class Report:
     """Of lengths, see `RemainingLengths`."""
     waiting_call_s: float = 0.0
     """Of calls that could work on what is finished there; 0 until it is known."""
+    expected_since: int = 0
+    """Shipments that were planned in rounds before this one have been taken in there."""
 
     @property
     def num_live(self) -> int:
@@ -127,6 +129,7 @@ class Report:
             "bytes_per_token": self.bytes_per_token,
             "evidence": self.evidence,
             "waiting_call_s": self.waiting_call_s,
+            "expected_since": self.expected_since,
             "pace": [list(map(list, self.pace.knots)), self.pace.tokens_per_row_step, self.pace.bytes_per_s,
                      self.pace.prefill_tokens_per_s, self.pace.stall_s, self.pace.step_s],
         }  # fmt: skip
@@ -139,7 +142,7 @@ class Report:
         pace = Told(tuple((size, seconds) for size, seconds in knots), *numbers)
         return cls(
             told["rank"], running, waiting, told["free_slots"], told["bytes_per_token"], pace, tuple(told["evidence"]),
-            told["waiting_call_s"],
+            told["waiting_call_s"], told["expected_since"],
         )  # fmt: skip
 
 

@@ -7,9 +7,9 @@ then, between two steps, they leave with what came since. Those whose tokens alo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, inf
 
 from torch import Tensor
 
@@ -29,9 +29,6 @@ from lightning_realloc.generation.shipment import (
 )
 from lightning_realloc.runtime.freight import Dispatch, Parcel
 from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
-
-_ROUNDS_ON_THE_WAY = 3
-"""After so many the other end has looked for what arrived."""
 
 
 @dataclass(slots=True)
@@ -90,6 +87,9 @@ class _Shipment:
     """From this rank: after how many steps the bulk is taken to have arrived."""
     num_sent: dict[int, int] = field(default_factory=dict)
     """From this rank: sample id -> positions in the bulk."""
+    told: dict[int, LiveSample] = field(default_factory=dict)
+    """To this rank: its samples by id, as they were told of. Those that have ended by then do not come, nor those that
+    cannot leave: these may come with a later shipment."""
 
     @property
     def has_bulk(self) -> bool:
@@ -129,11 +129,8 @@ class Shipping:
         self._origins = {index: Origin(peers.rank, index, s.prompt_index) for index, s in enumerate(run.samples)}
         self._arriving: list[_Shipment] = []
         self._leaving: list[_Shipment] = []
-        self._sent: deque[tuple[int, Dispatch]] = deque()
-        """What left, and in which round: it holds memory until it has arrived."""
-        self._step = 0
-        self.incoming: dict[int, LiveSample] = {}
-        """Samples on their way to this rank, by id, as they were told of."""
+        self._sent: dict[int, deque[tuple[int, Dispatch]]] = {other: deque() for other in peers.others}
+        """What left, to whom and by which round's plan: it holds memory until the other end has taken it in."""
         self.moved_in: dict[int, int] = {}
         """Sample id -> the round in which it last came to this rank."""
         self.any_moves = False
@@ -147,9 +144,33 @@ class Shipping:
         return {move.sample_id for shipment in self._leaving for move in shipment.moves}
 
     @property
+    def incoming(self) -> dict[int, LiveSample]:
+        """Samples on their way to this rank, by id, as they were told of."""
+        return {sample_id: sample for shipment in self._arriving for sample_id, sample in shipment.told.items()}
+
+    @property
     def expects(self) -> bool:
         """Whether samples are on their way to this rank."""
         return bool(self._arriving)
+
+    def expected_since(self, step: int) -> int:
+        """Return the round that planned the oldest shipment on its way to this rank; the next one where none is.
+
+        Args:
+            step: The present round.
+        """
+        return min((shipment.step for shipment in self._arriving), default=step + 1)
+
+    def let_go(self, expected_since: Mapping[int, float]) -> None:
+        """Free what left for other ranks by plans before those from which on they expect shipments.
+
+        Nobody waits: what has not been taken in yet may need the other end's attention, and that one may be waiting
+        for this rank.
+        """
+        for other, step in expected_since.items():
+            sent = self._sent[other]
+            while sent and sent[0][0] < step:
+                sent.popleft()[1].wait()
 
     def begin(self, moves: Sequence[SampleMove], told: Iterable[LiveSample], step: int, bytes_per_step: float) -> None:
         """Begin to carry out the moves of a round.
@@ -160,8 +181,6 @@ class Shipping:
             step: The round.
             bytes_per_step: What is taken to travel during a step of this rank.
         """
-        self._step = step
-        self._let_go(step - _ROUNDS_ON_THE_WAY)
         known = {sample.sample_id: sample for sample in told}
         groups: dict[tuple[int, int], list[SampleMove]] = {}
         self.any_moves |= bool(moves)
@@ -172,8 +191,8 @@ class Shipping:
             if source == self._peers.rank:
                 self._begin_to_send(shipment, bytes_per_step)
             elif target == self._peers.rank:
+                shipment.told = {move.sample_id: known[move.sample_id] for move in group}
                 self._begin_to_receive(shipment)
-                self.incoming |= {move.sample_id: known[move.sample_id] for move in group}
 
     def hand_over_all(self) -> None:
         """Let every sample that is to leave do so, whether or not its bulk has arrived."""
@@ -250,8 +269,6 @@ class Shipping:
         travellers, later = decode_travellers(shipment.rest.wait())
         begin = self._clock()
         self._arriving.remove(shipment)
-        for move in shipment.moves:
-            del self.incoming[move.sample_id]
         spans: dict[int, list[tuple[int, int, Tensor]]] = {}
         for part in (*parts, *later):
             spans.setdefault(part.sample_id, []).append((part.begin, part.end, part.content))
@@ -302,13 +319,9 @@ class Shipping:
 
     def _send(self, shipment: _Shipment, content: Tensor, *, stage: int) -> None:
         self.bytes_sent += content.numel()
-        sent = self._peers.mailbox.freight.send(shipment.moves[0].target, shipment.number + stage, content)
-        self._sent.append((self._step, sent))
-
-    def _let_go(self, step: int) -> None:
-        """Free what left in round ``step`` and before, which has arrived by now."""
-        while self._sent and self._sent[0][0] <= step:
-            self._sent.popleft()[1].wait()
+        target = shipment.moves[0].target
+        sent = self._peers.mailbox.freight.send(target, shipment.number + stage, content)
+        self._sent[target].append((shipment.step, sent))
 
     def _note_stall(self, seconds: float, num_samples: int) -> None:
         self.stall_s += seconds
@@ -320,7 +333,7 @@ class Shipping:
         peers, run = self._peers, self._run
         if not self.any_moves:
             return []
-        self._let_go(self._step)
+        self.let_go(dict.fromkeys(self._sent, inf))  # all have taken in everything
         peers.num_calls += 1
         for other in peers.others:
             theirs = [

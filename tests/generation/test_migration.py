@@ -7,13 +7,14 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, Turn
+from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, Turn, shipping
 from lightning_realloc.generation.balance import Choice
 from lightning_realloc.generation.migration import MigrationStats, WaitingCalls
 from lightning_realloc.generation.rank_load import MoveCost, RankLoad, SampleMove
@@ -205,6 +206,23 @@ def test_conversations_move_between_their_turns_and_within(workers: WorkerPool, 
     made = {c.sample_id: (c.token_ids, c.model_mask, c.finish_reason) for rank in ranks for c in rank[0]}
     assert made == expected
     assert sum(stats.num_sent for _, stats in ranks) == sum(stats.num_received for _, stats in ranks) > 0
+
+
+def _generate_while_shipments_are_late() -> list[tuple[list[Completion], Any]]:
+    """Return what samples made that move at random, and are taken in only once the rank has no other."""
+    is_ready = shipping._Shipment.is_ready.fget
+    late = property(lambda shipment: shipment.rest is None and is_ready(shipment))
+    with mock.patch.object(shipping._Shipment, "is_ready", late):
+        return _generate(None, 6, None, 2)
+
+
+def test_a_sample_may_stay_and_move_again_before_its_first_shipment_is_taken_in(
+    workers: WorkerPool, alone: dict[int, Completion]
+) -> None:
+    for call in zip(*workers.run(_generate_while_shipments_are_late, world_size=3), strict=True):
+        made = {c.sample_id: c.token_ids for completions, _ in call for c in completions}
+        assert made == {i: c.token_ids for i, c in alone.items()}
+        assert sum(stats.num_received for _, stats in call) > 0
 
 
 def _exchange(loads: Sequence[RankLoad], cost: MoveCost, *, step: int, **_: Any) -> tuple[SampleMove, ...]:
