@@ -234,7 +234,7 @@ class _Call:
     def _meet(self) -> bool:
         """Plan by what all ranks told in the last round, and tell again; return whether there is a next round."""
         reports = self._wait(self._hear)
-        if not any(report.num_live for report in reports):
+        if not any(report.live for report in reports):
             return False
         if not self._round:
             _check_distinct(reports)
@@ -246,7 +246,7 @@ class _Call:
         if (known := loads_of(reports)) is not None:
             planned = self._plan(*known, {report.rank: report.pace.step_s for report in reports})
         moves, freed, bytes_per_step, self._steps_left = planned
-        told = (sample for report in reports for sample in (*report.running, *report.waiting))
+        told = (sample for report in reports for sample in report.live)
         self._shipping.begin(moves, told, self._round, bytes_per_step)
         others = self._others
         if freed:
@@ -314,18 +314,12 @@ class _Call:
         # Who is still on the way, or holds a slot and does not run, cannot move now: told as if it had just moved.
         running = [self._live(i) for i in movable] + [as_moved(self._live(i), self._round) for i in held]
         waiting = [self._live(i) for i in run.waiting]
-        for sample in incoming.values():
-            (running if sample.has_begun else waiting).append(as_moved(sample, self._round))
-        stays = tuple(sample for sample in running if sample.sample_id not in outgoing)
-        waits = tuple(sample for sample in waiting if sample.sample_id not in outgoing)
-        # Where all who run are about to leave, with the slots and pages that they hold, those who wait will have these.
-        least_free = int(bool(waits) and not stays)
-        seats_taken = sum(sample.has_begun for sample in incoming.values())
         return Report(
             rank=self._peers.rank,
-            running=stays,
-            waiting=waits,
-            free_slots=max(run.free_slots - seats_taken, least_free),
+            running=tuple(sample for sample in running if sample.sample_id not in outgoing),
+            waiting=tuple(sample for sample in waiting if sample.sample_id not in outgoing),
+            incoming=tuple(as_moved(sample, self._round) for sample in incoming.values()),
+            free_slots=run.free_slots,
             bytes_per_token=sum(shape.num_bytes for shape in run.describe_cache()),
             pace=self._pace.agreed(self._agree),
             evidence=self._expected.evidence,
@@ -391,7 +385,7 @@ class _Call:
 
 
 def _check_distinct(reports: Sequence[Report]) -> None:
-    ids = [sample.sample_id for report in reports for sample in (*report.running, *report.waiting)]
+    ids = [sample.sample_id for report in reports for sample in report.live]
     twice = sorted(sample_id for sample_id, count in Counter(ids).items() if count > 1)
     if twice:
         raise GenerationError(

@@ -101,8 +101,10 @@ class Report:
 
     rank: int
     running: tuple[LiveSample, ...]
-    """With those on their way to it."""
+    """Without those that are about to leave, as `waiting`."""
     waiting: tuple[LiveSample, ...]
+    incoming: tuple[LiveSample, ...]
+    """Planned to come. What cannot leave when it is to does not come; then the other rank tells of it as well."""
     free_slots: int
     bytes_per_token: int
     """Of its cache; 0 before the first step."""
@@ -115,16 +117,15 @@ class Report:
     """Shipments that were planned in rounds before this one have been taken in there."""
 
     @property
-    def num_live(self) -> int:
+    def live(self) -> tuple[LiveSample, ...]:
         """Samples that are not finished."""
-        return len(self.running) + len(self.waiting)
+        return self.running + self.waiting + self.incoming
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` understands."""
         return {
             "rank": self.rank,
-            "running": [_entry(sample) for sample in self.running],
-            "waiting": [_entry(sample) for sample in self.waiting],
+            **{name: [_entry(sample) for sample in getattr(self, name)] for name in _SAMPLES},
             "free_slots": self.free_slots,
             "bytes_per_token": self.bytes_per_token,
             "evidence": self.evidence,
@@ -138,12 +139,15 @@ class Report:
     def from_json(cls, told: Mapping[str, Any]) -> Report:
         """Return the report that another rank made."""
         knots, *numbers = told["pace"]
-        running, waiting = (tuple(LiveSample(*entry) for entry in told[name]) for name in ("running", "waiting"))
+        running, waiting, incoming = (tuple(LiveSample(*entry) for entry in told[name]) for name in _SAMPLES)
         pace = Told(tuple((size, seconds) for size, seconds in knots), *numbers)
         return cls(
-            told["rank"], running, waiting, told["free_slots"], told["bytes_per_token"], pace, tuple(told["evidence"]),
-            told["waiting_call_s"], told["expected_since"],
+            told["rank"], running, waiting, incoming, told["free_slots"], told["bytes_per_token"], pace,
+            tuple(told["evidence"]), told["waiting_call_s"], told["expected_since"],
         )  # fmt: skip
+
+
+_SAMPLES = ("running", "waiting", "incoming")
 
 
 def _entry(sample: LiveSample) -> tuple[int, int, float, int | None, bool]:
@@ -155,7 +159,8 @@ def _entry(sample: LiveSample) -> tuple[int, int, float, int | None, bool]:
 def loads_of(reports: Sequence[Report]) -> tuple[tuple[RankLoad, ...], MoveCost] | None:
     """Return what to plan moves by; None while nobody knows how long steps take.
 
-    Ranks are taken to be alike: steps of a size that one has not made take as long as they took another one.
+    Ranks are taken to be alike: steps of a size that one has not made take as long as they took another one. A sample
+    that several ranks tell of is where it runs or waits, and on its way to one rank only.
     """
     seen: dict[float, list[float]] = {}
     for report in reports:
@@ -167,18 +172,8 @@ def loads_of(reports: Sequence[Report]) -> tuple[tuple[RankLoad, ...], MoveCost]
     if means[0][0] > 1:
         means.insert(0, (1.0, _OF_ONE_ROW * means[0][1]))
     curve = StepCurve(tuple(zip((rows for rows, _ in means), accumulate((s for _, s in means), max), strict=True)))
-    loads = tuple(
-        RankLoad(
-            report.rank,
-            report.running,
-            report.waiting,
-            curve,
-            report.free_slots,
-            report.pace.tokens_per_row_step,
-            report.waiting_call_s,
-        )
-        for report in reports
-    )
+    placed = {sample.sample_id for report in reports for sample in (*report.running, *report.waiting)}
+    loads = tuple(_load_of(report, curve, placed) for report in reports)
     cost = MoveCost(
         bytes_per_token=max(report.bytes_per_token for report in reports),
         bytes_per_s=min(report.pace.bytes_per_s for report in reports),
@@ -187,6 +182,19 @@ def loads_of(reports: Sequence[Report]) -> tuple[tuple[RankLoad, ...], MoveCost]
         stall_s=max(report.pace.stall_s for report in reports),
     )
     return loads, cost
+
+
+def _load_of(report: Report, curve: StepCurve, placed: set[int]) -> RankLoad:
+    """Return a rank's load, with what is on its way to it unless that is ``placed`` already; place it."""
+    incoming = [sample for sample in report.incoming if sample.sample_id not in placed]
+    placed |= {sample.sample_id for sample in incoming}
+    begun = tuple(sample for sample in incoming if sample.has_begun)
+    running = report.running + begun
+    waiting = report.waiting + tuple(sample for sample in incoming if not sample.has_begun)
+    # Where all who run are about to leave, with the slots and pages that they hold, those who wait will have these.
+    free_slots = max(report.free_slots - len(begun), int(bool(waiting) and not running))
+    rate, waiting_call_s = report.pace.tokens_per_row_step, report.waiting_call_s
+    return RankLoad(report.rank, running, waiting, curve, free_slots, rate, waiting_call_s)
 
 
 def next_round_s(loads: Sequence[RankLoad], period_s: float, num_quiet: int) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 from lightning_realloc.generation import migration
+from lightning_realloc.generation.balance import makespan_seconds
 from lightning_realloc.generation.rank_load import MoveCost, RankLoad, SampleMove
 
 
@@ -16,6 +17,7 @@ def at_random(loads: Sequence[RankLoad], cost: MoveCost, *, step: int, **_: Any)
     """Move any sample anywhere where there is room, the same on all ranks."""
     rng, free = random.Random(step), {load.rank: load.free_slots - len(load.waiting) for load in loads}
     moves = []
+    makespan_seconds(loads, cost)  # takes every sample to be in one place, as all policies do
     for load in loads:
         for sample in load.live:
             target = rng.choice([other.rank for other in loads])

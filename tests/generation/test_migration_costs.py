@@ -1,10 +1,12 @@
-"""Do rounds get rarer while nothing moves, and no rarer than the first rank to end allows?"""
+"""What do ranks plan by, and when do they meet again?"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from lightning_realloc.generation.migration_costs import next_round_s
+from lightning_realloc.generation.migration_costs import Report, Told, loads_of, next_round_s
 from lightning_realloc.generation.rank_load import LiveSample, RankLoad, StepCurve
 
 
@@ -24,3 +26,31 @@ def test_a_rank_that_will_soon_be_idle_is_met_in_time() -> None:
     assert next_round_s(loads(160.0, 900.0), 16.0, num_quiet=5) == 40.0  # a quarter of what is left
     assert next_round_s(loads(20.0, 900.0), 16.0, num_quiet=5) == 16.0
     assert next_round_s(loads(0.0, 900.0), 16.0, num_quiet=5) == 16.0
+
+
+def report(rank: int, *, running: tuple[int, ...] = (), incoming: tuple[int, ...] = (), free_slots: int = 1) -> Report:
+    """Return what a rank tells of samples that run there, and of those on their way to it."""
+    here, coming = (tuple(LiveSample(sample_id, 5, 7.0) for sample_id in ids) for ids in (running, incoming))
+    pace = Told(((1.0, 1.0),), 1.0, 1e9, 1e4, 1e-3)
+    return Report(rank, here, (), coming, free_slots, bytes_per_token=8, pace=pace)
+
+
+def test_a_sample_that_several_ranks_tell_of_is_planned_with_once() -> None:
+    reports = [
+        report(0, incoming=(1, 2), free_slots=2),  # 1 could not leave
+        report(1, running=(1,), incoming=(3,), free_slots=0),
+        report(2, incoming=(2,)),  # could not leave for rank 0, and leaves for this one
+    ]
+    told = [Report.from_json(each.to_json()) for each in reports]
+    assert told == reports
+    known = loads_of(told)
+    assert known is not None
+    assert [[sample.sample_id for sample in load.live] for load in known[0]] == [[2], [1, 3], []]
+    assert [load.free_slots for load in known[0]] == [1, 0, 1]
+
+
+def test_those_who_wait_get_the_slots_of_those_about_to_leave() -> None:
+    waiting = (LiveSample(1, 5, 7.0, has_begun=False),)
+    known = loads_of([replace(report(0, free_slots=0), waiting=waiting)])
+    assert known is not None
+    assert known[0][0].free_slots == 1
