@@ -259,7 +259,7 @@ class GenerationEngine:
         """Return the context within which weights are packed, where the responses to come are long enough for it."""
         of_others = 0 if self._migration is None else params.max_new_tokens
         num_steps = max((sample.max_new_tokens for sample in samples), default=of_others) if self._pack_weights else 0
-        return packed_linears(self._model, num_slots=self._num_slots(samples), num_steps=num_steps)
+        return packed_linears(self._model, num_steps=num_steps)
 
     def _num_slots(self, samples: Sequence[Sample]) -> int:
         """Return how many of a call's samples, and of those that other ranks bring, run at a time."""

@@ -18,15 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.runtime.tensor_parallel import multiplies_alone
-from lightning_realloc.tuning.generation_memory import (
-    LEAST_PACKED_FLOAT32,
-    LEAST_PACKED_SLOTS,
-    LEAST_PACKED_STEPS,
-    PACKED_AS_ONE,
-)
+from lightning_realloc.tuning.generation_memory import LEAST_PACKED_FLOAT32, LEAST_PACKED_STEPS, PACKED_AS_ONE
 
-_FLOAT32_ROWS = range(4, 129)
-"""Rows of a product in float32 for which a packed weight is faster; that of more takes as long either way."""
+_MOST_FLOAT32_ROWS = 128
+"""Rows of a product in float32 up to which a packed weight is faster; that of more takes as long either way."""
+_LEAST_FOR_ONE_ROW = 1 << 20
+"""Elements from which in float32 even a product of one row is faster."""
+_TYPICAL_ROWS = 32
+"""For which weights are packed. Measured with torch 2.13: any number but one gives the same speed for all others."""
 
 
 class _Group(NamedTuple):
@@ -36,28 +35,28 @@ class _Group(NamedTuple):
     dtype: torch.dtype
     """In which they multiply: autocast's where that is on."""
 
-    def pays(self, num_slots: int) -> bool:
-        """Return whether steps of so many samples get faster: in float32 those of few rows or small weights do not."""
-        num_weights = sum(layer.weight.numel() for layer in self.layers)
-        return self.dtype is not torch.float32 or (
-            num_slots >= LEAST_PACKED_SLOTS and num_weights >= LEAST_PACKED_FLOAT32
-        )
+    @property
+    def num_weights(self) -> int:
+        """Elements of all layers' weights."""
+        return sum(layer.weight.numel() for layer in self.layers)
+
+    @property
+    def pays(self) -> bool:
+        """Whether steps get faster: in float32 small weights gain nothing."""
+        return self.dtype is not torch.float32 or self.num_weights >= LEAST_PACKED_FLOAT32
 
 
 @contextmanager
-def packed_linears(model: nn.Module, *, num_slots: int, num_steps: int) -> Iterator[None]:
+def packed_linears(model: nn.Module, *, num_steps: int) -> Iterator[None]:
     """Let the linear layers for which it pays multiply with packed copies of the weights they hold now.
 
-    ``num_slots`` bounds the samples that run at a time, ``num_steps`` the tokens of one response. Layers are left alone
-    whose forward is more than the product with their own weight or was replaced by somebody, and those whose weights
-    are sharded or quantized; hooks stay in force.
+    ``num_steps`` bounds the tokens of one response. Layers are left alone whose forward is more than the product with
+    their own weight or was replaced by somebody, and those whose weights are sharded or quantized; hooks stay in force.
     """
-    groups = (
-        [group for group in _packable_groups(model) if group.pays(num_slots)] if num_steps >= LEAST_PACKED_STEPS else []
-    )
+    groups = [group for group in _packable_groups(model) if group.pays] if num_steps >= LEAST_PACKED_STEPS else []
     try:
         for group in groups:
-            _pack_group(group, num_slots)
+            _pack_group(group)
         yield
     finally:
         for group in groups:
@@ -74,7 +73,7 @@ def packs(dtype: torch.dtype) -> bool:
     try:
         if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False
-        product = _multiply(rows, _pack(weight, 2), rows[0, :16])
+        product = _multiply(rows, _pack(weight), rows[0, :16])
     except (AttributeError, RuntimeError, TypeError):
         return False
     return torch.equal(product, rows[:, :16] + rows[0, :16])
@@ -117,28 +116,30 @@ def _can_be_joined(layers: Sequence[nn.Linear]) -> bool:
     return len(kinds) == 1 and len(set(layers)) == len(layers)
 
 
-def _pack_group(group: _Group, num_slots: int) -> None:
+def _pack_group(group: _Group) -> None:
     """Give every layer of the group a forward by the packed product, for steps in which that is faster."""
     layers, dtype = group.layers, group.dtype
     weight = _joined([layer.weight.detach().to(dtype) for layer in layers])
     biases = [layer.bias.detach().to(dtype) for layer in layers if layer.bias is not None]
-    multiply = partial(_multiply_packed, _pack(weight, num_slots), _joined(biases) if biases else None)
+    multiply = partial(_multiply_packed, _pack(weight), _joined(biases) if biases else None)
+    least_rows = 1 if group.num_weights >= _LEAST_FOR_ONE_ROW else 2
     product = _SharedProduct(multiply, [layer.weight.shape[0] for layer in layers])
     for index, layer in enumerate(layers):
         own = multiply if len(layers) == 1 else partial(product.part, index)
-        vars(layer)["forward"] = _forward_from(own, layer) if dtype is torch.float32 else own
+        vars(layer)["forward"] = _forward_from(own, layer, least_rows) if dtype is torch.float32 else own
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)) if len(parts) > 1 else parts[0].contiguous()
 
 
-def _forward_from(packed: Callable[[Tensor], Tensor], layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+def _forward_from(packed: Callable[[Tensor], Tensor], layer: nn.Linear, least_rows: int) -> Callable[[Tensor], Tensor]:
     """Return a forward in float32: packed for the numbers of rows that suits."""
     plain, in_features = layer.forward, layer.in_features
 
     def forward(input: Tensor) -> Tensor:
-        return packed(input) if input.numel() // in_features in _FLOAT32_ROWS else plain(input)
+        num_rows = input.numel() // in_features
+        return packed(input) if least_rows <= num_rows <= _MOST_FLOAT32_ROWS else plain(input)
 
     return forward
 
@@ -166,9 +167,9 @@ class _SharedProduct:
         return part
 
 
-def _pack(weight: Tensor, num_rows: int) -> Tensor:
-    """Return the weight in the order that suits products of about ``num_rows`` rows; others are possible too."""
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, num_rows)
+def _pack(weight: Tensor) -> Tensor:
+    """Return the weight in the order that suits products of a few rows; others are possible too."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
     return packed
 
 

@@ -196,7 +196,7 @@ class CallMemory:
         # Where samples wait for slots, prompts are still read when the cache has grown.
         read = MemoryParts(kv_cache=cache.at_first if share == slots else last, activations=self._working(prefill))
         verified = slots * (1 + engine.num_ahead)
-        packed = MemoryParts(packed=self._packed(slots, load.response_tokens))
+        packed = MemoryParts(packed=self._packed(load.response_tokens))
         drawing = MemoryParts(  # logits, and their probabilities in fp32
             gathered=self._root + self._buffer(self._block),
             kv_cache=last,
@@ -232,13 +232,12 @@ class CallMemory:
             fills=engine.moves_samples and self._shares > 1 and not self.is_wrapped,
         )  # fmt: skip
 
-    def _packed(self, slots: int, num_steps: int) -> int:
+    def _packed(self, num_steps: int) -> int:
         if self.is_wrapped:
             return 0  # FSDP frees weights between two uses
         return packed_bytes(
-            self.role, self.settings.engine, tp=self._tp, element_bytes=self.activation_bytes, slots=slots,
-            num_steps=num_steps,
-        )  # fmt: skip
+            self.role, self.settings.engine, tp=self._tp, element_bytes=self.activation_bytes, num_steps=num_steps
+        )
 
     def _train(self) -> list[MemoryParts]:
         """Return the moments of a training call's last micro-batch, when gradients of the others are there."""

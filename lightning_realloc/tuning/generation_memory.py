@@ -17,8 +17,8 @@ MOST_PREFILL_TOKENS = 8192
 """That one step reads of prompts; the engine's default."""
 PAGE_SIZE, BUFFER_SHARE = 16, 8
 """Positions of a page, and the share of a bound that its buffer takes at least; as in ``generation.paged_cache``."""
-LEAST_PACKED_STEPS, LEAST_PACKED_SLOTS, LEAST_PACKED_FLOAT32 = 32, 8, 768 * 768
-"""When packing pays: tokens of a response, and in fp32 slots and elements."""
+LEAST_PACKED_STEPS, LEAST_PACKED_FLOAT32 = 32, 512 * 512
+"""When packing pays: tokens of a response, and in fp32 elements."""
 PACKED_AS_ONE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Siblings of these names share a product where they are called with the same tensor, as they are in most families."""
 LEARNING_TOKENS = 1024
@@ -129,20 +129,14 @@ def draft_shape(draft: DraftMemory | None, target: ModelShape) -> ModelShape | N
     return replace(target, num_layers=draft.num_blocks)
 
 
-def packed_bytes(
-    role: RoleMemory, engine: EngineMemory, *, tp: int, element_bytes: int, slots: int, num_steps: int
-) -> int:
+def packed_bytes(role: RoleMemory, engine: EngineMemory, *, tp: int, element_bytes: int, num_steps: int) -> int:
     """Return what packed copies of linear layers take: all but those whose products ranks sum, a tied head with them.
 
     Weights of two dims count as linear layers', unless they come before the blocks.
     """
     if not engine.packs_weights or num_steps < LEAST_PACKED_STEPS:
         return 0
-    least = 0
-    if element_bytes == _FLOAT32:
-        if slots < LEAST_PACKED_SLOTS:
-            return 0
-        least = LEAST_PACKED_FLOAT32
+    least = LEAST_PACKED_FLOAT32 if element_bytes == _FLOAT32 else 0
     tied = {owner for _, owner in role.model.aliases}
     sizes: Counter[str] = Counter()
     for param in role.model.params:

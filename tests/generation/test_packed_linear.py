@@ -16,7 +16,7 @@ from tests.models import tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]
 _Change = Callable[[Tensor], Tensor]
-LONG = {"num_slots": 16, "num_steps": 64}
+LONG = {"num_steps": 64}
 
 
 class _Scaled(nn.Linear):
@@ -118,7 +118,7 @@ def test_layers_are_left_alone_that_packing_would_slow_down_or_change() -> None:
         assert not any("forward" in vars(layer) for layer in layers[1:])
     assert vars(replaced)["forward"] is own
     plain = draw_layer(torch.bfloat16)
-    with packed_linears(plain, num_slots=16, num_steps=4):  # packing costs more than four steps save
+    with packed_linears(plain, num_steps=4):  # packing costs more than four steps save
         assert "forward" not in vars(plain)
 
 
@@ -156,7 +156,7 @@ def test_the_output_layer_gets_rows_without_gaps_behind_new_prompts() -> None:
     assert strides and all(stride == rows for stride, rows in strides)
 
 
-@pytest.mark.parametrize(("num_rows", "num_products"), [(1, 0), (8, 1), (300, 0)])
+@pytest.mark.parametrize(("num_rows", "num_products"), [(1, 1), (8, 1), (300, 0)])
 def test_layers_that_read_the_same_tensor_share_one_product(num_rows: int, num_products: int) -> None:
     require_packing(torch.float32)
     block, rows = _Block(), integers(num_rows)
@@ -167,6 +167,16 @@ def test_layers_that_read_the_same_tensor_share_one_product(num_rows: int, num_p
             for made, own in zip(block(rows), expected, strict=True):
                 assert torch.equal(made, own)
         assert products.count == num_products
+
+
+@pytest.mark.parametrize(("num_rows", "num_products"), [(1, 0), (2, 1)])
+def test_one_row_of_smaller_weights_is_multiplied_as_it_lies(num_rows: int, num_products: int) -> None:
+    require_packing(torch.float32)
+    layer, rows = nn.Linear(1024, 512).requires_grad_(False), torch.randn(num_rows, 1024)
+    expected = layer(rows)
+    with packed_linears(layer, **LONG), _Products() as products:
+        torch.testing.assert_close(layer(rows), expected)
+    assert products.count == num_products
 
 
 @pytest.mark.parametrize("between", [torch.neg, Tensor.neg_, torch.clone], ids=["another", "changed", "copy"])

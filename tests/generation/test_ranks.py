@@ -68,7 +68,7 @@ def _generate_packed(family: str) -> tuple[int, list[list[Completion]]]:
     meshes.create([layout])
     model = tiny_model(family).to(torch.bfloat16)
     model = parallelize(model, ModelLayout(describe_model(model), layout), meshes)
-    with packed_linears(model, num_slots=3, num_steps=40):
+    with packed_linears(model, num_steps=40):
         num_packed = sum("forward" in vars(module) for module in model.modules())
     engine, params = GenerationEngine(model, max_slots=3), SamplingParams(max_new_tokens=40, ignore_eos=True)
     made = []

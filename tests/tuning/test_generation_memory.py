@@ -155,14 +155,12 @@ def test_packed_weights_take_the_memory_of_the_process_that_was_counted() -> Non
         pytest.skip("this torch packs no weights on this processor")
     sizes = {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 2048, "num_hidden_layers": 3}
     model = tiny_model("llama", **sizes, num_key_value_heads=4).requires_grad_(False)
-    counted = packed_bytes(
-        described(model), EngineMemory(packs_weights=True), tp=1, element_bytes=4, slots=16, num_steps=64
-    )
+    counted = packed_bytes(described(model), EngineMemory(packs_weights=True), tp=1, element_bytes=4, num_steps=64)
     # Of three blocks queries, keys, values, output and three of the MLP; and the head.
     assert counted == 4 * (3 * (4 * 1024**2 + 3 * 1024 * 2048) + 1024 * 2048)
     gc.collect()
     before = resident_bytes()
-    with packed_linears(model, num_slots=16, num_steps=64):
+    with packed_linears(model, num_steps=64):
         measured = resident_bytes() - before
     joined = 4 * 2 * 1024 * 2048  # gate and up are laid end to end before they are packed as one
     assert counted + joined == pytest.approx(measured, rel=0.1)
@@ -179,13 +177,13 @@ def test_weights_are_packed_only_where_that_pays_and_they_lie_whole() -> None:
     packing = EngineMemory(packs_weights=True)
 
     def counted(engine: EngineMemory = packing, **changes: int) -> int:
-        given = {"tp": 1, "element_bytes": 2, "slots": 4, "num_steps": 64} | changes
+        given = {"tp": 1, "element_bytes": 2, "num_steps": 64} | changes
         return packed_bytes(model, engine, **given)
 
     of_block = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128
     assert counted() == 2 * (2 * of_block + 128 * 64)
     assert counted(EngineMemory()) == 0
     assert counted(num_steps=16) == 0  # too few steps to earn the copies
-    assert counted(element_bytes=4, slots=64) == 0  # in fp32, matrices are too small
+    assert counted(element_bytes=4) == 0  # in fp32, matrices are too small
     columns = 64 * 64 + 2 * 64 * 32 + 2 * 64 * 128  # those of the other products are summed over ranks
     assert counted(tp=2) == 2 * (2 * columns + 128 * 64) // 2
