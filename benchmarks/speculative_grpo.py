@@ -32,8 +32,8 @@ from lightning_realloc import (
 TOKENS_PER_STEP = 1.5
 """What drafts come to in every epoch but the first, where they are always as long as `ALWAYS`."""
 ALWAYS = 4
-DEPTHS = (None, ALWAYS)
-"""As many tokens as pay, and always four: a depth chosen for seconds does not aim at tokens per step."""
+DEPTHS = (0, None, ALWAYS)
+"""None, as many tokens as pay, and always four: a depth chosen for seconds does not aim at tokens per step."""
 SETTINGS = demo.Settings(
     num_ranks=1, num_iterations=8, warm_up_layout="dp1", generate_layout="dp1", infer_layout="dp1", train_layout="dp1"
 )

@@ -225,6 +225,14 @@ class HistoryDrafter(NgramDrafter):
         self._news: deque[Exchange] = deque(maxlen=_MOST_NEWS)
         self._indexed: dict[int, Followers] = {}
         """By index of the prompt, for those of this generation."""
+        self._unread: dict[int, list[Exchange]] = {}
+        """By index of the prompt: finished siblings that are indexed once somebody looks something up there."""
+
+    def prepare(self, running: Sequence[Sample]) -> None:
+        for sample in running:
+            if sample.prompt_index in self._unread:
+                self._siblings(sample)
+        super().prepare(running)
 
     def finished(self, sample: Sample) -> None:
         super().finished(sample)
@@ -232,7 +240,7 @@ class HistoryDrafter(NgramDrafter):
         self._news.append(exchange)
         self._keep(exchange)
         if sample.prompt_index in self._indexed:
-            _index(self._indexed[sample.prompt_index], *exchange)
+            self._unread.setdefault(sample.prompt_index, []).append(exchange)
 
     def news(self) -> list[Exchange]:
         news = list(self._news)
@@ -258,14 +266,20 @@ class HistoryDrafter(NgramDrafter):
     def end(self) -> None:
         super().end()
         self._indexed.clear()
+        self._unread.clear()
 
     def _followers(self, sample: Sample) -> Sequence[tuple[str, Followers]]:
+        return (("history", self._siblings(sample)), *super()._followers(sample))
+
+    def _siblings(self, sample: Sample) -> Followers:
         siblings = self._indexed.get(sample.prompt_index)
         if siblings is None:
             siblings = self._indexed[sample.prompt_index] = Followers()
             for response in self._responses.get(tuple(sample.prompt), ()):
                 _index(siblings, sample.prompt, response)
-        return (("history", siblings), *super()._followers(sample))
+        for exchange in self._unread.pop(sample.prompt_index, ()):
+            _index(siblings, *exchange)
+        return siblings
 
 
 def _index(followers: Followers, prompt: Sequence[int], response: Sequence[int]) -> None:

@@ -23,6 +23,9 @@ _SETTLED = 6
 takes up to a fifth longer."""
 _FORESEE_EVERY = 8
 """Steps without drafts after which some are made that are not verified."""
+_FORESEE_OFTEN = 16
+"""Times in a row. Then `_FORESEE_SELDOM` times as many steps pass: tiny models' take as long as a few look-ups."""
+_FORESEE_SELDOM = 4
 _LOOK_AHEAD_EVERY = 16
 """Steps after which more is drafted than verified: so it is learnt whether deeper and unlikelier tokens stand."""
 _FEW = 4
@@ -65,6 +68,8 @@ class _Observation:
     """What its tokens were worth, if drafted."""
     step_s: float
     drafting_s: float
+    preparing_s: float
+    """Of drafting, what is done once for a sample: it belongs to what drafting takes, and not to a token's price."""
 
 
 class Speculator:
@@ -101,11 +106,13 @@ class Speculator:
         """Number of samples that the plan is for, and of the first step that needs another one."""
         self._worths: Sequence[float] = ()
         """Of a token of each sample, in this step; none where nothing is drafted."""
-        self._gained_s = self._drafting_s = 0.0
+        self._gained_s = self._drafting_s = self._preparing_s = 0.0
         self._num_missed = 0
         """Tokens that the drafter's model has to read before it can draft, beyond what it reads in every step."""
         self._num_plain = 0
         """Steps in a row that verified nothing."""
+        self._num_foresights = 0
+        """Times in a row that drafts were made which were not verified."""
         self._drafted_before = False
 
     def begin(self, samples: Sequence[Sample], params: SamplingParams, num_slots: int) -> Verification:
@@ -157,7 +164,10 @@ class Speculator:
         if self._speculation.num_draft_tokens is not None:
             return
         self._drafted_before = not self._num_plain
-        self._num_plain = 0 if any(map(len, verified)) else self._num_plain + 1
+        if any(map(len, verified)):
+            self._num_plain = self._num_foresights = 0
+        else:
+            self._num_plain += 1
         if self._worths:
             self._gained_s = sum(worth * len(own) for worth, own in zip(self._worths, emitted, strict=True))
         # What a draft was cut off from tells something, too: a token there was right where the target drew the same.
@@ -177,16 +187,19 @@ class Speculator:
             _Observation(
                 num_rows, num_rows + sum(lengths), max(lengths), max(drafted, default=0), sum(drafted),
                 bool(self._worths), self._num_plain > _SETTLED, self._drafted_before, self._num_missed, self._gained_s,
-                seconds, self._drafting_s,
+                seconds, self._drafting_s, self._preparing_s,
             )
         )  # fmt: skip
+        self._preparing_s = 0.0
         if self._agree is None or len(self._observations) >= _AGREE_EVERY:
             self._take_observations()
 
     def finished(self, sample: Sample) -> None:
         """Take a sample that has its last token."""
         self._lengths.finish(sample.prompt_index, len(sample.token_ids))
+        begin = self.clock()
         self.drafter.finished(sample)
+        self._preparing_s += self.clock() - begin
 
     def end(self) -> None:
         """End the generation."""
@@ -205,25 +218,25 @@ class Speculator:
 
     def _draft_what_pays(self, running: Sequence[Sample], is_tail: bool) -> list[Draft]:
         """Draft by the plan that holds, or by a new one."""
-        arrived = self.clock()
-        self.drafter.prepare(running)
         begin = self.clock()
         most_in_a_step = len(running) * (1 + self._speculation.max_draft_tokens)
         self._num_missed = max(self.drafter.num_unread(running) - most_in_a_step, 0)
         if self._held_plan(len(running)) is None:
             self._plan = self._planner.plan(self._left(running), is_tail=is_tail, num_missed=self._num_missed)
             self._plan_rows, self._plan_until = len(running), self._num_steps + PLAN_STEPS
-        planned = self.clock()
         assert self._plan is not None, "made above"
+        planned = self.clock()
+        self.stats.planning_s += planned - begin
         if not self._plan.depth and not self._payoff.tries_again(len(running)):
             self._take_no_drafts()
-            chosen = [NO_DRAFT] * len(running)
-        else:
-            chosen = self._draft_by(self._plan, running)
+            return [NO_DRAFT] * len(running)
+        self.drafter.prepare(running)
+        prepared = self.clock()
+        chosen = self._draft_by(self._plan, running)
         end = self.clock()
-        self.stats.drafting_s += begin - arrived + end - planned
-        self.stats.planning_s += planned - begin
-        self._drafting_s = end - planned
+        self.stats.drafting_s += end - planned
+        self._preparing_s += prepared - planned
+        self._drafting_s = end - prepared
         return chosen
 
     def _draft_by(self, plan: DraftPlan, running: Sequence[Sample]) -> list[Draft]:
@@ -245,8 +258,10 @@ class Speculator:
 
     def _foresee(self, running: Sequence[Sample]) -> None:
         """Look up what some samples might get next: whether it would have stood is learnt without verifying it."""
-        if self.drafter.costs_a_forward or not self._anticipates or self._num_steps % _FORESEE_EVERY:
+        every = _FORESEE_EVERY * (1 if self._num_foresights < _FORESEE_OFTEN else _FORESEE_SELDOM)
+        if self.drafter.costs_a_forward or not self._anticipates or self._num_steps % every:
             return
+        self._num_foresights += 1
         begin = self.clock()
         few = [running[row] for row in self._few(len(running))]
         limits = self._limits_of(few, self._speculation.max_draft_tokens)
@@ -302,13 +317,13 @@ class Speculator:
                 for sample in running]  # fmt: skip
 
     def _take_observations(self) -> None:
-        seconds = [value for seen in self._observations for value in (seen.step_s, seen.drafting_s)]
+        seconds = [value for seen in self._observations for value in (seen.step_s, seen.drafting_s, seen.preparing_s)]
         agreed = iter(seconds if self._agree is None else self._agree(seconds))
         costs = self._planner.costs
         for seen in self._observations:
-            step_s, drafting_s = max(next(agreed), LEAST_S), max(next(agreed), 0.0)
+            step_s, drafting_s, preparing_s = max(next(agreed), LEAST_S), max(next(agreed), 0.0), next(agreed)
             if seen.drafted and not seen.num_missed:  # what is missed is read once, however long drafting goes on
-                self._payoff.learn(seen.num_rows, seen.gained_s, step_s + drafting_s)
+                self._payoff.learn(seen.num_rows, seen.gained_s, step_s + drafting_s + max(preparing_s, 0.0))
             if seen.num_tokens > seen.num_rows:
                 size = effective_tokens(seen.num_rows, seen.num_tokens, seen.width)
                 costs.verifying.observe(size, step_s)

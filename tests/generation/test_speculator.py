@@ -38,6 +38,14 @@ class Foreteller(Drafter):
         self.num_read = 0
         self.read_s = 0.05
         """Seconds in which it reads one of them."""
+        self.prepare_s = 0.0
+        """Seconds that it takes before every step in which it drafts, however few tokens."""
+        self.num_prepared = 0
+        """Such steps."""
+
+    def prepare(self, running: Sequence[Sample]) -> None:
+        self.num_prepared += 1
+        self.now_s += self.prepare_s
 
     def num_unread(self, running: Sequence[Sample]) -> int:
         return self.unread if self.costs_a_forward else 0
@@ -155,6 +163,19 @@ def test_drafting_stops_soon_once_drafts_stand_no_more() -> None:
     drafter.right = 0.0
     pretence.generate()
     assert pretence.generate()[0] < 1.1 * NEW_TOKENS * steep(4)
+
+
+def test_what_is_done_before_drafting_counts_as_well() -> None:
+    drafter = Foreteller()
+    drafter.right, drafter.prepare_s = 1.0, 4.0  # at most three tokens in more than the seconds of five steps
+    pretence = Pretence(drafter, flat, max_draft_tokens=2)
+    plain_s = NEW_TOKENS * flat(4)
+    for _ in range(4):
+        pretence.generate()
+    drafter.num_prepared = 0
+    seconds, _ = pretence.generate()
+    assert seconds < 1.1 * plain_s
+    assert drafter.num_prepared <= 4  # nor is it done where nothing is drafted
 
 
 def test_a_draft_model_that_does_not_pay_hardly_reads_what_it_missed() -> None:
