@@ -26,6 +26,8 @@ _UNTIL_THE_FIRST_END = 0.25
 """Share of the seconds until the first rank is expected to have nothing left that may pass without a round."""
 _RESPONSES_PER_PROMPT = 8
 _MOST_PROMPTS = 65_536
+_SAMPLES = ("running", "waiting", "incoming")
+"""Fields of a report that hold samples."""
 
 
 class Pace:
@@ -145,9 +147,6 @@ class Report:
             told["rank"], running, waiting, incoming, told["free_slots"], told["bytes_per_token"], pace,
             tuple(told["evidence"]), told["waiting_call_s"], told["expected_since"],
         )  # fmt: skip
-
-
-_SAMPLES = ("running", "waiting", "incoming")
 
 
 def _entry(sample: LiveSample) -> tuple[int, int, float, int | None, bool]:

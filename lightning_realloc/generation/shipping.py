@@ -239,7 +239,7 @@ class Shipping:
                 self._take_in(shipment)
 
     def _hand_over(self, shipment: _Shipment) -> None:
-        """Let samples leave, with what their bulk lacks; those that ended, or wait for an environment, stay."""
+        """Let samples leave, with what their bulk lacks; those that ended, or neither run nor wait for a slot, stay."""
         begin = self._clock()
         self._leaving.remove(shipment)
         run = self._run
