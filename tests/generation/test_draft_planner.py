@@ -82,10 +82,48 @@ def test_a_token_is_tried_now_and_then_though_nothing_pays() -> None:
 def test_of_depths_with_the_same_tokens_per_second_many_samples_are_over_sooner_with_the_shallower() -> None:
     # The last of many takes longer than the mean, and the longer the further apart drafting lets them drift.
     shallow, deep = DepthOutcome(1.6, 0.24, 1.0), DepthOutcome(2.4, 2.5, 4.0)
-    one = [remaining_s(outcome, outcome.tokens, 0.5, longest=96.0, num_last=1.0) for outcome in (shallow, deep)]
-    many = [remaining_s(outcome, outcome.tokens, 0.5, longest=96.0, num_last=32.0) for outcome in (shallow, deep)]
-    assert one == pytest.approx([96.0, 96.0])
-    assert 96.0 < many[0] < many[1]
+
+    def seconds(outcome: DepthOutcome, num_last: float) -> float:
+        tokens = outcome.tokens
+        return remaining_s(outcome, tokens, 0.9 * tokens, [960.0] * 32, num_last=num_last, token_s=0.9)
+
+    one, many = ([seconds(outcome, num_last) for outcome in (shallow, deep)] for num_last in (1.0, 32.0))
+    assert one == pytest.approx([960.0, 960.0], rel=2e-3)  # but for the last step, which may go beyond the end
+    assert one[1] < many[0] < many[1]
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 16, 32])
+@pytest.mark.parametrize("depth", [0, 2, 8])
+@pytest.mark.parametrize("chance", [0.5, 0.9])
+def test_remaining_seconds_are_those_of_simulated_batches(num_rows: int, depth: int, chance: float) -> None:
+    fixed_s, row_s, length = 1.0, 0.05, 96
+    rng = np.random.default_rng(num_rows)
+
+    def simulated() -> float:
+        left, seconds = np.full(num_rows, length), 0.0
+        while (running := left[left > 0]).size:
+            seconds += fixed_s + row_s * running.size
+            stood = np.cumprod(rng.random((running.size, depth)) < chance, axis=1).sum(axis=1)
+            left = running - (1 + stood)
+        return seconds
+
+    survivals = chance ** np.arange(1, depth + 1)
+    tokens = 1.0 + survivals.sum()
+    variance = 1.0 + (survivals * (2 * np.arange(1, depth + 1) + 1)).sum() - tokens**2
+    predicted = remaining_s(
+        DepthOutcome(tokens, variance, depth), fixed_s + row_s * num_rows, fixed_s + row_s, [float(length)] * num_rows,
+        num_last=num_rows, token_s=(fixed_s + row_s) / tokens,
+    )  # fmt: skip
+    assert predicted == pytest.approx(np.mean([simulated() for _ in range(200)]), rel=0.05)
+
+
+def test_steps_that_verify_more_than_any_did_are_taken_to_grow_on_but_for_a_hope() -> None:
+    costs = planner_that_knows(4, 0.6, lambda size: 1.0 + np.asarray(size, dtype=float)).costs
+    largest, largest_s = costs.verifying.largest
+    beyond_s = costs.verifying_s(4, 3 * largest, width=1)
+    assert largest_s < beyond_s < 1.0 + 3 * largest
+    flat = planner_that_knows(4, 0.6, lambda size: 1.0 + 0.0 * np.asarray(size, dtype=float)).costs
+    assert flat.verifying_s(4, 3 * largest, width=1) == pytest.approx(1.0, rel=0.01)
 
 
 def test_a_depth_in_use_stays_while_it_is_about_as_good() -> None:
