@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from dataclasses import dataclass
 from itertools import accumulate
 
 PADDING_SHARE = 0.12
@@ -14,10 +15,20 @@ _MOST_DRIFT = 1.5
 _GROWTH = 0.9
 """Share of their growth so far by which steps that verify more than any did are taken to grow on: a hope, so that they
 are tried where they could pay."""
+_RATE = 0.05
+_DRIFT_RATE = 0.2
+"""More than a size's own rate: steps of all sizes get slower together more often than those of one size do."""
 LEAST_S = 1e-9
 """Of a step, where a coarse clock has not moved, or a wrong one went back."""
 _FIRST = 2
 """Steps of a size before it is told, as the faster one of them."""
+
+
+@dataclass(slots=True)
+class Slowness:
+    """How much longer steps take now than they did at first, be it that other work runs on the machine."""
+
+    factor: float = 1.0
 
 
 class StepCosts:
@@ -26,28 +37,41 @@ class StepCosts:
     Sizes of about the same logarithm share a mean, which counts from the second step on: the first one also pays for
     what is set up once. Between two of them the seconds are interpolated; beyond the largest one they are taken to stay
     as they are, so that a size never tried is tried once it could pay. A machine that gets slower or faster moves all
-    means at once.
+    means at once, and those of all tables that share its `Slowness`: what was last seen when the machine was slow must
+    not be compared with what is seen now.
 
-    What is told of costs changes every few observations only, so that telling takes microseconds.
+    But for the slowness, what is told changes every few observations only, so that telling takes microseconds.
     """
 
     def __init__(
-        self, *, rate: float = 0.1, drift_rate: float = 0.1, refit_every: int = 16, told_from: int = _FIRST
+        self,
+        slowness: Slowness | None = None,
+        *,
+        rate: float = 0.1,
+        drift_rate: float = 0.1,
+        refit_every: int = 16,
+        told_from: int = _FIRST,
     ) -> None:
-        """Weigh a new observation of a size by ``rate``, and of the machine's speed by ``drift_rate``.
+        """Know nothing.
 
-        ``told_from``: steps of a size before it is told; 1 where steps are too few to wait.
+        Args:
+            slowness: The machine's, shared with other tables.
+            rate: Weight of a new observation of a size.
+            drift_rate: Its weight for the slowness.
+            refit_every: Observations after which what is told changes.
+            told_from: Steps of a size before it is told; 1 where steps are too few to wait.
         """
+        self._slowness = Slowness() if slowness is None else slowness
         self._told_from = told_from
         self._rate = rate
         self._drift_rate = drift_rate
         self._refit_every = refit_every
-        self._scale = 1.0
         self._means: dict[int, list[float]] = {}
-        """By bucket: mean size, mean seconds divided by the scale, and how many steps were seen."""
+        """By bucket: mean size, mean seconds over the slowness, and how many steps were seen."""
         self._since_refit = 0
         self._sizes: list[float] = []
         self._seconds: list[float] = []
+        """Over the slowness."""
 
     @property
     def known(self) -> bool:
@@ -62,7 +86,7 @@ class StepCosts:
     @property
     def largest(self) -> tuple[float, float]:
         """The largest size that is told, and its expected seconds; there is one."""
-        return self._sizes[-1], self._seconds[-1]
+        return self._sizes[-1], self._slowness.factor * self._seconds[-1]
 
     def knows(self, size: float) -> bool:
         """Whether steps of about this size were observed, half as large again or two thirds as large at most."""
@@ -75,21 +99,21 @@ class StepCosts:
         bucket = _bucket(num_tokens)
         mean = self._means.get(bucket)
         if mean is None:
-            seen = seconds / self._scale
+            seen = seconds / self._slowness.factor
             if self.known and num_tokens < self._sizes[-1]:  # a hiccup must not pass for what a new size takes
-                seen = min(seen, 2.0 * self.seconds(num_tokens) / self._scale)
+                seen = min(seen, 2.0 * self.seconds(num_tokens) / self._slowness.factor)
             self._means[bucket] = [float(num_tokens), seen, 1.0]
             if self._told_from == 1:
                 self._refit()
             return
         if mean[2] < self._told_from:
-            mean[1] = min(mean[1], seconds / self._scale)
+            mean[1] = min(mean[1], seconds / self._slowness.factor)
             mean[2] += 1.0
             self._refit()
             return
-        ratio = seconds / (self._scale * mean[1])
-        self._scale *= min(max(ratio, 1 / _MOST_DRIFT), _MOST_DRIFT) ** self._drift_rate
-        observed = min(seconds / self._scale, 2.0 * mean[1])  # one hiccup must not hide a size for long
+        ratio = seconds / (self._slowness.factor * mean[1])
+        self._slowness.factor *= min(max(ratio, 1 / _MOST_DRIFT), _MOST_DRIFT) ** self._drift_rate
+        observed = min(seconds / self._slowness.factor, 2.0 * mean[1])  # one hiccup must not hide a size for long
         mean[2] += 1.0
         rate = max(self._rate, 1.0 / mean[2])
         mean[0] += rate * (num_tokens - mean[0])
@@ -105,16 +129,18 @@ class StepCosts:
             return 1.0
         above = bisect_left(sizes, num_tokens)
         if above == len(sizes):
-            return seconds[-1]
+            return self._slowness.factor * seconds[-1]
         if not above:
-            return seconds[0]
+            return self._slowness.factor * seconds[0]
         below = above - 1
         share = (num_tokens - sizes[below]) / (sizes[above] - sizes[below])
-        return seconds[below] + share * (seconds[above] - seconds[below])
+        return self._slowness.factor * (seconds[below] + share * (seconds[above] - seconds[below]))
 
     def knots(self) -> list[tuple[float, float]]:
         """Return the sizes observed, ascending, and their expected seconds, which never fall."""
-        return list(zip(self._sizes, self._seconds, strict=True))
+        return [
+            (size, self._slowness.factor * seconds) for size, seconds in zip(self._sizes, self._seconds, strict=True)
+        ]
 
     def _refit(self) -> None:
         told = sorted(mean for mean in self._means.values() if mean[2] >= self._told_from)
@@ -123,7 +149,7 @@ class StepCosts:
         # Larger steps do not take less time: the mean of the two nearest rising sequences around what was seen.
         above = accumulate(means, max)
         below = reversed(list(accumulate(reversed(means), min)))
-        self._seconds = [self._scale * (high + low) / 2 for high, low in zip(above, below, strict=True)]
+        self._seconds = [(high + low) / 2 for high, low in zip(above, below, strict=True)]
         self._since_refit = 0
 
 
@@ -132,9 +158,10 @@ class SpeculationCosts:
 
     def __init__(self) -> None:
         """Know nothing."""
-        self.plain = StepCosts()
+        slowness = Slowness()  # but for drafting, whose seconds vary by what is found, too
+        self.plain = StepCosts(slowness, rate=_RATE, drift_rate=_DRIFT_RATE)
         """By samples."""
-        self.verifying = StepCosts()
+        self.verifying = StepCosts(slowness, rate=_RATE, drift_rate=_DRIFT_RATE)
         """By tokens and padding, see :func:`effective_tokens`."""
         self.drafting = StepCosts()
         """Of one forward of a model for all samples, or of one look-up; by samples."""

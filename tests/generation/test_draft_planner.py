@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_realloc.generation.acceptance import AcceptanceRates, DepthOutcome, DepthProfile
 from lightning_realloc.generation.draft_planner import DraftPlanner, remaining_s
-from lightning_realloc.generation.step_costs import StepCosts
+from lightning_realloc.generation.step_costs import SpeculationCosts, StepCosts
 
 CURVES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "flat": lambda size: np.full(np.shape(size), 1.0),
@@ -115,6 +115,17 @@ def test_remaining_seconds_are_those_of_simulated_batches(num_rows: int, depth: 
         num_last=num_rows, token_s=(fixed_s + row_s) / tokens,
     )  # fmt: skip
     assert predicted == pytest.approx(np.mean([simulated() for _ in range(200)]), rel=0.05)
+
+
+def test_a_machine_that_gets_slower_slows_plain_steps_too_though_none_is_made() -> None:
+    costs = SpeculationCosts()
+    for _ in range(20):
+        costs.plain.observe(4, 1.0)
+        costs.verifying.observe(20, 2.0)
+    for _ in range(60):
+        costs.verifying.observe(20, 4.0)
+    assert costs.verifying.seconds(20) == pytest.approx(4.0, rel=0.02)
+    assert costs.plain_s(4)[0] == pytest.approx(2.0, rel=0.2)
 
 
 def test_steps_that_verify_more_than_any_did_are_taken_to_grow_on_but_for_a_hope() -> None:
