@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -18,6 +19,9 @@ are tried where they could pay."""
 _RATE = 0.05
 _DRIFT_RATE = 0.2
 """More than a size's own rate: steps of all sizes get slower together more often than those of one size do."""
+_MOST_OF_NEIGHBOURS = 8.0
+"""Steps that a size's neighbours count as at most, in what it is taken to cost: a few steps may all have been slow, and
+a size that looks dear is not tried again."""
 LEAST_S = 1e-9
 """Of a step, where a coarse clock has not moved, or a wrong one went back."""
 _FIRST = 2
@@ -146,6 +150,7 @@ class StepCosts:
         told = sorted(mean for mean in self._means.values() if mean[2] >= self._told_from)
         self._sizes = [mean[0] for mean in told]
         means = [mean[1] for mean in told]
+        means[1:-1] = map(_beside_neighbours, told, told[1:], told[2:])
         # Larger steps do not take less time: the mean of the two nearest rising sequences around what was seen.
         above = accumulate(means, max)
         below = reversed(list(accumulate(reversed(means), min)))
@@ -219,6 +224,20 @@ def forwards_of(depth: int) -> float:
 def look_ups_of(num_rows: int, num_drafted: float) -> float:
     """Return how many look-ups so many drafted tokens take: each sample's last one finds nothing, or too little."""
     return num_rows + num_drafted
+
+
+def _beside_neighbours(smaller: Sequence[float], own: Sequence[float], larger: Sequence[float]) -> float:
+    """Return the mean seconds of a size, closer to those between its neighbours the less was seen of it beside them.
+
+    Args:
+        smaller: Size, mean seconds and number of steps, of the next smaller size.
+        own: The same of the size.
+        larger: The same of the next larger one.
+    """
+    share = (own[0] - smaller[0]) / (larger[0] - smaller[0])
+    between_s = smaller[1] + share * (larger[1] - smaller[1])
+    weight = min(_MOST_OF_NEIGHBOURS, (smaller[2] + larger[2]) / 2)
+    return (own[2] * own[1] + weight * between_s) / (own[2] + weight)
 
 
 def _bucket(size: float) -> int:

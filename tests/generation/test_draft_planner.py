@@ -117,6 +117,18 @@ def test_remaining_seconds_are_those_of_simulated_batches(num_rows: int, depth: 
     assert predicted == pytest.approx(np.mean([simulated() for _ in range(200)]), rel=0.05)
 
 
+def test_a_size_of_two_slow_steps_is_told_close_to_what_its_neighbours_take() -> None:
+    costs = StepCosts(drift_rate=0.0)
+    observe_twice(costs, 40, 7.0)  # 4 in truth
+    for _ in range(50):
+        costs.observe(20, 2.0)
+        costs.observe(80, 8.0)
+    assert 4.0 < costs.seconds(40) < 4.7
+    for _ in range(100):
+        costs.observe(40, 6.0)  # what is seen often enough is believed
+    assert costs.seconds(40) == pytest.approx(6.0, rel=0.05)
+
+
 def test_a_machine_that_gets_slower_slows_plain_steps_too_though_none_is_made() -> None:
     costs = SpeculationCosts()
     for _ in range(20):
