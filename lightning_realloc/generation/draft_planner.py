@@ -80,8 +80,9 @@ class DraftPlanner:
         outcomes = (_NO_DRAFT, *self.profile.outcomes())
         steps_s = self._steps_s(num_rows, outcomes)
         catching_up_s = self.costs.catching_up_s(num_rows, num_missed)
+        chances = chances_to_be_last(left) if is_tail else []
         if is_tail:
-            seconds = self._tail_s(left, outcomes, steps_s)
+            seconds = self._tail_s(left, sum(chances), outcomes, steps_s)
         else:  # a waiting sample takes the slot of one that is over
             seconds = [max(left) * step_s / outcome.tokens for outcome, step_s in zip(outcomes, steps_s, strict=True)]
         seconds[1:] = [catching_up_s + drafting_s for drafting_s in seconds[1:]]
@@ -94,18 +95,19 @@ class DraftPlanner:
         if self._chosen[num_rows.bit_length()]:
             self._num_idle, self._idle_s = 0, 0.0
         # In the tail, a step is saved by the last sample alone; before it, none is, whoever is ahead.
-        worths = token_worths(chances_to_be_last(left), plain_s, row_s) if is_tail else [plain_s / num_rows] * num_rows
+        worths = token_worths(chances, plain_s, row_s) if is_tail else [plain_s / num_rows] * num_rows
         token_s = self._token_s(num_rows, depth, outcomes[depth])
         if not self._costs_a_forward:
             token_s *= _CAUTION
         least = [max(token_s / worth, _LEAST_SURVIVAL) for worth in worths]
         return DraftPlan(depth, worths, least)
 
-    def _tail_s(self, left: Sequence[float], outcomes: Sequence[DepthOutcome], steps_s: Sequence[float]) -> list[float]:
+    def _tail_s(
+        self, left: Sequence[float], num_last: float, outcomes: Sequence[DepthOutcome], steps_s: Sequence[float]
+    ) -> list[float]:
         """Return the expected seconds until the last sample is over, by depth; no other sample waits."""
         alone_s = steps_s if len(left) == 1 else self._steps_s(1, outcomes)
         token_s = min(step_s / outcome.tokens for outcome, step_s in zip(outcomes, alone_s, strict=True))
-        num_last = sum(chances_to_be_last(left))
         return [
             remaining_s(outcome, step_s, min(one_s, step_s), left, num_last=num_last, token_s=token_s)
             for outcome, step_s, one_s in zip(outcomes, steps_s, alone_s, strict=True)

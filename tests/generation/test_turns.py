@@ -207,7 +207,7 @@ def test_a_tool_that_hangs_ends_its_sample_at_the_deadline(num_slots: int) -> No
     def environment(turn: Turn) -> list[int] | None:
         if turn.sample_id != 4:
             return tool(turn)
-        is_over.wait(60)
+        is_over.wait(10)
         came_back.set()
         return [5]
 
