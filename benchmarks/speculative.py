@@ -4,15 +4,16 @@ Text, models and how these learnt it are in `speculative_models`. A model whose 
 second loss, read off behind those blocks and added to the first; models that were never trained so have blocks that
 hardly draft at all, and the figures of "blocks" are not theirs.
 
-A cell is a model, a batch size and a drafter. Its arms take turns in one process, with one thread, by process CPU time:
-every turn has a seed of its own, and in a turn every arm has to draw the same tokens. Engines are warm, as they are
-from the second iteration of a training run on: before the first turn the adaptive arm generated once, by which its
-planner knows costs, and others a little. History holds one earlier response to every prompt, drawn with another seed.
+A cell is a model, a batch size and a drafter. Its arms run in one process, a slice of each at a time (see `slices`), by
+CPU time of one thread each: every turn has a seed of its own, and in a turn every arm has to draw the same tokens.
+Engines are warm, as they are from the second iteration of a training run on: before the first turn each arm generated
+once, by which the planner knows costs. History holds one earlier response to every prompt, drawn with another seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from benchmarks.harness import BenchmarkReport, interleave, make_parser, paired_ratio
+from benchmarks.harness import BenchmarkReport, make_parser, paired_ratio
+from benchmarks.slices import SlicedArms
 from benchmarks.speculative_grpo import measure_grpo
 from benchmarks.speculative_models import LONGEST, RECIPES, Recipe, markov_text, train
 from lightning_realloc.generation import GenerationEngine, SamplingParams
@@ -55,10 +57,10 @@ class Settings:
     depths: tuple[int, ...] = (2, 4, 8)
     """Besides 0."""
     new_tokens: int = LONGEST - PROMPT_TOKENS
-    cell_s: float = 16.0
+    cell_s: float = 32.0
     """CPU-seconds for which a cell takes turns, about."""
     least_turns: int = 5
-    most_turns: int = 9
+    most_turns: int = 15
     seed: int = 1
 
 
@@ -73,7 +75,9 @@ class Models:
     """How many of the target's blocks learnt to draft."""
 
     def make_drafter(self, name: str) -> Drafter:
-        """Return a new drafter that knows nothing yet."""
+        """Return a new drafter that knows nothing yet; ``name`` "0": one that drafts nothing."""
+        if name == NONE:
+            return Drafter()
         if name == "model":
             return ModelDrafter(self.draft, self.target)
         if name == "blocks":
@@ -84,14 +88,22 @@ class Models:
 class Arm:
     """One engine, and what it made of each turn."""
 
-    def __init__(self, models: Models, drafter: Drafter, depth: int | None, prompts: Sequence[Sequence[int]]) -> None:
-        """Draft ``depth`` tokens ahead; None: as many as pay."""
+    def __init__(
+        self,
+        models: Models,
+        drafter: str,
+        depth: int | None,
+        prompts: Sequence[Sequence[int]],
+        clock: Callable[[], float] = time.process_time,
+    ) -> None:
+        """Draft ``depth`` tokens ahead; None: as many as pay. Models are copied: one engine at a time may use them."""
+        models = copy.deepcopy(models)
         self._prompts = prompts
+        self.drafter = models.make_drafter(drafter)
         self._engine = GenerationEngine(
-            models.target, max_slots=len(prompts), drafter=drafter, clock=time.process_time,
+            models.target, max_slots=len(prompts), drafter=self.drafter, clock=clock,
             speculation=Speculation(drafter="none", num_draft_tokens=depth),
         )  # fmt: skip
-        self.drafter = drafter
         self.turns: list[tuple[Completion, ...]] = []
         self.stats: list[GenerationStats] = []
 
@@ -161,30 +173,32 @@ def measure(cell: Cell, models: Models, settings: Settings) -> None:
     text = markov_text(cell.batch, PROMPT_TOKENS, seed=10_000_000 + settings.seed)
     prompts = [tuple(row) for row in text.tolist()]
     depths: dict[str, int | None] = {NONE: 0, **{str(depth): depth for depth in settings.depths}, ADAPTIVE: None}
-    for name, depth in depths.items():
-        drafter = Drafter() if name == NONE else models.make_drafter(cell.drafter)
-        cell.arms[name] = Arm(models, drafter, depth, prompts)
-    warm_up(cell, prompts, settings)
-    turns: dict[str, Callable[[], object]] = {
-        name: lambda arm=arm: arm.take_turn(settings.new_tokens, settings.seed + 2)  # type: ignore[misc]
-        for name, arm in cell.arms.items()
-    }
-    cell.seconds = interleave(turns, repeats=1)
-    fitting = int(settings.cell_s / sum(seconds[0] for seconds in cell.seconds.values()))
-    more = interleave(turns, repeats=min(max(fitting, settings.least_turns), settings.most_turns) - 1)
-    for name, seconds in more.items():
-        cell.seconds[name] += seconds
+    with SlicedArms(tuple(depths)) as sliced:
+        for name, depth in depths.items():
+            drafter = NONE if name == NONE else cell.drafter
+            cell.arms[name] = Arm(models, drafter, depth, prompts, sliced.clock)
+        warm_up(cell, prompts, settings, sliced)
+        turns: dict[str, Callable[[], object]] = {
+            name: lambda arm=arm: arm.take_turn(settings.new_tokens, settings.seed + 2)  # type: ignore[misc]
+            for name, arm in cell.arms.items()
+        }
+        cell.seconds = {name: [] for name in turns}
+        num_turns = 1
+        while len(cell.seconds[NONE]) < num_turns:
+            for name, seconds in sliced.run(turns).items():
+                cell.seconds[name].append(seconds)
+            fitting = int(settings.cell_s / sum(own[0] for own in cell.seconds.values()))
+            num_turns = min(max(fitting, settings.least_turns), settings.most_turns)
 
 
-def warm_up(cell: Cell, prompts: Sequence[Sequence[int]], settings: Settings) -> None:
-    """Give every arm an earlier response to each prompt, and generate once with another seed.
-
-    An arm of fixed depth learns nothing that changes what it does: for it a few tokens are enough to load kernels.
-    """
+def warm_up(cell: Cell, prompts: Sequence[Sequence[int]], settings: Settings, sliced: SlicedArms) -> None:
+    """Give every arm an earlier response to each prompt, and generate once with another seed."""
     earlier = cell.arms[NONE].generate(settings.new_tokens, settings.seed)
-    for name, arm in cell.arms.items():
+    for arm in cell.arms.values():
         remember(arm.drafter, prompts, earlier)
-        arm.generate(settings.new_tokens if name == ADAPTIVE else 16, settings.seed + 1)
+    sliced.run({name: lambda arm=arm: arm.generate(settings.new_tokens, settings.seed + 1)  # type: ignore[misc]
+                for name, arm in cell.arms.items()})  # fmt: skip
+    for arm in cell.arms.values():
         remember(arm.drafter, prompts, earlier)  # in place of those just made: history keeps one
 
 
@@ -271,7 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
     settings = Settings(seed=options.seed)
     if options.quick:
         settings = Settings(seed=options.seed, models=("3m",), batches=(1, 4), new_tokens=48, cell_s=2.0)
-    report = BenchmarkReport("speculative", seeds=(options.seed,), settings={"clock": "process CPU time"})
+    report = BenchmarkReport("speculative", seeds=(options.seed,), settings={"clock": "CPU time of a thread"})
     run(settings, report, only=options.only)
     if options.only is None or options.only in "grpo":
         measure_grpo(report, num_epochs=2 if options.quick else 3)

@@ -5,13 +5,13 @@ Pure: outcomes are told, never measured here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 _MEMORY = 0.99
 _PRIOR_WEIGHT = 2.0
-_START = 0.5
-"""Chance of a drafted token nothing is known about."""
+_START = 1.0
+"""Chance of a drafted token nothing is known about: drafts must not be cut off for what was never seen to fall."""
 _DEPTH_MEMORY = 0.999
 """Longer than that of kinds: of two depths that are about as good, the better one is told by small differences."""
 _DEPTH_PRIOR_WEIGHT = 4.0
@@ -23,7 +23,7 @@ class AcceptanceRates:
     """How often drafted tokens of each kind stood, of late."""
 
     def __init__(self) -> None:
-        """Know nothing: every kind has the chance 0.5."""
+        """Know nothing: every kind is taken to stand."""
         self._counts: dict[object, list[float]] = {}
         """Stood and tried, older ones counting less."""
         self._all = [_START * _PRIOR_WEIGHT, _PRIOR_WEIGHT]
@@ -42,8 +42,7 @@ class AcceptanceRates:
             if counts is None:
                 counts = self._counts[kind] = [0.0, 0.0]
             won = index < stood
-            for pair in (counts, self._all):
-                _count(pair, won, _MEMORY)
+            _count((counts, self._all), won, _MEMORY)
             overall = self._all[0] / self._all[1]
             self._chances[kind] = (counts[0] + _PRIOR_WEIGHT * overall) / (counts[1] + _PRIOR_WEIGHT)
 
@@ -81,10 +80,11 @@ class DepthProfile:
             depth: Tokens that it might have had.
             room: Tokens that the sample got: of what was drafted behind those nothing is known.
         """
-        for place in range(depth):
-            _count(self._reached[place], place < length, _DEPTH_MEMORY)
-        for place in range(min(stood + 1, depth, room)):
-            _count(self._stood[place], place < stood, _DEPTH_MEMORY)
+        _count(self._reached[: min(length, depth)], True, _DEPTH_MEMORY)
+        _count(self._reached[length:depth], False, _DEPTH_MEMORY)
+        known = min(depth, room)
+        _count(self._stood[: min(stood, known)], True, _DEPTH_MEMORY)
+        _count(self._stood[stood : min(stood + 1, known)], False, _DEPTH_MEMORY)
 
     def outcomes(self) -> list[DepthOutcome]:
         """Return what drafts of at most 1, 2, 3 … tokens come to."""
@@ -103,7 +103,8 @@ class DepthProfile:
         return outcomes
 
 
-def _count(pair: list[float], won: bool, memory: float) -> None:
-    """Add to how often something was won and tried; what was there counts ``memory`` times as much from now on."""
-    pair[0] = memory * pair[0] + won
-    pair[1] = memory * pair[1] + 1.0
+def _count(pairs: Iterable[list[float]], won: bool, memory: float) -> None:
+    """Add to how often each was won and tried; what was there counts ``memory`` times as much from now on."""
+    for pair in pairs:
+        pair[0] = memory * pair[0] + won
+        pair[1] = memory * pair[1] + 1.0

@@ -30,7 +30,6 @@ _LOOK_AHEAD_EVERY = 16
 """Steps after which more is drafted than verified: so it is learnt whether deeper and unlikelier tokens stand."""
 _FEW = 4
 """Samples that are learnt from in one step."""
-_AGREE_EVERY = 16
 
 
 @dataclass(slots=True)
@@ -96,6 +95,8 @@ class Speculator:
         self._rates = AcceptanceRates()
         self._planner = DraftPlanner(speculation.most_ahead, costs_a_forward=drafter.costs_a_forward)
         self._observations: list[_Observation] = []
+        self._outcomes: list[tuple[Draft, Sequence[int], int]] = []
+        """Drafts, the tokens that came, and how many might have been drafted; learnt from before the next plan."""
         self._payoff = Payoff()
         self._num_steps = 0
         self._drafts: list[Draft] = []
@@ -171,10 +172,9 @@ class Speculator:
         if self._worths:
             self._gained_s = sum(worth * len(own) for worth, own in zip(self._worths, emitted, strict=True))
         # What a draft was cut off from tells something, too: a token there was right where the target drew the same.
-        for row in self._few(len(self._drafts)):
-            self._learn_of(self._drafts[row], emitted[row], self._limits[row])
-        if self._foreseen:
-            self._learn_of_foreseen()
+        # Learnt later, many at once: right behind a forward the same takes twice as long.
+        self._outcomes += [(self._drafts[row], emitted[row], self._limits[row])
+                           for row in self._few(len(self._drafts))]  # fmt: skip
 
     def time_step(self, verified: Sequence[Draft], seconds: float) -> None:
         """Take the seconds of a step that read no prompts, drafting aside."""
@@ -191,7 +191,9 @@ class Speculator:
             )
         )  # fmt: skip
         self._preparing_s = 0.0
-        if self._agree is None or len(self._observations) >= _AGREE_EVERY:
+        # Several at once, as outcomes are, and ranks agree on them together; what may not pay is judged step by step.
+        is_doubtful = self._agree is None and not self._payoff.pays(num_rows)
+        if is_doubtful or len(self._observations) >= PLAN_STEPS:
             self._take_observations()
 
     def finished(self, sample: Sample) -> None:
@@ -222,6 +224,7 @@ class Speculator:
         most_in_a_step = len(running) * (1 + self._speculation.max_draft_tokens)
         self._num_missed = max(self.drafter.num_unread(running) - most_in_a_step, 0)
         if self._held_plan(len(running)) is None:
+            self._take_outcomes()
             self._plan = self._planner.plan(self._left(running), is_tail=is_tail, num_missed=self._num_missed)
             self._plan_rows, self._plan_until = len(running), self._num_steps + PLAN_STEPS
         assert self._plan is not None, "made above"
@@ -263,6 +266,7 @@ class Speculator:
             return
         self._num_foresights += 1
         begin = self.clock()
+        self._take_outcomes()
         few = [running[row] for row in self._few(len(running))]
         limits = self._limits_of(few, self._speculation.max_draft_tokens)
         drafts = self.drafter.propose(few, limits, self._rates, [0.0] * len(few))
@@ -270,8 +274,11 @@ class Speculator:
                            for sample, limit, draft in zip(few, limits, drafts, strict=True)]  # fmt: skip
         self.stats.drafting_s += self.clock() - begin
 
-    def _learn_of_foreseen(self) -> None:
-        """Take the outcome of what was foreseen, as far as it is known by now."""
+    def _take_outcomes(self) -> None:
+        """Learn from what drafts came to since the last time, and from what was foreseen, as far as it is known."""
+        for draft, tokens, limit in self._outcomes:
+            self._learn_of(draft, tokens, limit)
+        self._outcomes.clear()
         still = []
         for entry in self._foreseen:
             sample, begin, limit, draft = entry
