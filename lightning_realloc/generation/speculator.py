@@ -173,7 +173,7 @@ class Speculator:
             self._gained_s = sum(worth * len(own) for worth, own in zip(self._worths, emitted, strict=True))
         # What a draft was cut off from tells something, too: a token there was right where the target drew the same.
         # Learnt later, many at once: right behind a forward the same takes twice as long.
-        self._outcomes += [(self._drafts[row], emitted[row], self._limits[row])
+        self._outcomes += [(self._drafts[row].without_laws(), emitted[row], self._limits[row])
                            for row in self._few(len(self._drafts))]  # fmt: skip
 
     def time_step(self, verified: Sequence[Draft], seconds: float) -> None:

@@ -51,6 +51,10 @@ class Draft:
         """Return the first ``length`` tokens."""
         return Draft(self.tokens[:length], self.kinds[:length], self.laws[:length])
 
+    def without_laws(self) -> Draft:
+        """Return the tokens and their kinds alone: distributions over the vocabulary are too large to keep."""
+        return Draft(self.tokens, self.kinds) if self.laws else self
+
 
 NO_DRAFT = Draft()
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import pytest
+import torch
+from torch import Tensor
 
 from lightning_realloc.generation.drafting import Chance, Drafter
 from lightning_realloc.generation.samples import Sample
@@ -215,3 +218,31 @@ def test_a_draft_model_that_pays_is_used() -> None:
     seconds, rate = pretence.generate()
     assert rate > 4.0
     assert seconds < 0.8 * NEW_TOKENS * flat(4)
+
+
+class Lawgiver(Foreteller):
+    """Says what its tokens were drawn from, and counts how many of these laws are kept at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right = 1.0
+        self.kept: WeakSet[Tensor] = WeakSet()
+        self.most_kept = 0
+
+    def propose(
+        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
+    ) -> list[Draft]:
+        drafts = []
+        for draft in super().propose(running, limits, chance, least_survivals):
+            laws = [torch.zeros(2) for _ in draft.tokens]
+            self.kept.update(laws)
+            drafts.append(Draft(draft.tokens, draft.kinds, laws))
+        self.most_kept = max(self.most_kept, len(self.kept))
+        return drafts
+
+
+def test_what_is_learnt_later_keeps_no_distributions() -> None:
+    drafter = Lawgiver()
+    _, tokens_per_step = Pretence(drafter, flat).generate()
+    assert tokens_per_step > 4.0
+    assert 0 < drafter.most_kept <= 3 * 4 * 8  # this step's, the last one's and those foreseen: 4 samples, 8 tokens
