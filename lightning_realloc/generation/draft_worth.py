@@ -22,8 +22,9 @@ _PAUSE = 12
 """Plain steps in a row that tell what a plain step takes; the first ones behind verifying steps are slower."""
 COST_OF_TRYING = 0.005
 """Share of all seconds that drafting in vain may come to."""
-_PAUSE_AFTER = 1200
-"""Steps with drafts, for every second gained per second spent, after which a pause shows what plain steps take now."""
+_PAUSE_AFTER = 4800
+"""Steps with drafts, for every second gained per second spent, after which a pause shows what plain steps take now: a
+pause loses a quarter of a percent. That the machine got slower as a whole, steps with drafts tell as well."""
 _RATE = 0.2
 """Weight of the last trial, where there were many."""
 _NOISE = 0.1
