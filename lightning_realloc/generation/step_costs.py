@@ -132,13 +132,12 @@ class StepCosts:
         if not sizes:
             return 1.0
         above = bisect_left(sizes, num_tokens)
-        if above == len(sizes):
-            return self._slowness.factor * seconds[-1]
-        if not above:
-            return self._slowness.factor * seconds[0]
-        below = above - 1
-        share = (num_tokens - sizes[below]) / (sizes[above] - sizes[below])
-        return self._slowness.factor * (seconds[below] + share * (seconds[above] - seconds[below]))
+        if 0 < above < len(sizes):
+            below = above - 1
+            told = _between(num_tokens, (sizes[below], seconds[below]), (sizes[above], seconds[above]))
+        else:
+            told = seconds[0 if not above else -1]
+        return self._slowness.factor * told
 
     def knots(self) -> list[tuple[float, float]]:
         """Return the sizes observed, ascending, and their expected seconds, which never fall."""
@@ -234,10 +233,15 @@ def _beside_neighbours(smaller: Sequence[float], own: Sequence[float], larger: S
         own: The same of the size.
         larger: The same of the next larger one.
     """
-    share = (own[0] - smaller[0]) / (larger[0] - smaller[0])
-    between_s = smaller[1] + share * (larger[1] - smaller[1])
+    between_s = _between(own[0], smaller, larger)
     weight = min(_MOST_OF_NEIGHBOURS, (smaller[2] + larger[2]) / 2)
     return (own[2] * own[1] + weight * between_s) / (own[2] + weight)
+
+
+def _between(size: float, smaller: Sequence[float], larger: Sequence[float]) -> float:
+    """Return the seconds of a size on the line between two others, of which size and seconds come first."""
+    share = (size - smaller[0]) / (larger[0] - smaller[0])
+    return smaller[1] + share * (larger[1] - smaller[1])
 
 
 def _bucket(size: float) -> int:
