@@ -6,6 +6,7 @@ Pure: outcomes are told, never measured here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 _MEMORY = 0.99
@@ -14,7 +15,9 @@ _START = 1.0
 """Chance of a drafted token nothing is known about: drafts must not be cut off for what was never seen to fall."""
 _DEPTH_MEMORY = 0.999
 """Longer than that of kinds: of two depths that are about as good, the better one is told by small differences."""
-_DEPTH_PRIOR_WEIGHT = 4.0
+_DEPTH_PRIOR_WEIGHT = 20.0
+_POOLED_WEIGHT = 40.0
+"""Drafts that those of all places count as, in what those of one kind are taken to come to."""
 _FIRST_CHANCE = 0.6
 """That of the first drafted token, before anything is known; hopeful, so that it is tried."""
 
@@ -61,17 +64,23 @@ class DepthOutcome(NamedTuple):
 class DepthProfile:
     """How far drafts reach and how far they stand, by depth: the place of a token in its draft, from 1.
 
+    What can be foreseen comes in runs. So drafts that go on where the one before was cut off, all of it right, stand
+    further than those behind a token that was not foreseen, and they are told apart: deeper drafts make fewer of them,
+    and looking at every place of a response, as if each began a draft, would see each run as often as it is long. (The
+    inspection paradox of renewal theory: Feller, "An Introduction to Probability Theory and Its Applications" II, I.4.)
+
     What a depth was never tried for is taken to stand as often as the depth before it: a hope that trying corrects.
     """
 
     def __init__(self, max_depth: int) -> None:
         """Know nothing of depths up to ``max_depth``."""
-        self._stood = [[0.0, 0.0] for _ in range(max_depth)]
-        """By depth: how often a token stood, of the times that all before it did, and these times."""
-        self._reached = [[0.0, 0.0] for _ in range(max_depth)]
-        """By depth: how many drafts had a token there, of those that might have had one, and these."""
+        self._all = _Counts(max_depth)
+        self._fresh = _Counts(max_depth)
+        """Of drafts behind a token that was not foreseen."""
+        self._resumed = _Counts(max_depth)
+        """Of those that go on where the one before was cut off."""
 
-    def learn(self, length: int, stood: int, *, depth: int, room: int) -> None:
+    def learn(self, length: int, stood: int, *, depth: int, room: int, resumed: bool | None = None) -> None:
         """Take the outcome of a draft that might have had ``depth`` tokens.
 
         Args:
@@ -79,28 +88,72 @@ class DepthProfile:
             stood: Its first tokens that stood.
             depth: Tokens that it might have had.
             room: Tokens that the sample got: of what was drafted behind those nothing is known.
+            resumed: Whether the sample's draft before it had as many tokens as it might, and all stood;
+                None if that is not known.
         """
-        _count(self._reached[: min(length, depth)], True, _DEPTH_MEMORY)
-        _count(self._reached[length:depth], False, _DEPTH_MEMORY)
         known = min(depth, room)
-        _count(self._stood[: min(stood, known)], True, _DEPTH_MEMORY)
-        _count(self._stood[stood : min(stood + 1, known)], False, _DEPTH_MEMORY)
+        own = () if resumed is None else (self._resumed if resumed else self._fresh,)
+        for counts in (self._all, *own):
+            _count(counts.reached[: min(length, depth)], True, _DEPTH_MEMORY)
+            _count(counts.reached[length:depth], False, _DEPTH_MEMORY)
+            _count(counts.stood[: min(stood, known)], True, _DEPTH_MEMORY)
+            _count(counts.stood[stood : min(stood + 1, known)], False, _DEPTH_MEMORY)
 
     def outcomes(self) -> list[DepthOutcome]:
         """Return what drafts of at most 1, 2, 3 … tokens come to."""
+        pooled, fresh, resumed = (_Reckoning(_FIRST_CHANCE) for _ in range(3))
         outcomes = []
-        chance, reach, survival = _FIRST_CHANCE, 1.0, 1.0
-        tokens = squares = 1.0
-        drafted = 0.0
-        for depth, (stood, reached) in enumerate(zip(self._stood, self._reached, strict=True), start=1):
-            chance = (stood[0] + _DEPTH_PRIOR_WEIGHT * chance) / (stood[1] + _DEPTH_PRIOR_WEIGHT)
-            survival *= chance
-            tokens += survival
-            squares += survival * (2 * depth + 1)
-            reach = min(reach, (reached[0] + reach) / (reached[1] + 1.0))
-            drafted += reach
-            outcomes.append(DepthOutcome(tokens, max(squares - tokens * tokens, 0.0), drafted))
+        for depth in range(1, len(self._fresh.stood) + 1):
+            pooled.extend(self._all, depth, pooled, weight=_DEPTH_PRIOR_WEIGHT)
+            fresh.extend(self._fresh, depth, pooled, weight=_POOLED_WEIGHT)
+            resumed.extend(self._resumed, depth, pooled, weight=_POOLED_WEIGHT)
+            # The share of steps whose draft is resumed, if each kind is so often followed by a resumed one.
+            share = fresh.survival / (1.0 - resumed.survival + fresh.survival)
+            tokens = _mixed(fresh.tokens, resumed.tokens, share)
+            variance = max(_mixed(fresh.squares, resumed.squares, share) - tokens * tokens, 0.0)
+            outcomes.append(DepthOutcome(tokens, variance, _mixed(fresh.drafted, resumed.drafted, share)))
         return outcomes
+
+
+class _Counts:
+    """What became of drafts that began at places of one kind."""
+
+    def __init__(self, max_depth: int) -> None:
+        self.stood = [[0.0, 0.0] for _ in range(max_depth)]
+        """By depth: how often a token stood, of the times that all before it did, and these times."""
+        self.reached = [[0.0, 0.0] for _ in range(max_depth)]
+        """By depth: how many drafts had a token there, of those that might have had one, and these."""
+
+
+@dataclass(slots=True)
+class _Reckoning:
+    """What drafts of one kind come to, up to a depth."""
+
+    chance: float
+    """Of the token at that depth to stand, if those before it do."""
+    survival: float = 1.0
+    """Chance that all tokens up to it stand."""
+    reach: float = 1.0
+    """Share of drafts that have a token there."""
+    tokens: float = 1.0
+    squares: float = 1.0
+    """Expected number of tokens of a step, and of its square."""
+    drafted: float = 0.0
+
+    def extend(self, counts: _Counts, depth: int, like: _Reckoning, *, weight: float) -> None:
+        """Take in one depth more: as ``like`` where nothing was counted, whose chance is worth ``weight`` drafts."""
+        (stood, tried), (reached, might) = counts.stood[depth - 1], counts.reached[depth - 1]
+        self.chance = (stood + weight * like.chance) / (tried + weight)
+        self.survival *= self.chance
+        self.reach = min(self.reach, (reached + like.reach) / (might + 1.0))
+        self.tokens += self.survival
+        self.squares += self.survival * (2 * depth + 1)
+        self.drafted += self.reach
+
+
+def _mixed(first: float, second: float, share: float) -> float:
+    """Return the mean of two, of which the second has this share."""
+    return first + share * (second - first)
 
 
 def _count(pairs: Iterable[list[float]], won: bool, memory: float) -> None:

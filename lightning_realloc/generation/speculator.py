@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.acceptance import AcceptanceRates
 from lightning_realloc.generation.draft_planner import PLAN_STEPS, DraftPlan, DraftPlanner
 from lightning_realloc.generation.draft_worth import Payoff
 from lightning_realloc.generation.drafting import Drafter
+from lightning_realloc.generation.foresight import DraftOutcome, Foresight, limits_of
 from lightning_realloc.generation.remaining_lengths import RemainingLengths
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.sampling import SamplingParams
@@ -21,15 +23,12 @@ from lightning_realloc.generation.verification import NO_DRAFT, Draft, Verificat
 _SETTLED = 6
 """Plain steps in a row after which another one takes as long as it does among its like: right behind verifying ones it
 takes up to a fifth longer."""
-_FORESEE_EVERY = 8
-"""Steps without drafts after which some are made that are not verified."""
-_FORESEE_OFTEN = 16
-"""Times in a row. Then `_FORESEE_SELDOM` times as many steps pass: tiny models' take as long as a few look-ups."""
-_FORESEE_SELDOM = 4
 _LOOK_AHEAD_EVERY = 16
 """Steps after which more is drafted than verified: so it is learnt whether deeper and unlikelier tokens stand."""
 _FEW = 4
 """Samples that are learnt from in one step."""
+_FEW_FOR = 8
+"""Steps after which others of them are: what is done every so many steps must not see the same ones each time."""
 
 
 @dataclass(slots=True)
@@ -71,6 +70,24 @@ class _Observation:
     """Of drafting, what is done once for a sample: it belongs to what drafting takes, and not to a token's price."""
 
 
+class _Last(NamedTuple):
+    """The step before this one."""
+
+    running: Sequence[Sample] = ()
+    emitted: Sequence[Sequence[int]] = ()
+    depth: int = 0
+    """Most tokens of one draft that it verified."""
+
+    def is_resumed(self, row: int, sample: Sample) -> bool | None:
+        """Return whether a draft for this sample goes on where one stood to the last token that it might have had.
+
+        None where that is not known, since nothing was drafted for this sample.
+        """
+        if not self.depth or row >= len(self.running) or self.running[row] is not sample:
+            return None
+        return len(self.emitted[row]) > self.depth
+
+
 class Speculator:
     """Drafts for the running samples in every step, and learns what drafts and steps come to. One per engine.
 
@@ -95,8 +112,9 @@ class Speculator:
         self._rates = AcceptanceRates()
         self._planner = DraftPlanner(speculation.most_ahead, costs_a_forward=drafter.costs_a_forward)
         self._observations: list[_Observation] = []
-        self._outcomes: list[tuple[Draft, Sequence[int], int]] = []
-        """Drafts, the tokens that came, and how many might have been drafted; learnt from before the next plan."""
+        self._foresight = Foresight(drafter, speculation.max_draft_tokens)
+        self._outcomes: list[DraftOutcome] = []
+        """To be learnt from before the next plan."""
         self._payoff = Payoff()
         self._num_steps = 0
         self._drafts: list[Draft] = []
@@ -107,13 +125,16 @@ class Speculator:
         """Number of samples that the plan is for, and of the first step that needs another one."""
         self._worths: Sequence[float] = ()
         """Of a token of each sample, in this step; none where nothing is drafted."""
+        self._running: Sequence[Sample] = ()
+        """The samples of this step."""
+        self._depth = 0
+        """Most tokens of one draft that it verifies."""
+        self._last = _Last()
         self._gained_s = self._drafting_s = self._preparing_s = 0.0
         self._num_missed = 0
         """Tokens that the drafter's model has to read before it can draft, beyond what it reads in every step."""
         self._num_plain = 0
         """Steps in a row that verified nothing."""
-        self._num_foresights = 0
-        """Times in a row that drafts were made which were not verified."""
         self._drafted_before = False
 
     def begin(self, samples: Sequence[Sample], params: SamplingParams, num_slots: int) -> Verification:
@@ -134,9 +155,9 @@ class Speculator:
         self._lengths = RemainingLengths()
         self._plan = None
         self._plan_rows = 0
-        self._foreseen: list[tuple[Sample, int, int, Draft]] = []
-        """Samples, how many tokens they had, how many may have been drafted, and the drafts that are not verified."""
+        self._last = _Last()
         self._anticipates = rule.anticipates
+        self._foresight.begin()
         self.drafter.begin(samples, rule, num_slots)
         return rule
 
@@ -147,6 +168,7 @@ class Speculator:
         ``reads_prompts``: so does this step, and how long it takes will say nothing about drafting.
         """
         self._num_steps += 1
+        self._running = running
         if self._speculation.num_draft_tokens is not None:
             chosen = self._draft_fixed(running, self._speculation.num_draft_tokens)
         elif self._rests(len(running)) or (reads_prompts and not self._payoff.pays(len(running))):
@@ -166,15 +188,20 @@ class Speculator:
             return
         self._drafted_before = not self._num_plain
         if any(map(len, verified)):
-            self._num_plain = self._num_foresights = 0
+            self._num_plain = 0
+            self._foresight.rest()
         else:
             self._num_plain += 1
         if self._worths:
             self._gained_s = sum(worth * len(own) for worth, own in zip(self._worths, emitted, strict=True))
         # What a draft was cut off from tells something, too: a token there was right where the target drew the same.
         # Learnt later, many at once: right behind a forward the same takes twice as long.
-        self._outcomes += [(self._drafts[row].without_laws(), emitted[row], self._limits[row])
-                           for row in self._few(len(self._drafts))]  # fmt: skip
+        self._outcomes += [
+            DraftOutcome(self._drafts[row].without_laws(), emitted[row], self._limits[row],
+                         self._last.is_resumed(row, self._running[row]))
+            for row in self._few(len(self._drafts))
+        ]  # fmt: skip
+        self._last = _Last(self._running, emitted, self._depth)
 
     def time_step(self, verified: Sequence[Draft], seconds: float) -> None:
         """Take the seconds of a step that read no prompts, drafting aside."""
@@ -207,13 +234,9 @@ class Speculator:
         """End the generation."""
         self.drafter.end()
 
-    def _limits_of(self, running: Sequence[Sample], most: int) -> list[int]:
-        """Return how many tokens may be drafted for each sample; its last one is never a draft's."""
-        return [min(most, sample.max_new_tokens - len(sample.token_ids) - 1) for sample in running]
-
     def _draft_fixed(self, running: Sequence[Sample], depth: int) -> list[Draft]:
         begin = self.clock()
-        limits = self._limits_of(running, depth)
+        limits = limits_of(running, depth)
         self._drafts = self.drafter.propose(running, limits, self._rates, [0.0] * len(running))
         self.stats.drafting_s += self.clock() - begin
         return self._drafts
@@ -247,64 +270,41 @@ class Speculator:
         num_rows, depth, least = len(running), plan.depth, plan.least_survivals
         if not depth:  # or what verifying takes would never be learnt anew
             depth, least = 1, [0.0] * num_rows
+        self._depth = depth
         looks_ahead = self._anticipates and not self.drafter.costs_a_forward and not self._num_steps % _LOOK_AHEAD_EVERY
         most = depth
         if looks_ahead:
             most, least = min(2 * depth, self._speculation.max_draft_tokens), [0.0] * num_rows
-        self._limits = self._limits_of(running, most)
+        self._limits = limits_of(running, most)
         self._worths = plan.worths or [self._planner.costs.plain_s(num_rows)[0] / num_rows] * num_rows
         self._drafts = self.drafter.propose(running, self._limits, self._rates, least)
         return [draft.cut(depth) if len(draft) > depth else draft for draft in self._drafts]
 
     def _take_no_drafts(self) -> None:
-        self._drafts, self._worths, self._drafting_s, self._num_missed = [], (), 0.0, 0
+        self._drafts, self._worths, self._depth, self._drafting_s, self._num_missed = [], (), 0, 0.0, 0
 
     def _foresee(self, running: Sequence[Sample]) -> None:
         """Look up what some samples might get next: whether it would have stood is learnt without verifying it."""
-        every = _FORESEE_EVERY * (1 if self._num_foresights < _FORESEE_OFTEN else _FORESEE_SELDOM)
-        if self.drafter.costs_a_forward or not self._anticipates or self._num_steps % every:
+        if self.drafter.costs_a_forward or not self._anticipates or not self._foresight.is_due(self._num_steps):
             return
-        self._num_foresights += 1
         begin = self.clock()
         self._take_outcomes()
-        few = [running[row] for row in self._few(len(running))]
-        limits = self._limits_of(few, self._speculation.max_draft_tokens)
-        drafts = self.drafter.propose(few, limits, self._rates, [0.0] * len(few))
-        self._foreseen += [(sample, len(sample.token_ids), limit, draft)
-                           for sample, limit, draft in zip(few, limits, drafts, strict=True)]  # fmt: skip
+        self._foresight.look(self._num_steps, [running[row] for row in self._few(len(running))], self._rates)
         self.stats.drafting_s += self.clock() - begin
 
     def _take_outcomes(self) -> None:
         """Learn from what drafts came to since the last time, and from what was foreseen, as far as it is known."""
-        for draft, tokens, limit in self._outcomes:
-            self._learn_of(draft, tokens, limit)
+        for draft, tokens, limit, resumed in (*self._outcomes, *self._foresight.take_outcomes()):
+            known = min(len(draft), len(tokens))
+            stood = next((i for i in range(known) if draft.tokens[i] != tokens[i]), known)
+            self._rates.learn(draft.kinds[:known], stood)
+            self._planner.profile.learn(len(draft), stood, depth=limit, room=len(tokens), resumed=resumed)
         self._outcomes.clear()
-        still = []
-        for entry in self._foreseen:
-            sample, begin, limit, draft = entry
-            tokens = sample.token_ids[begin : begin + limit + 1]
-            if (
-                sample.finish_reason is None
-                and len(tokens) <= len(draft)
-                and tokens == list(draft.tokens[: len(tokens)])
-            ):
-                still.append(entry)
-            else:
-                self._learn_of(draft, tokens, limit)
-        self._foreseen = still
-
-    def _learn_of(self, draft: Draft, tokens: Sequence[int], limit: int) -> None:
-        """Take the outcome of a draft of at most ``limit`` tokens, where these came."""
-        known = min(len(draft), len(tokens))
-        stood = next((i for i in range(known) if draft.tokens[i] != tokens[i]), known)
-        self._rates.learn(draft.kinds[:known], stood)
-        self._planner.profile.learn(len(draft), stood, depth=limit, room=len(tokens))
 
     def _few(self, num_rows: int) -> range:
         """Return samples to learn from in this step, others in every step."""
         stride = max(-(-num_rows // _FEW), 1)
-        # Not by steps alone: what is done every so many of them would see the same ones each time.
-        return range((self._num_steps + self._num_steps // _FORESEE_EVERY) % stride, num_rows, stride)
+        return range((self._num_steps + self._num_steps // _FEW_FOR) % stride, num_rows, stride)
 
     def _rests(self, num_rows: int) -> bool:
         """Return whether nothing is drafted in this step."""
