@@ -15,7 +15,7 @@ _START = 1.0
 """Chance of a drafted token nothing is known about: drafts must not be cut off for what was never seen to fall."""
 _DEPTH_MEMORY = 0.999
 """Longer than that of kinds: of two depths that are about as good, the better one is told by small differences."""
-_DEPTH_PRIOR_WEIGHT = 20.0
+_DEPTH_PRIOR_WEIGHT = 4.0
 _POOLED_WEIGHT = 40.0
 """Drafts that those of all places count as, in what those of one kind are taken to come to."""
 _FIRST_CHANCE = 0.6
