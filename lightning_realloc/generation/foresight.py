@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lightning_realloc.generation.acceptance import AcceptanceRates, DepthProfile
 from lightning_realloc.generation.drafting import Chance, Drafter
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.verification import Draft
@@ -28,6 +29,13 @@ class DraftOutcome(NamedTuple):
     """Tokens that the draft might have had."""
     resumed: bool | None
     """Whether the sample's draft before it was cut off and all of it stood; None if that is not known."""
+
+    def teach(self, rates: AcceptanceRates, profile: DepthProfile) -> None:
+        """Tell how many tokens stood; of those behind what the sample got nothing is known."""
+        known = min(len(self.draft), len(self.tokens))
+        stood = next((i for i in range(known) if self.draft.tokens[i] != self.tokens[i]), known)
+        rates.learn(self.draft.kinds[:known], stood)
+        profile.learn(len(self.draft), stood, depth=self.limit, room=len(self.tokens), resumed=self.resumed)
 
 
 class _Probe(NamedTuple):

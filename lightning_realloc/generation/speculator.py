@@ -294,11 +294,8 @@ class Speculator:
 
     def _take_outcomes(self) -> None:
         """Learn from what drafts came to since the last time, and from what was foreseen, as far as it is known."""
-        for draft, tokens, limit, resumed in (*self._outcomes, *self._foresight.take_outcomes()):
-            known = min(len(draft), len(tokens))
-            stood = next((i for i in range(known) if draft.tokens[i] != tokens[i]), known)
-            self._rates.learn(draft.kinds[:known], stood)
-            self._planner.profile.learn(len(draft), stood, depth=limit, room=len(tokens), resumed=resumed)
+        for outcome in (*self._outcomes, *self._foresight.take_outcomes()):
+            outcome.teach(self._rates, self._planner.profile)
         self._outcomes.clear()
 
     def _few(self, num_rows: int) -> range:

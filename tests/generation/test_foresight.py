@@ -69,18 +69,16 @@ class Seer(Drafter):
 def foreseen(drafter: Drafter) -> list[DepthOutcome]:
     """Return what is learnt while nothing is verified, and every sample passes every place of its text."""
     samples = [Sample(i, i, (RIGHT,), NUM_PLACES, key=i) for i in range(len(TEXTS))]
-    foresight, profile = Foresight(drafter, DEPTH), DepthProfile(DEPTH)
+    foresight, rates, profile = Foresight(drafter, DEPTH), AcceptanceRates(), DepthProfile(DEPTH)
     foresight.begin()
     for step in range(NUM_PLACES - 2 * DEPTH):
         if foresight.is_due(step):
-            foresight.look(step, samples, AcceptanceRates())
+            foresight.look(step, samples, rates)
         foresight.rest()
         for sample in samples:
             sample.append(RIGHT, 0.0)
-        for draft, tokens, limit, resumed in foresight.take_outcomes():
-            known = min(len(draft), len(tokens))
-            stood = next((i for i in range(known) if draft.tokens[i] != tokens[i]), known)
-            profile.learn(len(draft), stood, depth=limit, room=len(tokens), resumed=resumed)
+        for outcome in foresight.take_outcomes():
+            outcome.teach(rates, profile)
     return profile.outcomes()
 
 
