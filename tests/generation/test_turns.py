@@ -212,21 +212,23 @@ def test_a_tool_that_hangs_ends_its_sample_at_the_deadline(num_slots: int) -> No
         return [5]
 
     completions = engine_of(exact_model(), max_slots=num_slots).generate(
-        PROMPTS, SAMPLED, environment=environment, conversation=Conversation(deadline_s=0.2)
+        PROMPTS, SAMPLED, environment=environment, conversation=Conversation(deadline_s=1.0)
     )
     assert not came_back.is_set()  # nobody waited for it
     is_over.set()
     failed = completions.pop(4)
-    assert failed.finish_reason == "environment" and "did not answer turn 1 within deadline_s=0.2" in str(failed.error)
+    assert failed.finish_reason == "environment" and "did not answer turn 1 within deadline_s=1.0" in str(failed.error)
     told = expected(SAMPLED)
     check_same(completions, [*told[:4], *told[5:]])
 
 
 def test_an_answer_after_its_deadline_is_not_taken() -> None:
     others_turn, came_late = threading.Event(), threading.Event()
+    seconds = [0.0]
 
     def environment(turn: Turn) -> list[int]:
         if turn.sample_id == 0:
+            seconds[0] = 2.0
             others_turn.wait(10)
             came_late.set()
         elif turn.number == 1:
@@ -235,9 +237,9 @@ def test_an_answer_after_its_deadline_is_not_taken() -> None:
         return [5]
 
     params = SamplingParams(max_new_tokens=30, stop_token_ids=tuple(range(128)))
-    settings = Conversation(max_turns=3, deadline_s=0.1)
+    settings = Conversation(max_turns=3, deadline_s=1.0)
     # With one slot the second sample begins once the first one's deadline gave it up.
-    late, other = engine_of(exact_model(), max_slots=1).generate(
+    late, other = engine_of(exact_model(), max_slots=1, wall_clock=lambda: seconds[0]).generate(
         [[9]] * 2, params, environment=environment, conversation=settings
     )
     assert came_late.is_set() and (late.finish_reason, len(late.token_ids)) == ("environment", 1)

@@ -53,15 +53,15 @@ def _send_to_a_rank_that_sleeps() -> tuple[float, float]:
         sent_after = time.perf_counter() - begin
         mailbox.let_go(0)
         return sent_after, time.perf_counter() - begin
-    time.sleep(0.5)
+    time.sleep(1.0)
     mailbox.receive(FrameKind.ROWS, 0, 0, 0)
     return 0.0, mailbox.seconds_waited
 
 
 def test_a_sender_does_not_wait_until_it_lets_go(workers: WorkerPool) -> None:
     (sent_after, let_go_after), (_, waited) = workers.run(_send_to_a_rank_that_sleeps, world_size=2)
-    assert sent_after < 0.3 < 0.4 < let_go_after
-    assert waited < 0.4
+    assert sent_after < 0.7 < 0.9 < let_go_after
+    assert waited < 0.9
 
 
 def _fail_on(failing: dict[int, Exception]) -> str:
