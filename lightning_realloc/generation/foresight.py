@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_realloc.generation.acceptance import AcceptanceRates, DepthProfile
+from lightning_realloc.generation.draft_worth import COST_OF_TRYING
 from lightning_realloc.generation.drafting import Chance, Drafter
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.verification import Draft
@@ -15,6 +16,8 @@ _EVERY = 8
 _OFTEN = 16
 """Times in a row. Then `_SELDOM` times as many steps pass: tiny models' take as long as a few look-ups."""
 _SELDOM = 4
+_FREE = 16
+"""Times, the first ones, whose seconds do not count: that drafts would stand should be known soon."""
 _PHASES = 3
 """Steps in a row: a token is drafted, then what begins behind it, then what begins behind the token after that."""
 
@@ -85,6 +88,9 @@ class Foresight:
         self._drafter = drafter
         self._max_draft_tokens = max_draft_tokens
         self._num_in_a_row = 0
+        self._num_times = 0
+        self._saved_s = 0.0
+        """What may be spent still, of the share that trying may take; less than nothing where more was spent."""
         self._probes: list[_Probe] = []
         self._foreseen: list[_Foreseen] = []
 
@@ -99,7 +105,16 @@ class Foresight:
 
     def is_due(self, step: int) -> bool:
         """Whether there is something to look up in this step without drafts."""
-        return step % self._every() < _PHASES
+        phase = step % self._every()
+        if not phase:
+            return self._saved_s >= 0.0
+        return phase < _PHASES and any(probe.age() == phase for probe in self._probes)
+
+    def spend(self, looked_s: float, passed_s: float) -> None:
+        """Take the seconds of a step without drafts, and those of looking up in it."""
+        self._saved_s += COST_OF_TRYING * passed_s
+        if self._num_times > _FREE:
+            self._saved_s -= looked_s
 
     def look(self, step: int, samples: Sequence[Sample], chance: Chance) -> None:
         """Draft a token for these samples, or what begins behind such tokens of late."""
@@ -108,6 +123,7 @@ class Foresight:
             self._follow([probe for probe in self._probes if probe.age() == phase], phase, chance)
         else:
             self._num_in_a_row += 1
+            self._num_times += 1
             drafts = self._propose(samples, [1] * len(samples), chance)
             self._probes = [_Probe(sample, len(sample.token_ids), draft)
                             for sample, draft in zip(samples, drafts, strict=True)]  # fmt: skip

@@ -173,7 +173,8 @@ class Speculator:
             chosen = self._draft_fixed(running, self._speculation.num_draft_tokens)
         elif self._rests(len(running)) or (reads_prompts and not self._payoff.pays(len(running))):
             self._take_no_drafts()
-            self._foresee(running)
+            if not reads_prompts:  # such a step is not timed
+                self._foresee(running)
             chosen = [NO_DRAFT] * len(running)
         else:
             chosen = self._draft_what_pays(running, is_tail)
@@ -290,7 +291,8 @@ class Speculator:
         begin = self.clock()
         self._take_outcomes()
         self._foresight.look(self._num_steps, [running[row] for row in self._few(len(running))], self._rates)
-        self.stats.drafting_s += self.clock() - begin
+        self._drafting_s = self.clock() - begin
+        self.stats.drafting_s += self._drafting_s
 
     def _take_outcomes(self) -> None:
         """Learn from what drafts came to since the last time, and from what was foreseen, as far as it is known."""
@@ -328,6 +330,8 @@ class Speculator:
             step_s, drafting_s, preparing_s = max(next(agreed), LEAST_S), max(next(agreed), 0.0), next(agreed)
             if seen.drafted and not seen.num_missed:  # what is missed is read once, however long drafting goes on
                 self._payoff.learn(seen.num_rows, seen.gained_s, step_s + drafting_s + max(preparing_s, 0.0))
+            elif not seen.drafted:
+                self._foresight.spend(drafting_s, step_s)
             if seen.num_tokens > seen.num_rows:
                 size = effective_tokens(seen.num_rows, seen.num_tokens, seen.width)
                 costs.verifying.observe(size, step_s)

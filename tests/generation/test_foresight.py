@@ -130,6 +130,21 @@ def test_what_is_foreseen_is_told_once() -> None:
     assert not foresight.take_outcomes()
 
 
+@pytest.mark.parametrize(("looked_s", "least", "most"), [(0.0, 1500, 1500), (0.001, 1500, 1500), (1.0, 66, 72)])
+def test_what_looking_up_takes_is_half_a_percent_of_plain_steps(looked_s: float, least: int, most: int) -> None:
+    sample = Sample(0, 0, (RIGHT,), NUM_PLACES, key=0)
+    foresight = Foresight(Seer(guesses=True), DEPTH)
+    num_due = 0  # of 48 the seconds do not count
+    for step in range(4000):
+        if due := foresight.is_due(step):
+            foresight.look(step, [sample], AcceptanceRates())
+        foresight.rest()
+        sample.append(RIGHT, 0.0)
+        foresight.spend(looked_s if due else 0.0, 1.0)
+        num_due += due
+    assert least <= num_due <= most
+
+
 def test_samples_that_got_other_tokens_meanwhile_are_not_followed() -> None:
     sample = Sample(0, 0, (RIGHT,), NUM_PLACES, key=0)
     foresight = Foresight(Seer(guesses=True), DEPTH)
