@@ -26,6 +26,9 @@ LEAST_S = 1e-9
 """Of a step, where a coarse clock has not moved, or a wrong one went back."""
 _FIRST = 2
 """Steps of a size before it is told, as the faster one of them."""
+_SURE = 8
+"""Steps of a size from which on it tells of the machine's speed: what a few took is chance, and where many sizes are
+new, it would move what all others are told to take (by up to a third, measured)."""
 
 
 @dataclass(slots=True)
@@ -55,6 +58,7 @@ class StepCosts:
         drift_rate: float = 0.1,
         refit_every: int = 16,
         told_from: int = _FIRST,
+        sure_from: int = _SURE,
     ) -> None:
         """Know nothing.
 
@@ -64,9 +68,11 @@ class StepCosts:
             drift_rate: Its weight for the slowness.
             refit_every: Observations after which what is told changes.
             told_from: Steps of a size before it is told; 1 where steps are too few to wait.
+            sure_from: Those before it tells of the slowness.
         """
         self._slowness = Slowness() if slowness is None else slowness
         self._told_from = told_from
+        self._sure_from = sure_from
         self._rate = rate
         self._drift_rate = drift_rate
         self._refit_every = refit_every
@@ -115,8 +121,9 @@ class StepCosts:
             mean[2] += 1.0
             self._refit()
             return
-        ratio = seconds / (self._slowness.factor * mean[1])
-        self._slowness.factor *= min(max(ratio, 1 / _MOST_DRIFT), _MOST_DRIFT) ** self._drift_rate
+        if mean[2] >= self._sure_from:
+            ratio = seconds / (self._slowness.factor * mean[1])
+            self._slowness.factor *= min(max(ratio, 1 / _MOST_DRIFT), _MOST_DRIFT) ** self._drift_rate
         observed = min(seconds / self._slowness.factor, 2.0 * mean[1])  # one hiccup must not hide a size for long
         mean[2] += 1.0
         rate = max(self._rate, 1.0 / mean[2])
