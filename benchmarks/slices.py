@@ -23,9 +23,10 @@ _FIRST_SLICE_S = 0.02
 
 
 class SlicedArms:
-    """Runs arms in slices, each arm in a thread of its own; arms call `clock` at the places where a slice may end.
+    """Runs arms in slices, each arm in a thread of its own; arms call `give_way` wherever a slice may end.
 
-    Slices are shares of what an arm's last run took: slow and fast arms get over at the same time.
+    Slices are shares of what an arm's last run took: slow and fast arms get over at the same time. Behind another arm's
+    slice the caches are cold, so arms that are to be compared must give way at the same places.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -47,17 +48,15 @@ class SlicedArms:
         for thread in self._threads.values():
             thread.shutdown()
 
-    def clock(self) -> float:
-        """Return the calling thread's CPU-seconds; where its slice is over, after the other arms had theirs."""
-        now = time.thread_time()
+    def give_way(self) -> None:
+        """Let the other arms have their slices first, where the calling one's is over."""
         name = getattr(self._own, "name", None)
-        if name is not None and now >= self._own.slice_end_s and len(self._order) > 1:
+        if name is not None and time.thread_time() >= self._own.slice_end_s and len(self._order) > 1:
             with self._changed:
                 self._order.rotate(-1)
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._order[0] == name)
             self._own.slice_end_s = time.thread_time() + self._slice_s[name]
-        return now
 
     def run(self, arms: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         """Run all arms, each once; return the CPU-seconds of each."""

@@ -94,14 +94,23 @@ class Arm:
         drafter: str,
         depth: int | None,
         prompts: Sequence[Sequence[int]],
-        clock: Callable[[], float] = time.process_time,
+        give_way: Callable[[], None] = lambda: None,
     ) -> None:
-        """Draft ``depth`` tokens ahead; None: as many as pay. Models are copied: one engine at a time may use them."""
+        """Draft ``depth`` tokens ahead; None: as many as pay. Models are copied: one engine at a time may use them.
+
+        ``give_way`` is called before every step, and nowhere else: arms that draft look at the clock more often than
+        others, and would get over with cold caches more often if other arms took turns there.
+        """
+
+        def goes_on(has_work: bool) -> bool:
+            give_way()
+            return has_work
+
         models = copy.deepcopy(models)
         self._prompts = prompts
         self.drafter = models.make_drafter(drafter)
         self._engine = GenerationEngine(
-            models.target, max_slots=len(prompts), drafter=self.drafter, clock=clock,
+            models.target, max_slots=len(prompts), drafter=self.drafter, clock=time.thread_time, lockstep=goes_on,
             speculation=Speculation(drafter="none", num_draft_tokens=depth),
         )  # fmt: skip
         self.turns: list[tuple[Completion, ...]] = []
@@ -176,7 +185,7 @@ def measure(cell: Cell, models: Models, settings: Settings) -> None:
     with SlicedArms(tuple(depths)) as sliced:
         for name, depth in depths.items():
             drafter = NONE if name == NONE else cell.drafter
-            cell.arms[name] = Arm(models, drafter, depth, prompts, sliced.clock)
+            cell.arms[name] = Arm(models, drafter, depth, prompts, sliced.give_way)
         earlier = Arm(models, NONE, 0, prompts).generate(settings.new_tokens, settings.seed)
         warm_up(cell, prompts, earlier, settings, sliced)
         turns: dict[str, Callable[[], object]] = {
