@@ -140,6 +140,19 @@ def test_a_machine_that_gets_slower_slows_plain_steps_too_though_none_is_made() 
     assert costs.plain_s(4)[0] == pytest.approx(2.0, rel=0.2)
 
 
+def test_new_sizes_whose_first_steps_were_fast_do_not_make_plain_ones_look_slow() -> None:
+    def told(seed: int) -> float:
+        costs, rng = SpeculationCosts(), np.random.default_rng(seed)
+        for _ in range(20):
+            costs.plain.observe(4, 1.0)
+        for _ in range(30):  # all of them new at first, and told by the faster one of two steps
+            for size in np.geomspace(8, 80, 14):
+                costs.verifying.observe(float(size), float(size) / 8 * rng.lognormal(0.0, 0.15))
+        return costs.plain_s(4)[0]
+
+    assert np.mean([told(seed) for seed in range(20)]) == pytest.approx(1.0, abs=0.04)
+
+
 def test_steps_that_verify_more_than_any_did_are_taken_to_grow_on_but_for_a_hope() -> None:
     costs = planner_that_knows(4, 0.6, lambda size: 1.0 + np.asarray(size, dtype=float)).costs
     largest, largest_s = costs.verifying.largest
