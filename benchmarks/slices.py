@@ -49,9 +49,9 @@ class SlicedArms:
             thread.shutdown()
 
     def give_way(self) -> None:
-        """Let the other arms have their slices first, where the calling one's is over."""
-        name = getattr(self._own, "name", None)
-        if name is not None and time.thread_time() >= self._own.slice_end_s and len(self._order) > 1:
+        """Let the other arms have their slices first, where the calling one's is over; for arms that `run` runs."""
+        name = self._own.name
+        if time.thread_time() >= self._own.slice_end_s and len(self._order) > 1:
             with self._changed:
                 self._order.rotate(-1)
                 self._changed.notify_all()

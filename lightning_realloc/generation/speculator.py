@@ -66,6 +66,7 @@ class _Observation:
     """What its tokens were worth, if drafted."""
     step_s: float
     drafting_s: float
+    """Where drafting rested, those of looking up what is not verified."""
     preparing_s: float
     """Of drafting, what is done once for a sample: it belongs to what drafting takes, and not to a token's price."""
 

@@ -53,8 +53,3 @@ def test_an_arm_that_fails_lets_the_others_end_and_is_told() -> None:
     with SlicedArms(("failing", "other")) as sliced, pytest.raises(ValueError, match="no such model"):
         sliced.run({"failing": fail, "other": arm("other", 0.05, sliced, log)})
     assert len(log) == 2 * NUM_SLICES
-
-
-def test_outside_of_an_arm_nobody_waits() -> None:
-    with SlicedArms(("one",)) as sliced:
-        sliced.give_way()
