@@ -255,7 +255,8 @@ class Speculator:
         assert self._plan is not None, "made above"
         planned = self.clock()
         self.stats.planning_s += planned - begin
-        if not self._plan.depth and not self._payoff.tries_again(len(running)):
+        # Where the drafter's model has to catch up first, trying is dear: the planner alone says when.
+        if not self._plan.depth and (self._num_missed or not self._payoff.tries_again(len(running))):
             self._take_no_drafts()
             return [NO_DRAFT] * len(running)
         self.drafter.prepare(running)
@@ -339,7 +340,7 @@ class Speculator:
             elif seen.is_settled or not costs.plain.knows(seen.num_rows):
                 costs.plain.observe(seen.num_rows, step_s)
             if seen.num_missed:
-                if seen.num_drafted and costs.drafting.known:
+                if seen.num_drafted:
                     usual_s = forwards_of(seen.depth) * costs.drafting_s(seen.num_rows)
                     costs.catching_up.observe(seen.num_missed, drafting_s - usual_s)
             elif seen.num_drafted and seen.drafted_before:

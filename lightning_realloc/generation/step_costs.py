@@ -176,7 +176,7 @@ class SpeculationCosts:
         """By tokens and padding, see :func:`effective_tokens`."""
         self.drafting = StepCosts()
         """Of one forward of a model for all samples, or of one look-up; by samples."""
-        self.catching_up = StepCosts()
+        self.catching_up = StepCosts(told_from=1)
         """Of a model that reads tokens it has missed; by tokens."""
 
     def plain_s(self, num_rows: int) -> tuple[float, float]:
@@ -190,10 +190,15 @@ class SpeculationCosts:
         return self.drafting.seconds(num_rows) if self.drafting.known else 0.0
 
     def catching_up_s(self, num_rows: int, num_missed: int) -> float:
-        """Return the seconds in which a model reads what it missed; where that is not known, those of one forward."""
+        """Return the seconds in which a model reads what it missed; where that is not known, those of one forward.
+
+        More than it ever read at once takes as much longer as it is more.
+        """
         if not num_missed:
             return 0.0
-        return self.catching_up.seconds(num_missed) if self.catching_up.known else self.drafting_s(num_rows)
+        if not self.catching_up.known:
+            return self.drafting_s(num_rows)
+        return self.catching_up.seconds(num_missed) * max(num_missed / self.catching_up.largest[0], 1.0)
 
     def verifying_s(self, num_rows: int, num_drafted: float, width: int) -> float:
         """Return the seconds of a step that verifies so many tokens of so many samples, ``width`` of one at most."""

@@ -162,6 +162,17 @@ def test_steps_that_verify_more_than_any_did_are_taken_to_grow_on_but_for_a_hope
     assert flat.verifying_s(4, 3 * largest, width=1) == pytest.approx(1.0, rel=0.01)
 
 
+def test_catching_up_takes_as_much_longer_as_it_is_more_than_ever() -> None:
+    costs = SpeculationCosts()
+    for _ in range(2):
+        costs.drafting.observe(8, 0.01)
+    assert costs.catching_up_s(8, 500) == pytest.approx(costs.drafting_s(8))  # nothing is known
+    assert costs.catching_up_s(8, 0) == 0.0
+    costs.catching_up.observe(100, 0.02)  # once is enough: tries are seldom
+    assert costs.catching_up_s(8, 100) == pytest.approx(0.02)
+    assert costs.catching_up_s(8, 500) == pytest.approx(0.1)
+
+
 def test_a_depth_in_use_stays_while_it_is_about_as_good() -> None:
     planner = planner_that_knows(4, 0.6, CURVES["linear"])
     depth = planner.plan([50.0] * 4, is_tail=True).depth

@@ -122,6 +122,11 @@ def flat(tokens: int) -> float:
     return 1.0 + 0.01 * tokens
 
 
+def gentle(tokens: int) -> float:
+    """Return what it costs where sixteen tokens take twice as long as none."""
+    return 1.0 + 0.06 * tokens
+
+
 def steep(tokens: int) -> float:
     """Return what it costs where each token takes as long as any other."""
     return 0.05 + 0.25 * tokens
@@ -190,6 +195,20 @@ def test_a_draft_model_that_does_not_pay_hardly_reads_what_it_missed() -> None:
     seconds = [pretence.generate()[0] for _ in range(10)]
     assert drafter.num_read < 0.02 * 10 * 4 * NEW_TOKENS
     assert sum(seconds) < 1.01 * 10 * NEW_TOKENS * steep(4)
+
+
+@pytest.mark.parametrize("right", [0.3, 0.9])
+def test_a_draft_model_that_just_fails_to_pay_is_not_tried_over_and_over(right: float) -> None:
+    # Whatever a try gains, catching up takes more: 300 tokens of prompts first, then 16 in every plain step.
+    drafter = Foreteller(costs_a_forward=True)
+    drafter.right, drafter.read_s = right, 0.02
+    pretence = Pretence(drafter, gentle, num_samples=16, num_prompt_tokens=300)
+    for _ in range(2):
+        pretence.generate()
+    drafter.num_read = 0
+    seconds = [pretence.generate()[0] for _ in range(10)]
+    assert sum(seconds) < 1.01 * 10 * NEW_TOKENS * gentle(16)
+    assert drafter.num_read < 0.05 * 10 * 16 * NEW_TOKENS
 
 
 def test_prompts_that_are_read_at_once_keep_no_draft_model_from_drafting() -> None:
