@@ -17,7 +17,7 @@ import copy
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
 
 import torch
@@ -62,6 +62,11 @@ class Settings:
     least_turns: int = 8
     most_turns: int = 20
     seed: int = 1
+
+    def with_turns(self, times: int) -> Settings:
+        """Return the same with so many times the turns of every cell."""
+        turns = {name: times * getattr(self, name) for name in ("cell_s", "least_turns", "most_turns")}
+        return replace(self, **turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,11 +257,11 @@ def judge(cells: Sequence[Cell], report: BenchmarkReport) -> None:
     report.require_at_most(f"planner's largest share, {name}", share, PLANNER_SHARE)
 
 
-def chosen_cells(settings: Settings, only: str | None) -> list[Cell]:
-    """Return the cells whose names contain ``only``, with nothing measured yet."""
+def chosen_cells(settings: Settings, only: Sequence[str]) -> list[Cell]:
+    """Return the cells whose names contain one of ``only``, all if there are none, with nothing measured yet."""
     cells = [Cell(model, batch, drafter)
              for model in settings.models for batch in settings.batches for drafter in DRAFTERS]  # fmt: skip
-    return [cell for cell in cells if only is None or only in cell.name]
+    return [cell for cell in cells if not only or any(text in cell.name for text in only)]
 
 
 def train_models(recipe: Recipe, report: BenchmarkReport) -> Models:
@@ -273,7 +278,7 @@ def train_models(recipe: Recipe, report: BenchmarkReport) -> Models:
     return Models(recipe.name, target, draft, recipe.draft_blocks)
 
 
-def run(settings: Settings, report: BenchmarkReport, *, only: str | None = None) -> list[Cell]:
+def run(settings: Settings, report: BenchmarkReport, *, only: Sequence[str] = ()) -> list[Cell]:
     """Measure all cells, one model after the other."""
     cells = chosen_cells(settings, only)
     report.settings |= {each.name: getattr(settings, each.name) for each in fields(settings)}
@@ -292,7 +297,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
     parser = make_parser(__doc__ or "")
     parser.add_argument("--seed", type=int, default=1, help="of prompts and sampling")
-    parser.add_argument("--only", help='only cells whose name contains this: "3m B=4 history"; or "grpo"')
+    parser.add_argument(
+        "--only", nargs="+", default=[], help='only cells whose name contains one of these: "3m B=4 history"; or "grpo"'
+    )
+    parser.add_argument("--times", type=int, default=1, help="so many times the turns, for cells that are hard to tell")
     parser.add_argument("--quick", action="store_true", help="the small model, batches 1 and 4, few turns")
     options: argparse.Namespace = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -300,9 +308,10 @@ def main(arguments: list[str] | None = None) -> int:
     settings = Settings(seed=options.seed)
     if options.quick:
         settings = Settings(seed=options.seed, models=("3m",), batches=(1, 4), new_tokens=48, cell_s=2.0)
+    settings = settings.with_turns(options.times)
     report = BenchmarkReport("speculative", seeds=(options.seed,), settings={"clock": "CPU time of a thread"})
     run(settings, report, only=options.only)
-    if options.only is None or options.only in "grpo":
+    if not options.only or "grpo" in options.only:
         measure_grpo(report, num_epochs=2 if options.quick else 3)
     return report.finish(options)
 

@@ -25,7 +25,7 @@ _SETTLED = 6
 takes up to a fifth longer."""
 _LOOK_AHEAD_EVERY = 16
 """Steps after which more is drafted than verified: so it is learnt whether deeper and unlikelier tokens stand."""
-_FEW = 4
+_FEW = 2
 """Samples that are learnt from in one step."""
 _FEW_FOR = 8
 """Steps after which others of them are: what is done every so many steps must not see the same ones each time."""

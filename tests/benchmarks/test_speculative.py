@@ -43,12 +43,19 @@ def test_every_drafter_and_arm_has_a_row_and_the_tokens_of_no_speculation(tiny_r
 
 
 def test_history_holds_the_response_of_the_turn_before_alone_and_turns_differ(tiny_recipes: None) -> None:
-    (cell,) = run(SETTINGS, BenchmarkReport("speculative"), only="history")
+    (cell,) = run(SETTINGS, BenchmarkReport("speculative"), only=["history"])
     kept = cell.arms["2"].drafter._responses  # type: ignore[attr-defined]
     last = {completion.token_ids for completion in cell.arms["2"].turns[-1]}
     assert [len(responses) for responses in kept.values()] == [1, 1]
     assert {responses[0] for responses in kept.values()} == last
     assert cell.arms["2"].turns[0] != cell.arms["2"].turns[1]  # each turn has a seed of its own
+
+
+def test_cells_are_chosen_by_any_of_several_texts_and_turns_are_multiplied() -> None:
+    chosen = speculative.chosen_cells(Settings(), ["3m B=1 ", "40m B=32 ngram"])
+    assert [cell.name for cell in chosen] == [*(f"3m B=1 {name}" for name in speculative.DRAFTERS), "40m B=32 ngram"]
+    more = Settings().with_turns(3)
+    assert (more.cell_s, more.least_turns, more.most_turns) == (240.0, 24, 60)
 
 
 def test_the_text_follows_its_table_as_often_as_it_says() -> None:
