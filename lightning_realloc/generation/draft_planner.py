@@ -51,6 +51,8 @@ class DraftPlan:
     """Of a token of each sample, in seconds."""
     least_survivals: Sequence[float]
     """For each sample, the chance to stand that a token needs."""
+    is_untried: bool = False
+    """Whether a deeper one failed, and no steps of about this size were seen: what drafting lost says nothing of it."""
 
 
 class DraftPlanner:
@@ -86,7 +88,14 @@ class DraftPlanner:
         else:  # a waiting sample takes the slot of one that is over
             seconds = [max(left) * step_s / outcome.tokens for outcome, step_s in zip(outcomes, steps_s, strict=True)]
         seconds[1:] = [catching_up_s + drafting_s for drafting_s in seconds[1:]]
+        in_use = self._chosen.get(num_rows.bit_length(), 0)
         depth = self._choose(num_rows, seconds)
+        half = in_use // 2
+        might_pay = catching_up_s + seconds[0] / outcomes[half].tokens < seconds[0]
+        if depth < half and might_pay and not self._knows(num_rows, half, outcomes):
+            # What it takes is read off a line between smaller and larger steps, and seconds may leap in between (where
+            # a cache is full): it has to be seen before a shallower one is taken.
+            depth = self._chosen[num_rows.bit_length()] = half
         plain_s, row_s = self.costs.plain_s(num_rows)
         if not depth and self._is_time_to_try(plain_s, catching_up_s + PLAN_STEPS * steps_s[1]):
             depth = 1
@@ -96,6 +105,8 @@ class DraftPlanner:
             self._num_idle, self._idle_s = 0, 0.0
         # In the tail, a step is saved by the last sample alone; before it, none is, whoever is ahead.
         worths = token_worths(chances, plain_s, row_s) if is_tail else [plain_s / num_rows] * num_rows
+        if depth < in_use and not self._knows(num_rows, depth, outcomes):  # to see what such steps take
+            return DraftPlan(depth, worths, [_LEAST_SURVIVAL] * num_rows, is_untried=True)
         token_s = self._token_s(num_rows, depth, outcomes[depth])
         if not self._costs_a_forward:
             token_s *= _CAUTION
@@ -122,6 +133,10 @@ class DraftPlanner:
             best = in_use
         self._chosen[key] = best
         return best
+
+    def _knows(self, num_rows: int, depth: int, outcomes: Sequence[DepthOutcome]) -> bool:
+        """Return whether steps that draft so many tokens at most were seen, or such of about their size."""
+        return self.costs.knows_verifying(num_rows, num_rows * outcomes[depth].drafted, depth)
 
     def _is_time_to_try(self, plain_s: float, trying_s: float) -> bool:
         """Count a plan by which nothing pays; return whether it is time to see what a token comes to now."""

@@ -106,6 +106,12 @@ class Payoff:
         record = self._record(num_rows)
         return record.balance < 0.0 and (not record.num_steps or record.trial > 0.0)
 
+    def forgive(self, num_rows: int) -> None:
+        """Forget what drafting lost: it goes on in another way."""
+        key = num_rows.bit_length()
+        if key in self._records and self._records[key].balance < 0.0:
+            self._records[key] = _Record()
+
     def learn(self, num_rows: int, gained_s: float, spent_s: float) -> None:
         """Take a step with drafts, which did in ``spent_s`` what plain steps do in ``gained_s``."""
         record = self._record(num_rows)

@@ -111,7 +111,7 @@ class Report:
     bytes_per_token: int
     """Of its cache; 0 before the first step."""
     pace: Told
-    evidence: tuple[int, float] = (0, 0.0)
+    evidence: tuple[float, float] = (0.0, 0.0)
     """Of lengths, see `RemainingLengths`."""
     waiting_call_s: float = 0.0
     """Of calls that could work on what is finished there; 0 until it is known."""

@@ -19,6 +19,8 @@ _PRIOR_OF_RANK = 8.0
 """Ends that a rank is taken to have seen at the rate of all ranks."""
 _LEAST_ENDS = 8
 """Of all ranks, before anything is made of them."""
+_NO_END = 0.5
+"""Ends that are taken to have been seen where all responses were cut off at their limit."""
 
 
 def _edges(first: int = 8, ratio: float = 1.25, longest: int = 1 << 22) -> tuple[int, ...]:
@@ -41,7 +43,8 @@ class RemainingLengths:
         ``is_shared``: other ranks are heard of, and what one sees alone is not much.
         """
         self._history = {prompt: _Lengths(lengths) for prompt, lengths in (history or {}).items()}
-        self._events = [0] * len(_SPANS)
+        self._events = [0.0] * len(_SPANS)
+        """Responses that ended in each span."""
         self._exposure = [0.0] * len(_SPANS)
         """Tokens of finished responses that lie in each span."""
         self._growing: Sequence[int] = ()
@@ -51,11 +54,19 @@ class RemainingLengths:
         self._expected_at_edges: list[float] | None = None
         self._rates: list[float] = []
 
-    def finish(self, prompt: int, num_tokens: int) -> None:
-        """Learn from a response of ``num_tokens`` to ``prompt`` that is over."""
-        self._events[_span_of(max(num_tokens - 1, 0))] += 1
+    def finish(self, prompt: int, num_tokens: int, *, is_cut: bool = False) -> None:
+        """Learn from a response of ``num_tokens`` to ``prompt`` that is over; ``is_cut``: it did not end by itself."""
+        if not is_cut:
+            self._events[_span_of(max(num_tokens - 1, 0))] += 1
         _expose(self._exposure, num_tokens)
         self._expected_at_edges = None
+
+    def for_next(self) -> RemainingLengths:
+        """Return what is known before the next generation: responses of this one count half, and so on."""
+        after = RemainingLengths(is_shared=self._is_shared)
+        after._events = [events / 2 for events in self._events]
+        after._exposure = [tokens / 2 for tokens in self._exposure]
+        return after
 
     def watch(self, num_tokens: Iterable[int]) -> None:
         """Take the lengths of those responses that are not over, in place of what they were before."""
@@ -63,7 +74,7 @@ class RemainingLengths:
         self._expected_at_edges = None
 
     @property
-    def evidence(self) -> tuple[int, float]:
+    def evidence(self) -> tuple[float, float]:
         """Responses that are over, and the tokens of all: what others may judge by, too."""
         return sum(self._events), sum(self._exposure) + sum(self._growing)
 
@@ -72,7 +83,7 @@ class RemainingLengths:
         """Whether so many responses are over, on all ranks that are heard of, that others may be judged by them."""
         return self._common_rate is not None
 
-    def hear(self, evidence: Iterable[tuple[int, float]]) -> None:
+    def hear(self, evidence: Iterable[tuple[float, float]]) -> None:
         """Take in the evidence of all ranks, this one among them."""
         ends, tokens = (sum(values) for values in zip(*evidence, strict=True))
         self._common_rate = ends / tokens if ends >= _LEAST_ENDS else None
@@ -82,14 +93,14 @@ class RemainingLengths:
         """Return the tokens to come of a response to ``prompt`` that has ``num_tokens``.
 
         The mean of what longer earlier responses to the prompt had beyond ``num_tokens``; without any, what responses
-        of this call that got so far come to; without any end, half of what ``max_new_tokens`` leaves.
+        of this call that got so far come to; before any is over, half of what ``max_new_tokens`` leaves.
         """
         left = max(max_new_tokens - num_tokens, 0)
         earlier = self._history.get(prompt)
         mean = earlier.mean_above(num_tokens) if earlier is not None else None
         if mean is not None:
             return min(mean - num_tokens, left)
-        if self._common_rate is None and (self._is_shared or not any(self._events)):
+        if self._common_rate is None and (self._is_shared or not any(self._exposure)):
             return left / 2
         return min(self._expected_of_all(num_tokens), left)
 
@@ -104,7 +115,7 @@ class RemainingLengths:
         exposure = list(self._exposure)
         for num_tokens in self._growing:
             _expose(exposure, num_tokens)
-        overall = sum(self._events) / max(sum(exposure), 1.0)
+        overall = max(sum(self._events), _NO_END) / max(sum(exposure), 1.0)
         if self._common_rate is not None:
             tokens_of_prior = _PRIOR_OF_RANK / self._common_rate
             overall = (sum(self._events) + _PRIOR_OF_RANK) / (sum(exposure) + tokens_of_prior)

@@ -117,6 +117,7 @@ class Speculator:
         self._outcomes: list[DraftOutcome] = []
         """To be learnt from before the next plan."""
         self._payoff = Payoff()
+        self._lengths = RemainingLengths()
         self._num_steps = 0
         self._drafts: list[Draft] = []
         self._limits: Sequence[int] = ()
@@ -153,7 +154,7 @@ class Speculator:
                 f"verification='match', or a fixed num_draft_tokens"
             )
         self.stats = SpeculationStats()
-        self._lengths = RemainingLengths()
+        self._lengths = self._lengths.for_next()
         self._plan = None
         self._plan_rows = 0
         self._last = _Last()
@@ -227,7 +228,8 @@ class Speculator:
 
     def finished(self, sample: Sample) -> None:
         """Take a sample that has its last token."""
-        self._lengths.finish(sample.prompt_index, len(sample.token_ids))
+        num_tokens = len(sample.token_ids)
+        self._lengths.finish(sample.prompt_index, num_tokens, is_cut=num_tokens >= sample.max_new_tokens)
         begin = self.clock()
         self.drafter.finished(sample)
         self._preparing_s += self.clock() - begin
@@ -252,6 +254,8 @@ class Speculator:
             self._take_outcomes()
             self._plan = self._planner.plan(self._left(running), is_tail=is_tail, num_missed=self._num_missed)
             self._plan_rows, self._plan_until = len(running), self._num_steps + PLAN_STEPS
+            if self._plan.is_untried:
+                self._payoff.forgive(len(running))
         assert self._plan is not None, "made above"
         planned = self.clock()
         self.stats.planning_s += planned - begin

@@ -89,9 +89,9 @@ class StepCosts:
         return bool(self._sizes)
 
     @property
-    def smallest(self) -> float | None:
-        """The smallest size that is told."""
-        return self._sizes[0] if self._sizes else None
+    def smallest(self) -> float:
+        """The smallest size that is told; there is one."""
+        return self._sizes[0]
 
     @property
     def largest(self) -> tuple[float, float]:
@@ -192,22 +192,29 @@ class SpeculationCosts:
     def catching_up_s(self, num_rows: int, num_missed: int) -> float:
         """Return the seconds in which a model reads what it missed; where that is not known, those of one forward.
 
-        More than it ever read at once takes as much longer as it is more.
+        More than it ever read at once takes as much longer as it is more, and less than that as much shorter, but no
+        less than one forward: such reads are rare, so that one of them has to tell of all.
         """
         if not num_missed:
             return 0.0
+        forward_s = self.drafting_s(num_rows)
         if not self.catching_up.known:
-            return self.drafting_s(num_rows)
-        return self.catching_up.seconds(num_missed) * max(num_missed / self.catching_up.largest[0], 1.0)
+            return forward_s
+        smallest, largest = self.catching_up.smallest, self.catching_up.largest[0]
+        nearest = min(max(num_missed, smallest), largest)
+        return max(self.catching_up.seconds(nearest) * num_missed / nearest, forward_s)
+
+    def knows_verifying(self, num_rows: int, num_drafted: float, width: int) -> bool:
+        """Whether steps of about the size of one that verifies so many tokens were observed."""
+        return self.verifying.knows(effective_tokens(num_rows, num_rows + num_drafted, width))
 
     def verifying_s(self, num_rows: int, num_drafted: float, width: int) -> float:
         """Return the seconds of a step that verifies so many tokens of so many samples, ``width`` of one at most."""
         size = effective_tokens(num_rows, num_rows + num_drafted, width)
         plain_s = self.plain.seconds(num_rows)
-        smallest = self.verifying.smallest
-        if smallest is None:
+        if not self.verifying.known:
             return plain_s
-        largest, largest_s = self.verifying.largest
+        smallest, (largest, largest_s) = self.verifying.smallest, self.verifying.largest
         if size > largest > num_rows and self.plain.known:
             return largest_s + _GROWTH * max(largest_s - plain_s, 0.0) * (size - largest) / (largest - num_rows)
         seconds = self.verifying.seconds(max(size, smallest))

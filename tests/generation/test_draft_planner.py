@@ -162,7 +162,7 @@ def test_steps_that_verify_more_than_any_did_are_taken_to_grow_on_but_for_a_hope
     assert flat.verifying_s(4, 3 * largest, width=1) == pytest.approx(1.0, rel=0.01)
 
 
-def test_catching_up_takes_as_much_longer_as_it_is_more_than_ever() -> None:
+def test_what_catching_up_takes_follows_from_one_time() -> None:
     costs = SpeculationCosts()
     for _ in range(2):
         costs.drafting.observe(8, 0.01)
@@ -171,6 +171,8 @@ def test_catching_up_takes_as_much_longer_as_it_is_more_than_ever() -> None:
     costs.catching_up.observe(100, 0.02)  # once is enough: tries are seldom
     assert costs.catching_up_s(8, 100) == pytest.approx(0.02)
     assert costs.catching_up_s(8, 500) == pytest.approx(0.1)
+    assert costs.catching_up_s(8, 60) == pytest.approx(0.012)
+    assert costs.catching_up_s(8, 10) == pytest.approx(0.01)  # a forward nevertheless
 
 
 def test_a_depth_in_use_stays_while_it_is_about_as_good() -> None:

@@ -53,6 +53,18 @@ def test_drafting_that_pays_hardly_ever_rests(gained_s: float) -> None:
     assert share_of_rests(payoff, 8, gained_s, steps=5000) < 0.06
 
 
+def test_what_is_forgiven_is_tried_at_once_and_what_gained_is_not_forgotten() -> None:
+    losing, gaining = Payoff(), Payoff()
+    share_of_rests(losing, 8, 0.5, steps=200)
+    share_of_rests(gaining, 8, 1.5, steps=200)
+    assert losing.rests(8) and not losing.pays(8) and gaining.pays(8)
+    losing.forgive(8)
+    gaining.forgive(8)
+    losing.forgive(32)  # nothing is known of so many samples
+    assert not losing.rests(8)
+    assert gaining.pays(8)
+
+
 @pytest.mark.parametrize("gained_s", [0.98, 0.9, 0.5])
 def test_drafting_in_vain_loses_less_than_one_percent(gained_s: float) -> None:
     payoff = Payoff()

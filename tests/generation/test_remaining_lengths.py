@@ -53,6 +53,28 @@ def test_once_all_is_known_the_mean_of_what_is_left_is_expected() -> None:
         assert lengths.expected(1, now, max_new_tokens=10_000) == pytest.approx(sum(longer) / len(longer), rel=0.15)
 
 
+def test_responses_that_are_cut_at_their_limit_say_that_others_reach_it() -> None:
+    lengths = RemainingLengths()
+    for _ in range(16):
+        lengths.finish(0, 96, is_cut=True)
+    for now in (0, 40, 90):
+        assert 0.9 * (96 - now) < lengths.expected(1, now, max_new_tokens=96) <= 96 - now
+
+
+def test_the_next_generation_begins_with_what_this_one_and_those_before_it_came_to() -> None:
+    lengths, rng = RemainingLengths(), random.Random(3)
+    for mean in (40, 40, 160):  # the last one counts as much as all before it
+        lengths = lengths.for_next()
+        for _ in range(1000):
+            lengths.finish(0, 1 + int(rng.expovariate(1 / mean)))
+    lengths = lengths.for_next()
+    lengths.watch([])
+    ends, tokens = lengths.evidence
+    assert ends == 875  # 500 + 250 + 125
+    assert lengths.expected(1, 0, max_new_tokens=10_000) == pytest.approx(tokens / ends, rel=0.1)
+    assert 90 < tokens / ends < 125  # (4 × 160 + 3 × 40) / 7 = 109
+
+
 @given(
     finished=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30)), max_size=20),
     growing=st.lists(st.integers(0, 60), max_size=20),

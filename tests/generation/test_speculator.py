@@ -132,6 +132,11 @@ def steep(tokens: int) -> float:
     return 0.05 + 0.25 * tokens
 
 
+def leap(tokens: int) -> float:
+    """Return what it costs where more than a hundred tokens do not fit into a cache."""
+    return flat(tokens) + (6.0 if tokens > 100 else 0.0)
+
+
 @pytest.mark.parametrize("max_draft_tokens", [1, 8])
 def test_what_stands_is_drafted(max_draft_tokens: int) -> None:
     drafter = Foreteller()
@@ -211,6 +216,18 @@ def test_a_draft_model_that_just_fails_to_pay_is_not_tried_over_and_over(right: 
     assert drafter.num_read < 0.05 * 10 * 16 * NEW_TOKENS
 
 
+@pytest.mark.parametrize(("costs_a_forward", "share"), [(False, 0.6), (True, 0.8)])
+def test_where_costs_leap_between_two_depths_the_shallower_one_is_found(costs_a_forward: bool, share: float) -> None:
+    # Eight or four tokens each of 32 samples are far too dear. With two of them a step costs half as much again as a
+    # plain one, but more than they save on a line from plain steps to those of four.
+    drafter = Foreteller(costs_a_forward=costs_a_forward)
+    drafter.right, drafter.read_s = 0.9, 0.0001
+    pretence = Pretence(drafter, leap, num_samples=32)
+    plain_s = NEW_TOKENS * leap(32)
+    assert pretence.generate()[0] < 1.1 * plain_s
+    assert pretence.generate()[0] < share * plain_s
+
+
 def test_prompts_that_are_read_at_once_keep_no_draft_model_from_drafting() -> None:
     drafter = Foreteller(costs_a_forward=True)
     drafter.right, drafter.read_s = 1.0, 0.0005
@@ -227,6 +244,17 @@ def test_prompts_that_take_longer_than_drafts_save_are_not_read() -> None:
     for _ in range(6):
         pretence.generate()
     assert pretence.generate() == (pytest.approx(NEW_TOKENS * flat(4)), 1.0)
+
+
+def test_to_see_what_half_of_a_depth_takes_no_prompts_are_read_that_take_longer_than_it_may_save() -> None:
+    drafter = Foreteller(costs_a_forward=True)
+    drafter.right, drafter.read_s = 0.9, 0.0001
+    pretence = Pretence(drafter, flat, num_samples=8)
+    pretence.generate()
+    pretence.num_prompt_tokens, drafter.num_read = 5_000_000, 0  # in 500 s; 120 plain steps take 130 s
+    for _ in range(3):
+        pretence.generate()
+    assert drafter.num_read == 0
 
 
 def test_a_draft_model_that_pays_is_used() -> None:
