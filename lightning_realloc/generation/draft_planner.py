@@ -89,13 +89,8 @@ class DraftPlanner:
             seconds = [max(left) * step_s / outcome.tokens for outcome, step_s in zip(outcomes, steps_s, strict=True)]
         seconds[1:] = [catching_up_s + drafting_s for drafting_s in seconds[1:]]
         in_use = self._chosen.get(num_rows.bit_length(), 0)
-        depth = self._choose(num_rows, seconds)
-        half = in_use // 2
-        might_pay = catching_up_s + seconds[0] / outcomes[half].tokens < seconds[0]
-        if depth < half and might_pay and not self._knows(num_rows, half, outcomes):
-            # What it takes is read off a line between smaller and larger steps, and seconds may leap in between (where
-            # a cache is full): it has to be seen before a shallower one is taken.
-            depth = self._chosen[num_rows.bit_length()] = half
+        least = self._half_to_see(in_use, num_rows, outcomes, seconds[0], catching_up_s)
+        depth = self._choose(num_rows, seconds, least)
         plain_s, row_s = self.costs.plain_s(num_rows)
         if not depth and self._is_time_to_try(plain_s, catching_up_s + PLAN_STEPS * steps_s[1]):
             depth = 1
@@ -110,8 +105,7 @@ class DraftPlanner:
         token_s = self._token_s(num_rows, depth, outcomes[depth])
         if not self._costs_a_forward:
             token_s *= _CAUTION
-        least = [max(token_s / worth, _LEAST_SURVIVAL) for worth in worths]
-        return DraftPlan(depth, worths, least)
+        return DraftPlan(depth, worths, [max(token_s / worth, _LEAST_SURVIVAL) for worth in worths])
 
     def _tail_s(
         self, left: Sequence[float], num_last: float, outcomes: Sequence[DepthOutcome], steps_s: Sequence[float]
@@ -124,15 +118,28 @@ class DraftPlanner:
             for outcome, step_s, one_s in zip(outcomes, steps_s, alone_s, strict=True)
         ]
 
-    def _choose(self, num_rows: int, seconds: Sequence[float]) -> int:
-        """Return the depth of least seconds, or the one in use where that is about as good."""
+    def _choose(self, num_rows: int, seconds: Sequence[float], least: int) -> int:
+        """Return the depth of least seconds, or the one in use where that is about as good; ``least`` or more."""
         key = num_rows.bit_length()
         in_use = self._chosen.get(key, 0)
         best = min(range(len(seconds)), key=seconds.__getitem__)
         if seconds[in_use] <= (1.0 + HYSTERESIS) * seconds[best]:
             best = in_use
-        self._chosen[key] = best
-        return best
+        self._chosen[key] = max(best, least)
+        return self._chosen[key]
+
+    def _half_to_see(
+        self, in_use: int, num_rows: int, outcomes: Sequence[DepthOutcome], plain_s: float, catching_up_s: float
+    ) -> int:
+        """Return half of the depth in use, if it has to be seen before a shallower one is taken; else 0.
+
+        What it takes is read off a line between smaller and larger steps, and seconds may leap in between (where a
+        cache is full). It is not worth reading so many tokens first (``catching_up_s``) that this takes longer than the
+        half may save of ``plain_s``, the seconds without drafts.
+        """
+        half = in_use // 2
+        might_pay = catching_up_s + plain_s / outcomes[half].tokens < plain_s
+        return half if might_pay and not self._knows(num_rows, half, outcomes) else 0
 
     def _knows(self, num_rows: int, depth: int, outcomes: Sequence[DepthOutcome]) -> bool:
         """Return whether steps that draft so many tokens at most were seen, or such of about their size."""
