@@ -88,15 +88,16 @@ class DraftPlanner:
         else:  # a waiting sample takes the slot of one that is over
             seconds = [max(left) * step_s / outcome.tokens for outcome, step_s in zip(outcomes, steps_s, strict=True)]
         seconds[1:] = [catching_up_s + drafting_s for drafting_s in seconds[1:]]
-        in_use = self._chosen.get(num_rows.bit_length(), 0)
+        key = num_rows.bit_length()
+        in_use = self._chosen.get(key, 0)
         least = self._half_to_see(in_use, num_rows, outcomes, seconds[0], catching_up_s)
-        depth = self._choose(num_rows, seconds, least)
+        depth = self._chosen[key] = max(_fastest(seconds, in_use), least)
         plain_s, row_s = self.costs.plain_s(num_rows)
         if not depth and self._is_time_to_try(plain_s, catching_up_s + PLAN_STEPS * steps_s[1]):
             depth = 1
         if not depth:
             return DraftPlan(0, (), ())
-        if self._chosen[num_rows.bit_length()]:
+        if self._chosen[key]:
             self._num_idle, self._idle_s = 0, 0.0
         # In the tail, a step is saved by the last sample alone; before it, none is, whoever is ahead.
         worths = token_worths(chances, plain_s, row_s) if is_tail else [plain_s / num_rows] * num_rows
@@ -117,16 +118,6 @@ class DraftPlanner:
             remaining_s(outcome, step_s, min(one_s, step_s), left, num_last=num_last, token_s=token_s)
             for outcome, step_s, one_s in zip(outcomes, steps_s, alone_s, strict=True)
         ]
-
-    def _choose(self, num_rows: int, seconds: Sequence[float], least: int) -> int:
-        """Return the depth of least seconds, or the one in use where that is about as good; ``least`` or more."""
-        key = num_rows.bit_length()
-        in_use = self._chosen.get(key, 0)
-        best = min(range(len(seconds)), key=seconds.__getitem__)
-        if seconds[in_use] <= (1.0 + HYSTERESIS) * seconds[best]:
-            best = in_use
-        self._chosen[key] = max(best, least)
-        return self._chosen[key]
 
     def _half_to_see(
         self, in_use: int, num_rows: int, outcomes: Sequence[DepthOutcome], plain_s: float, catching_up_s: float
@@ -173,6 +164,12 @@ class DraftPlanner:
             more_s = self.costs.verifying_s(num_rows, drafted, depth) - self.costs.verifying_s(num_rows, fewer, depth)
             token_s += more_s / (drafted - fewer)
         return token_s
+
+
+def _fastest(seconds: Sequence[float], in_use: int) -> int:
+    """Return the depth of least seconds, or the one in use where that is about as good."""
+    best = min(range(len(seconds)), key=seconds.__getitem__)
+    return in_use if seconds[in_use] <= (1.0 + HYSTERESIS) * seconds[best] else best
 
 
 def remaining_s(

@@ -68,7 +68,6 @@ def test_the_next_generation_begins_with_what_this_one_and_those_before_it_came_
         for _ in range(1000):
             lengths.finish(0, 1 + int(rng.expovariate(1 / mean)))
     lengths = lengths.for_next()
-    lengths.watch([])
     ends, tokens = lengths.evidence
     assert ends == 875  # 500 + 250 + 125
     assert lengths.expected(1, 0, max_new_tokens=10_000) == pytest.approx(tokens / ends, rel=0.1)
