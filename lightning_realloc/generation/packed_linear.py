@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from lightning_realloc.runtime.tensor_parallel import multiplies_alone
 from lightning_realloc.tuning.generation_memory import LEAST_PACKED_FLOAT32, LEAST_PACKED_STEPS, PACKED_AS_ONE
 
-_MOST_FLOAT32_ROWS = 128
-"""Rows of a product in float32 up to which a packed weight is faster; that of more takes as long either way."""
 _LEAST_FOR_ONE_ROW = 1 << 20
 """Elements from which in float32 even a product of one row is faster."""
 _TYPICAL_ROWS = 32
@@ -134,12 +132,11 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _forward_from(packed: Callable[[Tensor], Tensor], layer: nn.Linear, least_rows: int) -> Callable[[Tensor], Tensor]:
-    """Return a forward in float32: packed for the numbers of rows that suits."""
-    plain, in_features = layer.forward, layer.in_features
+    """Return a forward in float32: packed from so many rows on."""
+    plain, fewest_elements = layer.forward, least_rows * layer.in_features
 
     def forward(input: Tensor) -> Tensor:
-        num_rows = input.numel() // in_features
-        return packed(input) if least_rows <= num_rows <= _MOST_FLOAT32_ROWS else plain(input)
+        return packed(input) if input.numel() >= fewest_elements else plain(input)
 
     return forward
 

@@ -156,8 +156,8 @@ def test_the_output_layer_gets_rows_without_gaps_behind_new_prompts() -> None:
     assert strides and all(stride == rows for stride, rows in strides)
 
 
-@pytest.mark.parametrize(("num_rows", "num_products"), [(1, 1), (8, 1), (300, 0)])
-def test_layers_that_read_the_same_tensor_share_one_product(num_rows: int, num_products: int) -> None:
+@pytest.mark.parametrize("num_rows", [1, 8, 300])
+def test_layers_that_read_the_same_tensor_share_one_product(num_rows: int) -> None:
     require_packing(torch.float32)
     block, rows = _Block(), integers(num_rows)
     for _ in range(2):
@@ -166,7 +166,7 @@ def test_layers_that_read_the_same_tensor_share_one_product(num_rows: int, num_p
         with packed_linears(block, **LONG), _Products() as products:
             for made, own in zip(block(rows), expected, strict=True):
                 assert torch.equal(made, own)
-        assert products.count == num_products
+        assert products.count == 1
 
 
 @pytest.mark.parametrize(("num_rows", "num_products"), [(1, 0), (2, 1)])
