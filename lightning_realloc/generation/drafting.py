@@ -12,15 +12,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from lightning_realloc.generation.paged_cache import PagedCache
+from lightning_realloc.generation.recurrences import ORDERS, Recurrences
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.verification import NO_DRAFT, Draft, Verification
 
-ORDERS = (8, 4, 2, 1)
-"""Lengths of context that are looked up, the longest first."""
-_MOST_FOLLOWERS = 64
 _MOST_NEWS = 65_536
 _SHARES = 4
 """Steps in which shares are told apart where tokens are sorted into kinds."""
+
+_ORDER_OF = [next((order for order in ORDERS if order <= length), 0) for length in range(ORDERS[0] + 1)]
+"""The longest context that is told apart and no longer than so many tokens."""
 
 Exchange = tuple[tuple[int, ...], tuple[int, ...]]
 """A prompt and one response to it."""
@@ -93,36 +94,6 @@ class NoDrafts(Drafter):
     anticipates = False
 
 
-class Followers:
-    """Which tokens followed contexts of the lengths `ORDERS`, over any number of sequences."""
-
-    def __init__(self) -> None:
-        """Hold nothing yet."""
-        # Tuples of numbers, which the garbage collector stops to visit: of lists there would be hundreds of thousands.
-        self._seen: dict[tuple[int, ...], tuple[int, ...]] = {}
-
-    def add(self, tokens: Sequence[int], begin: int) -> None:
-        """Take what ``tokens[begin:]`` say, each after those before it."""
-        seen, first = self._seen, max(begin - ORDERS[0], 0)
-        own = tuple(tokens[first:])  # whose slices can be looked up as they are
-        for place in range(max(begin, 1) - first, len(own)):
-            follower = own[place]
-            for order in ORDERS:
-                if order > place:
-                    continue
-                context = own[place - order : place]
-                known = seen.get(context)
-                if known is None:
-                    seen[context] = (follower,)
-                elif len(known) < _MOST_FOLLOWERS:
-                    index = bisect_left(known, follower)
-                    seen[context] = (*known[:index], follower, *known[index:])
-
-    def of(self, context: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return what followed a context, sorted; None where it was not seen."""
-        return self._seen.get(context)
-
-
 class _Lookup(Drafter, ABC):
     """Drafts by looking contexts up, token after token."""
 
@@ -143,26 +114,27 @@ class _Lookup(Drafter, ABC):
         ]
 
     @abstractmethod
-    def _followers(self, sample: Sample) -> Sequence[tuple[str, Followers]]:
-        """Return where to look a sample's context up, the best source first, each with its name."""
+    def _texts(self, sample: Sample) -> Sequence[tuple[str, Recurrences]]:
+        """Return where to look a sample's context up, the best first, each with its name; its own text is the last."""
 
     def _draft(self, sample: Sample, limit: int, chance: Chance, least_survival: float) -> Draft:
         assert self._verification is not None, "propose() before begin()"
-        sources = self._followers(sample)
-        context = _context_of(sample)
+        texts = self._texts(sample)
+        name, text, order, places = _longest(texts, texts[-1][1].end())
+        if not places:
+            return NO_DRAFT
         tokens: list[int] = []
         kinds: list[object] = []
         laws: list[tuple[int, ...]] = []
         survival = 1.0
-        while len(tokens) < limit:
-            source, order, followers = _best(sources, context)
-            if not followers:
-                break
-            index = self._verification.draw_among(followers, sample, len(tokens))
+        while places:
+            followers = text.followers(places)
+            is_sure = followers[0] == followers[-1]
+            index = 0 if is_sure else self._verification.draw_among(followers, sample, len(tokens))
             token = followers[index]
-            kind: tuple[object, ...] = (source, order, min(len(followers), 8))
+            kind: tuple[object, ...] = (name, _ORDER_OF[order], min(len(followers), 8))
             if self._verification.anticipates:
-                kind += (_sureness(followers, token, index),)
+                kind += (_SHARES if is_sure else _sureness(followers, token, index),)
             else:
                 laws.append(followers)
             survival *= chance(kind)
@@ -170,7 +142,11 @@ class _Lookup(Drafter, ABC):
                 break
             tokens.append(token)
             kinds.append(kind)
-            context = (*context[-ORDERS[0] + 1 :], token)
+            if len(tokens) == limit:
+                break
+            places, order = text.behind(places, token), min(order + 1, ORDERS[0])
+            if not places:
+                name, text, order, places = _longest(texts, [*texts[-1][1].end(), *tokens][-ORDERS[0] :])
         return Draft(tokens, kinds, laws[: len(tokens)])
 
 
@@ -180,7 +156,7 @@ class NgramDrafter(_Lookup):
     def __init__(self) -> None:
         """Know nothing yet."""
         super().__init__()
-        self._own: dict[int, tuple[Followers, list[int]]] = {}
+        self._own: dict[int, Recurrences] = {}
 
     def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
         super().begin(samples, verification, num_slots)
@@ -189,7 +165,7 @@ class NgramDrafter(_Lookup):
     def prepare(self, running: Sequence[Sample]) -> None:
         for sample in running:
             if sample.sample_id not in self._own:
-                self._followers(sample)
+                self._texts(sample)
 
     def finished(self, sample: Sample) -> None:
         self._own.pop(sample.sample_id, None)
@@ -197,14 +173,13 @@ class NgramDrafter(_Lookup):
     def end(self) -> None:
         self._own.clear()
 
-    def _followers(self, sample: Sample) -> Sequence[tuple[str, Followers]]:
-        followers, tokens = self._own.setdefault(sample.sample_id, (Followers(), []))
-        known = len(tokens)
-        if not known:
-            tokens.extend(sample.prompt)
-        tokens.extend(sample.token_ids[len(tokens) - len(sample.prompt) :])
-        followers.add(tokens, known)
-        return (("own", followers),)
+    def _texts(self, sample: Sample) -> Sequence[tuple[str, Recurrences]]:
+        own = self._own.get(sample.sample_id)
+        if own is None:
+            own = self._own[sample.sample_id] = Recurrences()
+            own.extend(sample.prompt)
+        own.extend(sample.token_ids[own.num_tokens - len(sample.prompt) :])
+        return (("own", own),)
 
 
 class HistoryDrafter(NgramDrafter):
@@ -223,7 +198,7 @@ class HistoryDrafter(NgramDrafter):
         self._num_tokens = 0
         self._responses: dict[tuple[int, ...], deque[tuple[int, ...]]] = {}
         self._news: deque[Exchange] = deque(maxlen=_MOST_NEWS)
-        self._indexed: dict[int, Followers] = {}
+        self._indexed: dict[int, Recurrences] = {}
         """By index of the prompt, for those of this generation."""
         self._unread: dict[int, list[Exchange]] = {}
         """By index of the prompt: finished siblings that are indexed once somebody looks something up there."""
@@ -268,13 +243,13 @@ class HistoryDrafter(NgramDrafter):
         self._indexed.clear()
         self._unread.clear()
 
-    def _followers(self, sample: Sample) -> Sequence[tuple[str, Followers]]:
-        return (("history", self._siblings(sample)), *super()._followers(sample))
+    def _texts(self, sample: Sample) -> Sequence[tuple[str, Recurrences]]:
+        return (("history", self._siblings(sample)), *super()._texts(sample))
 
-    def _siblings(self, sample: Sample) -> Followers:
+    def _siblings(self, sample: Sample) -> Recurrences:
         siblings = self._indexed.get(sample.prompt_index)
         if siblings is None:
-            siblings = self._indexed[sample.prompt_index] = Followers()
+            siblings = self._indexed[sample.prompt_index] = Recurrences()
             for response in self._responses.get(tuple(sample.prompt), ()):
                 _index(siblings, sample.prompt, response)
         for exchange in self._unread.pop(sample.prompt_index, ()):
@@ -282,33 +257,29 @@ class HistoryDrafter(NgramDrafter):
         return siblings
 
 
-def _index(followers: Followers, prompt: Sequence[int], response: Sequence[int]) -> None:
-    begin = tuple(prompt[-ORDERS[0] :])
-    followers.add((*begin, *response), len(begin))
+def _index(texts: Recurrences, prompt: Sequence[int], response: Sequence[int]) -> None:
+    texts.begin(prompt[-ORDERS[0] :])
+    texts.extend(response)
 
 
-def _context_of(sample: Sample) -> tuple[int, ...]:
-    taken = sample.token_ids[-ORDERS[0] :]
-    return (*sample.prompt[len(taken) - ORDERS[0] :], *taken) if len(taken) < ORDERS[0] else tuple(taken)
-
-
-def _best(sources: Sequence[tuple[str, Followers]], context: tuple[int, ...]) -> tuple[str, int, tuple[int, ...]]:
-    """Return the name, order and followers of the longest context; of equals that of the first source."""
-    for order in ORDERS:
-        if order <= len(context):
-            own = context[-order:]
-            for name, followers in sources:
-                found = followers.of(own)
-                if found is not None:
-                    return name, order, found
-    return "", 0, ()
+def _longest(
+    texts: Sequence[tuple[str, Recurrences]], context: list[int]
+) -> tuple[str, Recurrences, int, Sequence[int]]:
+    """Return the name and the text with the longest context, its length and the places; of equals the first text's."""
+    name, text = texts[0]
+    order, places = text.find(context)
+    for other_name, other in texts[1:]:
+        if order == ORDERS[0]:
+            break
+        other_order, other_places = other.find(context)
+        if other_order > order:
+            name, text, order, places = other_name, other, other_order, other_places
+    return name, text, order, places
 
 
 def _sureness(followers: Sequence[int], token: int, index: int) -> int:
-    """Return how far a draw is from another token, in steps of a share of what followed; one more for the only one."""
+    """Return how far a draw is from another token, in steps of a share of what followed; there are others."""
     seen = len(followers)
     first, stop = bisect_left(followers, token), bisect_right(followers, token)
-    if stop - first == seen:
-        return _SHARES
     to_others = [index - first] * (first > 0) + [stop - 1 - index] * (stop < seen)
     return int(_SHARES * min(to_others) / seen)

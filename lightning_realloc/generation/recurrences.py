@@ -1,0 +1,105 @@
+"""Where the end of a text stood before in it, or in others like it: what followed there may follow here.
+
+As compressors find what they can copy, every place is chained to the one before it that stands behind the same tokens
+(hash chains, RFC 1951, section 4): a token more is two entries, whatever the lengths of contexts that are told apart.
+Places are chained by the three tokens before them, and by the one before them for where those three never stood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+ORDERS = (8, 4, 3, 2, 1)
+"""Lengths of context that are told apart, the longest first."""
+_STEM = 3
+"""Tokens by which places are chained."""
+_MOST_PLACES = 32
+"""Places that are looked at along a chain, the latest ones: what follows common tokens is told well by so many."""
+_NO_TOKEN = -1
+"""Stands between texts, which no token's context crosses."""
+
+
+class Recurrences:
+    """Texts, and the places in them that stand behind the same tokens."""
+
+    def __init__(self) -> None:
+        """Hold no text."""
+        self._tokens = [_NO_TOKEN] * ORDERS[0]  # before the first token, so that there are contexts of every length
+        # Numbers and tuples of numbers alone, which the garbage collector does not visit; 0: no such place.
+        self._behind_stem: dict[tuple[int, ...], int] = {}
+        """The last place behind these three tokens."""
+        self._before_stem = [0] * ORDERS[0]
+        """By place: the one before it that is behind the same three tokens."""
+        self._behind_token: dict[int, int] = {}
+        self._before_token = [0] * ORDERS[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, if this is one text."""
+        return len(self._tokens) - ORDERS[0]
+
+    def begin(self, context: Sequence[int]) -> None:
+        """Begin another text, behind tokens that are not known to follow what is before them."""
+        self._tokens += (_NO_TOKEN, *context)
+        places = [0] * (1 + len(context))
+        self._before_stem += places
+        self._before_token += places
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Go on with the last text."""
+        behind_stem, before_stem = self._behind_stem, self._before_stem
+        behind_token, before_token = self._behind_token, self._before_token
+        first, second, third = self._tokens[-_STEM:]
+        for place, token in enumerate(tokens, start=len(self._tokens)):
+            stem = first, second, third
+            before_stem.append(behind_stem.get(stem, 0))
+            behind_stem[stem] = place
+            before_token.append(behind_token.get(third, 0))
+            behind_token[third] = place
+            first, second, third = second, third, token
+        self._tokens += tokens
+
+    def end(self) -> list[int]:
+        """Return the last tokens, as many as tell contexts apart."""
+        return self._tokens[-ORDERS[0] :]
+
+    def find(self, context: list[int]) -> tuple[int, list[int]]:
+        """Return the places behind the longest end of ``context`` that is known, the latest ones first.
+
+        And its length, as one of `ORDERS`, or 0 where there is no such place; ``context`` has as many tokens as the
+        longest of them.
+        """
+        own = self._tokens
+        if place := self._behind_stem.get(tuple(context[-_STEM:]), 0):
+            order, places = _STEM, _chain(place, self._before_stem)
+            for longer in (4, 8):
+                end = context[-longer:]
+                behind = [place for place in places if own[place - longer : place] == end]
+                if not behind:
+                    break
+                order, places = longer, behind
+            return order, places
+        if place := self._behind_token.get(context[-1], 0):
+            places = _chain(place, self._before_token)
+            behind = [place for place in places if own[place - 2] == context[-2]]
+            return (2, behind) if behind else (1, places)
+        return 0, []
+
+    def followers(self, places: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens at these places, sorted."""
+        own = self._tokens
+        return (own[places[0]],) if len(places) == 1 else tuple(sorted([own[place] for place in places]))
+
+    def behind(self, places: Sequence[int], token: int) -> list[int]:
+        """Return the places behind those of them where this token stands, but for ends of texts."""
+        own, stop = self._tokens, len(self._tokens) - 1
+        return [place + 1 for place in places if own[place] == token and place < stop and own[place + 1] != _NO_TOKEN]
+
+
+def _chain(place: int, before: Sequence[int]) -> list[int]:
+    """Return a place and those that are chained to it."""
+    places: list[int] = []
+    while place and len(places) < _MOST_PLACES:
+        places.append(place)
+        place = before[place]
+    return places

@@ -1,0 +1,77 @@
+"""Places behind the same tokens, beside what reading all texts through finds."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_realloc.generation.recurrences import ORDERS, Recurrences
+
+LONGEST = ORDERS[0]
+TOKENS = st.lists(st.integers(0, 3), max_size=10)
+TEXTS = st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=3)
+"""Each with what is before it; no token is as common as the places that are looked at."""
+
+
+def recurrences_in(texts: list[tuple[list[int], list[int]]]) -> Recurrences:
+    recurrences = Recurrences()
+    for before, text in texts:
+        recurrences.begin(before[-LONGEST:])
+        recurrences.extend(text)
+    return recurrences
+
+
+def found_by_reading(texts: list[tuple[list[int], list[int]]], context: list[int]) -> tuple[int, list[int]]:
+    """Return the length of the longest end of a context that is known, as one of `ORDERS`, and what followed it."""
+    for order in ORDERS:
+        followers = []
+        for before, text in texts:
+            whole, first = [*before[-LONGEST:], *text], len(before[-LONGEST:])
+            followers += [
+                whole[place]
+                for place in range(max(first, order), len(whole))
+                if whole[place - order : place] == context[-order:]
+            ]
+        if followers:
+            return order, sorted(followers)
+    return 0, []
+
+
+@given(TEXTS, st.lists(st.integers(0, 3), min_size=LONGEST, max_size=LONGEST))
+def test_the_longest_known_end_of_a_context_is_found_with_all_that_followed_it(
+    texts: list[tuple[list[int], list[int]]], context: list[int]
+) -> None:
+    recurrences = recurrences_in(texts)
+    order, places = recurrences.find(context)
+    assert (order, list(recurrences.followers(places)) if places else []) == found_by_reading(texts, context)
+
+
+@given(st.lists(TOKENS, max_size=3))
+def test_a_text_that_grows_bit_by_bit_is_one_text(bits: list[list[int]]) -> None:
+    whole, by_bits = Recurrences(), Recurrences()
+    whole.extend([token for bit in bits for token in bit])
+    for bit in bits:
+        by_bits.extend(bit)
+    assert by_bits.num_tokens == sum(map(len, bits))
+    assert by_bits.end() == whole.end()
+    assert by_bits.find(whole.end()) == whole.find(whole.end())
+
+
+@given(st.lists(TOKENS, max_size=4), st.integers(0, 3), st.integers(0, 3))
+def test_places_behind_a_token_are_those_of_a_context_longer_by_it(
+    bare: list[list[int]], last: int, token: int
+) -> None:
+    texts: list[tuple[list[int], list[int]]] = [([], text) for text in bare]
+    recurrences = recurrences_in(texts)
+    context = [9] * (LONGEST - 1) + [last]
+    _, places = recurrences.find(context)
+    behind = recurrences.behind(places, token)
+    order, followers = found_by_reading(texts, [*context[1:], token])
+    assert (list(recurrences.followers(behind)) if behind else []) == (followers if order == 2 else [])
+
+
+def test_common_tokens_are_told_by_the_latest_places() -> None:
+    recurrences = Recurrences()
+    recurrences.extend([7, 1] * 50 + [7, 2] * 50 + [7])
+    _, places = recurrences.find([0] * 7 + [7])
+    assert recurrences.followers(places) == (2,) * 32
