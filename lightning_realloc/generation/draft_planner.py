@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_realloc.generation.acceptance import DepthOutcome, DepthProfile
 from lightning_realloc.generation.draft_worth import COST_OF_TRYING, chances_to_be_last, token_worths
@@ -53,6 +53,15 @@ class DraftPlan:
     """For each sample, the chance to stand that a token needs."""
     is_untried: bool = False
     """Whether a deeper one failed, and no steps of about this size were seen: what drafting lost says nothing of it."""
+
+    def of(self, rows: Sequence[int]) -> DraftPlan:
+        """Return the plan for some of its samples."""
+        if not self.depth:
+            return self
+        worths, least_survivals = self.worths, self.least_survivals
+        return replace(
+            self, worths=[worths[row] for row in rows], least_survivals=[least_survivals[row] for row in rows]
+        )
 
 
 class DraftPlanner:

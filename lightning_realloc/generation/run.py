@@ -244,7 +244,7 @@ class GenerationRun:
         self._take_tokens(emitted, running)
         self._speculator.learn(drafts, [tokens for tokens, _ in emitted])
         if not prefills:
-            self._speculator.time_step(drafts, self._speculator.clock() - begin)
+            self._speculator.time_step(self._speculator.clock() - begin)
 
     def _carry_out(self, step: Step) -> list[Prefill]:
         """Copy and move what the scheduler's step says, and return what has to be computed."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.acceptance import AcceptanceRates
@@ -23,6 +22,8 @@ from lightning_realloc.generation.verification import NO_DRAFT, Draft, Verificat
 _SETTLED = 6
 """Plain steps in a row after which another one takes as long as it does among its like: right behind verifying ones it
 takes up to a fifth longer."""
+_MOST_LEFT = 0.7
+"""Share of a plan's samples that have to be left for it to go on."""
 _LOOK_AHEAD_EVERY = 16
 """Steps after which more is drafted than verified: so it is learnt whether deeper and unlikelier tokens stand."""
 _FEW = 2
@@ -44,47 +45,57 @@ class SpeculationStats:
 
 
 @dataclass(slots=True)
-class _Observation:
-    """Seconds of one step, to be agreed on before they are learnt from."""
+class _Step:
+    """What one step drafted and came to: learnt from later, many steps at once.
 
-    num_rows: int
-    num_tokens: int
-    width: int
-    """Most tokens of one draft that were verified."""
-    depth: int
-    """Most tokens of one draft that were made."""
-    num_drafted: int
-    drafted: bool
-    """Whether drafting did not rest."""
-    is_settled: bool
-    """Whether it is one of many plain steps in a row."""
-    drafted_before: bool
-    """Whether the step before it verified drafts, too: else a drafter first takes in what came since."""
-    num_missed: int
-    """Tokens that the drafter's model read first, since it had missed them."""
-    gained_s: float
-    """What its tokens were worth, if drafted."""
-    step_s: float
-    drafting_s: float
-    """Where drafting rested, those of looking up what is not verified."""
-    preparing_s: float
-    """Of drafting, what is done once for a sample: it belongs to what drafting takes, and not to a token's price."""
+    Right behind a forward the same takes twice as long, since the caches are full of weights.
+    """
 
-
-class _Last(NamedTuple):
-    """The step before this one."""
-
-    running: Sequence[Sample] = ()
-    emitted: Sequence[Sequence[int]] = ()
+    number: int
+    running: Sequence[Sample]
     depth: int = 0
-    """Most tokens of one draft that it verified."""
+    """Most tokens of one draft that are verified; 0: drafting rests."""
+    worths: Sequence[float] = ()
+    """Of a token of each sample."""
+    drafts: Sequence[Draft] = ()
+    """Of which the first ``depth`` tokens are verified."""
+    limits: Sequence[int] = ()
+    """Most tokens that each of them might have had."""
+    num_missed: int = 0
+    """Tokens that the drafter's model read first, since it had missed them."""
+    drafting_s: float = 0.0
+    """Where drafting rests, those of looking up what is not verified."""
+    preparing_s: float = 0.0
+    """Of drafting, what is done once for a sample: it belongs to what drafting takes, and not to a token's price."""
+    emitted: Sequence[Sequence[int]] = ()
+    """What each sample got."""
+    drafted_before: bool = False
+    """Whether the step before it verified drafts, too: else a drafter first takes in what came since."""
+    is_settled: bool = False
+    """Whether it is one of many plain steps in a row."""
+    lengths: Sequence[int] = ()
+    """Tokens of each draft that were verified."""
+    seconds: float = 0.0
+    """Drafting aside."""
+
+    def gained_s(self) -> float:
+        """Return what its tokens were worth."""
+        return sum(worth * len(own) for worth, own in zip(self.worths, self.emitted, strict=True))
+
+    def outcome(self, row: int, last: _Step | None) -> DraftOutcome:
+        """Return what a draft came to: a token that was cut off was right, too, where the target drew the same.
+
+        ``last``: the last step before this one that drafted.
+        """
+        resumed = last.is_resumed(row, self.running[row]) if last and last.number + 1 == self.number else None
+        return DraftOutcome(self.drafts[row], self.emitted[row], self.limits[row], resumed)
 
     def is_resumed(self, row: int, sample: Sample) -> bool | None:
-        """Return whether a draft for this sample goes on where one stood to the last token that it might have had.
+        """Return whether a sample's next draft goes on where this one stood to the last token that it might have had.
 
         None where that is not known, since nothing was drafted for this sample.
         """
-        if not self.depth or row >= len(self.running) or self.running[row] is not sample:
+        if row >= len(self.running) or self.running[row] is not sample:
             return None
         return len(self.emitted[row]) > self.depth
 
@@ -112,32 +123,26 @@ class Speculator:
         self._agree = agree
         self._rates = AcceptanceRates()
         self._planner = DraftPlanner(speculation.most_ahead, costs_a_forward=drafter.costs_a_forward)
-        self._observations: list[_Observation] = []
         self._foresight = Foresight(drafter, speculation.max_draft_tokens)
-        self._outcomes: list[DraftOutcome] = []
-        """To be learnt from before the next plan."""
         self._payoff = Payoff()
         self._lengths = RemainingLengths()
         self._num_steps = 0
-        self._drafts: list[Draft] = []
-        self._limits: Sequence[int] = ()
-        """Most tokens that each of them might have had."""
+        self._step = _Step(0, ())
+        self._last: _Step | None = None
+        """The last step whose drafts were learnt from."""
+        self._untaught: list[_Step] = []
+        """Steps whose drafts are learnt from before the next plan."""
+        self._untold: list[_Step] = []
+        """Steps whose seconds are, once they are agreed on."""
         self._plan: DraftPlan | None = None
+        self._planned: Sequence[Sample] = ()
+        """The samples that the plan is for."""
         self._plan_rows = self._plan_until = 0
-        """Number of samples that the plan is for, and of the first step that needs another one."""
-        self._worths: Sequence[float] = ()
-        """Of a token of each sample, in this step; none where nothing is drafted."""
-        self._running: Sequence[Sample] = ()
-        """The samples of this step."""
-        self._depth = 0
-        """Most tokens of one draft that it verifies."""
-        self._last = _Last()
-        self._gained_s = self._drafting_s = self._preparing_s = 0.0
-        self._num_missed = 0
-        """Tokens that the drafter's model has to read before it can draft, beyond what it reads in every step."""
+        """How many they were when it was made, and number of the first step that needs another one."""
+        self._preparing_s = 0.0
+        """Since the last step whose seconds were taken."""
         self._num_plain = 0
         """Steps in a row that verified nothing."""
-        self._drafted_before = False
 
     def begin(self, samples: Sequence[Sample], params: SamplingParams, num_slots: int) -> Verification:
         """Start a generation; return its verification rule.
@@ -156,75 +161,64 @@ class Speculator:
         self.stats = SpeculationStats()
         self._lengths = self._lengths.for_next()
         self._plan = None
-        self._plan_rows = 0
-        self._last = _Last()
         self._anticipates = rule.anticipates
         self._foresight.begin()
         self.drafter.begin(samples, rule, num_slots)
         return rule
 
-    def propose(self, running: Sequence[Sample], *, is_tail: bool = False, reads_prompts: bool = False) -> list[Draft]:
+    def propose(
+        self, running: Sequence[Sample], *, is_tail: bool = False, reads_prompts: bool = False
+    ) -> Sequence[Draft]:
         """Return what to verify behind each running sample's last token; empty drafts where that does not pay.
 
         ``is_tail``: no sample waits for a slot, so that the one which takes longest decides when all are done.
         ``reads_prompts``: so does this step, and how long it takes will say nothing about drafting.
         """
         self._num_steps += 1
-        self._running = running
+        step = self._step = _Step(self._num_steps, running)
+        chosen: Sequence[Draft]
         if self._speculation.num_draft_tokens is not None:
-            chosen = self._draft_fixed(running, self._speculation.num_draft_tokens)
-        elif self._rests(len(running)) or (reads_prompts and not self._payoff.pays(len(running))):
-            self._take_no_drafts()
+            chosen = self._draft_fixed(step, self._speculation.num_draft_tokens)
+        elif self._rests(running) or (reads_prompts and not self._payoff.pays(len(running))):
             if not reads_prompts:  # such a step is not timed
-                self._foresee(running)
+                self._foresee(step)
             chosen = [NO_DRAFT] * len(running)
         else:
-            chosen = self._draft_what_pays(running, is_tail)
-        self.stats.drafted_tokens += sum(map(len, self._drafts))
+            chosen = self._draft_what_pays(step, is_tail)
+        self.stats.drafted_tokens += sum(map(len, step.drafts))
         return chosen
 
     def learn(self, verified: Sequence[Draft], emitted: Sequence[Sequence[int]]) -> None:
         """Take the outcome of a step: the tokens that each sample got."""
-        self.stats.verified_tokens += sum(map(len, verified))
+        lengths = [len(draft) for draft in verified]
+        num_verified = sum(lengths)
+        self.stats.verified_tokens += num_verified
         self.stats.accepted_tokens += sum(map(len, emitted)) - len(emitted)
         if self._speculation.num_draft_tokens is not None:
             return
-        self._drafted_before = not self._num_plain
-        if any(map(len, verified)):
+        step = self._step
+        step.emitted, step.lengths, step.drafted_before = emitted, lengths, not self._num_plain
+        if num_verified:
             self._num_plain = 0
             self._foresight.rest()
         else:
             self._num_plain += 1
-        if self._worths:
-            self._gained_s = sum(worth * len(own) for worth, own in zip(self._worths, emitted, strict=True))
-        # What a draft was cut off from tells something, too: a token there was right where the target drew the same.
-        # Learnt later, many at once: right behind a forward the same takes twice as long.
-        self._outcomes += [
-            DraftOutcome(self._drafts[row].without_laws(), emitted[row], self._limits[row],
-                         self._last.is_resumed(row, self._running[row]))
-            for row in self._few(len(self._drafts))
-        ]  # fmt: skip
-        self._last = _Last(self._running, emitted, self._depth)
+        step.is_settled = self._num_plain > _SETTLED
+        if step.drafts:
+            step.drafts = [draft.without_laws() for draft in step.drafts]
+            self._untaught.append(step)
 
-    def time_step(self, verified: Sequence[Draft], seconds: float) -> None:
-        """Take the seconds of a step that read no prompts, drafting aside."""
+    def time_step(self, seconds: float) -> None:
+        """Take the seconds of the step that was learnt from last, if it read no prompts, drafting aside."""
         if self._speculation.num_draft_tokens is not None:
             return
-        num_rows = len(verified)
-        drafted = [len(draft) for draft in self._drafts]
-        lengths = [len(draft) for draft in verified]
-        self._observations.append(
-            _Observation(
-                num_rows, num_rows + sum(lengths), max(lengths), max(drafted, default=0), sum(drafted),
-                bool(self._worths), self._num_plain > _SETTLED, self._drafted_before, self._num_missed, self._gained_s,
-                seconds, self._drafting_s, self._preparing_s,
-            )
-        )  # fmt: skip
-        self._preparing_s = 0.0
-        # Several at once, as outcomes are, and ranks agree on them together; what may not pay is judged step by step.
-        is_doubtful = self._agree is None and not self._payoff.pays(num_rows)
-        if is_doubtful or len(self._observations) >= PLAN_STEPS:
-            self._take_observations()
+        step = self._step
+        step.seconds = seconds
+        step.preparing_s, self._preparing_s = self._preparing_s, 0.0
+        self._untold.append(step)
+        # Ranks agree on several at once; what may not pay is judged step by step.
+        if len(self._untold) >= PLAN_STEPS or (self._agree is None and self._is_doubtful(step)):
+            self._take_seconds()
 
     def finished(self, sample: Sample) -> None:
         """Take a sample that has its last token."""
@@ -238,89 +232,108 @@ class Speculator:
         """End the generation."""
         self.drafter.end()
 
-    def _draft_fixed(self, running: Sequence[Sample], depth: int) -> list[Draft]:
+    def _draft_fixed(self, step: _Step, depth: int) -> Sequence[Draft]:
         begin = self.clock()
-        limits = limits_of(running, depth)
-        self._drafts = self.drafter.propose(running, limits, self._rates, [0.0] * len(running))
+        limits = limits_of(step.running, depth)
+        step.drafts = self.drafter.propose(step.running, limits, self._rates, [0.0] * len(limits))
         self.stats.drafting_s += self.clock() - begin
-        return self._drafts
+        return step.drafts
 
-    def _draft_what_pays(self, running: Sequence[Sample], is_tail: bool) -> list[Draft]:
+    def _draft_what_pays(self, step: _Step, is_tail: bool) -> Sequence[Draft]:
         """Draft by the plan that holds, or by a new one."""
         begin = self.clock()
-        most_in_a_step = len(running) * (1 + self._speculation.max_draft_tokens)
-        self._num_missed = max(self.drafter.num_unread(running) - most_in_a_step, 0)
-        if self._held_plan(len(running)) is None:
+        running, num_rows = step.running, len(step.running)
+        most_in_a_step = num_rows * (1 + self._speculation.max_draft_tokens)
+        num_missed = max(self.drafter.num_unread(running) - most_in_a_step, 0)
+        if self._held_plan(running) is None:
             self._take_outcomes()
-            self._plan = self._planner.plan(self._left(running), is_tail=is_tail, num_missed=self._num_missed)
-            self._plan_rows, self._plan_until = len(running), self._num_steps + PLAN_STEPS
+            if self._agree is None:
+                self._take_seconds()
+            self._plan = self._planner.plan(self._left(running), is_tail=is_tail, num_missed=num_missed)
+            self._planned, self._plan_rows, self._plan_until = running, num_rows, step.number + PLAN_STEPS
             if self._plan.is_untried:
-                self._payoff.forgive(len(running))
+                self._payoff.forgive(num_rows)
         assert self._plan is not None, "made above"
         planned = self.clock()
         self.stats.planning_s += planned - begin
         # Where the drafter's model has to catch up first, trying is dear: the planner alone says when.
-        if not self._plan.depth and (self._num_missed or not self._payoff.tries_again(len(running))):
-            self._take_no_drafts()
-            return [NO_DRAFT] * len(running)
+        if not self._plan.depth and (num_missed or not self._payoff.tries_again(num_rows)):
+            return [NO_DRAFT] * num_rows
         self.drafter.prepare(running)
         prepared = self.clock()
-        chosen = self._draft_by(self._plan, running)
+        step.num_missed = num_missed
+        chosen = self._draft_by(self._plan, step)
         end = self.clock()
         self.stats.drafting_s += end - planned
         self._preparing_s += prepared - planned
-        self._drafting_s = end - prepared
+        step.drafting_s = end - prepared
         return chosen
 
-    def _draft_by(self, plan: DraftPlan, running: Sequence[Sample]) -> list[Draft]:
+    def _draft_by(self, plan: DraftPlan, step: _Step) -> Sequence[Draft]:
         """Return what to verify of what is drafted; now and then, that is less."""
-        num_rows, depth, least = len(running), plan.depth, plan.least_survivals
-        if not depth:  # or what verifying takes would never be learnt anew
-            depth, least = 1, [0.0] * num_rows
-        self._depth = depth
-        looks_ahead = self._anticipates and not self.drafter.costs_a_forward and not self._num_steps % _LOOK_AHEAD_EVERY
-        most = depth
-        if looks_ahead:
-            most, least = min(2 * depth, self._speculation.max_draft_tokens), [0.0] * num_rows
-        self._limits = limits_of(running, most)
-        self._worths = plan.worths or [self._planner.costs.plain_s(num_rows)[0] / num_rows] * num_rows
-        self._drafts = self.drafter.propose(running, self._limits, self._rates, least)
-        return [draft.cut(depth) if len(draft) > depth else draft for draft in self._drafts]
+        num_rows = len(step.running)
+        step.depth, step.worths, least = plan.depth, plan.worths, plan.least_survivals
+        if not plan.depth:  # or what verifying takes would never be learnt anew
+            plain_s, _ = self._planner.costs.plain_s(num_rows)
+            step.depth, step.worths, least = 1, [plain_s / num_rows] * num_rows, [0.0] * num_rows
+        most = step.depth
+        if self._anticipates and not self.drafter.costs_a_forward and not step.number % _LOOK_AHEAD_EVERY:
+            most, least = min(2 * most, self._speculation.max_draft_tokens), [0.0] * num_rows
+        step.limits = limits_of(step.running, most)
+        step.drafts = self.drafter.propose(step.running, step.limits, self._rates, least)
+        if most == step.depth:
+            return step.drafts
+        return [draft.cut(step.depth) if len(draft) > step.depth else draft for draft in step.drafts]
 
-    def _take_no_drafts(self) -> None:
-        self._drafts, self._worths, self._depth, self._drafting_s, self._num_missed = [], (), 0, 0.0, 0
-
-    def _foresee(self, running: Sequence[Sample]) -> None:
+    def _foresee(self, step: _Step) -> None:
         """Look up what some samples might get next: whether it would have stood is learnt without verifying it."""
-        if self.drafter.costs_a_forward or not self._anticipates or not self._foresight.is_due(self._num_steps):
+        if self.drafter.costs_a_forward or not self._anticipates or not self._foresight.is_due(step.number):
             return
         begin = self.clock()
         self._take_outcomes()
-        self._foresight.look(self._num_steps, [running[row] for row in self._few(len(running))], self._rates)
-        self._drafting_s = self.clock() - begin
-        self.stats.drafting_s += self._drafting_s
+        some = [step.running[row] for row in _few(step.number, len(step.running))]
+        self._foresight.look(step.number, some, self._rates)
+        step.drafting_s = self.clock() - begin
+        self.stats.drafting_s += step.drafting_s
+
+    def _is_doubtful(self, step: _Step) -> bool:
+        """Return whether the next step depends on what this one took."""
+        num_rows = len(step.running)
+        return not (self._payoff.pays(num_rows) if step.depth else self._planner.costs.plain.knows(num_rows))
 
     def _take_outcomes(self) -> None:
         """Learn from what drafts came to since the last time, and from what was foreseen, as far as it is known."""
-        for outcome in (*self._outcomes, *self._foresight.take_outcomes()):
+        for step in self._untaught:
+            for row in _few(step.number, len(step.drafts)):
+                step.outcome(row, self._last).teach(self._rates, self._planner.profile)
+            self._last = step
+        self._untaught.clear()
+        for outcome in self._foresight.take_outcomes():
             outcome.teach(self._rates, self._planner.profile)
-        self._outcomes.clear()
 
-    def _few(self, num_rows: int) -> range:
-        """Return samples to learn from in this step, others in every step."""
-        stride = max(-(-num_rows // _FEW), 1)
-        return range((self._num_steps + self._num_steps // _FEW_FOR) % stride, num_rows, stride)
-
-    def _rests(self, num_rows: int) -> bool:
+    def _rests(self, running: Sequence[Sample]) -> bool:
         """Return whether nothing is drafted in this step."""
+        num_rows = len(running)
         if not self._planner.costs.plain.knows(num_rows):
             return True
-        plan = self._held_plan(num_rows)
+        plan = self._held_plan(running)
         return self._payoff.rests(num_rows) or (plan is not None and not plan.depth)
 
-    def _held_plan(self, num_rows: int) -> DraftPlan | None:
-        """Return the plan that still holds; None where it is time for another one."""
-        return self._plan if self._plan_rows == num_rows and self._num_steps < self._plan_until else None
+    def _held_plan(self, running: Sequence[Sample]) -> DraftPlan | None:
+        """Return the plan that still holds; None where it is time for another one.
+
+        It goes on without samples that are over, as long as most of them are left.
+        """
+        if self._plan is None or self._num_steps >= self._plan_until:
+            return None
+        if len(running) != len(self._planned):
+            rows = {id(sample): row for row, sample in enumerate(self._planned)}
+            left = [rows[id(sample)] for sample in running if id(sample) in rows]
+            if len(left) < len(running) or len(left) <= _MOST_LEFT * self._plan_rows:
+                return None
+            self._plan = self._plan.of(left)
+            self._planned = running
+        return self._plan
 
     def _left(self, running: Sequence[Sample]) -> list[float]:
         """Return how many tokens each sample is expected to get still."""
@@ -328,27 +341,40 @@ class Speculator:
         return [expected(sample.prompt_index, len(sample.token_ids), max_new_tokens=sample.max_new_tokens)
                 for sample in running]  # fmt: skip
 
-    def _take_observations(self) -> None:
-        seconds = [value for seen in self._observations for value in (seen.step_s, seen.drafting_s, seen.preparing_s)]
+    def _take_seconds(self) -> None:
+        seconds = [value for step in self._untold for value in (step.seconds, step.drafting_s, step.preparing_s)]
         agreed = iter(seconds if self._agree is None else self._agree(seconds))
-        costs = self._planner.costs
-        for seen in self._observations:
+        for step in self._untold:
             step_s, drafting_s, preparing_s = max(next(agreed), LEAST_S), max(next(agreed), 0.0), next(agreed)
-            if seen.drafted and not seen.num_missed:  # what is missed is read once, however long drafting goes on
-                self._payoff.learn(seen.num_rows, seen.gained_s, step_s + drafting_s + max(preparing_s, 0.0))
-            elif not seen.drafted:
+            if step.depth and not step.num_missed:  # what is missed is read once, however long drafting goes on
+                spent_s = step_s + drafting_s + max(preparing_s, 0.0)
+                self._payoff.learn(len(step.running), step.gained_s(), spent_s)
+            elif not step.depth:
                 self._foresight.spend(drafting_s, step_s)
-            if seen.num_tokens > seen.num_rows:
-                size = effective_tokens(seen.num_rows, seen.num_tokens, seen.width)
-                costs.verifying.observe(size, step_s)
-            elif seen.is_settled or not costs.plain.knows(seen.num_rows):
-                costs.plain.observe(seen.num_rows, step_s)
-            if seen.num_missed:
-                if seen.num_drafted:
-                    usual_s = forwards_of(seen.depth) * costs.drafting_s(seen.num_rows)
-                    costs.catching_up.observe(seen.num_missed, drafting_s - usual_s)
-            elif seen.num_drafted and seen.drafted_before:
-                by_forwards = self.drafter.costs_a_forward
-                times = forwards_of(seen.depth) if by_forwards else look_ups_of(seen.num_rows, seen.num_drafted)
-                costs.drafting.observe(seen.num_rows, drafting_s / times)
-        self._observations.clear()
+            self._take_costs(step, step_s, drafting_s)
+        self._untold.clear()
+
+    def _take_costs(self, step: _Step, step_s: float, drafting_s: float) -> None:
+        """Learn what reading so many tokens takes, and what drafting them does."""
+        costs, num_rows = self._planner.costs, len(step.running)
+        if any(step.lengths):
+            size = effective_tokens(num_rows, num_rows + sum(step.lengths), max(step.lengths))
+            costs.verifying.observe(size, step_s)
+        elif step.is_settled or not costs.plain.knows(num_rows):
+            costs.plain.observe(num_rows, step_s)
+        drafted = [len(draft) for draft in step.drafts]
+        if not any(drafted):
+            return
+        if step.num_missed:
+            usual_s = forwards_of(max(drafted)) * costs.drafting_s(num_rows)
+            costs.catching_up.observe(step.num_missed, drafting_s - usual_s)
+        elif step.drafted_before:
+            by_forwards = self.drafter.costs_a_forward
+            times = forwards_of(max(drafted)) if by_forwards else look_ups_of(num_rows, sum(drafted))
+            costs.drafting.observe(num_rows, drafting_s / times)
+
+
+def _few(step: int, num_rows: int) -> range:
+    """Return samples to learn from in this step, others in every step."""
+    stride = max(-(-num_rows // _FEW), 1)
+    return range((step + step // _FEW_FOR) % stride, num_rows, stride)

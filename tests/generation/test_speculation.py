@@ -292,7 +292,7 @@ def test_drafting_is_tried_in_steps_that_read_no_prompts_until_it_pays() -> None
         drafts = speculator.propose(samples, reads_prompts=reads_prompts)
         speculator.learn(drafts, [[*draft.tokens, 1] if stands else [1] for draft in drafts])
         if not reads_prompts:
-            speculator.time_step(drafts, 10.0)
+            speculator.time_step(10.0)
         return sum(map(len, drafts))
 
     assert not any(num_drafted(False, stands=False) for _ in range(12))

@@ -101,7 +101,7 @@ class Pretence:
             row_steps += len(running)
             drafter.unread += sum(map(len, emitted))
             self.speculator.learn(drafts, emitted)
-            self.speculator.time_step(drafts, drafter.now_s - begin_step)
+            self.speculator.time_step(drafter.now_s - begin_step)
             running = [sample for sample in running if len(sample.token_ids) < NEW_TOKENS]
         self.speculator.end()
         return drafter.now_s - begin, self.num_samples * NEW_TOKENS / row_steps
