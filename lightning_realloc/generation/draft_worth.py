@@ -22,9 +22,11 @@ _PAUSE = 12
 """Plain steps in a row that tell what a plain step takes; the first ones behind verifying steps are slower."""
 COST_OF_TRYING = 0.005
 """Share of all seconds that drafting in vain may come to."""
-_PAUSE_AFTER = 4800
-"""Steps with drafts, for every second gained per second spent, after which a pause shows what plain steps take now: a
-pause loses a quarter of a percent. That the machine got slower as a whole, steps with drafts tell as well."""
+_PAUSE_AFTER = 4000
+_LEAST_PAUSE_AFTER = 160
+"""Steps with drafts, for every second gained per second spent, and those beside them, after which a pause shows what
+plain steps take now: it loses what drafts would have gained and half a step, 0.3 %. That the machine got slower as a
+whole, steps with drafts tell as well; that plain ones look dearer than they are, they do not."""
 _RATE = 0.2
 """Weight of the last trial, where there were many."""
 _NOISE = 0.1
@@ -146,4 +148,5 @@ def _rest(record: _Record, doubt: float) -> int:
         record.num_rests += 1  # the first ones are short: what drafts come to is learnt by drafting
         return round(_TRIAL * min(-record.balance / COST_OF_TRYING, 4.0**record.num_rests))
     record.num_rests = 0
-    return _PAUSE if record.steps_since_pause >= _PAUSE_AFTER * max(record.balance, 0.2) else 0
+    until_pause = _LEAST_PAUSE_AFTER + _PAUSE_AFTER * max(record.balance, 0.0)
+    return _PAUSE if record.steps_since_pause >= until_pause else 0

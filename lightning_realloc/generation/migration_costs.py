@@ -35,7 +35,7 @@ class Pace:
 
     def __init__(self) -> None:
         """Know guesses, and of steps nothing."""
-        self.steps = StepCosts(told_from=1, sure_from=1)
+        self.steps = StepCosts(told_from=1)
         """By rows; drafting included."""
         self.tokens_per_row_step = 1.0
         self.bytes_per_s = 1e9

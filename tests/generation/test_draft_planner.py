@@ -118,7 +118,7 @@ def test_remaining_seconds_are_those_of_simulated_batches(num_rows: int, depth: 
 
 
 def test_a_size_of_two_slow_steps_is_told_close_to_what_its_neighbours_take() -> None:
-    costs = StepCosts(drift_rate=0.0)
+    costs = StepCosts(drift=0.0)
     observe_twice(costs, 40, 7.0)  # 4 in truth
     for _ in range(50):
         costs.observe(20, 2.0)
