@@ -66,7 +66,7 @@ class _Step:
     drafting_s: float = 0.0
     """Where drafting rests, those of looking up what is not verified."""
     preparing_s: float = 0.0
-    """Of drafting, what is done once for a sample: it belongs to what drafting takes, and not to a token's price."""
+    """Of drafting, what is done once for many steps: it belongs to what drafting takes, and not to a token's price."""
     emitted: Sequence[Sequence[int]] = ()
     """What each sample got."""
     drafted_before: bool = False
@@ -249,8 +249,10 @@ class Speculator:
             self._take_outcomes()
             if self._agree is None:
                 self._take_seconds()
+            before = self._plan
             self._plan = self._planner.plan(self._left(running), is_tail=is_tail, num_missed=num_missed)
-            self._planned, self._plan_rows, self._plan_until = running, num_rows, step.number + PLAN_STEPS
+            num_steps = 2 * PLAN_STEPS if before is not None and before.depth == self._plan.depth else PLAN_STEPS
+            self._planned, self._plan_rows, self._plan_until = running, num_rows, step.number + num_steps
             if self._plan.is_untried:
                 self._payoff.forgive(num_rows)
         assert self._plan is not None, "made above"
@@ -265,7 +267,7 @@ class Speculator:
         chosen = self._draft_by(self._plan, step)
         end = self.clock()
         self.stats.drafting_s += end - planned
-        self._preparing_s += prepared - planned
+        self._preparing_s += prepared - begin
         step.drafting_s = end - prepared
         return chosen
 
@@ -345,10 +347,10 @@ class Speculator:
         seconds = [value for step in self._untold for value in (step.seconds, step.drafting_s, step.preparing_s)]
         agreed = iter(seconds if self._agree is None else self._agree(seconds))
         for step in self._untold:
-            step_s, drafting_s, preparing_s = max(next(agreed), LEAST_S), max(next(agreed), 0.0), next(agreed)
+            step_s, drafting_s, preparing_s = (max(next(agreed), least_s) for least_s in (LEAST_S, 0.0, 0.0))
             if step.depth and not step.num_missed:  # what is missed is read once, however long drafting goes on
-                spent_s = step_s + drafting_s + max(preparing_s, 0.0)
-                self._payoff.learn(len(step.running), step.gained_s(), spent_s)
+                self._payoff.learn(len(step.running), step.gained_s(), step_s + drafting_s + preparing_s)
+                self._planner.costs.take_preparing(preparing_s)
             elif not step.depth:
                 self._foresight.spend(drafting_s, step_s)
             self._take_costs(step, step_s, drafting_s)

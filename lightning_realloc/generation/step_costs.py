@@ -23,6 +23,8 @@ _HICCUP = 1.5
 _GROWTH = 0.9
 """Share of their growth so far by which steps that verify more than any did are taken to grow on: a hope, so that they
 are tried where they could pay."""
+_PREPARING_RATE = 0.02
+"""Weight of one step in what preparing takes: that of one in 16 or more is all there is."""
 _SIZE_RATE = 0.05
 """Weight of a new step in the mean size of its like."""
 _MOST_OF_NEIGHBOURS = 8.0
@@ -196,6 +198,12 @@ class SpeculationCosts:
         """Of one forward of a model for all samples, or of one look-up; by samples."""
         self.catching_up = StepCosts(told_from=1)
         """Of a model that reads tokens it has missed; by tokens."""
+        self.preparing_s = 0.0
+        """Of a step with drafts, what is done once for many of them: plans, and what new samples need."""
+
+    def take_preparing(self, seconds: float) -> None:
+        """Take what one step with drafts came to; most took nothing."""
+        self.preparing_s += _PREPARING_RATE * (seconds - self.preparing_s)
 
     def plain_s(self, num_rows: int) -> tuple[float, float]:
         """Return the seconds of a plain step of so many samples, and those of them that one sample adds."""
