@@ -23,8 +23,9 @@ NUM_SLICES = 24
 """Of one run. With many more of them, what an arm's first step finds in the caches would be all that is measured: 24
 cost 3 % in all arms."""
 _FIRST_SLICE_S = 0.02
-_ARENA_MAX = -8
-"""Number of ``mallopt``'s parameter, from glibc's malloc.h."""
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+"""Numbers of ``mallopt``'s parameters, from glibc's malloc.h."""
+_TOUCHED_BYTES = 512 << 20
 
 
 class SlicedArms:
@@ -87,11 +88,14 @@ class SlicedArms:
 
 
 def _keep_memory() -> None:
-    """Let threads take memory from one heap, which keeps what they free, as a rank of the strategy does.
+    """Let threads take all memory from one heap, which keeps what they free, as a rank of the strategy does.
 
-    Else each thread's heap goes back at the end of a run or does not, as its blocks happen to lie: arms that do the
-    same differed by up to 4 %, in page faults alone. Where the C library is not glibc, they still do.
+    Else blocks go back at the end of a run or do not, as they happen to lie: arms that do the same differed by up to
+    4 %, in page faults alone. Where the C library is not glibc, they still do.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and keep_freed_memory():
         mallopt(_ARENA_MAX, 1)
+        mallopt(_MMAP_MAX, 0)
+        mallopt(_TRIM_THRESHOLD, -1)  # what all arms free may be more than a rank does
+        torch.zeros(_TOUCHED_BYTES, dtype=torch.uint8)  # pages that the heap keeps from now on
