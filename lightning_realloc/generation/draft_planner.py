@@ -134,9 +134,9 @@ class DraftPlanner:
     ) -> int:
         """Return half of the depth in use, if it has to be seen before a shallower one is taken; else 0.
 
-        What it takes is read off a line between smaller and larger steps, and seconds may leap in between (where a
-        cache is full). It is not worth reading so many tokens first (``catching_up_s``) that this takes longer than the
-        half may save of ``plain_s``, the seconds without drafts.
+        What it takes is read off a line between smaller and larger steps, and seconds may leap in between, where
+        another kernel takes over. It is not worth reading so many tokens first (``catching_up_s``) that this takes
+        longer than the half may save of ``plain_s``, the seconds without drafts.
         """
         half = in_use // 2
         might_pay = catching_up_s + plain_s / outcomes[half].tokens < plain_s
