@@ -25,7 +25,6 @@ cost 3 % in all arms."""
 _FIRST_SLICE_S = 0.02
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 """Numbers of ``mallopt``'s parameters, from glibc's malloc.h."""
-_TOUCHED_BYTES = 512 << 20
 
 
 class SlicedArms:
@@ -37,7 +36,6 @@ class SlicedArms:
 
     def __init__(self, names: Sequence[str]) -> None:
         """Start a thread for each arm. They last: libraries keep what they prepared by thread."""
-        _keep_memory()
         num_threads = torch.get_num_threads()
         self._threads = {name: ThreadPoolExecutor(1, name, torch.set_num_threads, (num_threads,)) for name in names}
         self._slice_s = dict.fromkeys(names, _FIRST_SLICE_S)
@@ -87,15 +85,17 @@ class SlicedArms:
         return seconds
 
 
-def _keep_memory() -> None:
-    """Let threads take all memory from one heap, which keeps what they free, as a rank of the strategy does.
+def keep_memory(num_bytes: int) -> None:
+    """Let all threads take memory from one heap of so many bytes at least, which keeps what they free.
 
-    Else blocks go back at the end of a run or do not, as they happen to lie: arms that do the same differed by up to
-    4 %, in page faults alone. Where the C library is not glibc, they still do.
+    A rank of the strategy keeps what it frees. Threads have a heap each, which goes back at the end of a run or does
+    not, as its blocks happen to lie: arms that do the same differed by up to 4 %, in page faults alone. The heap is
+    touched now, and has to hold what all arms take at a time, or the last one makes room for all others. Where the C
+    library is not glibc, nothing is done.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and keep_freed_memory():
         mallopt(_ARENA_MAX, 1)
         mallopt(_MMAP_MAX, 0)
         mallopt(_TRIM_THRESHOLD, -1)  # what all arms free may be more than a rank does
-        torch.zeros(_TOUCHED_BYTES, dtype=torch.uint8)  # pages that the heap keeps from now on
+        torch.zeros(num_bytes, dtype=torch.uint8)

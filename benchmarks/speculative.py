@@ -25,7 +25,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from benchmarks.harness import BenchmarkReport, make_parser, paired_ratio
-from benchmarks.slices import SlicedArms
+from benchmarks.slices import SlicedArms, keep_memory
 from benchmarks.speculative_grpo import measure_grpo
 from benchmarks.speculative_models import LONGEST, RECIPES, Recipe, markov_text, train
 from lightning_realloc.generation import GenerationEngine, SamplingParams
@@ -44,6 +44,8 @@ OVER_NONE = 0.98
 WITH_A_GOOD_DRAFTER = {1: 1.8, 4: 1.3}
 """By batch: times faster than no speculation, with the best drafter."""
 PLANNER_SHARE = 0.01
+_HEAP_BYTES = 3 << 30
+"""More than all arms of a cell take at a time."""
 _MOST_DIFFERING = 0.05
 """Share of responses that rounding may change: a product of other shapes may round a draw to a neighbouring token."""
 
@@ -304,6 +306,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="the small model, batches 1 and 4, few turns")
     options: argparse.Namespace = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    keep_memory(_HEAP_BYTES)
     transformers.logging.set_verbosity_error()
     settings = Settings(seed=options.seed)
     if options.quick:

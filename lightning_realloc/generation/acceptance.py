@@ -5,7 +5,7 @@ Pure: outcomes are told, never measured here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,8 +44,9 @@ class AcceptanceRates:
             counts = self._counts.get(kind)
             if counts is None:
                 counts = self._counts[kind] = [0.0, 0.0]
-            won = index < stood
-            _count((counts, self._all), won, _MEMORY)
+            for pair in (counts, self._all):
+                pair[0] = _MEMORY * pair[0] + (index < stood)
+                pair[1] = _MEMORY * pair[1] + 1.0
             overall = self._all[0] / self._all[1]
             self._chances[kind] = (counts[0] + _PRIOR_WEIGHT * overall) / (counts[1] + _PRIOR_WEIGHT)
 
@@ -94,10 +95,8 @@ class DepthProfile:
         known = min(depth, room)
         own = () if resumed is None else (self._resumed if resumed else self._fresh,)
         for counts in (self._all, *own):
-            _count(counts.reached[: min(length, depth)], True, _DEPTH_MEMORY)
-            _count(counts.reached[length:depth], False, _DEPTH_MEMORY)
-            _count(counts.stood[: min(stood, known)], True, _DEPTH_MEMORY)
-            _count(counts.stood[stood : min(stood + 1, known)], False, _DEPTH_MEMORY)
+            _count(counts.reached, length, depth)
+            _count(counts.stood, stood, min(stood + 1, known))
 
     def outcomes(self) -> list[DepthOutcome]:
         """Return what drafts of at most 1, 2, 3 … tokens come to."""
@@ -156,8 +155,9 @@ def _mixed(first: float, second: float, share: float) -> float:
     return first + share * (second - first)
 
 
-def _count(pairs: Iterable[list[float]], won: bool, memory: float) -> None:
-    """Add to how often each was won and tried; what was there counts ``memory`` times as much from now on."""
-    for pair in pairs:
-        pair[0] = memory * pair[0] + won
-        pair[1] = memory * pair[1] + 1.0
+def _count(by_depth: Sequence[list[float]], num_won: int, num_tried: int) -> None:
+    """Add a try at each depth up to ``num_tried``, won up to ``num_won``; what was there counts a little less."""
+    for index in range(num_tried):
+        pair = by_depth[index]
+        pair[0] = _DEPTH_MEMORY * pair[0] + (index < num_won)
+        pair[1] = _DEPTH_MEMORY * pair[1] + 1.0

@@ -36,7 +36,9 @@ class DraftOutcome(NamedTuple):
     def teach(self, rates: AcceptanceRates, profile: DepthProfile) -> None:
         """Tell how many tokens stood; of those behind what the sample got nothing is known."""
         known = min(len(self.draft), len(self.tokens))
-        stood = next((i for i in range(known) if self.draft.tokens[i] != self.tokens[i]), known)
+        stood = 0
+        while stood < known and self.draft.tokens[stood] == self.tokens[stood]:
+            stood += 1
         rates.learn(self.draft.kinds[:known], stood)
         profile.learn(len(self.draft), stood, depth=self.limit, room=len(self.tokens), resumed=self.resumed)
 
