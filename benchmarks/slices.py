@@ -7,7 +7,6 @@ differ by 2.5 %. Seconds are those of the processor that an arm's own thread use
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections import deque
@@ -17,13 +16,13 @@ from types import TracebackType
 
 import torch
 
-from lightning_realloc.runtime.host_memory import keep_freed_memory
+from lightning_realloc.runtime.host_memory import TRIM_THRESHOLD, keep_freed_memory, set_malloc
 
 NUM_SLICES = 24
 """Of one run. With many more of them, what an arm's first step finds in the caches would be all that is measured: 24
 cost 3 % in all arms."""
 _FIRST_SLICE_S = 0.02
-_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+_MMAP_MAX, _ARENA_MAX = -4, -8
 """Numbers of ``mallopt``'s parameters, from glibc's malloc.h."""
 
 
@@ -93,9 +92,8 @@ def keep_memory(num_bytes: int) -> None:
     touched now, and has to hold what all arms take at a time, or the last one makes room for all others. Where the C
     library is not glibc, nothing is done.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and keep_freed_memory():
-        mallopt(_ARENA_MAX, 1)
-        mallopt(_MMAP_MAX, 0)
-        mallopt(_TRIM_THRESHOLD, -1)  # what all arms free may be more than a rank does
+    if keep_freed_memory():
+        set_malloc(_ARENA_MAX, 1)
+        set_malloc(_MMAP_MAX, 0)
+        set_malloc(TRIM_THRESHOLD, -1)  # what all arms free may be more than a rank does
         torch.zeros(num_bytes, dtype=torch.uint8)

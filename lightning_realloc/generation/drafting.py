@@ -120,7 +120,8 @@ class _Lookup(Drafter, ABC):
     def _draft(self, sample: Sample, limit: int, chance: Chance, least_survival: float) -> Draft:
         assert self._verification is not None, "propose() before begin()"
         texts = self._texts(sample)
-        name, text, order, places = _longest(texts, texts[-1][1].end())
+        context = texts[-1][1].end()
+        name, text, order, places = _longest(texts, context)
         if not places:
             return NO_DRAFT
         tokens: list[int] = []
@@ -146,7 +147,7 @@ class _Lookup(Drafter, ABC):
                 break
             places, order = text.behind(places, token), min(order + 1, ORDERS[0])
             if not places:
-                name, text, order, places = _longest(texts, [*texts[-1][1].end(), *tokens][-ORDERS[0] :])
+                name, text, order, places = _longest(texts, [*context, *tokens][-ORDERS[0] :])
         return Draft(tokens, kinds, laws[: len(tokens)])
 
 

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 
 PADDING_SHARE = 0.12
 """What a place of the grid that no token fills costs, beside one that a token does: attention pads every sample's
@@ -138,7 +139,8 @@ class StepCosts:
             return
         known.num_steps += 1
         if known.num_steps <= self._told_from:
-            known.seconds = seen if seen < _HICCUP * known.seconds else known.seconds
+            if seen < _HICCUP * known.seconds:
+                known.seconds = seen
             self._refit()
             return
         surprise = math.log(min(max(seen / known.seconds, 1.0 / _HICCUP), _HICCUP))
@@ -173,7 +175,8 @@ class StepCosts:
         ]
 
     def _refit(self) -> None:
-        told = sorted((size for size in self._by_bucket.values() if size.num_steps >= self._told_from), key=_size_of)
+        seen_enough = (size for size in self._by_bucket.values() if size.num_steps >= self._told_from)
+        told = sorted(seen_enough, key=attrgetter("size"))
         self._sizes = [size.size for size in told]
         means = [size.seconds for size in told]
         means[1:-1] = map(_beside_neighbours, told, told[1:], told[2:])
@@ -281,10 +284,6 @@ def _between(size: float, smaller: tuple[float, float], larger: tuple[float, flo
     """Return the seconds of a size on the line between two others, each with its seconds."""
     share = (size - smaller[0]) / (larger[0] - smaller[0])
     return smaller[1] + share * (larger[1] - smaller[1])
-
-
-def _size_of(size: _Size) -> float:
-    return size.size
 
 
 def _bucket(size: float) -> int:

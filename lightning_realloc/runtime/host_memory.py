@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Numbers of ``mallopt``'s parameters, from glibc's malloc.h."""
 _ENVIRONMENT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 """Where users set them by themselves."""
@@ -27,10 +27,13 @@ def keep_freed_memory() -> bool:
     """
     if any(name in os.environ for name in _ENVIRONMENT):
         return False
+    return set_malloc(TRIM_THRESHOLD, _KEPT_BYTES) and set_malloc(_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
+
+
+def set_malloc(parameter: int, value: int) -> bool:
+    """Set one of malloc's parameters, by its number; returns whether the C library took it. Only glibc does."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return bool(mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)) and bool(mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES))
+    return mallopt is not None and bool(mallopt(parameter, value))
 
 
 def give_back_freed_memory() -> bool:
