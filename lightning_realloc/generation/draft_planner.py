@@ -28,9 +28,6 @@ and gained nothing."""
 HYSTERESIS = 0.01
 """Share by which a depth must promise to be faster than the one in use: estimates differ by chance alone."""
 _LEAST_SURVIVAL = 0.02
-_CAUTION = 1.5
-"""Chance times worth, in what it costs, from which a token that is looked up is verified: chances differ by sample, and
-by a draft's kinds they are taken to be the same."""
 _BEHIND = 0.75
 """Standard deviations of one sample's progress by which the last of n samples is behind the mean, over ln n. That is
 more than chance alone would make it, since some samples are easier to draft for than others: with 4, 16 and 32 samples
@@ -114,8 +111,6 @@ class DraftPlanner:
         if depth < in_use and not self._knows(num_rows, depth, outcomes):  # to see what such steps take
             return DraftPlan(depth, worths, [_LEAST_SURVIVAL] * num_rows, is_untried=True)
         token_s = self._token_s(num_rows, depth, outcomes[depth])
-        if not self._costs_a_forward:
-            token_s *= _CAUTION
         return DraftPlan(depth, worths, [max(token_s / worth, _LEAST_SURVIVAL) for worth in worths])
 
     def _tail_s(

@@ -349,8 +349,9 @@ class Speculator:
         for step in self._untold:
             step_s, drafting_s, preparing_s = (max(next(agreed), least_s) for least_s in (LEAST_S, 0.0, 0.0))
             if step.depth and not step.num_missed:  # what is missed is read once, however long drafting goes on
-                self._payoff.learn(len(step.running), step.gained_s(), step_s + drafting_s + preparing_s)
-                self._planner.costs.take_preparing(preparing_s)
+                # What prepares many steps is spread over them: else the first ones of a generation would not pay.
+                shared_s = self._planner.costs.take_preparing(preparing_s)
+                self._payoff.learn(len(step.running), step.gained_s(), step_s + drafting_s + shared_s)
             elif not step.depth:
                 self._foresight.spend(drafting_s, step_s)
             self._take_costs(step, step_s, drafting_s)

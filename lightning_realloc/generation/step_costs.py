@@ -204,9 +204,10 @@ class SpeculationCosts:
         self.preparing_s = 0.0
         """Of a step with drafts, what is done once for many of them: plans, and what new samples need."""
 
-    def take_preparing(self, seconds: float) -> None:
-        """Take what one step with drafts came to; most took nothing."""
+    def take_preparing(self, seconds: float) -> float:
+        """Take what one step with drafts came to, most took nothing; return its share of all of them."""
         self.preparing_s += _PREPARING_RATE * (seconds - self.preparing_s)
+        return self.preparing_s
 
     def plain_s(self, num_rows: int) -> tuple[float, float]:
         """Return the seconds of a plain step of so many samples, and those of them that one sample adds."""
