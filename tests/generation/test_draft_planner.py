@@ -183,6 +183,24 @@ def test_a_depth_in_use_stays_while_it_is_about_as_good() -> None:
     assert planner.plan([50.0] * 4, is_tail=True).depth == depth
 
 
+def test_a_plan_for_some_of_its_samples_keeps_what_is_theirs() -> None:
+    plan = planner_that_knows(6, 0.9, CURVES["steps"]).plan([90.0, 80.0, 70.0, 40.0, 20.0, 10.0], is_tail=True)
+    some = plan.of([0, 4])
+    assert some.depth == plan.depth > 0
+    assert (some.worths, some.least_survivals) == (
+        [plan.worths[0], plan.worths[4]],
+        [plan.least_survivals[0], plan.least_survivals[4]],
+    )
+    assert plan.worths[0] > plan.worths[4]
+
+
+def test_what_prepares_many_steps_is_shared_among_them() -> None:
+    costs = SpeculationCosts()
+    shares = [costs.take_preparing(3.0), *(costs.take_preparing(0.0) for _ in range(500))]
+    assert max(shares) < 0.1
+    assert sum(shares) == pytest.approx(3.0, rel=0.01)
+
+
 def test_samples_that_are_behind_verify_less_likely_tokens() -> None:
     plan = planner_that_knows(4, 0.8, CURVES["linear"]).plan([10.0, 40.0, 60.0, 80.0], is_tail=True)
     assert list(plan.least_survivals) == sorted(plan.least_survivals, reverse=True)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 from weakref import WeakSet
 
 import pytest
 import torch
 from torch import Tensor
 
+from lightning_realloc.generation.draft_planner import DraftPlan, DraftPlanner
 from lightning_realloc.generation.drafting import Chance, Drafter
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.sampling import SamplingParams
@@ -81,6 +84,8 @@ class Pretence:
     num_samples: int = 4
     num_prompt_tokens: int = 0
     """Which a draft model has not read, of all samples."""
+    fewer_each: int = 0
+    """Tokens that every sample has less than the one before it."""
 
     def __post_init__(self) -> None:
         speculation = Speculation(drafter="none", max_draft_tokens=self.max_draft_tokens)
@@ -89,7 +94,8 @@ class Pretence:
     def generate(self) -> tuple[float, float]:
         """Return the seconds of one generation, and the tokens per sample and step."""
         params, drafter = SamplingParams(max_new_tokens=NEW_TOKENS), self.drafter
-        samples = [Sample(i, i, (1,), NEW_TOKENS, key=i) for i in range(self.num_samples)]
+        lengths = [NEW_TOKENS - self.fewer_each * i for i in range(self.num_samples)]
+        samples = [Sample(i, i, (1,), length, key=i) for i, length in enumerate(lengths)]
         self.speculator.begin(samples, params, self.num_samples)
         begin, row_steps, running = drafter.now_s, 0, samples
         drafter.unread = self.num_prompt_tokens
@@ -102,9 +108,9 @@ class Pretence:
             drafter.unread += sum(map(len, emitted))
             self.speculator.learn(drafts, emitted)
             self.speculator.time_step(drafter.now_s - begin_step)
-            running = [sample for sample in running if len(sample.token_ids) < NEW_TOKENS]
+            running = [sample for sample in running if len(sample.token_ids) < sample.max_new_tokens]
         self.speculator.end()
-        return drafter.now_s - begin, self.num_samples * NEW_TOKENS / row_steps
+        return drafter.now_s - begin, sum(lengths) / row_steps
 
     def _emit(self, sample: Sample, draft: Draft) -> list[int]:
         tokens = []
@@ -112,7 +118,7 @@ class Pretence:
             token = token_at(len(sample.token_ids))
             sample.append(token, 0.0)
             tokens.append(token)
-            if drafted != token:
+            if drafted != token or len(sample.token_ids) == sample.max_new_tokens:
                 break
         return tokens
 
@@ -144,6 +150,25 @@ def test_what_stands_is_drafted(max_draft_tokens: int) -> None:
     pretence = Pretence(drafter, flat, max_draft_tokens)
     pretence.generate()
     assert pretence.generate()[1] > 0.8 * (1 + max_draft_tokens)
+
+
+def test_a_plan_goes_on_while_few_of_its_samples_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int] = []
+    plan = DraftPlanner.plan
+
+    def counting(planner: DraftPlanner, left: Sequence[float], **told: Any) -> DraftPlan:
+        planned.append(len(left))
+        return plan(planner, left, **told)
+
+    monkeypatch.setattr(DraftPlanner, "plan", counting)
+    drafter = Foreteller()
+    drafter.right = 1.0
+    pretence = Pretence(drafter, flat, num_samples=20, fewer_each=5)
+    pretence.generate()
+    planned.clear()
+    assert pretence.generate()[1] > 5.0  # so that it is over within the steps that one plan may hold for
+    assert planned[0] == 20 and len(planned) > 2
+    assert all(later <= 0.7 * earlier for earlier, later in pairwise(planned))
 
 
 def test_drafts_that_never_stand_cost_a_percent_at_most() -> None:
