@@ -7,6 +7,7 @@ differ by 2.5 %. Seconds are those of the processor that an arm's own thread use
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -21,7 +22,9 @@ from lightning_realloc.runtime.host_memory import TRIM_THRESHOLD, keep_freed_mem
 NUM_SLICES = 24
 """Of one run. With many more of them, what an arm's first step finds in the caches would be all that is measured: 24
 cost 3 % in all arms."""
-_FIRST_SLICE_S = 0.02
+_FIRST_SLICE_S = math.inf
+"""An arm's first run is one slice: how long it takes is not known, and engines would learn from steps with cold caches
+what steps take. With slices of a step or two, verifying ones looked a fifth dearer than they are."""
 _MMAP_MAX, _ARENA_MAX = -4, -8
 """Numbers of ``mallopt``'s parameters, from glibc's malloc.h."""
 
