@@ -19,12 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_realloc.generation.acceptance import DepthOutcome, DepthProfile
-from lightning_realloc.generation.draft_worth import COST_OF_TRYING, chances_to_be_last, token_worths
+from lightning_realloc.generation.draft_worth import chances_to_be_last, token_worths
 from lightning_realloc.generation.step_costs import SpeculationCosts, forwards_of, look_ups_of
 
 PLAN_STEPS = 16
 """For which a plan holds, and twice as many if it is as the one before. With half as many, planning took 0.4 % longer
 and gained nothing."""
+TRY_STEPS = 4
+"""The same of one that drafts though nothing seems to pay."""
 HYSTERESIS = 0.01
 """Share by which a depth must promise to be faster than the one in use: estimates differ by chance alone."""
 _LEAST_SURVIVAL = 0.02
@@ -34,8 +36,6 @@ more than chance alone would make it, since some samples are easier to draft for
 0.9 to 1.6, 1.3 to 2.1 and 1.3 to 2.5 times as much was seen. Drafts that go to those behind make up for part of it."""
 _OVERSHOOT = 0.5
 """Share that is paid of what a last step might go beyond the end: drafts are cut off there."""
-_TRIED_AGAIN = 32
-"""Plans in a row by which nothing pays, after which one tries a token nevertheless, if that is cheap: times change."""
 _NO_DRAFT = DepthOutcome(tokens=1.0, variance=0.0, drafted=0.0)
 
 
@@ -45,10 +45,14 @@ class DraftPlan:
 
     depth: int
     """Most tokens of one draft; 0: nothing is drafted."""
+    best_draft: int
+    """The best depth but 0."""
     worths: Sequence[float]
     """Of a token of each sample, in seconds."""
     least_survivals: Sequence[float]
     """For each sample, the chance to stand that a token needs."""
+    is_try: bool = False
+    """Whether nothing seems to pay: it is drafted all the same, for what that seems by may be wrong, or old."""
     is_untried: bool = False
     """Whether a deeper one failed, and no steps of about this size were seen: what drafting lost says nothing of it."""
 
@@ -72,18 +76,16 @@ class DraftPlanner:
         self._costs_a_forward = costs_a_forward
         self._chosen: dict[int, int] = {}
         """Depth in use, by the power of two of the number of samples."""
-        self._num_idle = 0
-        """Plans in a row by which nothing pays."""
-        self._idle_s = 0.0
-        """Seconds of plain steps that they stand for."""
 
-    def plan(self, left: Sequence[float], *, is_tail: bool, num_missed: int = 0) -> DraftPlan:
-        """Return what to draft in the next `PLAN_STEPS` steps.
+    def plan(self, left: Sequence[float], *, is_tail: bool, num_missed: int = 0, may_lose_s: float = 0.0) -> DraftPlan:
+        """Return what to draft in the next steps.
 
         Args:
             left: Tokens that each sample is expected to get still.
             is_tail: No sample waits for a slot, so that the one which takes longest decides when all are done.
             num_missed: Tokens that the drafter's model reads before it can draft, beyond what it reads in every step.
+            may_lose_s: Seconds that a plan may lose which drafts though nothing seems to pay. Where nothing was missed,
+                a single step is tried instead, and no plan does.
         """
         num_rows = len(left)
         outcomes = (_NO_DRAFT, *self.profile.outcomes())
@@ -99,19 +101,20 @@ class DraftPlanner:
         in_use = self._chosen.get(key, 0)
         least = self._half_to_see(in_use, num_rows, outcomes, seconds[0], catching_up_s)
         depth = self._chosen[key] = max(_fastest(seconds, in_use), least)
+        best_draft = min(range(1, len(seconds)), key=seconds.__getitem__)
         plain_s, row_s = self.costs.plain_s(num_rows)
-        if not depth and self._is_time_to_try(plain_s, catching_up_s + PLAN_STEPS * steps_s[1]):
-            depth = 1
+        lost_s = catching_up_s + TRY_STEPS * (steps_s[best_draft] - plain_s * outcomes[best_draft].tokens)
+        is_try = not depth and num_missed > 0 and lost_s <= may_lose_s
+        if is_try:
+            depth = best_draft
         if not depth:
-            return DraftPlan(0, (), ())
-        if self._chosen[key]:
-            self._num_idle, self._idle_s = 0, 0.0
+            return DraftPlan(0, best_draft, (), ())
         # In the tail, a step is saved by the last sample alone; before it, none is, whoever is ahead.
         worths = token_worths(chances, plain_s, row_s) if is_tail else [plain_s / num_rows] * num_rows
         if depth < in_use and not self._knows(num_rows, depth, outcomes):  # to see what such steps take
-            return DraftPlan(depth, worths, [_LEAST_SURVIVAL] * num_rows, is_untried=True)
+            return DraftPlan(depth, best_draft, worths, [_LEAST_SURVIVAL] * num_rows, is_untried=True)
         token_s = self._token_s(num_rows, depth, outcomes[depth])
-        return DraftPlan(depth, worths, [max(token_s / worth, _LEAST_SURVIVAL) for worth in worths])
+        return DraftPlan(depth, best_draft, worths, [max(token_s / worth, _LEAST_SURVIVAL) for worth in worths], is_try)
 
     def _tail_s(
         self, left: Sequence[float], num_last: float, outcomes: Sequence[DepthOutcome], steps_s: Sequence[float]
@@ -140,15 +143,6 @@ class DraftPlanner:
     def _knows(self, num_rows: int, depth: int, outcomes: Sequence[DepthOutcome]) -> bool:
         """Return whether steps that draft so many tokens at most were seen, or such of about their size."""
         return self.costs.knows_verifying(num_rows, num_rows * outcomes[depth].drafted, depth)
-
-    def _is_time_to_try(self, plain_s: float, trying_s: float) -> bool:
-        """Count a plan by which nothing pays; return whether it is time to see what a token comes to now."""
-        self._num_idle += 1
-        self._idle_s += PLAN_STEPS * plain_s
-        if self._num_idle < _TRIED_AGAIN or trying_s - PLAN_STEPS * plain_s > COST_OF_TRYING * self._idle_s:
-            return False
-        self._num_idle, self._idle_s = 0, 0.0
-        return True
 
     def _steps_s(self, num_rows: int, outcomes: Sequence[DepthOutcome]) -> list[float]:
         """Return the seconds of a step, by depth: of one that drafts so many tokens at most, and verifies them."""

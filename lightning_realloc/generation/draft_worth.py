@@ -89,6 +89,8 @@ class Payoff:
     def __init__(self) -> None:
         """Know nothing: plain steps come first, to compare with."""
         self._records: dict[int, _Record] = {}
+        self.saved_s = 0.0
+        """What tries may lose still, of their share of all seconds; less than nothing where they lost more."""
 
     def rests(self, num_rows: int) -> bool:
         """Count a step; return whether drafting rests in it."""
@@ -103,10 +105,13 @@ class Payoff:
         record = self._record(num_rows)
         return record.balance > 0.0 and record.trial >= 0.0
 
-    def tries_again(self, num_rows: int) -> bool:
-        """Whether the next step with drafts is the first one after a rest, or those since then gained."""
-        record = self._record(num_rows)
-        return record.balance < 0.0 and (not record.num_steps or record.trial > 0.0)
+    def save(self, plain_s: float) -> None:
+        """Take the seconds of a plain step."""
+        self.saved_s += COST_OF_TRYING * plain_s
+
+    def take_try(self, gained_s: float, spent_s: float) -> None:
+        """Take a step that drafted though nothing seemed to pay: as `learn`, but nothing rests for it."""
+        self.saved_s -= max(spent_s - gained_s, 0.0)
 
     def forgive(self, num_rows: int) -> None:
         """Forget what drafting lost: it goes on in another way."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.acceptance import AcceptanceRates
-from lightning_realloc.generation.draft_planner import PLAN_STEPS, DraftPlan, DraftPlanner
+from lightning_realloc.generation.draft_planner import PLAN_STEPS, TRY_STEPS, DraftPlan, DraftPlanner
 from lightning_realloc.generation.draft_worth import Payoff
 from lightning_realloc.generation.drafting import Drafter
 from lightning_realloc.generation.foresight import DraftOutcome, Foresight, limits_of
@@ -61,6 +61,8 @@ class _Step:
     """Of which the first ``depth`` tokens are verified."""
     limits: Sequence[int] = ()
     """Most tokens that each of them might have had."""
+    is_try: bool = False
+    """Whether nothing seems to pay: it is drafted to see whether that is true."""
     num_missed: int = 0
     """Tokens that the drafter's model read first, since it had missed them."""
     drafting_s: float = 0.0
@@ -250,16 +252,20 @@ class Speculator:
             if self._agree is None:
                 self._take_seconds()
             before = self._plan
-            self._plan = self._planner.plan(self._left(running), is_tail=is_tail, num_missed=num_missed)
-            num_steps = 2 * PLAN_STEPS if before is not None and before.depth == self._plan.depth else PLAN_STEPS
+            self._plan = self._planner.plan(
+                self._left(running), is_tail=is_tail, num_missed=num_missed, may_lose_s=self._payoff.saved_s
+            )
+            is_as_before = before is not None and before.depth == self._plan.depth
+            num_steps = TRY_STEPS if self._plan.is_try else 2 * PLAN_STEPS if is_as_before else PLAN_STEPS
             self._planned, self._plan_rows, self._plan_until = running, num_rows, step.number + num_steps
             if self._plan.is_untried:
                 self._payoff.forgive(num_rows)
         assert self._plan is not None, "made above"
         planned = self.clock()
         self.stats.planning_s += planned - begin
-        # Where the drafter's model has to catch up first, trying is dear: the planner alone says when.
-        if not self._plan.depth and (num_missed or not self._payoff.tries_again(num_rows)):
+        step.is_try = self._plan.is_try or not self._plan.depth
+        # Where the drafter's model has to catch up first, one step tells too little for what it takes.
+        if not self._plan.depth and (num_missed or self._payoff.saved_s < 0.0):
             return [NO_DRAFT] * num_rows
         self.drafter.prepare(running)
         prepared = self.clock()
@@ -275,9 +281,9 @@ class Speculator:
         """Return what to verify of what is drafted; now and then, that is less."""
         num_rows = len(step.running)
         step.depth, step.worths, least = plan.depth, plan.worths, plan.least_survivals
-        if not plan.depth:  # or what verifying takes would never be learnt anew
+        if not plan.depth:
             plain_s, _ = self._planner.costs.plain_s(num_rows)
-            step.depth, step.worths, least = 1, [plain_s / num_rows] * num_rows, [0.0] * num_rows
+            step.depth, step.worths, least = plan.best_draft, [plain_s / num_rows] * num_rows, [0.0] * num_rows
         most = step.depth
         if self._anticipates and not self.drafter.costs_a_forward and not step.number % _LOOK_AHEAD_EVERY:
             most, least = min(2 * most, self._speculation.max_draft_tokens), [0.0] * num_rows
@@ -348,12 +354,15 @@ class Speculator:
         agreed = iter(seconds if self._agree is None else self._agree(seconds))
         for step in self._untold:
             step_s, drafting_s, preparing_s = (max(next(agreed), least_s) for least_s in (LEAST_S, 0.0, 0.0))
-            if step.depth and not step.num_missed:  # what is missed is read once, however long drafting goes on
+            if step.is_try and step.depth:
+                self._payoff.take_try(step.gained_s(), step_s + drafting_s + preparing_s)
+            elif step.depth and not step.num_missed:  # what is missed is read once, however long drafting goes on
                 # What prepares many steps is spread over them: else the first ones of a generation would not pay.
                 shared_s = self._planner.costs.take_preparing(preparing_s)
                 self._payoff.learn(len(step.running), step.gained_s(), step_s + drafting_s + shared_s)
             elif not step.depth:
                 self._foresight.spend(drafting_s, step_s)
+                self._payoff.save(step_s)
             self._take_costs(step, step_s, drafting_s)
         self._untold.clear()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from operator import attrgetter
 
 PADDING_SHARE = 0.12
@@ -180,10 +180,7 @@ class StepCosts:
         self._sizes = [size.size for size in told]
         means = [size.seconds for size in told]
         means[1:-1] = map(_beside_neighbours, told, told[1:], told[2:])
-        # Larger steps do not take less time: the mean of the two nearest rising sequences around what was seen.
-        above = accumulate(means, max)
-        below = reversed(list(accumulate(reversed(means), min)))
-        self._seconds = [(high + low) / 2 for high, low in zip(above, below, strict=True)]
+        self._seconds = _rising(means, [1.0 / (size.variance + _NOISE / _MOST_OF_NEIGHBOURS) for size in told])
         self._since_refit = 0
 
 
@@ -279,6 +276,23 @@ def _beside_neighbours(smaller: _Size, own: _Size, larger: _Size) -> float:
     between_s = _between(own.size, (smaller.size, smaller.seconds), (larger.size, larger.seconds))
     weight = min(_MOST_OF_NEIGHBOURS, (smaller.num_steps + larger.num_steps) / 2)
     return (own.num_steps * own.seconds + weight * between_s) / (own.num_steps + weight)
+
+
+def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Return the never falling sequence closest to the values, by weighted squares: larger steps do not take less time.
+
+    Source: pooling adjacent violators (Barlow, Bartholomew, Bremner and Brunk, "Statistical Inference under Order
+    Restrictions", 1972). A size of a few steps that were slow by chance gives way to one of many.
+    """
+    pools: list[tuple[float, float, int]] = []  # mean, weight and how many values share it
+    for value, weight in zip(values, weights, strict=True):
+        pool = (value, weight, 1)
+        while pools and pools[-1][0] > pool[0]:
+            mean, own, length = pools.pop()
+            both = own + pool[1]
+            pool = ((mean * own + pool[0] * pool[1]) / both, both, length + pool[2])
+        pools.append(pool)
+    return [mean for mean, _, length in pools for _ in range(length)]
 
 
 def _between(size: float, smaller: tuple[float, float], larger: tuple[float, float]) -> float:

@@ -72,11 +72,18 @@ def test_nothing_is_drafted_where_every_token_costs_what_it_may_bring() -> None:
     assert planner.plan([20.0, 20.0], is_tail=True).depth == 0
 
 
-def test_a_token_is_tried_now_and_then_though_nothing_pays() -> None:
+def test_a_model_that_has_to_catch_up_is_tried_where_that_may_lose_enough() -> None:
     planner = planner_that_knows(2, 0.4, lambda size: np.asarray(size, dtype=float))
-    depths = [planner.plan([20.0, 20.0], is_tail=True).depth for _ in range(640)]
-    assert depths.count(0) + depths.count(1) == 640
-    assert 1 <= depths.count(1) <= 10
+
+    def tried(**told: float) -> int:
+        plan = planner.plan([20.0, 20.0], is_tail=True, **told)  # type: ignore[arg-type]
+        assert plan.is_try == (plan.depth > 0)
+        return plan.depth
+
+    # Four steps of one token of each sample take two seconds more each, and 0.4 tokens in 2.8 plain seconds are gained.
+    assert [tried(num_missed=9, may_lose_s=lost_s) for lost_s in (0.0, 4.5, 5.1)] == [0, 0, 1]
+    assert not tried(may_lose_s=40.0)  # nothing to catch up with: single steps tell
+    assert not tried()
 
 
 def test_of_depths_with_the_same_tokens_per_second_many_samples_are_over_sooner_with_the_shallower() -> None:
@@ -127,6 +134,17 @@ def test_a_size_of_two_slow_steps_is_told_close_to_what_its_neighbours_take() ->
     for _ in range(100):
         costs.observe(40, 6.0)  # what is seen often enough is believed
     assert costs.seconds(40) == pytest.approx(6.0, rel=0.05)
+
+
+def test_a_few_slow_steps_of_a_small_size_do_not_lift_what_many_of_a_larger_one_took() -> None:
+    costs = StepCosts(drift=0.0)
+    observe_twice(costs, 30, 9.0)  # 3 in truth, and never seen again
+    for _ in range(50):
+        costs.observe(20, 2.0)
+        costs.observe(45, 4.5)
+        costs.observe(60, 6.0)
+    assert costs.seconds(45) == pytest.approx(4.5, rel=0.1)
+    assert costs.seconds(60) == pytest.approx(6.0, rel=0.02)
 
 
 def test_a_machine_that_gets_slower_slows_plain_steps_too_though_none_is_made() -> None:

@@ -86,28 +86,27 @@ def test_many_samples_do_not_speak_for_few() -> None:
     assert share_of_rests(payoff, 2, 2.0, steps=100) == 0.0
 
 
-def test_the_first_draft_after_a_rest_is_told_apart() -> None:
-    payoff = Payoff()
-    for _ in range(12):
-        payoff.rests(1)
-    assert not payoff.tries_again(1)
-    for _ in range(8):
-        payoff.learn(1, 0.5, 1.0)
-    assert payoff.tries_again(1)
-    payoff.learn(1, 0.5, 1.0)
-    assert not payoff.tries_again(1)
+def num_tries(payoff: Payoff, *, steps: int, plain_s: float = 1.0, gained_s: float) -> int:
+    """Return how many of so many steps are tries, if all that may be are; each takes three plain ones' seconds."""
+    tries = 0
+    for _ in range(steps):
+        if payoff.saved_s > 0.0:
+            payoff.take_try(gained_s, 3.0 * plain_s)
+            tries += 1
+        else:
+            payoff.save(plain_s)
+    return tries
 
 
-def test_a_trial_that_gains_goes_on_and_the_next_rest_is_short() -> None:
+@pytest.mark.parametrize("plain_s", [0.001, 1.0])
+def test_tries_in_vain_lose_half_a_percent_in_the_long_run(plain_s: float) -> None:
     payoff = Payoff()
-    share_of_rests(payoff, 8, 0.5, steps=5000)
-    while payoff.rests(8):
-        pass
-    for _ in range(7):
-        payoff.learn(8, 1.5, 1.0)
-        assert payoff.tries_again(8)
-    payoff.learn(8, 1.5, 1.0)
-    assert sum(payoff.rests(8) for _ in range(500)) == 32
+    # Each loses two plain steps' seconds, which 400 plain steps pay for.
+    assert num_tries(payoff, steps=60_000, plain_s=plain_s, gained_s=plain_s) == pytest.approx(150, abs=5)
+
+
+def test_tries_that_gain_cost_nothing() -> None:
+    assert num_tries(Payoff(), steps=100, gained_s=4.0) == 99
 
 
 def test_whether_drafting_pays_is_what_the_last_trials_say_and_this_one_so_far() -> None:

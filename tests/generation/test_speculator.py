@@ -253,6 +253,23 @@ def test_where_costs_leap_between_two_depths_the_shallower_one_is_found(costs_a_
     assert pretence.generate()[0] < share * plain_s
 
 
+@pytest.mark.parametrize(("costs_a_forward", "slowness"), [(False, 2.0), (True, 2.1)])
+def test_drafts_that_pay_are_found_though_steps_that_verified_some_were_slow_at_first(
+    costs_a_forward: bool, slowness: float
+) -> None:
+    # As in a first generation, in which kernels are made and caches are cold.
+    drafter = Foreteller(costs_a_forward=costs_a_forward)
+    drafter.right, drafter.read_s = 0.9, 0.005  # prompts in the seconds of one plain step
+    pretence = Pretence(
+        drafter, lambda tokens: gentle(tokens) * (slowness if tokens > 16 else 1.0), num_samples=16,
+        num_prompt_tokens=400,
+    )  # fmt: skip
+    pretence.generate()
+    slowness = 1.0
+    rates = [pretence.generate()[1] for _ in range(30)]
+    assert min(rates[-2:]) > 1.8, rates
+
+
 def test_prompts_that_are_read_at_once_keep_no_draft_model_from_drafting() -> None:
     drafter = Foreteller(costs_a_forward=True)
     drafter.right, drafter.read_s = 1.0, 0.0005
