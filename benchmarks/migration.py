@@ -4,9 +4,10 @@ Two engines on the same weights in every rank, one of which moves samples; they 
 in every turn. Nobody knows the lengths beforehand: a sample ends at a place that only the stop rule knows, as if by its
 end token. The makespan is from the moment at which all ranks begin to that at which the last one ends, in wall seconds.
 
-Ranks compute on one core each ("cpu"), as many as there are. Or each has a device of its own that computes while its
-core waits ("waiting"): a small model whose forwards sleep as long as a device would take. Everything else is real:
-ranks, rounds, messages, keys and values.
+Ranks compute on a core each ("cpu"), bound to it: else the system moves them about whenever the threads of their
+messages wake up, and turns of the same work differ by more than moves cost. Or each has a device of its own that
+computes while its core waits ("waiting"): a small model whose forwards sleep as long as a device would take. Everything
+else is real: ranks, rounds, messages, keys and values.
 
 The lower bound is that of a perfect division: all ranks' seconds of decoding without moves, divided among them, or the
 longest sample alone, whichever is longer.
@@ -161,6 +162,8 @@ class _Engine(GenerationEngine):
 def measure_on_rank(rank: int, settings: Settings, cases: Sequence[Case], answers: Connection) -> None:
     """Measure all cases with the other ranks; the first rank sends what every turn came to."""
     world_size = dist.get_world_size()
+    if settings.device == CPU:
+        _stay_on_core(rank)
     mailbox = Mailbox(rank, world_size, dist.new_group(backend="gloo"))
     models = {dtype: _model(settings.device, dtype) for dtype in (torch.float64, torch.float32)}
     peers = Peers(mailbox, rank, mailbox.others)
@@ -187,6 +190,13 @@ def measure_on_rank(rank: int, settings: Settings, cases: Sequence[Case], answer
                 answers.send((case.name, turn < 0, longest_s, everybody))
             mailbox.let_go(peers.run)
             dist.barrier()
+
+
+def _stay_on_core(rank: int) -> None:
+    """Bind this process, and threads that it starts from now on, to one core of those it may use; not on macOS."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
 def _model(device: Device, dtype: torch.dtype) -> PreTrainedModel:
