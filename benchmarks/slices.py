@@ -24,7 +24,7 @@ NUM_SLICES = 24
 cost 3 % in all arms."""
 _FIRST_SLICE_S = math.inf
 """An arm's first run is one slice: how long it takes is not known, and engines would learn from steps with cold caches
-what steps take. With slices of a step or two, verifying ones looked a fifth dearer than they are."""
+what steps take."""
 _MMAP_MAX, _ARENA_MAX = -4, -8
 """Numbers of ``mallopt``'s parameters, from glibc's malloc.h."""
 
@@ -63,7 +63,7 @@ class SlicedArms:
                 self._order.rotate(-1)
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._order[0] == name)
-            self._own.slice_end_s = time.thread_time() + self._slice_s[name]
+            self._own.slice_end_s += self._slice_s[name]  # or what steps go beyond would add up, and arms end apart
 
     def run(self, arms: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         """Run all arms, each once; return the CPU-seconds of each."""
