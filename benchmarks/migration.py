@@ -4,10 +4,9 @@ Two engines on the same weights in every rank, one of which moves samples; they 
 in every turn. Nobody knows the lengths beforehand: a sample ends at a place that only the stop rule knows, as if by its
 end token. The makespan is from the moment at which all ranks begin to that at which the last one ends, in wall seconds.
 
-Ranks compute on a core each ("cpu"), bound to it: else the system moves them about whenever the threads of their
-messages wake up, and turns of the same work differ by more than moves cost. Or each has a device of its own that
-computes while its core waits ("waiting"): a small model whose forwards sleep as long as a device would take. Everything
-else is real: ranks, rounds, messages, keys and values.
+Ranks compute on a core each ("cpu"), bound to it, so that no rank's messages can make another one give way. Or each has
+a device of its own that computes while its core waits ("waiting"): a small model whose forwards sleep as long as a
+device would take. Everything else is real: ranks, rounds, messages, keys and values.
 
 The lower bound is that of a perfect division: all ranks' seconds of decoding without moves, divided among them, or the
 longest sample alone, whichever is longer.

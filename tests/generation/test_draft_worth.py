@@ -86,6 +86,16 @@ def test_many_samples_do_not_speak_for_few() -> None:
     assert share_of_rests(payoff, 2, 2.0, steps=100) == 0.0
 
 
+def test_after_a_trial_that_gains_the_next_rest_is_short() -> None:
+    payoff = Payoff()
+    share_of_rests(payoff, 8, 0.5, steps=5000)
+    while payoff.rests(8):
+        pass
+    for _ in range(8):
+        payoff.learn(8, 1.5, 1.0)
+    assert sum(payoff.rests(8) for _ in range(500)) == 32
+
+
 def num_tries(payoff: Payoff, *, steps: int, plain_s: float = 1.0, gained_s: float) -> int:
     """Return how many of so many steps are tries, if all that may be are; each takes three plain ones' seconds."""
     tries = 0
