@@ -29,7 +29,7 @@ from benchmarks.slices import SlicedArms, keep_memory
 from benchmarks.speculative_grpo import measure_grpo
 from benchmarks.speculative_models import LONGEST, RECIPES, Recipe, markov_text, train
 from lightning_realloc.generation import GenerationEngine, SamplingParams
-from lightning_realloc.generation.draft_model import ModelDrafter, first_blocks
+from lightning_realloc.generation.draft_model import BlocksDrafter, ModelDrafter
 from lightning_realloc.generation.drafting import Drafter, HistoryDrafter, NgramDrafter
 from lightning_realloc.generation.run import GenerationStats
 from lightning_realloc.generation.samples import Completion
@@ -88,7 +88,7 @@ class Models:
         if name == "model":
             return ModelDrafter(self.draft, self.target)
         if name == "blocks":
-            return ModelDrafter(first_blocks(self.target, self.draft_blocks), self.target)
+            return BlocksDrafter(self.target, self.draft_blocks)
         return HistoryDrafter(responses_per_prompt=1) if name == "history" else NgramDrafter()
 
 

@@ -1,13 +1,18 @@
-"""Drafts by a smaller model: another one with the same vocabulary, or the target's own first blocks.
+"""Drafts by a model: another one with the same vocabulary, or the target's own first blocks.
 
-The drafter has a cache of its own, whose slots follow the target's; where that is paged, a part of every page. It is
+Another model has a cache of its own, whose slots follow the target's; where that is paged, a part of every page. It is
 filled when a draft is made: what the target took since the last draft is read in one forward, then every drafted token
 costs one more.
+
+The first blocks compute what the target computes there, from the same tokens by the same weights. So their keys and
+values are in the target's cache: nothing is read twice, nothing is missed while drafting rests, and what is drafted is
+written where the target will write when it verifies.
 """
 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import accumulate
@@ -30,11 +35,81 @@ _SHORT = 16
 """Tokens of a sample that are read as a row rather than as a prompt."""
 
 
-class ModelDrafter(Drafter):
-    """Draws drafts from a causal language model, with the noise that the target will draw with."""
+class _DrawingDrafter(Drafter, ABC):
+    """Draws drafts from the logits of a causal language model, with the noise that the target will draw with."""
 
     anticipates = False
     costs_a_forward = True
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._cache: KVCache = SlotCache()
+
+    def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
+        self._verification = verification
+        longest = max((len(sample.prompt) + sample.max_new_tokens for sample in samples), default=1)
+        check_supported(self.model, max_length=longest)
+        self._context = getattr(text_config_of(self.model), "max_position_embeddings", longest)
+        self._runner = ModelRunner(self.model, self._cache, num_slots=num_slots, longest=longest)
+
+    def propose(
+        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
+    ) -> list[Draft]:
+        room = [min(limit, self._context - sample.position - 1) for limit, sample in zip(limits, running, strict=True)]
+        drafts = [_Draft(limit, least) for limit, least in zip(room, least_survivals, strict=True)]
+        if not any(draft.grows for draft in drafts):
+            return [draft.made() for draft in drafts]
+        logits = self._read_what_is_new(running)
+        for offset in range(max(room)):
+            drawn = self._verification.draw_drafts(logits, running, offset)
+            for slot, draft in enumerate(drafts):
+                if draft.grows:
+                    kind = ("model", int(8 * drawn.confidences[slot]))
+                    law = () if drawn.laws is None else (drawn.laws[slot],)
+                    draft.add(drawn.tokens[slot], kind, chance(kind), law)
+            if not any(draft.grows for draft in drafts):
+                break
+            logits = self._read_drafted(running, drafts)
+        return [draft.made() for draft in drafts]
+
+    @abstractmethod
+    def _read_what_is_new(self, running: Sequence[Sample]) -> Tensor:
+        """Return the logits (B, V) behind each sample's last token."""
+
+    def _read_drafted(self, running: Sequence[Sample], drafts: Sequence[_Draft]) -> Tensor:
+        """Return the logits (B, V) behind each draft's newest token; a draft that is done reads it once more."""
+        rows = []
+        for sample, draft in zip(running, drafts, strict=True):
+            newest = draft.tokens[-1] if draft.tokens else sample.last_token
+            rows.append(Row((newest,), sample.position + len(draft.tokens)))
+        return self._runner.forward([], rows)
+
+
+class BlocksDrafter(_DrawingDrafter):
+    """Drafts by the first blocks of the target, on the target's own keys and values.
+
+    Source of the idea: self-speculative decoding with a shared cache, LayerSkip (arXiv:2404.16710).
+    """
+
+    reads_target_cache = True
+
+    def __init__(self, target: nn.Module, count: int) -> None:
+        """Draft by the first ``count`` blocks of ``target``, through its last norm and head.
+
+        Raises:
+            GenerationError: where the model has no more blocks than that.
+        """
+        super().__init__(first_blocks(target, count))
+
+    def share_cache(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    def _read_what_is_new(self, running: Sequence[Sample]) -> Tensor:
+        return self._runner.forward([], [Row((sample.last_token,), sample.position) for sample in running])
+
+
+class ModelDrafter(_DrawingDrafter):
+    """Drafts by another causal language model, which keeps keys and values of its own."""
 
     def __init__(self, model: nn.Module, target: nn.Module, *, distillation: Distillation | None = None) -> None:
         """Draft for ``target`` with ``model``, which learns from every generation by ``distillation``.
@@ -49,27 +124,23 @@ class ModelDrafter(Drafter):
                 f"the draft model has a vocabulary of {ours} tokens and the target one of {theirs}; drafts are token "
                 f"ids, so give a draft model of the target's own tokenizer, or draft by 'history' or 'ngram'"
             )
-        self.model = model
+        super().__init__(model)
         self._distillation = distillation
         self._finished: list[Exchange] = []
-        self._cache: KVCache = SlotCache()
         self._session = ExitStack()
         self._filled: list[int] = []
         """Positions of each slot whose keys and values are those of its sample."""
         self._ahead: list[list[int]] = []
         """Drafted tokens of each slot that were read behind them."""
 
-    def share_pages(self, cache: PagedCache) -> None:
-        self._cache = cache.for_drafts()
-        with slot_attention(self.model):
-            ModelRunner(self.model, self._cache, num_slots=1, longest=1).forward([], [])
+    def share_cache(self, cache: KVCache) -> None:
+        if isinstance(cache, PagedCache):
+            self._cache = cache.for_drafts()
+            with slot_attention(self.model):
+                ModelRunner(self.model, self._cache, num_slots=1, longest=1).forward([], [])
 
     def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
-        self._verification = verification
-        longest = max((len(sample.prompt) + sample.max_new_tokens for sample in samples), default=1)
-        check_supported(self.model, max_length=longest)
-        self._context = getattr(text_config_of(self.model), "max_position_embeddings", longest)
-        self._runner = ModelRunner(self.model, self._cache, num_slots=num_slots, longest=longest)
+        super().begin(samples, verification, num_slots)
         self._filled = [0] * num_slots
         self._ahead = [[] for _ in range(num_slots)]
         self._session.enter_context(slot_attention(self.model))
@@ -100,22 +171,7 @@ class ModelDrafter(Drafter):
     ) -> list[Draft]:
         for slot, sample in enumerate(running):
             self._keep_what_stood(slot, sample)
-        room = [min(limit, self._context - sample.position - 1) for limit, sample in zip(limits, running, strict=True)]
-        drafts = [_Draft(limit, least) for limit, least in zip(room, least_survivals, strict=True)]
-        if not any(draft.grows for draft in drafts):
-            return [draft.made() for draft in drafts]
-        logits = self._read_what_is_new(running)
-        for offset in range(max(room)):
-            drawn = self._verification.draw_drafts(logits, running, offset)
-            for slot, draft in enumerate(drafts):
-                if draft.grows:
-                    kind = ("model", int(8 * drawn.confidences[slot]))
-                    law = () if drawn.laws is None else (drawn.laws[slot],)
-                    draft.add(drawn.tokens[slot], kind, chance(kind), law)
-            if not any(draft.grows for draft in drafts):
-                break
-            logits = self._read_drafted(running, drafts)
-        return [draft.made() for draft in drafts]
+        return super().propose(running, limits, chance, least_survivals)
 
     def finished(self, sample: Sample) -> None:
         if self._distillation is not None:
@@ -139,7 +195,6 @@ class ModelDrafter(Drafter):
         self._ahead[slot] = []
 
     def _read_what_is_new(self, running: Sequence[Sample]) -> Tensor:
-        """Return the logits (B, V) behind each sample's last token."""
         prompts: dict[tuple[int, ...], list[int]] = {}
         prefills, rows = [], []
         for slot, sample in enumerate(running):
@@ -158,13 +213,8 @@ class ModelDrafter(Drafter):
         return logits[[end - 1 for end in accumulate(len(row.tokens) for row in rows)]]
 
     def _read_drafted(self, running: Sequence[Sample], drafts: Sequence[_Draft]) -> Tensor:
-        """Return the logits (B, V) behind each draft's newest token; a draft that is done reads it once more."""
-        rows = []
-        for slot, (sample, draft) in enumerate(zip(running, drafts, strict=True)):
-            tokens = draft.tokens
-            rows.append(Row((tokens[-1] if tokens else sample.last_token,), sample.position + len(tokens)))
-            self._ahead[slot] = list(tokens)
-        return self._runner.forward([], rows)
+        self._ahead[: len(drafts)] = [list(draft.tokens) for draft in drafts]
+        return super()._read_drafted(running, drafts)
 
 
 class _Draft:

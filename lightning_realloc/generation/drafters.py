@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.distillation import Distillation
-from lightning_realloc.generation.draft_model import ModelDrafter, first_blocks
+from lightning_realloc.generation.draft_model import BlocksDrafter, ModelDrafter
 from lightning_realloc.generation.drafting import Drafter, HistoryDrafter, NgramDrafter, NoDrafts
 from lightning_realloc.generation.speculation import Speculation
 
@@ -32,7 +32,7 @@ def build_drafter(speculation: Speculation, target: nn.Module) -> Drafter:
         distillation = None if rate is None else Distillation(model, learning_rate=rate)
         return ModelDrafter(model, target, distillation=distillation)
     if speculation.drafter == "blocks":
-        return ModelDrafter(first_blocks(target, int(speculation.draft_blocks or 0)), target)
+        return BlocksDrafter(target, int(speculation.draft_blocks or 0))
     lookups: dict[str, type[Drafter]] = {"none": NoDrafts, "ngram": NgramDrafter, "history": HistoryDrafter}
     return lookups[speculation.drafter]()
 

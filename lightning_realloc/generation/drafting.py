@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from lightning_realloc.generation.paged_cache import PagedCache
+from lightning_realloc.generation.kv_cache import KVCache
 from lightning_realloc.generation.recurrences import ORDERS, Recurrences
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.verification import NO_DRAFT, Draft, Verification
@@ -43,8 +43,15 @@ class Drafter:
     exchanges: bool = False
     """Whether responses made elsewhere help."""
 
-    def share_pages(self, cache: PagedCache) -> None:
-        """Keep keys and values, if any, in the pages of this cache, and tell it now what they look like."""
+    reads_target_cache: bool = False
+    """Whether nothing can be proposed for a sample that is being read, since the target's keys and values say what."""
+
+    def share_cache(self, cache: KVCache) -> None:
+        """The target keeps its keys and values here in the next generation.
+
+        Who has keys and values of its own keeps them in pages, if the cache has some, and tells it now what they look
+        like.
+        """
 
     def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
         """A generation of these samples begins."""

@@ -268,15 +268,16 @@ class GenerationEngine:
     def _scheduler(
         self, waiting: Sequence[Prompt], samples: Sequence[Sample], runner: ModelRunner, num_slots: int
     ) -> Scheduler:
-        cache, most = self._cache, self._max_prefill_tokens
+        cache, most, drafter = self._cache, self._max_prefill_tokens, self._speculator.drafter
         if isinstance(cache, SlotCache):
+            drafter.share_cache(cache)
             return Scheduler(waiting, num_slots=num_slots, max_prefill_tokens=most)
         cache.forget_shapes()
         if self._lockstep is not None:
             self._lockstep(True)  # this forward, too, is every rank's, unless one of them has failed
         with slot_attention(self._model):
             runner.forward([], [])  # one token: what layers bring is known before any long work
-        self._speculator.drafter.share_pages(cache)
+        drafter.share_cache(cache)
         tables = cache.lay_out(
             [longest_of(sample) for sample in samples], num_slots=num_slots, may_grow=self._migration is not None
         )

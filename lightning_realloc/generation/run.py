@@ -231,7 +231,8 @@ class GenerationRun:
 
     def _forward(self, prefills: Sequence[Prefill], running: Sequence[Sample]) -> None:
         is_tail = not self._scheduler.num_waiting
-        drafts = self._speculator.propose(running, is_tail=is_tail, reads_prompts=bool(prefills)) if running else []
+        being_read = {slot for prefill in prefills for slot in prefill.slots}
+        drafts = self._speculator.propose(running, is_tail=is_tail, being_read=being_read) if running else []
         begin = self._speculator.clock()
         rows = [Row((sample.last_token, *draft.tokens), sample.position)
                 for sample, draft in zip(running, drafts, strict=True)]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from lightning_realloc.errors import GenerationError
@@ -53,6 +53,8 @@ class _Step:
 
     number: int
     running: Sequence[Sample]
+    being_read: Collection[int] = ()
+    """Slots whose prompts it reads."""
     depth: int = 0
     """Most tokens of one draft that are verified; 0: drafting rests."""
     worths: Sequence[float] = ()
@@ -169,20 +171,20 @@ class Speculator:
         return rule
 
     def propose(
-        self, running: Sequence[Sample], *, is_tail: bool = False, reads_prompts: bool = False
+        self, running: Sequence[Sample], *, is_tail: bool = False, being_read: Collection[int] = ()
     ) -> Sequence[Draft]:
         """Return what to verify behind each running sample's last token; empty drafts where that does not pay.
 
         ``is_tail``: no sample waits for a slot, so that the one which takes longest decides when all are done.
-        ``reads_prompts``: so does this step, and how long it takes will say nothing about drafting.
+        ``being_read``: slots whose prompts this step reads; how long it takes will say nothing about drafting.
         """
         self._num_steps += 1
-        step = self._step = _Step(self._num_steps, running)
+        step = self._step = _Step(self._num_steps, running, being_read)
         chosen: Sequence[Draft]
         if self._speculation.num_draft_tokens is not None:
             chosen = self._draft_fixed(step, self._speculation.num_draft_tokens)
-        elif self._rests(running) or (reads_prompts and not self._payoff.pays(len(running))):
-            if not reads_prompts:  # such a step is not timed
+        elif self._rests(running) or (being_read and not self._payoff.pays(len(running))):
+            if not being_read:  # such a step is not timed
                 self._foresee(step)
             chosen = [NO_DRAFT] * len(running)
         else:
@@ -236,7 +238,7 @@ class Speculator:
 
     def _draft_fixed(self, step: _Step, depth: int) -> Sequence[Draft]:
         begin = self.clock()
-        limits = limits_of(step.running, depth)
+        limits = self._limits(step, depth)
         step.drafts = self.drafter.propose(step.running, limits, self._rates, [0.0] * len(limits))
         self.stats.drafting_s += self.clock() - begin
         return step.drafts
@@ -287,11 +289,18 @@ class Speculator:
         most = step.depth
         if self._anticipates and not self.drafter.costs_a_forward and not step.number % _LOOK_AHEAD_EVERY:
             most, least = min(2 * most, self._speculation.max_draft_tokens), [0.0] * num_rows
-        step.limits = limits_of(step.running, most)
+        step.limits = self._limits(step, most)
         step.drafts = self.drafter.propose(step.running, step.limits, self._rates, least)
         if most == step.depth:
             return step.drafts
         return [draft.cut(step.depth) if len(draft) > step.depth else draft for draft in step.drafts]
+
+    def _limits(self, step: _Step, most: int) -> list[int]:
+        """Return how many tokens may be drafted for each sample."""
+        limits = limits_of(step.running, most)
+        if step.being_read and self.drafter.reads_target_cache:
+            return [0 if slot in step.being_read else limit for slot, limit in enumerate(limits)]
+        return limits
 
     def _foresee(self, step: _Step) -> None:
         """Look up what some samples might get next: whether it would have stood is learnt without verifying it."""

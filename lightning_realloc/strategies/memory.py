@@ -71,8 +71,6 @@ def engine_memory(module: Any, device: torch.device, copy_dtype: torch.dtype) ->
 
 @lru_cache(maxsize=8)  # every change of plans asks
 def _draft_memory(speculation: Speculation) -> DraftMemory | None:
-    if speculation.draft_blocks is not None:
-        return DraftMemory(num_blocks=speculation.draft_blocks)
     if speculation.draft_model is None:
         return None
     model: Any = describe_draft_model(speculation.draft_model)

@@ -223,9 +223,8 @@ class CallMemory:
         shape, load, engine = self.role.shape, self.workload, self.settings.engine
         if shape is None or load is None:
             return None
-        own = engine.draft is not None and engine.draft.model is not None
         return Cache(
-            target=shape, draft=draft_shape(engine.draft, shape), tp=self._tp, draft_tp=1 if own else self._tp,
+            target=shape, draft=draft_shape(engine.draft), tp=self._tp,
             element_bytes=self.activation_bytes, slots=min(self.plan.max_slots, self._generated),
             prompt_tokens=load.prompt_tokens, longest=load.prompt_tokens + load.response_tokens,
             most_bytes=engine.max_cache_bytes,

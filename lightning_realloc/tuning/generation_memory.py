@@ -32,10 +32,9 @@ class Cache:
 
     target: ModelShape
     draft: ModelShape | None
-    """Of the model that drafts, None for none that has keys and values."""
+    """Of a model that drafts with keys and values of its own, whole on every rank; None without one."""
     tp: int
     """Degree that divides the heads of ``target``."""
-    draft_tp: int
     element_bytes: int
     """Of a key or value."""
     slots: int
@@ -51,7 +50,7 @@ class Cache:
     @property
     def position_bytes(self) -> int:
         """Of one position of one sample, in all layers of both models."""
-        drafted = 0 if self.draft is None else self.draft.kv_cache_elements(self.draft_tp)
+        drafted = 0 if self.draft is None else self.draft.kv_cache_elements(1)
         return (self.target.kv_cache_elements(self.tp) + drafted) * self.element_bytes
 
     @property
@@ -59,7 +58,7 @@ class Cache:
         """Of one position in the layer that needs most."""
         layers = [self.target.kv_cache_elements(self.tp) // self.target.num_layers]
         if self.draft is not None:
-            layers.append(self.draft.kv_cache_elements(self.draft_tp) // self.draft.num_layers)
+            layers.append(self.draft.kv_cache_elements(1) // self.draft.num_layers)
         return max(layers) * self.element_bytes
 
     @property
@@ -120,13 +119,9 @@ class Cache:
         return max(each, min((most - buffer * buffered) // page, self.slots * each)), buffer
 
 
-def draft_shape(draft: DraftMemory | None, target: ModelShape) -> ModelShape | None:
+def draft_shape(draft: DraftMemory | None) -> ModelShape | None:
     """Return the shape of what drafts with keys and values of its own, None for what has none."""
-    if draft is None:
-        return None
-    if draft.model is not None:
-        return draft.model.shape
-    return replace(target, num_layers=draft.num_blocks)
+    return None if draft is None else draft.model.shape
 
 
 def packed_bytes(role: RoleMemory, engine: EngineMemory, *, tp: int, element_bytes: int, num_steps: int) -> int:
@@ -156,7 +151,7 @@ def _shared_product(name: str) -> str:
 
 def draft_bytes(draft: DraftMemory | None, *, element_bytes: int) -> int:
     """Return what a draft model keeps on a rank between generations; ``element_bytes`` of the target's weights."""
-    if draft is None or draft.model is None:
+    if draft is None:
         return 0
     weights = draft.model.model.num_elements
     return weights * (3 * _FLOAT32 if draft.learns else element_bytes)  # AdamW keeps two numbers for each
@@ -169,7 +164,7 @@ def learning(draft: DraftMemory | None, *, samples: int, longest: int) -> Memory
         samples: Which it learns from.
         longest: Tokens of the longest one with its prompt.
     """
-    if draft is None or draft.model is None or not draft.learns:
+    if draft is None or not draft.learns:
         return MemoryParts()
     shape, gradients = draft.model.shape, draft.model.model.num_elements * _FLOAT32
     if shape is None:

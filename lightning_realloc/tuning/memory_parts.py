@@ -49,12 +49,10 @@ def is_adapted(param: ParamSpec) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftMemory:
-    """A model that drafts for those that generate."""
+    """A model of its own that drafts for those that generate. First blocks that do keep nothing besides."""
 
-    model: RoleMemory | None = None
-    """One with weights of its own, whole on every rank; None: the first blocks of the model that generates."""
-    num_blocks: int = 0
-    """How many these are."""
+    model: RoleMemory
+    """Whole on every rank."""
     learns: bool = False
     """Whether it learns from every generation: in fp32, by AdamW."""
 

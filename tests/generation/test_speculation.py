@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, speculation
 from lightning_realloc.generation.distillation import Distillation
-from lightning_realloc.generation.draft_model import ModelDrafter, first_blocks
+from lightning_realloc.generation.draft_model import BlocksDrafter, ModelDrafter, first_blocks
 from lightning_realloc.generation.drafting import Chance, Drafter, HistoryDrafter, NgramDrafter
 from lightning_realloc.generation.noise import sample_key
 from lightning_realloc.generation.samples import Sample
@@ -55,7 +55,7 @@ DRAFTERS: dict[str, Callable[[PreTrainedModel], Drafter]] = {
     "ngram": lambda model: NgramDrafter(),
     "history": lambda model: HistoryDrafter(),
     "model": lambda model: ModelDrafter(drafter_model(), model),
-    "blocks": lambda model: ModelDrafter(first_blocks(model, 1), model),
+    "blocks": lambda model: BlocksDrafter(model, 1),
     "itself": lambda model: ModelDrafter(model, model),
 }
 SAMPLED = {
@@ -120,6 +120,48 @@ def test_sampled_tokens_are_the_same_with_and_without_drafts(drafter: str, verif
         engine = speculating(model, drafter, depth, verification)
         for _ in range(2):  # the second time with a history
             assert tokens_of(engine.generate(prompts, SAMPLED[params])) == expected
+
+
+class AllBlocksDrafter(BlocksDrafter):
+    """Drafts by all blocks: as the target draws, if it finds what the target keeps."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model, 1)
+        self.model = model
+
+
+@pytest.mark.parametrize("max_cache_bytes", [None, 60_000], ids=["slots", "pages"])
+@pytest.mark.parametrize("slots", [3, 12])
+def test_blocks_draft_on_the_keys_and_values_of_the_target(max_cache_bytes: int | None, slots: int) -> None:
+    # Rounding aside they draw what the target draws, wherever slots move, prompts are copied and pages are shared.
+    model, params = target(), SamplingParams(max_new_tokens=21, n=2, ignore_eos=True)
+    engine = GenerationEngine(
+        model, speculation=Speculation(num_draft_tokens=4), drafter=AllBlocksDrafter(model), max_slots=slots,
+        max_cache_bytes=max_cache_bytes,
+    )  # fmt: skip
+    limits = [21, 6, 11, 16, 21, 1]
+    completions = engine.generate(prompts_of(6), params, token_limits=limits)
+    plain = GenerationEngine(model).generate(prompts_of(6), params, token_limits=limits)
+    assert tokens_of(completions) == tokens_of(plain)
+    # A sample whose prompt is read gets one token; then each step takes five, as long as so many are left.
+    steps = {1: 1, 6: 2, 11: 3, 16: 4, 21: 5}
+    alone = 2 * sum(steps[limit] for limit in limits)
+    most = alone + 2 * engine.stats.num_preemptions
+    assert alone <= engine.stats.row_steps <= most
+    assert engine.stats.accepted_tokens == engine.stats.verified_tokens
+
+
+def test_blocks_keep_nothing_of_their_own() -> None:
+    model, params = target(), SamplingParams(max_new_tokens=12, n=2, ignore_eos=True)
+    plain = GenerationEngine(model, max_cache_bytes=80_000)
+    drafting = GenerationEngine(
+        model, max_cache_bytes=80_000,
+        speculation=Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=3),
+    )  # fmt: skip
+    for engine in (plain, drafting):
+        engine.generate(prompts_of(4), params)
+    assert drafting.stats.cache_bytes == plain.stats.cache_bytes
+    assert drafting.stats.verified_tokens > 0
 
 
 def test_a_draft_by_the_target_itself_always_stands() -> None:
@@ -288,17 +330,17 @@ def test_drafting_is_tried_in_steps_that_read_no_prompts_until_it_pays() -> None
     samples = [Sample(i, i, [5], 10_000, sample_key(0, i)) for i in range(4)]
     speculator.begin(samples, SamplingParams(), 4)
 
-    def num_drafted(reads_prompts: bool, *, stands: bool) -> int:
-        drafts = speculator.propose(samples, reads_prompts=reads_prompts)
+    def num_drafted(being_read: set[int], *, stands: bool) -> int:
+        drafts = speculator.propose(samples, being_read=being_read)
         speculator.learn(drafts, [[*draft.tokens, 1] if stands else [1] for draft in drafts])
-        if not reads_prompts:
+        if not being_read:
             speculator.time_step(10.0)
         return sum(map(len, drafts))
 
-    assert not any(num_drafted(False, stands=False) for _ in range(12))
-    assert not any(num_drafted(True, stands=False) for _ in range(100))
-    assert sum(num_drafted(False, stands=True) for _ in range(40))
-    assert sum(num_drafted(True, stands=True) for _ in range(40))
+    assert not any(num_drafted(set(), stands=False) for _ in range(12))
+    assert not any(num_drafted({3}, stands=False) for _ in range(100))
+    assert sum(num_drafted(set(), stands=True) for _ in range(40))
+    assert sum(num_drafted({3}, stands=True) for _ in range(40))
 
 
 @pytest.mark.parametrize("drafter", ["model", "history"])

@@ -78,8 +78,7 @@ class Measured(GenerationEngine):
 @pytest.mark.parametrize("drafts", [False, True], ids=["alone", "with drafts"])
 def test_a_bounded_cache_takes_the_pages_and_the_buffer_that_were_counted(bound: int, *, drafts: bool) -> None:
     blocks = Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=2)
-    draft = DraftMemory(num_blocks=1) if drafts else None
-    counted = call_of(target(), EngineMemory(max_cache_bytes=bound, draft=draft))
+    counted = call_of(target(), EngineMemory(max_cache_bytes=bound))  # blocks draft on the target's own
     cache = counted.cache
     assert cache is not None
     measured = Measured(target(), max_cache_bytes=bound, speculation=blocks if drafts else None)
