@@ -5,10 +5,10 @@ Every rank plans the same moves from the same reports. A sample moves in two sta
 travels while it runs on; then, between two steps, it leaves with what came since. Where it is quicker, only its tokens
 travel and the other rank reads them again. Finished samples return to the rank that was asked for them.
 
-Rounds go by the steps of the slowest rank, and get rarer while nothing moves; a rank without samples waits for the
-others there, one with samples goes on until it has heard all of them. Where other calls wait for what is finished,
-ranks may be freed for them: they hand over what they have, and take no part in rounds any more. One of those that go on
-tells them when everything is generated.
+Rounds go by the steps of the slowest rank, lie a tenth of a second apart at least, and get rarer while nothing moves; a
+rank without samples waits for the others there, one with samples goes on until it has heard all of them. Where other
+calls wait for what is finished, ranks may be freed for them: they hand over what they have, and take no part in rounds
+any more. One of those that go on tells them when everything is generated.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ _Planned = tuple[tuple[SampleMove, ...], tuple[int, ...], float, int]
 
 PERIOD_STEPS = 16
 """Steps of the slowest rank between two rounds."""
+LEAST_PERIOD_S = 0.1
+"""Seconds between them at least, however short steps are: a round takes up to a millisecond of a rank's own time."""
 REST_ROUNDS = 4
 """In which a sample that moved stays where it is."""
 LONGEST_PAUSE_S = 0.05
@@ -156,6 +158,11 @@ class _Call:
         """What others tell in the next two rounds, by who tells it. Receiving begins a round early: gloo keeps those
         who begin to receive what the other end has sent already until its own thread gets a core."""
         self._told: deque[Dispatch] = deque()
+        self._counts = self._learnt = run.counts
+        """After the last step, and after the last one that was learnt from."""
+        self._unlearnt: list[tuple[tuple[int, int, int], float]] = []
+        """Counts after each step since, and its seconds: learnt from in rounds, many at once. Right behind a forward
+        the same takes twice as long."""
         self._round = self._num_ended = self._num_quiet = 0
         self._steps_left = PERIOD_STEPS
         self._waited_s = 0.0
@@ -186,6 +193,7 @@ class _Call:
         for other, parcel in last_words.items():
             self._wait(partial(self._read, parcel, other))
         self._tell_freed({"reports": self._peers.num_reports, "shipments": self._peers.num_shipments})
+        self._learn_steps()
         back = self._shipping.bring_back()
         for sent in self._told:
             sent.wait()
@@ -202,20 +210,27 @@ class _Call:
 
     # ---- steps
     def _step(self) -> None:
-        run, before = self._run, self._run.counts
+        run, before = self._run, self._counts
         begin = self._clock()
         run.step()
-        seconds = self._clock() - begin
-        rows, read, generated = (after - then for after, then in zip(run.counts, before, strict=True))
-        self._pace.take_step(rows=rows, read=read, generated=generated, seconds=seconds)
+        self._counts = run.counts
+        self._unlearnt.append((self._counts, self._clock() - begin))
         # Where all samples wait for their environments there is time to look around.
-        self._steps_left = self._steps_left - 1 if rows or read else 0
+        self._steps_left = self._steps_left - 1 if self._counts != before else 0
         for sample in run.ended[self._num_ended :]:
             self._expected.finish(sample.prompt_index, len(sample.token_ids))
             self._book.keep(sample)
         self._num_ended = len(run.ended)
         if self._follow is not None:
             self._follow(run.ended)
+
+    def _learn_steps(self) -> None:
+        """Learn what steps since the last time took."""
+        for counts, seconds in self._unlearnt:
+            rows, read, generated = (after - before for after, before in zip(counts, self._learnt, strict=True))
+            self._pace.take_step(rows=rows, read=read, generated=generated, seconds=seconds)
+            self._learnt = counts
+        self._unlearnt.clear()
 
     def _wait(self, wait: Callable[[], _T]) -> _T:
         begin = self._clock()
@@ -259,14 +274,15 @@ class _Call:
         seconds = {load.rank: steps_s[load.rank] or load.curve.seconds(max(load.rows, 1)) for load in loads}
         own_s, slowest_s = seconds[self._peers.rank], max(seconds.values())
         # What was told is a round old, and what is planned takes a round: a gap of less may be none any more.
-        least_gap_s, freed = PERIOD_STEPS * slowest_s, tuple[int, ...]()
+        least_gap_s = least_period_s = max(PERIOD_STEPS * slowest_s, LEAST_PERIOD_S)
+        freed = tuple[int, ...]()
         if any(load.waiting_call_s for load in loads):
             choice = choose(loads, cost, least_gap_s=least_gap_s, rest_steps=REST_ROUNDS, step=self._round)
             moves, freed = choice.moves, choice.freed
         else:
             moves = plan_balance(loads, cost, least_gap_s=least_gap_s, rest_steps=REST_ROUNDS, step=self._round)
         self._num_quiet = self._num_quiet + 1 if self._expected.knows_ends and not (moves or freed) else 0
-        period_s = next_round_s(loads, PERIOD_STEPS * slowest_s, self._num_quiet)
+        period_s = next_round_s(loads, least_period_s, self._num_quiet)
         return moves, freed, cost.bytes_per_s * own_s, max(1, round(period_s / own_s))
 
     def _tell(self, others: Iterable[int]) -> None:
@@ -308,6 +324,7 @@ class _Call:
         return told
 
     def _report(self) -> Report:
+        self._learn_steps()
         run, incoming, outgoing = self._run, self._shipping.incoming, self._shipping.outgoing
         movable, held = run.movable, run.held
         self._expected.watch(len(run.samples[index].token_ids) for index in (*movable, *held))

@@ -204,6 +204,8 @@ def next_round_s(loads: Sequence[RankLoad], period_s: float, num_quiet: int) -> 
         period_s: Seconds between two rounds while samples move.
         num_quiet: Rounds in a row in which lengths were known and nothing moved.
     """
+    if not num_quiet:
+        return period_s
     longest_s = min(_RAREST * period_s, _UNTIL_THE_FIRST_END * min(drain_seconds(load) for load in loads))
     return max(min(2.0**num_quiet * period_s, longest_s), period_s)
 

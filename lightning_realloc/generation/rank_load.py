@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 from itertools import islice, pairwise
 from operator import itemgetter
 from typing import Literal
@@ -130,19 +130,23 @@ def drain_seconds(load: RankLoad) -> float:
     time between two of them depends on the rows. A slot is given to the next waiting sample as soon as its owner ends.
     Computing prompts is not counted. O(n log n).
     """
-    steps = [sample.remaining_tokens / load.tokens_per_row_step for sample in load.waiting]
+    waiting = iter([sample.remaining_tokens / load.tokens_per_row_step for sample in load.waiting])
     ends = sorted(sample.remaining_tokens / load.tokens_per_row_step for sample in load.samples)  # sorted, so a heap
-    waiting = iter(steps)
     for begun in islice(waiting, load.free_slots):
         heappush(ends, begun)
-    now = seconds = 0.0
+    now = seconds = step_s = 0.0
+    rows = 0
     while ends:
-        step_s = load.curve.seconds(len(ends))
-        end = heappop(ends)
-        seconds += (end - now) * step_s
-        now = end
-        for begun in islice(waiting, 1):
-            heappush(ends, now + begun)
+        if len(ends) != rows:
+            rows = len(ends)
+            step_s = load.curve.seconds(rows)
+        seconds += (ends[0] - now) * step_s
+        now = ends[0]
+        following = next(waiting, None)
+        if following is None:
+            heappop(ends)
+        else:
+            heapreplace(ends, now + following)
     return seconds
 
 

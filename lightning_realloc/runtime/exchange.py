@@ -54,8 +54,7 @@ def encode(samples: Samples) -> Tensor:
 def decode(blob: Tensor) -> Samples:
     """Return what :func:`encode` was given, less its python objects."""
     reader = _Reader(blob)
-    text = bytes(reader.take(int(reader.numbers(torch.int64, (1,))[0])).tolist())
-    header = json.loads(text)
+    header = reader.json()
     ids = reader.numbers(torch.int64, (header["count"],))
     columns: dict[str, Column] = {}
     for name, is_ragged, dtype, shape in header["columns"]:
@@ -76,7 +75,7 @@ def encode_message(info: Mapping[str, Any], samples: Mapping[str, Samples]) -> T
 def decode_message(blob: Tensor) -> tuple[dict[str, Any], dict[str, Samples]]:
     """Return what :func:`encode_message` was given, less the samples' python objects."""
     reader = _Reader(blob)
-    content = json.loads(bytes(reader.take(int(reader.numbers(torch.int64, (1,))[0])).tolist()))
+    content = reader.json()
     return content["info"], {name: decode(reader.take(size)) for name, size in content["sizes"].items()}
 
 
@@ -167,6 +166,10 @@ class _Reader:
     def take(self, num_bytes: int) -> Tensor:
         begin, self._position = self._position, self._position + num_bytes
         return self._blob[begin : self._position]
+
+    def json(self) -> Any:
+        """Return what JSON text says, which comes behind its length."""
+        return json.loads(self.take(int(self.numbers(torch.int64, (1,))[0])).numpy().tobytes())
 
     def numbers(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         count = 1

@@ -37,7 +37,7 @@ def moving(*, every: int = migration.PERIOD_STEPS, **policy: Callable[..., Any])
     They wait for each other's reports, which short samples would not: these would be over before any came.
     """
     with (
-        mock.patch.multiple(migration, PERIOD_STEPS=every, **policy),
+        mock.patch.multiple(migration, PERIOD_STEPS=every, LEAST_PERIOD_S=0.0, **policy),
         mock.patch.object(migration._Call, "_is_time_to_meet", lambda call: call._steps_left <= 0),
     ):
         yield

@@ -14,7 +14,15 @@ import torch
 import torch.distributed as dist
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, Turn, shipping
+from lightning_realloc.generation import (
+    Completion,
+    GenerationEngine,
+    SamplingParams,
+    Speculation,
+    Turn,
+    migration,
+    shipping,
+)
 from lightning_realloc.generation.balance import Choice
 from lightning_realloc.generation.migration import MigrationStats, WaitingCalls
 from lightning_realloc.generation.rank_load import MoveCost, RankLoad, SampleMove
@@ -298,6 +306,30 @@ def test_a_rank_that_is_done_takes_over_from_one_that_is_not(workers: WorkerPool
     assert [tokens for tokens, _ in moved] == [tokens for tokens, _ in stayed]
     assert moved[0][1].num_sent == moved[1][1].num_received
     assert 3 <= moved[0][1].num_sent <= 9
+
+
+def _num_rounds(least_period_s: float) -> int:
+    """Return how often two ranks meet while each makes a hundred steps of a millisecond."""
+    peers, now = _peers(), 0.0
+    model = tiny_model("llama")
+
+    def take_time(*_: Any) -> None:
+        nonlocal now
+        now += 1e-3
+
+    model.register_forward_pre_hook(take_time)
+    engine = GenerationEngine(model, peers=peers, clock=lambda: now)
+    with moving(), mock.patch.object(migration, "LEAST_PERIOD_S", least_period_s):
+        for _ in range(2):  # steps' seconds are known from the second time on
+            engine.generate([[5]], SamplingParams(max_new_tokens=100, ignore_eos=True), sample_ids=[dist.get_rank()])
+    peers.mailbox.let_go(0)
+    return engine.migration_stats.num_rounds
+
+
+def test_ranks_do_not_meet_more_often_for_short_steps(workers: WorkerPool) -> None:
+    often, seldom = (workers.run(_num_rounds, least_period_s, world_size=2)[0] for least_period_s in (0.0, 0.05))
+    assert often >= 6
+    assert seldom <= often - 3
 
 
 def _one_fails() -> str:
