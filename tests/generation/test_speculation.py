@@ -130,25 +130,26 @@ class AllBlocksDrafter(BlocksDrafter):
         self.model = model
 
 
-@pytest.mark.parametrize("max_cache_bytes", [None, 60_000], ids=["slots", "pages"])
+@pytest.mark.parametrize("max_cache_bytes", [None, 90_000], ids=["slots", "pages"])
 @pytest.mark.parametrize("slots", [3, 12])
 def test_blocks_draft_on_the_keys_and_values_of_the_target(max_cache_bytes: int | None, slots: int) -> None:
     # Rounding aside they draw what the target draws, wherever slots move, prompts are copied and pages are shared.
-    model, params = target(), SamplingParams(max_new_tokens=21, n=2, ignore_eos=True)
+    model, params = target(), SamplingParams(max_new_tokens=60, n=2, ignore_eos=True)
     engine = GenerationEngine(
         model, speculation=Speculation(num_draft_tokens=4), drafter=AllBlocksDrafter(model), max_slots=slots,
         max_cache_bytes=max_cache_bytes,
     )  # fmt: skip
-    limits = [21, 6, 11, 16, 21, 1]
+    limits = [60, 6, 41, 16, 60, 1]
     completions = engine.generate(prompts_of(6), params, token_limits=limits)
     plain = GenerationEngine(model).generate(prompts_of(6), params, token_limits=limits)
     assert tokens_of(completions) == tokens_of(plain)
     # A sample whose prompt is read gets one token; then each step takes five, as long as so many are left.
-    steps = {1: 1, 6: 2, 11: 3, 16: 4, 21: 5}
+    steps = {1: 1, 6: 2, 16: 4, 41: 9, 60: 13}
     alone = 2 * sum(steps[limit] for limit in limits)
     most = alone + 2 * engine.stats.num_preemptions
     assert alone <= engine.stats.row_steps <= most
     assert engine.stats.accepted_tokens == engine.stats.verified_tokens
+    assert (engine.stats.num_preemptions > 0) == (max_cache_bytes is not None)
 
 
 def test_blocks_keep_nothing_of_their_own() -> None:
