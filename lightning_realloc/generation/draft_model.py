@@ -41,9 +41,10 @@ class _DrawingDrafter(Drafter, ABC):
     anticipates = False
     costs_a_forward = True
 
+    _cache: KVCache
+
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._cache: KVCache = SlotCache()
 
     def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
         self._verification = verification
@@ -125,6 +126,7 @@ class ModelDrafter(_DrawingDrafter):
                 f"ids, so give a draft model of the target's own tokenizer, or draft by 'history' or 'ngram'"
             )
         super().__init__(model)
+        self._cache = SlotCache()
         self._distillation = distillation
         self._finished: list[Exchange] = []
         self._session = ExitStack()

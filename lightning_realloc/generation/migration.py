@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from math import inf
 from typing import Any, Protocol, TypeVar
 
@@ -158,11 +159,9 @@ class _Call:
         """What others tell in the next two rounds, by who tells it. Receiving begins a round early: gloo keeps those
         who begin to receive what the other end has sent already until its own thread gets a core."""
         self._told: deque[Dispatch] = deque()
-        self._counts = self._learnt = run.counts
-        """After the last step, and after the last one that was learnt from."""
-        self._unlearnt: list[tuple[tuple[int, int, int], float]] = []
-        """Counts after each step since, and its seconds: learnt from in rounds, many at once. Right behind a forward
-        the same takes twice as long."""
+        self._steps = [(run.counts, 0.0)]
+        """Counts after each step and its seconds, from the last one on that was learnt from. That is done in rounds,
+        many at once: right behind a forward the same takes twice as long."""
         self._round = self._num_ended = self._num_quiet = 0
         self._steps_left = PERIOD_STEPS
         self._waited_s = 0.0
@@ -210,13 +209,12 @@ class _Call:
 
     # ---- steps
     def _step(self) -> None:
-        run, before = self._run, self._counts
+        run, (before, _) = self._run, self._steps[-1]
         begin = self._clock()
         run.step()
-        self._counts = run.counts
-        self._unlearnt.append((self._counts, self._clock() - begin))
+        self._steps.append((run.counts, self._clock() - begin))
         # Where all samples wait for their environments there is time to look around.
-        self._steps_left = self._steps_left - 1 if self._counts != before else 0
+        self._steps_left = self._steps_left - 1 if run.counts != before else 0
         for sample in run.ended[self._num_ended :]:
             self._expected.finish(sample.prompt_index, len(sample.token_ids))
             self._book.keep(sample)
@@ -226,11 +224,10 @@ class _Call:
 
     def _learn_steps(self) -> None:
         """Learn what steps since the last time took."""
-        for counts, seconds in self._unlearnt:
-            rows, read, generated = (after - before for after, before in zip(counts, self._learnt, strict=True))
+        for (before, _), (after, seconds) in pairwise(self._steps):
+            rows, read, generated = (now - then for now, then in zip(after, before, strict=True))
             self._pace.take_step(rows=rows, read=read, generated=generated, seconds=seconds)
-            self._learnt = counts
-        self._unlearnt.clear()
+        del self._steps[:-1]
 
     def _wait(self, wait: Callable[[], _T]) -> _T:
         begin = self._clock()
@@ -274,13 +271,13 @@ class _Call:
         seconds = {load.rank: steps_s[load.rank] or load.curve.seconds(max(load.rows, 1)) for load in loads}
         own_s, slowest_s = seconds[self._peers.rank], max(seconds.values())
         # What was told is a round old, and what is planned takes a round: a gap of less may be none any more.
-        least_gap_s = least_period_s = max(PERIOD_STEPS * slowest_s, LEAST_PERIOD_S)
+        least_period_s = max(PERIOD_STEPS * slowest_s, LEAST_PERIOD_S)
         freed = tuple[int, ...]()
         if any(load.waiting_call_s for load in loads):
-            choice = choose(loads, cost, least_gap_s=least_gap_s, rest_steps=REST_ROUNDS, step=self._round)
+            choice = choose(loads, cost, least_gap_s=least_period_s, rest_steps=REST_ROUNDS, step=self._round)
             moves, freed = choice.moves, choice.freed
         else:
-            moves = plan_balance(loads, cost, least_gap_s=least_gap_s, rest_steps=REST_ROUNDS, step=self._round)
+            moves = plan_balance(loads, cost, least_gap_s=least_period_s, rest_steps=REST_ROUNDS, step=self._round)
         self._num_quiet = self._num_quiet + 1 if self._expected.knows_ends and not (moves or freed) else 0
         period_s = next_round_s(loads, least_period_s, self._num_quiet)
         return moves, freed, cost.bytes_per_s * own_s, max(1, round(period_s / own_s))

@@ -132,7 +132,7 @@ def _raise_failure(blob: Tensor, rank: int, own: Exception | None) -> NoReturn:
     if own is not None and (not dist.is_initialized() or dist.get_rank() == rank):
         raise own
     reader = _Reader(blob)
-    content = json.loads(bytes(reader.take(-int(reader.numbers(torch.int64, (1,))[0])).tolist()))
+    content = reader.json()
     known = getattr(errors, content["error"], None)
     if isinstance(known, type) and issubclass(known, ReallocError):
         raise known(content["message"]) from own
@@ -168,8 +168,8 @@ class _Reader:
         return self._blob[begin : self._position]
 
     def json(self) -> Any:
-        """Return what JSON text says, which comes behind its length."""
-        return json.loads(self.take(int(self.numbers(torch.int64, (1,))[0])).numpy().tobytes())
+        """Return what JSON text says, which comes behind its length; that is negative before a failure's."""
+        return json.loads(self.take(abs(int(self.numbers(torch.int64, (1,))[0]))).numpy().tobytes())
 
     def numbers(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         count = 1

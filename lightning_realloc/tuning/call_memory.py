@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lightning_realloc.tuning.dataflow import CallKind
 from lightning_realloc.tuning.execution_plan import CallPlan
-from lightning_realloc.tuning.generation_memory import MOST_PREFILL_TOKENS, Cache, draft_shape, learning, packed_bytes
+from lightning_realloc.tuning.generation_memory import MOST_PREFILL_TOKENS, Cache, learning, packed_bytes
 from lightning_realloc.tuning.memory_parts import MemoryParts, MemorySettings, RoleMemory, Workload
 from lightning_realloc.tuning.role_elements import RankElements
 
@@ -224,7 +224,7 @@ class CallMemory:
         if shape is None or load is None:
             return None
         return Cache(
-            target=shape, draft=draft_shape(engine.draft), tp=self._tp,
+            target=shape, draft=None if engine.draft is None else engine.draft.model.shape, tp=self._tp,
             element_bytes=self.activation_bytes, slots=min(self.plan.max_slots, self._generated),
             prompt_tokens=load.prompt_tokens, longest=load.prompt_tokens + load.response_tokens,
             most_bytes=engine.max_cache_bytes,

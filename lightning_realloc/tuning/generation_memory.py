@@ -119,11 +119,6 @@ class Cache:
         return max(each, min((most - buffer * buffered) // page, self.slots * each)), buffer
 
 
-def draft_shape(draft: DraftMemory | None) -> ModelShape | None:
-    """Return the shape of what drafts with keys and values of its own, None for what has none."""
-    return None if draft is None else draft.model.shape
-
-
 def packed_bytes(role: RoleMemory, engine: EngineMemory, *, tp: int, element_bytes: int, num_steps: int) -> int:
     """Return what packed copies of linear layers take: all but those whose products ranks sum, a tied head with them.
 
