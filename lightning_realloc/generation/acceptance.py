@@ -70,7 +70,9 @@ class DepthProfile:
     and looking at every place of a response, as if each began a draft, would see each run as often as it is long. (The
     inspection paradox of renewal theory: Feller, "An Introduction to Probability Theory and Its Applications" II, I.4.)
 
-    What a depth was never tried for is taken to stand as often as the depth before it: a hope that trying corrects.
+    What a depth was never tried for is taken to stand as often as the depth before it: a hope that trying corrects. So
+    is, by and by, what was tried long ago: every draft makes the counts of all depths fade. With counts that faded only
+    where drafts went on, a draft model that had got better than its drafts were deep was never tried deeper again.
     """
 
     def __init__(self, max_depth: int) -> None:
@@ -97,6 +99,10 @@ class DepthProfile:
         for counts in (self._all, *own):
             _count(counts.reached, length, depth)
             _count(counts.stood, stood, min(stood + 1, known))
+
+    def num_tried(self, depth: int) -> float:
+        """Return how many drafts were right so far that their token at this depth might stand, of the last ones."""
+        return self._all.stood[depth - 1][1]
 
     def outcomes(self) -> list[DepthOutcome]:
         """Return what drafts of at most 1, 2, 3 … tokens come to."""
@@ -157,7 +163,6 @@ def _mixed(first: float, second: float, share: float) -> float:
 
 def _count(by_depth: Sequence[list[float]], num_won: int, num_tried: int) -> None:
     """Add a try at each depth up to ``num_tried``, won up to ``num_won``; what was there counts a little less."""
-    for index in range(num_tried):
-        pair = by_depth[index]
+    for index, pair in enumerate(by_depth):
         pair[0] = _DEPTH_MEMORY * pair[0] + (index < num_won)
-        pair[1] = _DEPTH_MEMORY * pair[1] + 1.0
+        pair[1] = _DEPTH_MEMORY * pair[1] + (index < num_tried)

@@ -60,6 +60,7 @@ class _DrawingDrafter(Drafter, ABC):
         drafts = [_Draft(limit, least) for limit, least in zip(room, least_survivals, strict=True)]
         if not any(draft.grows for draft in drafts):
             return [draft.made() for draft in drafts]
+        begin = self.clock()
         logits = self._read_what_is_new(running)
         for offset in range(max(room)):
             drawn = self._verification.draw_drafts(logits, running, offset)
@@ -68,6 +69,8 @@ class _DrawingDrafter(Drafter, ABC):
                     kind = ("model", int(8 * drawn.confidences[slot]))
                     law = () if drawn.laws is None else (drawn.laws[slot],)
                     draft.add(drawn.tokens[slot], kind, chance(kind), law)
+            if not offset:
+                self.first_s = self.clock() - begin
             if not any(draft.grows for draft in drafts):
                 break
             logits = self._read_drafted(running, drafts)

@@ -6,6 +6,7 @@ continued in several ways, that hits the target's choice far more often than the
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -42,6 +43,12 @@ class Drafter:
     """Whether every token drafted ahead costs a forward of a model, for all samples together."""
     exchanges: bool = False
     """Whether responses made elsewhere help."""
+
+    clock: Callable[[], float] = time.perf_counter
+    """Tells seconds."""
+    first_s: float = 0.0
+    """Where a token costs a forward, the seconds until each draft had its first one in the last call of `propose`: what
+    came since is read then, and caches are full of the target's weights."""
 
     reads_target_cache: bool = False
     """Whether nothing can be proposed for a sample that is being read, since the target's keys and values say what."""

@@ -16,7 +16,7 @@ from lightning_realloc.generation.remaining_lengths import RemainingLengths
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.sampling import SamplingParams
 from lightning_realloc.generation.speculation import Speculation
-from lightning_realloc.generation.step_costs import LEAST_S, effective_tokens, forwards_of, look_ups_of
+from lightning_realloc.generation.step_costs import LEAST_S, effective_tokens, look_ups_of
 from lightning_realloc.generation.verification import NO_DRAFT, Draft, Verification
 
 _SETTLED = 6
@@ -63,12 +63,16 @@ class _Step:
     """Of which the first ``depth`` tokens are verified."""
     limits: Sequence[int] = ()
     """Most tokens that each of them might have had."""
+    looks: bool = False
+    """Whether it drafts deeper than seems best, to see what that comes to."""
     is_try: bool = False
     """Whether nothing seems to pay: it is drafted to see whether that is true."""
     num_missed: int = 0
     """Tokens that the drafter's model read first, since it had missed them."""
     drafting_s: float = 0.0
     """Where drafting rests, those of looking up what is not verified."""
+    first_s: float = 0.0
+    """Of drafting, what a model's first tokens took."""
     preparing_s: float = 0.0
     """Of drafting, what is done once for many steps: it belongs to what drafting takes, and not to a token's price."""
     emitted: Sequence[Sequence[int]] = ()
@@ -123,6 +127,7 @@ class Speculator:
         self.clock = clock
         self.stats = SpeculationStats()
         self.drafter = drafter
+        self.drafter.clock = clock
         self._speculation = speculation
         self._agree = agree
         self._rates = AcceptanceRates()
@@ -276,7 +281,7 @@ class Speculator:
         end = self.clock()
         self.stats.drafting_s += end - planned
         self._preparing_s += prepared - begin
-        step.drafting_s = end - prepared
+        step.drafting_s, step.first_s = end - prepared, self.drafter.first_s
         return chosen
 
     def _draft_by(self, plan: DraftPlan, step: _Step) -> Sequence[Draft]:
@@ -286,6 +291,8 @@ class Speculator:
         if not plan.depth:
             plain_s, _ = self._planner.costs.plain_s(num_rows)
             step.depth, step.worths, least = plan.best_draft, [plain_s / num_rows] * num_rows, [0.0] * num_rows
+        elif self.drafter.costs_a_forward and plan.deeper > plan.depth and not step.number % plan.look_every:
+            step.depth, step.looks, least = plan.deeper, True, [0.0] * num_rows
         most = step.depth
         if self._anticipates and not self.drafter.costs_a_forward and not step.number % _LOOK_AHEAD_EVERY:
             most, least = min(2 * most, self._speculation.max_draft_tokens), [0.0] * num_rows
@@ -321,7 +328,7 @@ class Speculator:
     def _take_outcomes(self) -> None:
         """Learn from what drafts came to since the last time, and from what was foreseen, as far as it is known."""
         for step in self._untaught:
-            for row in _few(step.number, len(step.drafts)):
+            for row in range(len(step.drafts)) if step.looks else _few(step.number, len(step.drafts)):
                 step.outcome(row, self._last).teach(self._rates, self._planner.profile)
             self._last = step
         self._untaught.clear()
@@ -359,10 +366,12 @@ class Speculator:
                 for sample in running]  # fmt: skip
 
     def _take_seconds(self) -> None:
-        seconds = [value for step in self._untold for value in (step.seconds, step.drafting_s, step.preparing_s)]
+        seconds = [
+            value for step in self._untold for value in (step.seconds, step.drafting_s, step.preparing_s, step.first_s)
+        ]
         agreed = iter(seconds if self._agree is None else self._agree(seconds))
         for step in self._untold:
-            step_s, drafting_s, preparing_s = (max(next(agreed), least_s) for least_s in (LEAST_S, 0.0, 0.0))
+            step_s, drafting_s, preparing_s, first_s = (max(next(agreed), least) for least in (LEAST_S, 0.0, 0.0, 0.0))
             if step.is_try and step.depth:
                 self._payoff.take_try(step.gained_s(), step_s + drafting_s + preparing_s)
             elif step.depth and not step.num_missed:  # what is missed is read once, however long drafting goes on
@@ -372,27 +381,36 @@ class Speculator:
             elif not step.depth:
                 self._foresight.spend(drafting_s, step_s)
                 self._payoff.save(step_s)
-            self._take_costs(step, step_s, drafting_s)
+            self._take_step_costs(step, step_s)
+            self._take_drafting_costs(step, drafting_s, first_s)
         self._untold.clear()
 
-    def _take_costs(self, step: _Step, step_s: float, drafting_s: float) -> None:
-        """Learn what reading so many tokens takes, and what drafting them does."""
+    def _take_step_costs(self, step: _Step, step_s: float) -> None:
+        """Learn what reading so many tokens takes."""
         costs, num_rows = self._planner.costs, len(step.running)
         if any(step.lengths):
             size = effective_tokens(num_rows, num_rows + sum(step.lengths), max(step.lengths))
             costs.verifying.observe(size, step_s)
         elif step.is_settled or not costs.plain.knows(num_rows):
             costs.plain.observe(num_rows, step_s)
+
+    def _take_drafting_costs(self, step: _Step, drafting_s: float, first_s: float) -> None:
+        """Learn what drafting so many tokens takes."""
+        costs, num_rows = self._planner.costs, len(step.running)
         drafted = [len(draft) for draft in step.drafts]
         if not any(drafted):
             return
+        if not self.drafter.costs_a_forward:
+            if step.drafted_before:
+                costs.drafting.observe(num_rows, drafting_s / look_ups_of(num_rows, sum(drafted)))
+            return
+        further = max(drafted) - 1
+        if further:
+            costs.drafting.observe(num_rows, (drafting_s - first_s) / further)
         if step.num_missed:
-            usual_s = forwards_of(max(drafted)) * costs.drafting_s(num_rows)
-            costs.catching_up.observe(step.num_missed, drafting_s - usual_s)
+            costs.catching_up.observe(step.num_missed, first_s - costs.first_s(num_rows))
         elif step.drafted_before:
-            by_forwards = self.drafter.costs_a_forward
-            times = forwards_of(max(drafted)) if by_forwards else look_ups_of(num_rows, sum(drafted))
-            costs.drafting.observe(num_rows, drafting_s / times)
+            costs.first.observe(num_rows, first_s)
 
 
 def _few(step: int, num_rows: int) -> range:

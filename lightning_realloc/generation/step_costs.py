@@ -194,8 +194,10 @@ class SpeculationCosts:
         """By samples."""
         self.verifying = StepCosts(slowness)
         """By tokens and padding, see :func:`effective_tokens`."""
+        self.first = StepCosts()
+        """Of a model's first token for all samples, behind what it reads that came since; by samples."""
         self.drafting = StepCosts()
-        """Of one forward of a model for all samples, or of one look-up; by samples."""
+        """Of each further one, or of one look-up; by samples."""
         self.catching_up = StepCosts(told_from=1)
         """Of a model that reads tokens it has missed; by tokens."""
         self.preparing_s = 0.0
@@ -212,15 +214,19 @@ class SpeculationCosts:
         step_s, half_s = self.plain.seconds(num_rows), self.plain.seconds(half)
         return step_s, min((step_s - half_s) / (num_rows - half), step_s / num_rows) if num_rows > half else 0.0
 
+    def first_s(self, num_rows: int) -> float:
+        """Return the seconds of a model's first token for so many samples; those of a further one if not known."""
+        return self.first.seconds(num_rows) if self.first.known else self.drafting_s(num_rows)
+
     def drafting_s(self, num_rows: int) -> float:
-        """Return the seconds of one forward of a model for so many samples, or of one look-up; 0 if not known."""
+        """Return the seconds of each further one, or of one look-up; 0 if not known."""
         return self.drafting.seconds(num_rows) if self.drafting.known else 0.0
 
     def catching_up_s(self, num_rows: int, num_missed: int) -> float:
-        """Return the seconds in which a model reads what it missed; where that is not known, those of one forward.
+        """Return the seconds in which a model reads what it missed; where that is not known, those of one token.
 
         More than it ever read at once takes as much longer as it is more, and less than that as much shorter, but no
-        less than one forward: such reads are rare, so that one of them has to tell of all.
+        less than one token: such reads are rare, so that one of them has to tell of all.
         """
         if not num_missed:
             return 0.0
@@ -255,15 +261,6 @@ class SpeculationCosts:
 def effective_tokens(num_rows: int, num_tokens: float, width: int) -> float:
     """Return what a step that reads so many tokens costs, in tokens, if the longest draft has ``width``."""
     return num_tokens + PADDING_SHARE * (num_rows * (1 + width) - num_tokens)
-
-
-def forwards_of(depth: int) -> float:
-    """Return how many forwards a model's drafts of so many tokens are counted as.
-
-    To prepare them and to take in what came since takes about half as long as one (measured on CPU, depths 2 to 8: 0.45
-    to 0.8 with 4 million weights).
-    """
-    return 0.5 + depth
 
 
 def look_ups_of(num_rows: int, num_drafted: float) -> float:
