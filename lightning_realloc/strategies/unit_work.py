@@ -24,8 +24,8 @@ class UnitWork:
     @property
     def seconds(self) -> float:
         """How long it worked."""
-        return sum(end - begin for begin, end in self.times)
+        return sum((end - begin for begin, end in self.times), start=0.0)
 
     def seconds_before(self, moment: float) -> float:
         """Return how long it had worked by then."""
-        return sum(max(0.0, min(end, moment) - begin) for begin, end in self.times)
+        return sum((max(0.0, min(end, moment) - begin) for begin, end in self.times), start=0.0)

@@ -13,6 +13,7 @@ from lightning_realloc.runtime.samples import Ragged, Samples
 from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies.routes import Routes
 from lightning_realloc.strategies.sample_table import SampleTable
+from lightning_realloc.strategies.unit_work import UnitWork
 from lightning_realloc.strategies.workplace import Workplace
 from tests.strategies.test_iteration import CALLS, GENERATE, INFER, JUDGE, REWARD
 
@@ -90,3 +91,11 @@ def test_every_sample_of_every_unit_is_inferred_once_by_whom_all_ranks_expect(
         }
         wanted = [call for call in (INFER, REWARD) if rank in routes.workplaces[call.name].layout]
         assert early == {p for call in wanted for p in routes.worked_on(call, rank, table, None)}
+
+
+def test_work_is_hidden_until_generation_is_over_and_no_work_is_a_float_too() -> None:
+    work = UnitWork(times=[(1.0, 2.0), (4.0, 6.0), (8.0, 9.0)])
+    assert (work.seconds, work.seconds_before(5.0)) == (4.0, 2.0)
+    nothing = (UnitWork().seconds, UnitWork().seconds_before(5.0))
+    assert nothing == (0.0, 0.0)
+    assert [type(value) for value in nothing] == [float, float]  # Lightning warns of integers
