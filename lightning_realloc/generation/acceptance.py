@@ -15,6 +15,8 @@ _START = 1.0
 """Chance of a drafted token nothing is known about: drafts must not be cut off for what was never seen to fall."""
 _DEPTH_MEMORY = 0.999
 """Longer than that of kinds: of two depths that are about as good, the better one is told by small differences."""
+_MOST_WEIGHT = 1e6
+"""Of a draft, before all counts are scaled back: once in some ten thousand drafts."""
 _DEPTH_PRIOR_WEIGHT = 4.0
 _POOLED_WEIGHT = 40.0
 """Drafts that those of all places count as, in what those of one kind are taken to come to."""
@@ -97,12 +99,11 @@ class DepthProfile:
         known = min(depth, room)
         own = () if resumed is None else (self._resumed if resumed else self._fresh,)
         for counts in (self._all, *own):
-            _count(counts.reached, length, depth)
-            _count(counts.stood, stood, min(stood + 1, known))
+            counts.learn(length, stood, depth=depth, known=known)
 
     def num_tried(self, depth: int) -> float:
         """Return how many drafts were right so far that their token at this depth might stand, of the last ones."""
-        return self._all.stood[depth - 1][1]
+        return self._all.stood[depth - 1][1] / self._all.weight
 
     def outcomes(self) -> list[DepthOutcome]:
         """Return what drafts of at most 1, 2, 3 … tokens come to."""
@@ -128,6 +129,18 @@ class _Counts:
         """By depth: how often a token stood, of the times that all before it did, and these times."""
         self.reached = [[0.0, 0.0] for _ in range(max_depth)]
         """By depth: how many drafts had a token there, of those that might have had one, and these."""
+        self.weight = 1.0
+        """Of the last draft: later ones count more, which is as if all earlier counts faded with each."""
+
+    def learn(self, length: int, stood: int, *, depth: int, known: int) -> None:
+        """Take a draft of ``length`` tokens, of ``depth`` at most, whose first ``stood`` stood, of ``known`` ones."""
+        self.weight /= _DEPTH_MEMORY
+        if self.weight > _MOST_WEIGHT:
+            for pair in (*self.stood, *self.reached):
+                pair[:] = [count / self.weight for count in pair]
+            self.weight = 1.0
+        _count(self.reached, length, depth, self.weight)
+        _count(self.stood, stood, min(stood + 1, known), self.weight)
 
 
 @dataclass(slots=True)
@@ -148,9 +161,10 @@ class _Reckoning:
     def extend(self, counts: _Counts, depth: int, like: _Reckoning, *, weight: float) -> None:
         """Take in one depth more: as ``like`` where nothing was counted, whose chance is worth ``weight`` drafts."""
         (stood, tried), (reached, might) = counts.stood[depth - 1], counts.reached[depth - 1]
+        weight *= counts.weight
         self.chance = (stood + weight * like.chance) / (tried + weight)
         self.survival *= self.chance
-        self.reach = min(self.reach, (reached + like.reach) / (might + 1.0))
+        self.reach = min(self.reach, (reached + counts.weight * like.reach) / (might + counts.weight))
         self.tokens += self.survival
         self.squares += self.survival * (2 * depth + 1)
         self.drafted += self.reach
@@ -161,8 +175,10 @@ def _mixed(first: float, second: float, share: float) -> float:
     return first + share * (second - first)
 
 
-def _count(by_depth: Sequence[list[float]], num_won: int, num_tried: int) -> None:
-    """Add a try at each depth up to ``num_tried``, won up to ``num_won``; what was there counts a little less."""
-    for index, pair in enumerate(by_depth):
-        pair[0] = _DEPTH_MEMORY * pair[0] + (index < num_won)
-        pair[1] = _DEPTH_MEMORY * pair[1] + (index < num_tried)
+def _count(by_depth: Sequence[list[float]], num_won: int, num_tried: int, weight: float) -> None:
+    """Add a try at each depth up to ``num_tried``, won up to ``num_won``."""
+    for index in range(num_tried):
+        pair = by_depth[index]
+        if index < num_won:
+            pair[0] += weight
+        pair[1] += weight

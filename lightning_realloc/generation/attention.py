@@ -34,7 +34,7 @@ _SCORED_QUERY_BLOCK = 128
 """The same where every head's scores are held, too."""
 _CHANGES_ATTENTION = ("position_bias",)
 _OTHER_ENGINE = "use HFEngine, or engine='hf' in an algorithm, which goes by the model's own generate()"
-_OTHER_MODEL = "use a decoder that counts from 0, as Llama does"
+_OTHER_MODEL = "use a decoder-only model such as Llama"
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -192,13 +192,13 @@ def check_supported(model: nn.Module, *, max_length: int) -> None:
     config: Any = getattr(model, "config", None)
     if config is None:
         _refuse(name, "it is no Hugging Face model, which has a config", "load one by AutoModelForCausalLM")
+    if getattr(config, "is_encoder_decoder", False):
+        _refuse(name, "it is an encoder-decoder model, which does not go on with a prompt", _OTHER_MODEL)
     if not getattr(model, "_supports_attention_backend", False):
         _refuse(name, "its attention does not go through transformers' attention registry")
     head = getattr(model, "get_output_embeddings", None)
     if head is not None and head() is None:
         _refuse(name, "it has no head for the next token", "load it by AutoModelForCausalLM")
-    if getattr(config, "is_encoder_decoder", False):
-        _refuse(name, "it is an encoder-decoder model")
     text = config.get_text_config()
     foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES)
     if foreign:

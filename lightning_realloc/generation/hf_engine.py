@@ -63,10 +63,10 @@ class HFEngine:
             raise GenerationError(
                 f"{type(model).__name__} has no generate() of its own; give a causal language model of transformers"
             )
-        if counts_positions_by_padding(model):
+        reason = _why_not(model)
+        if reason is not None:
             raise GenerationError(
-                f"{type(model).__name__} cannot be generated from: its forward counts positions from behind its "
-                "padding token, and its generate() from 0; use a decoder that counts from 0, as Llama does"
+                f"{type(model).__name__} cannot be generated from: {reason}; use a decoder-only model such as Llama"
             )
         check_counts(max_slots=max_slots)
         check_counts(optional=True, max_length=max_length)
@@ -201,6 +201,17 @@ class HFEngine:
         logits: Tensor = self._model(ids, use_cache=False).logits[0, len(sample.prompt) - 1 : -1]
         values: list[float] = token_logprobs(logits, ids[0, len(sample.prompt) :], params).tolist()
         return values
+
+
+def _why_not(model: Any) -> str | None:
+    """Return why what ``model.generate`` says would be wrong, or no response to a prompt."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder model, which does not go on with a prompt"
+    if counts_positions_by_padding(model):
+        return "its forward counts positions from behind its padding token, and its generate() from 0"
+    if any(hasattr(module, "recurrent_states") for module in model.modules()):  # RecurrentGemma
+        return "its layers keep what they read in one call, and its generate() goes on from there in the next"
+    return None
 
 
 def _refuse_native(method: str, given: Mapping[str, object]) -> None:

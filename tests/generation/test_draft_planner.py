@@ -252,6 +252,18 @@ def test_a_profile_comes_to_the_mean_and_the_variance_of_what_was_seen(outcomes:
     assert deepest.drafted == pytest.approx(4.0)
 
 
+def test_what_was_seen_long_ago_fades_at_depths_that_are_tried_no_more_however_many_drafts_there_were() -> None:
+    profile = DepthProfile(2)
+    for _ in range(20_000):  # beyond which counts are scaled back
+        profile.learn(2, 1, depth=2, room=3)
+    assert profile.num_tried(2) == pytest.approx(1000.0, rel=0.01)
+    assert [outcome.tokens for outcome in profile.outcomes()] == pytest.approx([2.0, 2.0], abs=0.02)
+    for _ in range(10_000):
+        profile.learn(1, 1, depth=1, room=2)
+    assert profile.num_tried(2) < 0.1
+    assert profile.outcomes()[1].tokens == pytest.approx(3.0, abs=0.05)  # as the first one stands
+
+
 def test_a_depth_never_tried_is_hoped_to_do_as_the_one_before_it() -> None:
     profile = DepthProfile(3)
     for _ in range(1000):

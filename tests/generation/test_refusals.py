@@ -96,7 +96,6 @@ def test_stop_strings_without_a_tokenizer_are_refused() -> None:
             {"n_layer": 1, "hidden_size": 16, "n_head": 2},
             "does not go through transformers' attention registry",
         ),
-        ("t5", {"d_model": 16, "num_layers": 1, "d_kv": 8, "num_heads": 2, "d_ff": 16}, "registry|encoder-decoder"),
         ("mamba", {"num_hidden_layers": 1, "hidden_size": 16}, "does not go through transformers' attention registry"),
     ],
 )
@@ -104,7 +103,7 @@ def test_models_that_cannot_attend_through_slots_are_refused_by_name(
     family: str, overrides: dict[str, Any], reason: str
 ) -> None:
     config = AutoConfig.for_model(family, vocab_size=32, **overrides)
-    model = (AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM).from_config(config)
+    model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(GenerationError, match=rf"{type(model).__name__} cannot be generated from.*({reason})"):
         GenerationEngine(model)
 
@@ -152,6 +151,20 @@ def test_an_encoder_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("bert", **SIZES))
     with pytest.raises(GenerationError, match="BertSelfAttention attends with tokens to what comes after them"):
         GenerationEngine(model).generate([[5, 6]], GREEDY)
+
+
+@pytest.mark.parametrize("engine_class", [GenerationEngine, HFEngine])
+def test_an_encoder_decoder_model_is_refused_as_one(engine_class: Any) -> None:
+    config = AutoConfig.for_model("t5", vocab_size=32, d_model=16, num_layers=1, d_kv=8, num_heads=2, d_ff=16)
+    with pytest.raises(GenerationError, match=r"T5ForConditionalGeneration .* encoder-decoder.*; use a decoder-only"):
+        engine_class(AutoModelForSeq2SeqLM.from_config(config))
+
+
+def test_a_model_whose_generate_goes_on_from_the_last_call_is_refused() -> None:
+    # The second of two prompts gets other tokens than it does from a new model.
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("recurrent_gemma", **SIZES, lru_width=16))
+    with pytest.raises(GenerationError, match=r"RecurrentGemmaForCausalLM .* keep what they read in one call"):
+        HFEngine(model)
 
 
 @pytest.mark.parametrize("engine_class", [GenerationEngine, HFEngine])
