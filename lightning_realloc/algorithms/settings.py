@@ -64,11 +64,15 @@ def check_engine(
         raise ConfigError(
             "engine='hf' cannot hand samples over in the middle; leave sample_reallocation out, or use engine='native'"
         )
-    if max_cache_bytes is not None and (engine == "hf" or not 1 <= max_cache_bytes < math.inf):
+    if max_cache_bytes is None:
+        return
+    if engine == "hf":
         raise ConfigError(
-            f"max_cache_bytes={max_cache_bytes} with engine={engine!r}: engine='native' alone bounds its cache, by "
-            f"at least 1 and less than infinity; leave max_cache_bytes out, or use engine='native'"
+            f"engine='hf' does not bound its cache, as max_cache_bytes={max_cache_bytes} asks; leave max_cache_bytes "
+            "out, or use engine='native'"
         )
+    if not 1 <= max_cache_bytes < math.inf:
+        raise ConfigError(f"max_cache_bytes={max_cache_bytes} must be at least 1 and finite; leave it out for no bound")
 
 
 def check_minibatches(num_samples: int, options: TrainOptions, *, group_size: int = 1) -> None:

@@ -121,7 +121,13 @@ class ModelDrafter(_DrawingDrafter):
         Raises:
             GenerationError: where their vocabularies differ, or the engine cannot run the drafter.
         """
-        check_supported(model, max_length=1)
+        try:
+            check_supported(model, max_length=1)
+        except GenerationError as error:
+            raise GenerationError(
+                f"{type(model).__name__} cannot be the draft model, since the native engine cannot run it; use another "
+                f"one, or draft by 'history' or 'ngram'"
+            ) from error
         ours, theirs = (vocabulary_of(of) for of in (model, target))
         if ours != theirs:
             raise GenerationError(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from lightning_realloc.generation.requests import Requests
 from lightning_realloc.generation.run import GenerationRun, GenerationStats
 from lightning_realloc.generation.runner import ModelRunner
 from lightning_realloc.generation.samples import Completion, Sample
-from lightning_realloc.generation.sampling import SamplingParams, check_counts
+from lightning_realloc.generation.sampling import SamplingParams, check_counts, check_kind
 from lightning_realloc.generation.scheduler import Prompt, Scheduler
 from lightning_realloc.generation.shipping import Peers
 from lightning_realloc.generation.speculation import Speculation
@@ -108,6 +108,10 @@ class GenerationEngine:
             raise GenerationError(
                 f"speculation={speculation!r} is a {type(speculation).__name__}; write Speculation(...)"
             )
+        if drafter is not None and not isinstance(drafter, Drafter):
+            raise GenerationError(
+                f"drafter={drafter!r} must be a Drafter; name one by speculation=Speculation(drafter=...) instead"
+            )
         self._model = model
         self._tokenizer = tokenizer
         self._max_slots = max_slots
@@ -152,6 +156,7 @@ class GenerationEngine:
 
         Nothing computed from them outlives a call, so there is nothing to drop.
         """
+        check_kind("version", version, Integral, "a whole number", optional=True)
         self._version = self._version + 1 if version is None else version
 
     def release(self) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -24,7 +25,8 @@ class Speculation:
 
     drafter: DrafterName = "history"
     """``"ngram"``: as the sample's own text went on before; ``"history"``: as earlier responses to its prompt and
-    finished siblings did; ``"model"``: ``draft_model``; ``"blocks"``: the model's own first ``draft_blocks``."""
+    finished siblings did; ``"model"``: ``draft_model``; ``"blocks"``: the model's own first ``draft_blocks``;
+    ``"none"``: nothing is drafted."""
     verification: VerificationName = "match"
     """``"match"``: the same tokens as without speculation; ``"gumbel"``: the same in whatever is drafted, and model
     drafters hit more often; ``"reject"``: the right distribution only, other tokens with other drafts."""
@@ -41,15 +43,16 @@ class Speculation:
     def __post_init__(self) -> None:
         _choice("drafter", self.drafter, get_args(DrafterName))
         _choice("verification", self.verification, get_args(VerificationName))
-        for name, least in (("num_draft_tokens", 0), ("max_draft_tokens", 1)):
+        for name, least in (("num_draft_tokens", 0), ("max_draft_tokens", 1), ("draft_blocks", 1)):
             value = getattr(self, name)
-            check_kind(name, value, Integral, "a whole number", optional=name == "num_draft_tokens")
+            check_kind(name, value, Integral, "a whole number", optional=name != "max_draft_tokens")
             if value is not None and value < least:
                 raise GenerationError(f"{name}={value} must be at least {least}")
         kinds = (str, Path, nn.Module)
         check_kind("draft_model", self.draft_model, kinds, "a name, a folder or a model", optional=True)
         rate = self.draft_learning_rate
-        if rate is not None and (self.drafter != "model" or not rate > 0):
+        check_kind("draft_learning_rate", rate, Real, "a number", optional=True)
+        if rate is not None and (self.drafter != "model" or not 0 < rate < math.inf):
             raise GenerationError(
                 f"draft_learning_rate={rate} with drafter={self.drafter!r}: a draft model learns at a rate above 0; "
                 f"use drafter='model', or leave the rate out"

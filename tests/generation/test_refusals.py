@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from typing import Any
 
@@ -15,7 +16,14 @@ from transformers import (
 )
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation import Conversation, GenerationEngine, HFEngine, SamplingParams, Turn
+from lightning_realloc.generation import (
+    Conversation,
+    GenerationEngine,
+    HFEngine,
+    SamplingParams,
+    Speculation,
+    Turn,
+)
 from tests.models import SIZES, tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0)
@@ -195,3 +203,33 @@ def test_layers_of_a_kind_the_cache_does_not_hold_are_refused() -> None:
     model = tiny_model("qwen2", layer_types=["full_attention", "chunked_attention"])
     with pytest.raises(GenerationError, match="layers of type chunked_attention"):
         GenerationEngine(model).generate([[5]], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"drafter": "model", "draft_model": "x", "draft_learning_rate": "a"}, "rate='a' must be a number or None"),
+        ({"drafter": "model", "draft_model": "x", "draft_learning_rate": math.inf}, "draft_learning_rate=inf with"),
+        ({"drafter": "blocks", "draft_blocks": "1"}, "draft_blocks='1' must be a whole number"),
+        ({"drafter": "blocks", "draft_blocks": 0}, "draft_blocks=0 must be at least 1"),
+    ],
+)
+def test_settings_of_drafts_are_checked_where_they_are_written(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(GenerationError, match=message):
+        Speculation(**given)
+
+
+def test_what_is_no_drafter_or_no_version_is_refused() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(GenerationError, match=r"drafter='ngram' must be a Drafter; name one by speculation="):
+        GenerationEngine(model, drafter="ngram")  # type: ignore[arg-type]
+    with pytest.raises(GenerationError, match="version='a' must be a whole number or None"):
+        GenerationEngine(model).weights_updated("a")  # type: ignore[arg-type]
+
+
+def test_a_draft_model_that_cannot_be_run_is_refused_as_the_draft_model() -> None:
+    mamba = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("mamba", vocab_size=32, num_hidden_layers=1, hidden_size=16)
+    )
+    with pytest.raises(GenerationError, match=r"MambaForCausalLM cannot be the draft model.*'history' or 'ngram'"):
+        GenerationEngine(tiny_model("llama"), speculation=Speculation(drafter="model", draft_model=mamba))
