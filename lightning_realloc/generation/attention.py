@@ -23,7 +23,7 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.attention_scores import Scores
 from lightning_realloc.generation.kv_cache import KVCache, Places, Segment, StepPlaces
 from lightning_realloc.generation.token_grid import Overhang, TokenGrid
-from lightning_realloc.runtime.model_terms import counts_positions_by_padding, rotary_bounds, why_experts_fail
+from lightning_realloc.runtime.model_terms import rotary_bounds, why_experts_fail, why_no_response
 
 IMPLEMENTATION = "realloc_slots"
 STEP_ARGUMENT = "realloc_step"
@@ -192,8 +192,9 @@ def check_supported(model: nn.Module, *, max_length: int) -> None:
     config: Any = getattr(model, "config", None)
     if config is None:
         _refuse(name, "it is no Hugging Face model, which has a config", "load one by AutoModelForCausalLM")
-    if getattr(config, "is_encoder_decoder", False):
-        _refuse(name, "it is an encoder-decoder model, which does not go on with a prompt", _OTHER_MODEL)
+    reason = why_no_response(model)
+    if reason is not None:
+        _refuse(name, reason, _OTHER_MODEL)
     if not getattr(model, "_supports_attention_backend", False):
         _refuse(name, "its attention does not go through transformers' attention registry")
     head = getattr(model, "get_output_embeddings", None)
@@ -203,8 +204,6 @@ def check_supported(model: nn.Module, *, max_length: int) -> None:
     foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES)
     if foreign:
         _refuse(name, f"it has layers of type {', '.join(foreign)}")
-    if counts_positions_by_padding(model):
-        _refuse(name, "it counts positions from behind its padding token, and generation counts from 0", _OTHER_MODEL)
     failing = why_experts_fail(model)
     if failing is not None:
         _refuse(name, *failing)

@@ -59,14 +59,14 @@ class DraftPlan:
     """Of a token of each sample, in seconds."""
     least_survivals: Sequence[float]
     """For each sample, the chance to stand that a token needs."""
-    deeper: int = 0
-    """Most tokens of a draft in one step of every `look_every`, where a token costs a forward: to see whether deeper
-    ones stand by now."""
-    look_every: int = _SURE_LOOK_EVERY
     is_try: bool = False
     """Whether nothing seems to pay: it is drafted all the same, for what that seems by may be wrong, or old."""
     is_untried: bool = False
     """Whether a deeper one failed, and no steps of about this size were seen: what drafting lost says nothing of it."""
+    deeper: int = 0
+    """Most tokens of a draft in one step of every `look_every`, where a token costs a forward: to see whether deeper
+    ones stand by now."""
+    look_every: int = _SURE_LOOK_EVERY
 
     def of(self, rows: Sequence[int]) -> DraftPlan:
         """Return the plan for some of its samples."""
@@ -126,11 +126,16 @@ class DraftPlanner:
         if depth < in_use and not self._knows(num_rows, depth, outcomes):  # to see what such steps take
             return DraftPlan(depth, best_draft, worths, [_LEAST_SURVIVAL] * num_rows, is_untried=True)
         token_s = self._token_s(num_rows, depth, outcomes[depth])
-        deeper = _deeper(seconds, depth)
-        return DraftPlan(
-            depth, best_draft, worths, [max(token_s / worth, _LEAST_SURVIVAL) for worth in worths], is_try=is_try,
-            deeper=deeper, look_every=_SURE_LOOK_EVERY if self.profile.num_tried(deeper) >= _SURE else _LOOK_EVERY,
-        )  # fmt: skip
+        plan = DraftPlan(depth, best_draft, worths, [max(token_s / worth, _LEAST_SURVIVAL) for worth in worths], is_try)
+        return self._looking_deeper(plan, seconds) if self._costs_a_forward else plan
+
+    def _looking_deeper(self, plan: DraftPlan, seconds: Sequence[float]) -> DraftPlan:
+        """Return the same with looks at the deepest draft that may be about as good: one token more at least."""
+        most_s = (1.0 + _MAY_BE_OFF) * seconds[plan.depth]
+        depths = range(plan.depth, len(seconds))
+        deeper = max(depth for depth in depths if depth <= plan.depth + 1 or seconds[depth] <= most_s)
+        is_sure = self.profile.num_tried(deeper) >= _SURE
+        return replace(plan, deeper=deeper, look_every=_SURE_LOOK_EVERY if is_sure else _LOOK_EVERY)
 
     def _tail_s(
         self, left: Sequence[float], num_last: float, outcomes: Sequence[DepthOutcome], steps_s: Sequence[float]
@@ -186,12 +191,6 @@ def _fastest(seconds: Sequence[float], in_use: int) -> int:
     """Return the depth of least seconds, or the one in use where that is about as good."""
     best = min(range(len(seconds)), key=seconds.__getitem__)
     return in_use if seconds[in_use] <= (1.0 + HYSTERESIS) * seconds[best] else best
-
-
-def _deeper(seconds: Sequence[float], depth: int) -> int:
-    """Return the deepest draft that may be about as good as the one in use: one token more at least, if there is."""
-    most_s = (1.0 + _MAY_BE_OFF) * seconds[depth]
-    return max(other for other in range(depth, len(seconds)) if other <= depth + 1 or seconds[other] <= most_s)
 
 
 def remaining_s(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from numbers import Integral, Real
+from numbers import Real
 
 import torch
 from torch import nn
@@ -30,11 +30,11 @@ from lightning_realloc.generation.packed_linear import packed_linears
 from lightning_realloc.generation.page_names import SampleLengths, longest_of
 from lightning_realloc.generation.paged_cache import PagedCache
 from lightning_realloc.generation.paged_scheduler import PagedScheduler
-from lightning_realloc.generation.requests import Requests
+from lightning_realloc.generation.requests import Requests, next_version
 from lightning_realloc.generation.run import GenerationRun, GenerationStats
 from lightning_realloc.generation.runner import ModelRunner
 from lightning_realloc.generation.samples import Completion, Sample
-from lightning_realloc.generation.sampling import SamplingParams, check_counts, check_kind
+from lightning_realloc.generation.sampling import SamplingParams, check_counts
 from lightning_realloc.generation.scheduler import Prompt, Scheduler
 from lightning_realloc.generation.shipping import Peers
 from lightning_realloc.generation.speculation import Speculation
@@ -104,14 +104,7 @@ class GenerationEngine:
         check_counts(optional=True, max_length=max_length)
         check_counts(Real, optional=True, max_cache_bytes=max_cache_bytes)
         check_tokenizer(tokenizer)
-        if speculation is not None and not isinstance(speculation, Speculation):
-            raise GenerationError(
-                f"speculation={speculation!r} is a {type(speculation).__name__}; write Speculation(...)"
-            )
-        if drafter is not None and not isinstance(drafter, Drafter):
-            raise GenerationError(
-                f"drafter={drafter!r} must be a Drafter; name one by speculation=Speculation(drafter=...) instead"
-            )
+        _check_drafting(speculation, drafter)
         self._model = model
         self._tokenizer = tokenizer
         self._max_slots = max_slots
@@ -156,8 +149,7 @@ class GenerationEngine:
 
         Nothing computed from them outlives a call, so there is nothing to drop.
         """
-        check_kind("version", version, Integral, "a whole number", optional=True)
-        self._version = self._version + 1 if version is None else version
+        self._version = next_version(self._version, version)
 
     def release(self) -> None:
         """Give the cache's storage back; the next call allocates it again."""
@@ -333,3 +325,13 @@ def _warn_of_failures(samples: Sequence[Sample]) -> None:
             "%d of %d responses were ended by a failure of their environment; the first one: %s",
             len(errors), len(samples), errors[0],
         )  # fmt: skip
+
+
+def _check_drafting(speculation: object, drafter: object) -> None:
+    """Raise GenerationError where either is given and is something else: YAML takes a mapping, Python does not."""
+    if speculation is not None and not isinstance(speculation, Speculation):
+        raise GenerationError(f"speculation={speculation!r} is a {type(speculation).__name__}; write Speculation(...)")
+    if drafter is not None and not isinstance(drafter, Drafter):
+        raise GenerationError(
+            f"drafter={drafter!r} must be a Drafter; name one by speculation=Speculation(drafter=...) instead"
+        )

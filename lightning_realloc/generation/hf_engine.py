@@ -24,12 +24,12 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.engine import GenerationEngine
 from lightning_realloc.generation.model_facts import length_bounds, vocabulary_of
 from lightning_realloc.generation.outlet import Announcer, Outlet
-from lightning_realloc.generation.requests import Requests
+from lightning_realloc.generation.requests import Requests, next_version
 from lightning_realloc.generation.run import GenerationStats, not_finite
 from lightning_realloc.generation.samples import Completion, Sample
 from lightning_realloc.generation.sampling import SamplingParams, check_counts, token_logprobs
 from lightning_realloc.generation.stopping import StopRule, Tokenizer, check_possible, check_tokenizer, stop_rule_of
-from lightning_realloc.runtime.model_terms import counts_positions_by_padding, why_experts_fail
+from lightning_realloc.runtime.model_terms import why_experts_fail, why_no_response
 
 _log = logging.getLogger(__name__)
 _ROUNDING = 0.1
@@ -63,7 +63,7 @@ class HFEngine:
             raise GenerationError(
                 f"{type(model).__name__} has no generate() of its own; give a causal language model of transformers"
             )
-        reason = _why_not(model)
+        reason = why_no_response(model) or _why_its_generate_fails(model)
         if reason is not None:
             raise GenerationError(
                 f"{type(model).__name__} cannot be generated from: {reason}; use a decoder-only model such as Llama"
@@ -89,7 +89,7 @@ class HFEngine:
 
     def weights_updated(self, version: int | None = None) -> None:
         """Say that the parameters changed, and what to call them: by default by the next number, from 0."""
-        self._version = self._version + 1 if version is None else version
+        self._version = next_version(self._version, version)
 
     def release(self) -> None:
         """Give storage back. There is none between calls."""
@@ -203,12 +203,7 @@ class HFEngine:
         return values
 
 
-def _why_not(model: Any) -> str | None:
-    """Return why what ``model.generate`` says would be wrong, or no response to a prompt."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder model, which does not go on with a prompt"
-    if counts_positions_by_padding(model):
-        return "its forward counts positions from behind its padding token, and its generate() from 0"
+def _why_its_generate_fails(model: nn.Module) -> str | None:
     if any(hasattr(module, "recurrent_states") for module in model.modules()):  # RecurrentGemma
         return "its layers keep what they read in one call, and its generate() goes on from there in the next"
     return None

@@ -6,12 +6,13 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.noise import sample_key
 from lightning_realloc.generation.samples import Completion, Sample
-from lightning_realloc.generation.sampling import SamplingParams
+from lightning_realloc.generation.sampling import SamplingParams, check_kind
 from lightning_realloc.generation.scheduler import Prompt
 from lightning_realloc.generation.token_ids import as_token_ids, check_vocabulary
 
@@ -165,3 +166,9 @@ def _token_ids(name: str, given: Any) -> tuple[int, ...]:
             f"{name} must be a list of token ids; it is {text if len(text) <= 60 else text[:57] + '...'}, "
             f'turn text into ids first: tokenizer(texts)["input_ids"]'
         ) from error
+
+
+def next_version(last: int, given: int | None) -> int:
+    """Return what to call parameters that changed: as ``given``, or by the number after the ``last``."""
+    check_kind("version", given, Integral, "a whole number", optional=True)
+    return last + 1 if given is None else given

@@ -291,7 +291,7 @@ class Speculator:
         if not plan.depth:
             plain_s, _ = self._planner.costs.plain_s(num_rows)
             step.depth, step.worths, least = plan.best_draft, [plain_s / num_rows] * num_rows, [0.0] * num_rows
-        elif self.drafter.costs_a_forward and plan.deeper > plan.depth and not step.number % plan.look_every:
+        elif plan.deeper > plan.depth and not step.number % plan.look_every:
             step.depth, step.looks, least = plan.deeper, True, [0.0] * num_rows
         most = step.depth
         if self._anticipates and not self.drafter.costs_a_forward and not step.number % _LOOK_AHEAD_EVERY:

@@ -230,12 +230,12 @@ class SpeculationCosts:
         """
         if not num_missed:
             return 0.0
-        forward_s = self.drafting_s(num_rows)
+        token_s = self.drafting_s(num_rows)
         if not self.catching_up.known:
-            return forward_s
+            return token_s
         smallest, largest = self.catching_up.smallest, self.catching_up.largest[0]
         nearest = min(max(num_missed, smallest), largest)
-        return max(self.catching_up.seconds(nearest) * num_missed / nearest, forward_s)
+        return max(self.catching_up.seconds(nearest) * num_missed / nearest, token_s)
 
     def knows_verifying(self, num_rows: int, num_drafted: float, width: int) -> bool:
         """Whether steps of about the size of one that verifies so many tokens were observed."""

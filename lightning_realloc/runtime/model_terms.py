@@ -41,6 +41,15 @@ def counts_positions_by_padding(model: nn.Module) -> bool:
     return any(all(hasattr(module, name) for name in names) for module in model.modules())
 
 
+def why_no_response(model: nn.Module) -> str | None:
+    """Return why neither engine can go on with a prompt by a model; None: both may try."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return "it is an encoder-decoder model, which does not go on with a prompt"
+    if counts_positions_by_padding(model):
+        return "its forward counts positions from behind its padding token, and generation counts from 0"
+    return None
+
+
 def why_experts_fail(model: nn.Module) -> tuple[str, str] | None:
     """Return why the experts of a model cannot multiply, and what to do; None: they can, or it has none.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from lightning_realloc.runtime.samples import Samples
@@ -24,7 +25,7 @@ class UnitWork:
     @property
     def seconds(self) -> float:
         """How long it worked."""
-        return sum((end - begin for begin, end in self.times), start=0.0)
+        return self.seconds_before(math.inf)
 
     def seconds_before(self, moment: float) -> float:
         """Return how long it had worked by then."""

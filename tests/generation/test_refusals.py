@@ -16,14 +16,7 @@ from transformers import (
 )
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation import (
-    Conversation,
-    GenerationEngine,
-    HFEngine,
-    SamplingParams,
-    Speculation,
-    Turn,
-)
+from lightning_realloc.generation import Conversation, GenerationEngine, HFEngine, SamplingParams, Speculation, Turn
 from tests.models import SIZES, tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0)
@@ -223,8 +216,9 @@ def test_what_is_no_drafter_or_no_version_is_refused() -> None:
     model = tiny_model("llama")
     with pytest.raises(GenerationError, match=r"drafter='ngram' must be a Drafter; name one by speculation="):
         GenerationEngine(model, drafter="ngram")  # type: ignore[arg-type]
-    with pytest.raises(GenerationError, match="version='a' must be a whole number or None"):
-        GenerationEngine(model).weights_updated("a")  # type: ignore[arg-type]
+    for engine in (GenerationEngine(model), HFEngine(model)):
+        with pytest.raises(GenerationError, match="version='a' must be a whole number or None"):
+            engine.weights_updated("a")  # type: ignore[arg-type]
 
 
 def test_a_draft_model_that_cannot_be_run_is_refused_as_the_draft_model() -> None:

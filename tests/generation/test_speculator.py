@@ -256,7 +256,7 @@ def test_where_costs_leap_between_two_depths_the_shallower_one_is_found(costs_a_
 
 @pytest.mark.parametrize(
     ("costs_a_forward", "right", "slowness"),
-    [(False, 0.9, 2.0), (True, 0.8, 1.9), (True, 0.8, 2.1), (True, 0.9, 2.1), (True, 0.9, 2.4)],
+    [(False, 0.9, 2.0), (True, 0.8, 1.9), (True, 0.8, 2.1), (True, 0.9, 2.1), (True, 0.9, 2.2)],
 )
 def test_drafts_that_pay_are_found_though_steps_that_verified_some_were_slow_at_first(
     costs_a_forward: bool, right: float, slowness: float
@@ -272,7 +272,7 @@ def test_drafts_that_pay_are_found_though_steps_that_verified_some_were_slow_at_
     pretence.generate()
     slowness = 1.0
     rates = [pretence.generate()[1] for _ in range(40)]
-    assert min(rates[-2:]) > 1.6, rates
+    assert min(rates[-2:]) > 2.0 * right, rates
 
 
 def test_prompts_that_are_read_at_once_keep_no_draft_model_from_drafting() -> None:
