@@ -31,6 +31,9 @@ TRY_STEPS = 4
 """The same of one that drafts though nothing seems to pay."""
 HYSTERESIS = 0.01
 """Share by which a depth must promise to be faster than the one in use: estimates differ by chance alone."""
+_START = 0.02
+"""The same where nothing is drafted, and what drafts would come to was only looked up, for some samples: that is off by
+3 to 5 %, and drafting that stops again has taken none ahead who was behind."""
 _MAY_BE_OFF = 0.1
 """Share by which a deeper draft may promise to be slower and is made now and then all the same."""
 _SURE = 64
@@ -55,10 +58,14 @@ class DraftPlan:
     """Most tokens of one draft; 0: nothing is drafted."""
     best_draft: int
     """The best depth but 0."""
+    plain_s: float
+    """Seconds of a step without drafts."""
+    row_s: float
+    """Those of them that one sample adds."""
     worths: Sequence[float]
-    """Of a token of each sample, in seconds."""
-    least_survivals: Sequence[float]
-    """For each sample, the chance to stand that a token needs."""
+    """Of a drafted token of each sample that stands, in seconds."""
+    least_survivals: Sequence[float] = ()
+    """For each sample, the chance to stand that a token needs; there are none where nothing is drafted."""
     is_try: bool = False
     """Whether nothing seems to pay: it is drafted all the same, for what that seems by may be wrong, or old."""
     is_untried: bool = False
@@ -70,11 +77,13 @@ class DraftPlan:
 
     def of(self, rows: Sequence[int]) -> DraftPlan:
         """Return the plan for some of its samples."""
-        if not self.depth:
-            return self
-        worths, least_survivals = self.worths, self.least_survivals
+        num_over = len(self.worths) - len(rows)
+        least_survivals = self.least_survivals
         return replace(
-            self, worths=[worths[row] for row in rows], least_survivals=[least_survivals[row] for row in rows]
+            self,
+            plain_s=self.plain_s - num_over * self.row_s,
+            worths=[self.worths[row] for row in rows],
+            least_survivals=[least_survivals[row] for row in rows] if least_survivals else (),
         )
 
 
@@ -84,7 +93,7 @@ class DraftPlanner:
     def __init__(self, max_depth: int, *, costs_a_forward: bool) -> None:
         """Plan up to ``max_depth``; ``costs_a_forward``: a token ahead takes a forward of a model, for all samples."""
         self.profile = DepthProfile(max_depth)
-        self.costs = SpeculationCosts()
+        self.costs = SpeculationCosts(costs_a_forward=costs_a_forward)
         self._costs_a_forward = costs_a_forward
         self._chosen: dict[int, int] = {}
         """Depth in use, by the power of two of the number of samples."""
@@ -112,21 +121,26 @@ class DraftPlanner:
         key = num_rows.bit_length()
         in_use = self._chosen.get(key, 0)
         least = self._half_to_see(in_use, num_rows, outcomes, seconds[0], catching_up_s)
-        depth = self._chosen[key] = max(_fastest(seconds, in_use), least)
+        hysteresis = HYSTERESIS if in_use or self._costs_a_forward else _START
+        depth = self._chosen[key] = max(_fastest(seconds, in_use, hysteresis), least)
         best_draft = min(range(1, len(seconds)), key=seconds.__getitem__)
         plain_s, row_s = self.costs.plain_s(num_rows)
         lost_s = catching_up_s + TRY_STEPS * (steps_s[best_draft] - plain_s * outcomes[best_draft].tokens)
         is_try = not depth and num_missed > 0 and lost_s <= may_lose_s
         if is_try:
             depth = best_draft
-        if not depth:
-            return DraftPlan(0, best_draft, (), ())
+        if not depth and is_tail and num_rows > 1 and not self._costs_a_forward:
+            # A single step with drafts takes none ahead who is behind: it saves their rows, once they are over.
+            return DraftPlan(0, best_draft, plain_s, row_s, [row_s] * num_rows)
         # In the tail, a step is saved by the last sample alone; before it, none is, whoever is ahead.
         worths = token_worths(chances, plain_s, row_s) if is_tail else [plain_s / num_rows] * num_rows
+        plan = DraftPlan(depth, best_draft, plain_s, row_s, worths, is_try=is_try)
+        if not depth:
+            return plan
         if depth < in_use and not self._knows(num_rows, depth, outcomes):  # to see what such steps take
-            return DraftPlan(depth, best_draft, worths, [_LEAST_SURVIVAL] * num_rows, is_untried=True)
+            return replace(plan, least_survivals=[_LEAST_SURVIVAL] * num_rows, is_untried=True)
         token_s = self._token_s(num_rows, depth, outcomes[depth])
-        plan = DraftPlan(depth, best_draft, worths, [max(token_s / worth, _LEAST_SURVIVAL) for worth in worths], is_try)
+        plan = replace(plan, least_survivals=[max(token_s / worth, _LEAST_SURVIVAL) for worth in worths])
         return self._looking_deeper(plan, seconds) if self._costs_a_forward else plan
 
     def _looking_deeper(self, plan: DraftPlan, seconds: Sequence[float]) -> DraftPlan:
@@ -168,12 +182,13 @@ class DraftPlanner:
     def _steps_s(self, num_rows: int, outcomes: Sequence[DepthOutcome]) -> list[float]:
         """Return the seconds of a step, by depth: of one that drafts so many tokens at most, and verifies them."""
         costs, token_s = self.costs, self.costs.drafting_s(num_rows)
+        verifying_s = costs.verifying_by_size(num_rows)
         beside_s = costs.preparing_s + (costs.first_s(num_rows) if self._costs_a_forward else 0.0)
         seconds = [costs.plain_s(num_rows)[0]]
         for depth, outcome in enumerate(outcomes[1:], start=1):
             drafted = num_rows * outcome.drafted
             times = depth - 1 if self._costs_a_forward else look_ups_of(num_rows, drafted)
-            seconds.append(costs.verifying_s(num_rows, drafted, depth) + times * token_s + beside_s)
+            seconds.append(verifying_s(drafted, depth) + times * token_s + beside_s)
         return seconds
 
     def _token_s(self, num_rows: int, depth: int, outcome: DepthOutcome) -> float:
@@ -182,15 +197,15 @@ class DraftPlanner:
         fewer = max(drafted / 2, min(drafted, 1.0))
         token_s = 0.0 if self._costs_a_forward else self.costs.drafting_s(num_rows)
         if drafted - fewer > 0.5:
-            more_s = self.costs.verifying_s(num_rows, drafted, depth) - self.costs.verifying_s(num_rows, fewer, depth)
-            token_s += more_s / (drafted - fewer)
+            verifying_s = self.costs.verifying_by_size(num_rows)
+            token_s += (verifying_s(drafted, depth) - verifying_s(fewer, depth)) / (drafted - fewer)
         return token_s
 
 
-def _fastest(seconds: Sequence[float], in_use: int) -> int:
+def _fastest(seconds: Sequence[float], in_use: int, hysteresis: float) -> int:
     """Return the depth of least seconds, or the one in use where that is about as good."""
     best = min(range(len(seconds)), key=seconds.__getitem__)
-    return in_use if seconds[in_use] <= (1.0 + HYSTERESIS) * seconds[best] else best
+    return in_use if seconds[in_use] <= (1.0 + hysteresis) * seconds[best] else best
 
 
 def remaining_s(

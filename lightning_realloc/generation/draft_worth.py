@@ -24,9 +24,10 @@ COST_OF_TRYING = 0.005
 """Share of all seconds that drafting in vain may come to."""
 _PAUSE_AFTER = 4000
 _LEAST_PAUSE_AFTER = 160
-"""Steps with drafts, for every second gained per second spent, and those beside them, after which a pause shows what
-plain steps take now: it loses what drafts would have gained and half a step, 0.3 %. That the machine got slower as a
-whole, steps with drafts tell as well; that plain ones look dearer than they are, they do not."""
+"""Steps with drafts that are told of, for every second gained per second spent, and those beside them, after which a
+pause shows what plain steps take now: it loses what drafts would have gained and half a step, 0.3 % at most. That the
+machine got slower as a whole, steps with drafts tell as well; that plain ones look dearer than they are, they do
+not."""
 _RATE = 0.2
 """Weight of the last trial, where there were many."""
 _NOISE = 0.1
@@ -104,6 +105,11 @@ class Payoff:
         """Whether drafting gained in the last trials, and does in this one so far."""
         record = self._record(num_rows)
         return record.balance > 0.0 and record.trial >= 0.0
+
+    def is_doubtful(self, num_rows: int) -> bool:
+        """Whether drafting may rest after the next step: it did not gain in the last trials, or loses in this one."""
+        record = self._record(num_rows)
+        return record.balance <= 0.0 or record.trial <= -_GLARING / 2
 
     def save(self, plain_s: float) -> None:
         """Take the seconds of a plain step."""

@@ -11,7 +11,7 @@ from lightning_realloc.generation.drafting import Chance, Drafter
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.verification import Draft
 
-_EVERY = 8
+_EVERY = 16
 """Steps without drafts after which some are made that are not verified."""
 _OFTEN = 16
 """Times in a row. Then `_SELDOM` times as many steps pass: tiny models' take as long as a few look-ups."""

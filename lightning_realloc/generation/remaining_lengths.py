@@ -119,11 +119,14 @@ class RemainingLengths:
         if self._common_rate is not None:
             tokens_of_prior = _PRIOR_OF_RANK / self._common_rate
             overall = (sum(self._events) + _PRIOR_OF_RANK) / (sum(exposure) + tokens_of_prior)
-        self._rates = [(events + _PRIOR_OF_SPAN) / (tokens + _PRIOR_OF_SPAN / overall)
-                       for events, tokens in zip(self._events, exposure, strict=True)]  # fmt: skip
-        expected = [1.0 / overall]
-        for (begin, end), rate in zip(reversed(_SPANS), reversed(self._rates), strict=True):
+        # Behind the longest response, all spans have the same rate, and so the same to come.
+        num_seen = next((span for span in range(len(_SPANS), 0, -1) if exposure[span - 1]), 0)
+        seen = zip(self._events[:num_seen], exposure[:num_seen], strict=True)
+        self._rates = [(events + _PRIOR_OF_SPAN) / (tokens + _PRIOR_OF_SPAN / overall) for events, tokens in seen]
+        expected = [1.0 / overall] * (len(_SPANS) - num_seen + 1)
+        for (begin, end), rate in zip(reversed(_SPANS[:num_seen]), reversed(self._rates), strict=True):
             expected.append(_expected(end - begin, rate, expected[-1]))
+        self._rates += [overall] * (len(_SPANS) - num_seen)
         self._expected_at_edges = expected[::-1]
 
 

@@ -27,7 +27,11 @@ _MOST_LEFT = 0.7
 _LOOK_AHEAD_EVERY = 16
 """Steps after which more is drafted than verified: so it is learnt whether deeper and unlikelier tokens stand."""
 _FEW = 2
-"""Samples that are learnt from in one step."""
+"""Samples that are learnt from in each of the first steps: in `_FEW_STEPS` of them, and one sample in later ones."""
+_FEW_STEPS = 256
+"""Steps after which drafting that pays tells enough by every other eight of them."""
+_LOOKED_AT = 4
+"""Samples that it is looked up for at a time what they might get: a look takes 50 us, and 10 us more for each."""
 _FEW_FOR = 8
 """Steps after which others of them are: what is done every so many steps must not see the same ones each time."""
 
@@ -57,8 +61,8 @@ class _Step:
     """Slots whose prompts it reads."""
     depth: int = 0
     """Most tokens of one draft that are verified; 0: drafting rests."""
-    worths: Sequence[float] = ()
-    """Of a token of each sample."""
+    plan: DraftPlan | None = None
+    """By which it drafts."""
     drafts: Sequence[Draft] = ()
     """Of which the first ``depth`` tokens are verified."""
     limits: Sequence[int] = ()
@@ -87,8 +91,10 @@ class _Step:
     """Drafting aside."""
 
     def gained_s(self) -> float:
-        """Return what its tokens were worth."""
-        return sum(worth * len(own) for worth, own in zip(self.worths, self.emitted, strict=True))
+        """Return the seconds of plain steps that its tokens saved."""
+        assert self.plan is not None, "a step drafts by a plan"
+        drafted_s = sum(worth * (len(own) - 1) for worth, own in zip(self.plan.worths, self.emitted, strict=True))
+        return self.plan.plain_s + drafted_s
 
     def outcome(self, row: int, last: _Step | None) -> DraftOutcome:
         """Return what a draft came to: a token that was cut off was right, too, where the target drew the same.
@@ -148,6 +154,9 @@ class Speculator:
         """The samples that the plan is for."""
         self._plan_rows = self._plan_until = 0
         """How many they were when it was made, and number of the first step that needs another one."""
+        self._last_depths: dict[int, int] = {}
+        """Of the last plans, by the power of two of the number of samples. Where drafts cost a forward, none in a new
+        generation: nobody looked what they come to by now."""
         self._preparing_s = 0.0
         """Since the last step whose seconds were taken."""
         self._num_plain = 0
@@ -170,6 +179,8 @@ class Speculator:
         self.stats = SpeculationStats()
         self._lengths = self._lengths.for_next()
         self._plan = None
+        if self.drafter.costs_a_forward:
+            self._last_depths.clear()
         self._anticipates = rule.anticipates
         self._foresight.begin()
         self.drafter.begin(samples, rule, num_slots)
@@ -185,13 +196,8 @@ class Speculator:
         """
         self._num_steps += 1
         step = self._step = _Step(self._num_steps, running, being_read)
-        chosen: Sequence[Draft]
         if self._speculation.num_draft_tokens is not None:
             chosen = self._draft_fixed(step, self._speculation.num_draft_tokens)
-        elif self._rests(running) or (being_read and not self._payoff.pays(len(running))):
-            if not being_read:  # such a step is not timed
-                self._foresee(step)
-            chosen = [NO_DRAFT] * len(running)
         else:
             chosen = self._draft_what_pays(step, is_tail)
         self.stats.drafted_tokens += sum(map(len, step.drafts))
@@ -209,11 +215,12 @@ class Speculator:
         step.emitted, step.lengths, step.drafted_before = emitted, lengths, not self._num_plain
         if num_verified:
             self._num_plain = 0
-            self._foresight.rest()
+            if not step.is_try:
+                self._foresight.rest()
         else:
             self._num_plain += 1
         step.is_settled = self._num_plain > _SETTLED
-        if step.drafts:
+        if step.drafts and (self.drafter.costs_a_forward or self._is_telling(step)):
             step.drafts = [draft.without_laws() for draft in step.drafts]
             self._untaught.append(step)
 
@@ -224,10 +231,19 @@ class Speculator:
         step = self._step
         step.seconds = seconds
         step.preparing_s, self._preparing_s = self._preparing_s, 0.0
+        is_alone = self._agree is None
+        if is_alone and not self._is_telling(step):
+            self._planner.costs.take_preparing(step.preparing_s)
+            return
         self._untold.append(step)
         # Ranks agree on several at once; what may not pay is judged step by step.
-        if len(self._untold) >= PLAN_STEPS or (self._agree is None and self._is_doubtful(step)):
+        most = 3 * PLAN_STEPS if is_alone else PLAN_STEPS
+        if len(self._untold) >= most or (is_alone and self._is_doubtful(step)):
+            begin = self.clock()
             self._take_seconds()
+            taken_s = self.clock() - begin
+            self.stats.planning_s += taken_s
+            self._preparing_s += taken_s
 
     def finished(self, sample: Sample) -> None:
         """Take a sample that has its last token."""
@@ -249,48 +265,58 @@ class Speculator:
         return step.drafts
 
     def _draft_what_pays(self, step: _Step, is_tail: bool) -> Sequence[Draft]:
-        """Draft by the plan that holds, or by a new one."""
+        """Draft by the plan that holds, or by a new one; nothing where drafting rests."""
         begin = self.clock()
-        running, num_rows = step.running, len(step.running)
+        num_rows = len(step.running)
+        rests = not self._planner.costs.plain.knows(num_rows) or self._payoff.rests(num_rows)
+        plan = None if rests else self._held_plan(step.running)
+        if rests or (plan and not plan.depth) or (step.being_read and not self._payoff.pays(num_rows)):
+            if not step.being_read:  # such a step is not timed
+                self._foresee(step)
+            return [NO_DRAFT] * num_rows
         most_in_a_step = num_rows * (1 + self._speculation.max_draft_tokens)
-        num_missed = max(self.drafter.num_unread(running) - most_in_a_step, 0)
-        if self._held_plan(running) is None:
-            self._take_outcomes()
-            if self._agree is None:
-                self._take_seconds()
-            before = self._plan
-            self._plan = self._planner.plan(
-                self._left(running), is_tail=is_tail, num_missed=num_missed, may_lose_s=self._payoff.saved_s
-            )
-            is_as_before = before is not None and before.depth == self._plan.depth
-            num_steps = TRY_STEPS if self._plan.is_try else 2 * PLAN_STEPS if is_as_before else PLAN_STEPS
-            self._planned, self._plan_rows, self._plan_until = running, num_rows, step.number + num_steps
-            if self._plan.is_untried:
-                self._payoff.forgive(num_rows)
-        assert self._plan is not None, "made above"
+        num_missed = max(self.drafter.num_unread(step.running) - most_in_a_step, 0)
+        if plan is None:
+            plan = self._plan = self._make_plan(step, num_missed, is_tail)
         planned = self.clock()
         self.stats.planning_s += planned - begin
-        step.is_try = self._plan.is_try or not self._plan.depth
+        step.is_try = plan.is_try or not plan.depth
         # Where the drafter's model has to catch up first, one step tells too little for what it takes.
-        if not self._plan.depth and (num_missed or self._payoff.saved_s < 0.0):
+        if not plan.depth and (num_missed or self._payoff.saved_s < 0.0):
             return [NO_DRAFT] * num_rows
-        self.drafter.prepare(running)
+        self.drafter.prepare(step.running)
         prepared = self.clock()
         step.num_missed = num_missed
-        chosen = self._draft_by(self._plan, step)
+        chosen = self._draft_by(plan, step)
         end = self.clock()
         self.stats.drafting_s += end - planned
         self._preparing_s += prepared - begin
         step.drafting_s, step.first_s = end - prepared, self.drafter.first_s
         return chosen
 
+    def _make_plan(self, step: _Step, num_missed: int, is_tail: bool) -> DraftPlan:
+        """Return a new plan, from what is known by now."""
+        self._take_outcomes()
+        if self._agree is None:
+            self._take_seconds()
+        num_rows = len(step.running)
+        plan = self._planner.plan(
+            self._left(step.running), is_tail=is_tail, num_missed=num_missed, may_lose_s=self._payoff.saved_s
+        )
+        is_as_before = plan.depth == self._last_depths.get(num_rows.bit_length())
+        num_steps = TRY_STEPS if plan.is_try else 2 * PLAN_STEPS if is_as_before else PLAN_STEPS
+        self._last_depths[num_rows.bit_length()] = plan.depth
+        self._planned, self._plan_rows, self._plan_until = step.running, num_rows, step.number + num_steps
+        if plan.is_untried:
+            self._payoff.forgive(num_rows)
+        return plan
+
     def _draft_by(self, plan: DraftPlan, step: _Step) -> Sequence[Draft]:
         """Return what to verify of what is drafted; now and then, that is less."""
         num_rows = len(step.running)
-        step.depth, step.worths, least = plan.depth, plan.worths, plan.least_survivals
+        step.plan, step.depth, least = plan, plan.depth, plan.least_survivals
         if not plan.depth:
-            plain_s, _ = self._planner.costs.plain_s(num_rows)
-            step.depth, step.worths, least = plan.best_draft, [plain_s / num_rows] * num_rows, [0.0] * num_rows
+            step.depth, least = plan.best_draft, [0.0] * num_rows
         elif plan.deeper > plan.depth and not step.number % plan.look_every:
             step.depth, step.looks, least = plan.deeper, True, [0.0] * num_rows
         most = step.depth
@@ -315,33 +341,32 @@ class Speculator:
             return
         begin = self.clock()
         self._take_outcomes()
-        some = [step.running[row] for row in _few(step.number, len(step.running))]
+        some = [step.running[row] for row in _some(step.number, len(step.running), _LOOKED_AT)]
         self._foresight.look(step.number, some, self._rates)
         step.drafting_s = self.clock() - begin
         self.stats.drafting_s += step.drafting_s
 
+    def _is_telling(self, step: _Step) -> bool:
+        """Return whether it is learnt from this step: where drafting pays, half of the steps say enough."""
+        is_special = step.looks or step.is_try or step.num_missed or not step.depth
+        is_first = step.number < _FEW_STEPS or not step.number // _FEW_FOR % 2
+        return is_first or bool(is_special) or not self._payoff.pays(len(step.running))
+
     def _is_doubtful(self, step: _Step) -> bool:
         """Return whether the next step depends on what this one took."""
         num_rows = len(step.running)
-        return not (self._payoff.pays(num_rows) if step.depth else self._planner.costs.plain.knows(num_rows))
+        return self._payoff.is_doubtful(num_rows) if step.depth else not self._planner.costs.plain.knows(num_rows)
 
     def _take_outcomes(self) -> None:
         """Learn from what drafts came to since the last time, and from what was foreseen, as far as it is known."""
         for step in self._untaught:
-            for row in range(len(step.drafts)) if step.looks else _few(step.number, len(step.drafts)):
+            num_rows, few = len(step.drafts), _FEW if step.number < _FEW_STEPS else 1
+            for row in range(num_rows) if step.looks or step.is_try else _some(step.number, num_rows, few):
                 step.outcome(row, self._last).teach(self._rates, self._planner.profile)
             self._last = step
         self._untaught.clear()
         for outcome in self._foresight.take_outcomes():
             outcome.teach(self._rates, self._planner.profile)
-
-    def _rests(self, running: Sequence[Sample]) -> bool:
-        """Return whether nothing is drafted in this step."""
-        num_rows = len(running)
-        if not self._planner.costs.plain.knows(num_rows):
-            return True
-        plan = self._held_plan(running)
-        return self._payoff.rests(num_rows) or (plan is not None and not plan.depth)
 
     def _held_plan(self, running: Sequence[Sample]) -> DraftPlan | None:
         """Return the plan that still holds; None where it is time for another one.
@@ -366,10 +391,12 @@ class Speculator:
                 for sample in running]  # fmt: skip
 
     def _take_seconds(self) -> None:
+        """Learn from what the last steps took."""
         seconds = [
             value for step in self._untold for value in (step.seconds, step.drafting_s, step.preparing_s, step.first_s)
         ]
         agreed = iter(seconds if self._agree is None else self._agree(seconds))
+        looked_up_s = num_look_ups = 0.0
         for step in self._untold:
             step_s, drafting_s, preparing_s, first_s = (max(next(agreed), least) for least in (LEAST_S, 0.0, 0.0, 0.0))
             if step.is_try and step.depth:
@@ -382,7 +409,13 @@ class Speculator:
                 self._foresight.spend(drafting_s, step_s)
                 self._payoff.save(step_s)
             self._take_step_costs(step, step_s)
-            self._take_drafting_costs(step, drafting_s, first_s)
+            if self.drafter.costs_a_forward:
+                self._take_drafting_costs(step, drafting_s, first_s)
+            elif step.drafted_before and step.drafts:
+                looked_up_s += drafting_s
+                num_look_ups += look_ups_of(len(step.running), sum(map(len, step.drafts)))
+        if num_look_ups:
+            self._planner.costs.drafting.observe(len(self._untold[-1].running), looked_up_s / num_look_ups)
         self._untold.clear()
 
     def _take_step_costs(self, step: _Step, step_s: float) -> None:
@@ -395,14 +428,10 @@ class Speculator:
             costs.plain.observe(num_rows, step_s)
 
     def _take_drafting_costs(self, step: _Step, drafting_s: float, first_s: float) -> None:
-        """Learn what drafting so many tokens takes."""
+        """Learn what drafting so many tokens takes a model."""
         costs, num_rows = self._planner.costs, len(step.running)
         drafted = [len(draft) for draft in step.drafts]
         if not any(drafted):
-            return
-        if not self.drafter.costs_a_forward:
-            if step.drafted_before:
-                costs.drafting.observe(num_rows, drafting_s / look_ups_of(num_rows, sum(drafted)))
             return
         further = max(drafted) - 1
         if further:
@@ -413,7 +442,7 @@ class Speculator:
             costs.first.observe(num_rows, first_s)
 
 
-def _few(step: int, num_rows: int) -> range:
-    """Return samples to learn from in this step, others in every step."""
-    stride = max(-(-num_rows // _FEW), 1)
+def _some(step: int, num_rows: int, most: int) -> range:
+    """Return samples to learn from in this step, ``most`` of them, others in every step."""
+    stride = max(-(-num_rows // most), 1)
     return range((step + step // _FEW_FOR) % stride, num_rows, stride)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -187,8 +187,8 @@ class StepCosts:
 class SpeculationCosts:
     """Seconds of plain steps, of verifying ones, and of drafting."""
 
-    def __init__(self) -> None:
-        """Know nothing."""
+    def __init__(self, *, costs_a_forward: bool = True) -> None:
+        """Know nothing; ``costs_a_forward``: drafting is that of a model, and not looking up."""
         slowness = Slowness()  # but for drafting, whose seconds vary by what is found, too
         self.plain = StepCosts(slowness)
         """By samples."""
@@ -196,8 +196,8 @@ class SpeculationCosts:
         """By tokens and padding, see :func:`effective_tokens`."""
         self.first = StepCosts()
         """Of a model's first token for all samples, behind what it reads that came since; by samples."""
-        self.drafting = StepCosts()
-        """Of each further one, or of one look-up; by samples."""
+        self.drafting = StepCosts() if costs_a_forward else StepCosts(refit_every=1)
+        """Of each further one, or of one look-up, which is told for many steps at once; by samples."""
         self.catching_up = StepCosts(told_from=1)
         """Of a model that reads tokens it has missed; by tokens."""
         self.preparing_s = 0.0
@@ -243,19 +243,31 @@ class SpeculationCosts:
 
     def verifying_s(self, num_rows: int, num_drafted: float, width: int) -> float:
         """Return the seconds of a step that verifies so many tokens of so many samples, ``width`` of one at most."""
-        size = effective_tokens(num_rows, num_rows + num_drafted, width)
+        return self.verifying_by_size(num_rows)(num_drafted, width)
+
+    def verifying_by_size(self, num_rows: int) -> Callable[[float, int], float]:
+        """Return `verifying_s` of so many samples, for many sizes of step."""
         plain_s = self.plain.seconds(num_rows)
         if not self.verifying.known:
-            return plain_s
+            return lambda num_drafted, width: plain_s
         smallest, (largest, largest_s) = self.verifying.smallest, self.verifying.largest
-        if size > largest > num_rows and self.plain.known:
-            return largest_s + _GROWTH * max(largest_s - plain_s, 0.0) * (size - largest) / (largest - num_rows)
-        seconds = self.verifying.seconds(max(size, smallest))
-        if smallest <= num_rows or not self.plain.known:
-            return seconds
-        # Smaller steps than any tried lie between a plain one and that.
-        share = min(max((size - num_rows) / (smallest - num_rows), 0.0), 1.0)
-        return min(plain_s, seconds) * (1.0 - share) + seconds * share
+        smallest_s = self.verifying.seconds(smallest)
+        has_plain = self.plain.known
+
+        def seconds(num_drafted: float, width: int) -> float:
+            size = effective_tokens(num_rows, num_rows + num_drafted, width)
+            if size > largest > num_rows and has_plain:
+                growth = _GROWTH * max(largest_s - plain_s, 0.0) / (largest - num_rows)
+                return largest_s + growth * (size - largest)
+            if size >= smallest:
+                return self.verifying.seconds(size)
+            if smallest <= num_rows or not has_plain:
+                return smallest_s
+            # Smaller steps than any tried lie between a plain one and that.
+            share = max((size - num_rows) / (smallest - num_rows), 0.0)
+            return min(plain_s, smallest_s) * (1.0 - share) + smallest_s * share
+
+        return seconds
 
 
 def effective_tokens(num_rows: int, num_tokens: float, width: int) -> float:

@@ -73,6 +73,26 @@ def test_nothing_is_drafted_where_every_token_costs_what_it_may_bring() -> None:
     assert planner.plan([20.0, 20.0], is_tail=True).depth == 0
 
 
+def test_a_step_that_only_tries_look_ups_saves_rows_in_the_tail() -> None:
+    # One step with drafts takes the sample that is last of all hardly ever ahead: fewer steps come of many of them.
+    planner = planner_that_knows(4, 0.1, lambda size: 1.0 + np.asarray(size, dtype=float))
+    plan = planner.plan([20.0] * 4, is_tail=True)
+    assert plan.depth == 0 and plan.best_draft
+    assert plan.plain_s == pytest.approx(5.0, rel=0.1)
+    assert plan.worths == pytest.approx([1.0] * 4, rel=0.1)
+    assert planner.plan([20.0], is_tail=True).worths == pytest.approx([2.0], rel=0.1)
+    assert sum(planner.plan([20.0] * 4, is_tail=False).worths) == pytest.approx(5.0, rel=0.1)
+
+
+def test_look_ups_begin_only_where_they_promise_more_than_their_estimates_are_off_by() -> None:
+    def chosen(seconds_of_one: float) -> int:
+        planner = planner_that_knows(4, 0.5, lambda size: np.where(np.asarray(size) > 4, seconds_of_one, 1.0))
+        return planner.plan([20.0] * 4, is_tail=False).depth
+
+    tokens = 1.0 + sum(0.5**depth for depth in range(1, MAX_DEPTH + 1))
+    assert chosen(0.99 * tokens) == 0 < chosen(0.95 * tokens)
+
+
 def test_a_model_that_has_to_catch_up_is_tried_where_that_may_lose_enough() -> None:
     planner = planner_that_knows(2, 0.4, lambda size: np.asarray(size, dtype=float))
 

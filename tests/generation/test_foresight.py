@@ -126,11 +126,11 @@ def test_what_is_foreseen_is_told_once() -> None:
         told += foresight.take_outcomes()
     sample.finish_reason = "stop"
     told += foresight.take_outcomes()
-    assert len(told) == 5  # one for each eight steps
+    assert len(told) == 3  # one for each sixteen steps
     assert not foresight.take_outcomes()
 
 
-@pytest.mark.parametrize(("looked_s", "least", "most"), [(0.0, 1500, 1500), (0.001, 1500, 1500), (1.0, 66, 72)])
+@pytest.mark.parametrize(("looked_s", "least", "most"), [(0.0, 750, 750), (0.001, 750, 750), (1.0, 66, 72)])
 def test_what_looking_up_takes_is_half_a_percent_of_plain_steps(looked_s: float, least: int, most: int) -> None:
     sample = Sample(0, 0, (RIGHT,), NUM_PLACES, key=0)
     foresight = Foresight(Seer(guesses=True), DEPTH)
