@@ -1,4 +1,4 @@
-"""What is a setting called here that another library gives another name? Asked only when a name is not known.
+"""Which setting is meant by a name that there is not? Another library's name for it, or one that is misspelt.
 
 Whoever comes from TRL or OpenRLHF types its names; Python alone would answer that such an argument does not exist.
 """
@@ -6,8 +6,9 @@ Whoever comes from TRL or OpenRLHF types its names; Python alone would answer th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from functools import cache, wraps
 from typing import Any, ClassVar, Self, TypeVar
 
 from lightning_realloc.errors import ConfigError
@@ -161,6 +162,38 @@ OF_TRAIN_OPTIONS: Mapping[str, str] = {
 }
 """Setting of TRL's trainers or of Lightning's -> ours."""
 
+OF_SPECULATION: Mapping[str, str] = {
+    "num_speculative_tokens": "num_draft_tokens=, or max_draft_tokens= for a depth that adapts",
+    "num_assistant_tokens": "num_draft_tokens=, or max_draft_tokens= for a depth that adapts",
+    "assistant_model": "draft_model=",
+    "model": "draft_model=",
+    "method": "drafter=",
+}
+"""The same of vLLM's or transformers' speculative decoding."""
+
+OF_ENGINE: Mapping[str, str] = {
+    "max_num_seqs": "max_slots=",
+    "max_model_len": "max_length=",
+    "max_num_batched_tokens": "max_prefill_tokens=",
+    "gpu_memory_utilization": "max_cache_bytes=",
+    "speculative_config": "speculation=Speculation(...)",
+    "assistant_model": "speculation=Speculation(drafter='model', draft_model=...)",
+    "sampling_params": "the second argument of generate(...)",
+    "enable_prefix_caching": "nothing to set: samples of a prompt share it; max_cache_bytes= lets all that begin alike",
+}
+"""The same of vLLM's engine, or of transformers' ``generate``."""
+
+OF_STRATEGY: Mapping[str, str] = {
+    "accelerator": _TRAINER.format("accelerator"),
+    "devices": _TRAINER.format("devices"),
+    "num_nodes": _TRAINER.format("num_nodes"),
+    "precision": _TRAINER.format("precision"),
+    "stage": "layouts in the plan, docs/layouts.md",
+    "tensor_parallel_size": "layouts in the plan, docs/layouts.md",
+    "data_parallel_size": "layouts in the plan, docs/layouts.md",
+}
+"""The same of Lightning's Trainer and its other strategies."""
+
 
 def hint_for(name: str) -> str | None:
     """Return what another library's name for a setting is here, None for a name that nobody has."""
@@ -168,7 +201,7 @@ def hint_for(name: str) -> str | None:
 
 
 class NamesElsewhere:
-    """A class that answers to another library's name for a setting with its own.
+    """A class that answers to another library's name for a setting, or a misspelt one, with its own.
 
     Subclasses outside of this package that define ``__init__`` may take such a name themselves, and are let alone.
     """
@@ -178,16 +211,16 @@ class NamesElsewhere:
     """Names that are known elsewhere -> what they are here."""
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
-        """Refuse another library's names, before Python does without a hint."""
-        if settings.keys() & cls.names_elsewhere.keys() and _takes_settings(cls)[0].__module__.startswith(_PACKAGE):
-            _refuse_names_elsewhere(cls, cls.names_elsewhere, settings)
+        """Refuse names that there are not, before Python does without a hint."""
+        if settings and _takes_settings(cls)[0].__module__.startswith(_PACKAGE):
+            _refuse_unknown(cls, cls.names_elsewhere, settings)
         return super().__new__(cls)
 
 
 def named_elsewhere(hints: Mapping[str, str]) -> Callable[[_Class], _Class]:
-    """Let a dataclass answer as :class:`NamesElsewhere` does.
+    """Let a class answer as :class:`NamesElsewhere` does, such as a dataclass.
 
-    It has no base for that: with one that is no dataclass itself, the command line would ask for a ``class_path``.
+    That has no base for it: with one that is no dataclass itself, the command line would ask for a ``class_path``.
     """
 
     def decorate(cls: _Class) -> _Class:
@@ -195,8 +228,8 @@ def named_elsewhere(hints: Mapping[str, str]) -> Callable[[_Class], _Class]:
 
         @wraps(initialize)
         def __init__(self: object, *args: Any, **settings: Any) -> None:
-            if settings.keys() & hints.keys():
-                _refuse_names_elsewhere(cls, hints, settings)
+            if settings:
+                _refuse_unknown(cls, hints, settings)
             initialize(self, *args, **settings)
 
         cls.__init__ = __init__  # type: ignore[misc]
@@ -205,20 +238,31 @@ def named_elsewhere(hints: Mapping[str, str]) -> Callable[[_Class], _Class]:
     return decorate
 
 
-def _refuse_names_elsewhere(cls: type, hints: Mapping[str, str], settings: Mapping[str, Any]) -> None:
-    foreign = [name for name in settings if name in hints and name not in settings_of(cls)]
-    if foreign:
-        raise ConfigError(
-            f"{cls.__name__} has no setting {', '.join(foreign)}; here it is "
-            f"{'; '.join(f'{name}: {hints[name]}' if len(foreign) > 1 else hints[name] for name in foreign)}"
-        )
+def _refuse_unknown(cls: type, hints: Mapping[str, str], settings: Iterable[str]) -> None:
+    known = settings_of(cls)
+    unknown = [name for name in settings if name not in known]
+    if not unknown:
+        return
+    meant = [_meant_by(name, hints, known) for name in unknown]
+    if len(unknown) > 1:
+        meant = [f"{name}: {own}" for name, own in zip(unknown, meant, strict=True)]
+    raise ConfigError(f"{cls.__name__} has no setting {', '.join(unknown)}; {'; '.join(meant)}")
 
 
+def _meant_by(name: str, hints: Mapping[str, str], known: frozenset[str]) -> str:
+    """Return which setting is meant by a name that there is not."""
+    if name in hints:
+        return f"here it is {hints[name]}"
+    alike = get_close_matches(name, sorted(known), n=1)
+    return f"did you mean {alike[0]}=?" if alike else f"it has {', '.join(sorted(known))}"
+
+
+@cache
 def settings_of(cls: type) -> frozenset[str]:
     """Return the names that a class and those that it hands the rest to can be given."""
     names: set[str] = set()
     for base in _takes_settings(cls):
-        parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+        _, *parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
         names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             break

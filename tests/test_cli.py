@@ -347,6 +347,8 @@ MISTAKES = [
     ("--trainer.strategy.plan", '{"calls": {"actor.train": "fsdp1"}}', "error: the plan gives no layout for"),
     ("--trainer.strategy.plan", "nowhere.yaml", "error: plan file nowhere.yaml"),
     ("--trainer.strategy.plann", "static", "Option 'plann' is not accepted"),
+    ("--trainer.strategy.plann", "static", "ReallocStrategy has no setting plann: did you mean plan?"),
+    ("--model.speculation", '{"draftr": "ngram"}', "; Speculation has no setting draftr: did you mean drafter?\n"),
     ("--model.learning_rate", "fast", 'Parser key "learning_rate"'),
     ("--model.sampling.max_tokens", "7", "Option 'max_tokens' is not accepted"),
     ("--model.sampling.max_tokens", "7", "max_tokens is here max_new_tokens="),

@@ -14,15 +14,22 @@ from lightning_realloc import (
     PPO,
     RLOO,
     SFT,
+    AutoTuner,
     BestOfN,
     ConfigError,
+    Conversation,
+    EngineCorrection,
+    GenerationEngine,
     OnlineDPO,
     OnPolicyDistillation,
     ProcessReward,
+    ReallocStrategy,
     ReinforcePlusPlus,
     ReMax,
     RewardModel,
+    RolloutBudget,
     SamplingParams,
+    Speculation,
     TrainOptions,
 )
 from lightning_realloc.data.prompts import PromptDataModule
@@ -42,7 +49,7 @@ def no_reward(completions: list[str], **columns: Any) -> list[float]:
     ("make", "hint"),
     [
         (lambda: GRPO("x", no_reward, num_generations=8), "SamplingParams(n=...)"),
-        (lambda: GRPO(model="x", reward_funcs=no_reward), "reward_funcs: reward="),
+        (lambda: GRPO(model="x", reward_funcs=no_reward), "reward_funcs: here it is reward="),
         (lambda: GRPO("x", no_reward, beta=0.04), "kl_coef="),
         (lambda: PPO("x", no_reward, cliprange=0.2), "clip_low="),
         (lambda: GRPO("x", no_reward, use_vllm=True), "the package generates by itself"),
@@ -69,9 +76,28 @@ def test_a_name_that_is_also_ours_is_a_setting() -> None:
     assert SamplingParams(temperature=0.5).temperature == 0.5
 
 
-def test_names_that_nobody_has_are_left_to_python() -> None:
-    with pytest.raises(TypeError, match="learning_rte"):
-        SFT("x", learning_rte=1.0)
+@pytest.mark.parametrize(
+    ("make", "answer"),
+    [
+        (lambda: SFT("x", learning_rte=1.0), "SFT has no setting learning_rte; did you mean learning_rate=?"),
+        (lambda: PPO(clp_low=0.2), "PPO has no setting clp_low; did you mean clip_low=?"),
+        (lambda: SamplingParams(temprature=0.2), "did you mean temperature=?"),
+        (lambda: Speculation(draftr="ngram"), "did you mean drafter=?"),
+        (lambda: Speculation(num_speculative_tokens=4), "here it is num_draft_tokens="),
+        (lambda: Conversation(turns=4), "did you mean max_turns=?"),
+        (lambda: RolloutBudget(token=4), "did you mean tokens=?"),
+        (lambda: EngineCorrection(zzz=4), "EngineCorrection has no setting zzz; it has "),
+        (lambda: GenerationEngine(None, max_num_seqs=4), "here it is max_slots="),
+        (lambda: ReallocStrategy(overlp="none"), "did you mean overlap=?"),
+        (lambda: ReallocStrategy(devices=2), "here it is Lightning's Trainer(devices=...)"),
+        (lambda: AutoTuner(max_trial=2), "did you mean max_trials=?"),
+        (lambda: PromptDataModule([], batch_sise=2), "did you mean batch_size=?"),
+    ],
+)
+def test_a_misspelt_name_is_answered_with_the_one_it_is_like(make: Any, answer: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make()
+    assert answer in str(refused.value)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -109,6 +109,7 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
         check_kind(TrainOptions, train_options=train_options)
         check_kind(Speculation, speculation=speculation)
         check_kind(Real, max_cache_bytes=max_cache_bytes)
+        check_kind(bool, sample_reallocation=sample_reallocation, liger_kernels=liger_kernels)
         self.learning_rate = learning_rate
         self.train_options = train_options or TrainOptions()
         check_engine(engine, speculation, max_cache_bytes=max_cache_bytes, sample_reallocation=sample_reallocation)

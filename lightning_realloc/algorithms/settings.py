@@ -45,12 +45,13 @@ def check_share(**settings: float) -> None:
 def check_kind(kind: type, **settings: object) -> None:
     """Raise ConfigError for the first setting that is given and no ``kind``: YAML takes a mapping, Python does not."""
     for name, value in settings.items():
-        if value is not None and not isinstance(value, kind):
+        is_kind = isinstance(value, kind) and (not isinstance(value, bool) or kind is bool)  # True passes for 1
+        if value is not None and not is_kind:
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; write {_example_of(kind)}")
 
 
 def _example_of(kind: type) -> str:
-    return "a number" if kind is Real else f"{kind.__name__}(...)"
+    return {Real: "a number", bool: "True or False"}.get(kind, f"{kind.__name__}(...)")
 
 
 def check_engine(

@@ -20,6 +20,7 @@ from lightning_realloc.callbacks.memory_monitor import cheap_peak
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.callbacks.tuning_report import Measured, comparison, outcome
 from lightning_realloc.callbacks.tuning_resume import obstacle, ranks_of, settings_of
+from lightning_realloc.elsewhere import named_elsewhere
 from lightning_realloc.errors import ConfigError, LayoutError, PlanError, ReallocError
 from lightning_realloc.runtime.objects import gather_objects
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
@@ -38,6 +39,7 @@ from lightning_realloc.tuning.tuner_steps import (
 )
 
 
+@named_elsewhere({})
 class AutoTuner(Callback):
     """Finds a faster execution plan while training goes on; never ends slower than it began.
 

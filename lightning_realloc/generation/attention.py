@@ -223,6 +223,13 @@ def check_attended(model: nn.Module, step: PackedStep) -> None:
         _refuse(type(model).__name__, "its layers do not look their attention up in its forward")
 
 
+def check_loaded(model: nn.Module) -> None:
+    """Refuse a model that has shapes alone."""
+    if any(weight.is_meta for weight in model.parameters()):
+        name = type(model).__name__
+        _refuse(name, "its weights are on the meta device, which holds no numbers", "load it by from_pretrained")
+
+
 def check_idle(model: nn.Module) -> None:
     """Refuse to generate from a model twice at a time: both calls would take its attention."""
     config: Any = model.config

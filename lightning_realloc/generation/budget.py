@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from lightning_realloc.elsewhere import named_elsewhere
 from lightning_realloc.errors import ConfigError, GenerationError
 
 LateResponses = Literal["finish", "drop"]
 """What becomes of a response that was carried on as often as it may be: finished whatever it takes, or left out."""
 
 
+@named_elsewhere({})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBudget:
     """How much each rank that generates may spend in one iteration; what is unfinished then goes on in the next one.

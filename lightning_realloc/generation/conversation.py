@@ -18,6 +18,7 @@ from numbers import Real
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
+from lightning_realloc.elsewhere import named_elsewhere
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.sampling import check_counts, check_kind
@@ -50,6 +51,7 @@ class Environment(Protocol):
         ...
 
 
+@named_elsewhere({})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """How long a response with an environment may go on."""

@@ -27,7 +27,8 @@ def build_drafter(speculation: Speculation, target: nn.Module) -> Drafter:
         # Steps of learning are too small for the precision that a target may generate in.
         dtype = next(target.parameters()).dtype if rate is None else torch.float32
         source = speculation.draft_model
-        model = deepcopy(source) if isinstance(source, nn.Module) else _load(str(source))
+        assert source is not None, "drafter='model' needs one, which Speculation checks"
+        model = deepcopy(source) if isinstance(source, nn.Module) else _load(source)
         model.to(next(target.parameters()).device, dtype).eval().requires_grad_(False)
         distillation = None if rate is None else Distillation(model, learning_rate=rate)
         return ModelDrafter(model, target, distillation=distillation)
@@ -47,6 +48,7 @@ def describe_draft_model(source: str | Path | nn.Module) -> nn.Module:
     """
     if isinstance(source, nn.Module):
         return source
+    _check_folder(source)
     try:
         config = AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
@@ -56,12 +58,23 @@ def describe_draft_model(source: str | Path | nn.Module) -> nn.Module:
     return model
 
 
-def _load(name: str) -> nn.Module:
+def _load(source: str | Path) -> nn.Module:
+    _check_folder(source)
+    name = str(source)
     try:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise _not_loaded(name, error) from error
     return model
+
+
+def _check_folder(source: str | Path) -> None:
+    """Refuse what is written as a folder and is none: as a name it would be looked for on the hub."""
+    if (isinstance(source, Path) or source.startswith((".", "/", "~"))) and not Path(source).is_dir():
+        raise GenerationError(
+            f"draft_model={str(source)!r}: there is no such folder; give "
+            f"a Hugging Face name, a folder with config.json and weights, or the model itself"
+        )
 
 
 def _not_loaded(name: str, error: Exception) -> GenerationError:

@@ -16,8 +16,9 @@ from numbers import Real
 import torch
 from torch import nn
 
+from lightning_realloc.elsewhere import OF_ENGINE, named_elsewhere
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.attention import check_idle, check_supported, slot_attention
+from lightning_realloc.generation.attention import check_idle, check_loaded, check_supported, slot_attention
 from lightning_realloc.generation.budget import Budget
 from lightning_realloc.generation.conversation import Conversation, Conversations, Environment
 from lightning_realloc.generation.drafters import build_drafter
@@ -44,6 +45,7 @@ from lightning_realloc.generation.stopping import StopRule, Tokenizer, check_pos
 _log = logging.getLogger(__name__)
 
 
+@named_elsewhere(OF_ENGINE)
 class GenerationEngine:
     """Continuous batching on a Hugging Face decoder, through transformers' attention registry.
 
@@ -100,11 +102,12 @@ class GenerationEngine:
             GenerationError: for a model that the engine cannot run; see :func:`check_supported`.
         """
         check_supported(model, max_length=1)
+        check_loaded(model)
         check_counts(max_slots=max_slots, max_prefill_tokens=max_prefill_tokens)
         check_counts(optional=True, max_length=max_length)
         check_counts(Real, optional=True, max_cache_bytes=max_cache_bytes)
         check_tokenizer(tokenizer)
-        _check_drafting(speculation, drafter)
+        _check_parts(speculation, drafter, peers)
         self._model = model
         self._tokenizer = tokenizer
         self._max_slots = max_slots
@@ -327,10 +330,11 @@ def _warn_of_failures(samples: Sequence[Sample]) -> None:
         )  # fmt: skip
 
 
-def _check_drafting(speculation: object, drafter: object) -> None:
-    """Raise GenerationError where either is given and is something else: YAML takes a mapping, Python does not."""
-    if speculation is not None and not isinstance(speculation, Speculation):
-        raise GenerationError(f"speculation={speculation!r} is a {type(speculation).__name__}; write Speculation(...)")
+def _check_parts(speculation: object, drafter: object, peers: object) -> None:
+    """Raise GenerationError where one is given and is something else: YAML takes a mapping, Python does not."""
+    for name, given, kind in (("speculation", speculation, Speculation), ("peers", peers, Peers)):
+        if given is not None and not isinstance(given, kind):
+            raise GenerationError(f"{name}={given!r} is a {type(given).__name__}; write {kind.__name__}(...)")
     if drafter is not None and not isinstance(drafter, Drafter):
         raise GenerationError(
             f"drafter={drafter!r} must be a Drafter; name one by speculation=Speculation(drafter=...) instead"

@@ -48,16 +48,22 @@ class SamplingParams:
     n: int = 1
     """Responses per prompt."""
     seed: int = 0
+    """Of the noise that tokens are drawn with; of 64 bits."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, besides the end-of-sequence tokens of model and tokenizer."""
     stop_strings: tuple[str, ...] = ()
-    """Texts that end a response once they occur in it. The engine needs a tokenizer for these."""
+    """Texts that end a response once they occur in it. The engine needs a tokenizer for these. The space that some
+    tokenizers put between prompt and response is the response's."""
     ignore_eos: bool = False
     """True: the end-of-sequence tokens of model and tokenizer do not end a response."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "min_new_tokens", "n", "seed", "top_k"):
             check_kind(name, getattr(self, name), Integral, "a whole number", optional=name == "top_k")
+        check_kind("ignore_eos", self.ignore_eos, bool, "True or False")
+        _require(
+            0 <= self.seed < 1 << 64, f"seed={self.seed} must lie between 0 and 2**64 - 1: noise has 64 bits of it"
+        )
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             check_kind(name, getattr(self, name), Real, "a number")
         _require(self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens} must be at least 1")
@@ -111,9 +117,10 @@ class SamplingParams:
 def check_kind(name: str, given: object, kind: type | tuple[type, ...], wanted: str, *, optional: bool = False) -> None:
     """Raise GenerationError where ``given`` is not of this kind, nor None where that is one of the choices.
 
-    2.5 tokens pass every comparison, and fail in the middle of a batch.
+    2.5 tokens pass every comparison, and fail in the middle of a batch; True passes for one.
     """
-    if not (isinstance(given, kind) or (optional and given is None)):
+    is_kind = isinstance(given, kind) and (not isinstance(given, bool) or kind is bool)
+    if not (is_kind or (optional and given is None)):
         raise GenerationError(f"{name}={given!r} must be {wanted}{' or None' if optional else ''}")
 
 

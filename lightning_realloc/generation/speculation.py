@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from torch import nn
 
+from lightning_realloc.elsewhere import OF_SPECULATION, named_elsewhere
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.sampling import SamplingParams, check_kind
 from lightning_realloc.generation.verification import GumbelDraws, KeyedDraws, Rejection, Verification
@@ -19,6 +20,7 @@ DrafterName = Literal["ngram", "history", "model", "blocks", "none"]
 VerificationName = Literal["match", "gumbel", "reject"]
 
 
+@named_elsewhere(OF_SPECULATION)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
     """How tokens are drafted and verified. Responses follow the model's distribution whatever is chosen here."""

@@ -21,6 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_realloc.callbacks.phase import dispatch
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
+from lightning_realloc.elsewhere import OF_STRATEGY, named_elsewhere
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
@@ -52,6 +53,7 @@ from lightning_realloc.tuning.prospects import Prospects
 from lightning_realloc.tuning.simulator import Overlap
 
 
+@named_elsewhere(OF_STRATEGY)
 class ReallocStrategy(SteppingStrategy):
     """Gives every model function call of an iteration the layout and ranks that suit it.
 

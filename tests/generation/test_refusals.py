@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -76,7 +78,9 @@ def test_an_async_environment_is_refused() -> None:
         ({"max_cache_bytes": "20GB"}, "max_cache_bytes='20GB' must be a number or None"),
         ({"max_cache_bytes": float("inf")}, "max_cache_bytes=inf must be finite; use None for no bound"),
         ({"tokenizer": "gpt2"}, r"tokenizer='gpt2' is a str, .* load it first: AutoTokenizer.from_pretrained\("),
+        ({"max_cache_bytes": True}, "max_cache_bytes=True must be a number or None"),
         ({"speculation": "ngram"}, "speculation='ngram' is a str; write Speculation"),
+        ({"peers": "x"}, "peers='x' is a str; write Peers"),
     ],
 )
 def test_settings_of_another_kind_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -219,6 +223,21 @@ def test_what_is_no_drafter_or_no_version_is_refused() -> None:
     for engine in (GenerationEngine(model), HFEngine(model)):
         with pytest.raises(GenerationError, match="version='a' must be a whole number or None"):
             engine.weights_updated("a")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("folder", ["./drafts/nowhere", Path("drafts")])
+def test_a_draft_model_folder_that_there_is_not_is_named_as_one(folder: str | Path) -> None:
+    with pytest.raises(
+        GenerationError, match=r"draft_model='.*drafts.*': there is no such folder; give a Hugging Face"
+    ):
+        GenerationEngine(tiny_model("llama"), speculation=Speculation(drafter="model", draft_model=folder))
+
+
+def test_a_model_without_weights_is_refused() -> None:
+    with torch.device("meta"):
+        shapes = AutoModelForCausalLM.from_config(tiny_model("llama").config)
+    with pytest.raises(GenerationError, match=r"its weights are on the meta device.*; load it by from_pretrained"):
+        GenerationEngine(shapes)
 
 
 def test_a_draft_model_that_cannot_be_run_is_refused_as_the_draft_model() -> None:

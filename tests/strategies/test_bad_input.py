@@ -390,6 +390,10 @@ def test_settings_that_are_misspelt_are_refused_when_they_are_given() -> None:
         ReallocStrategy([1])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"sampling=\{'n': 8\} is a dict; write SamplingParams"):
         runs.grpo(sampling={"n": 8})
+    with pytest.raises(ConfigError, match="sample_reallocation=3 is a int; write True or False"):
+        runs.grpo(sample_reallocation=3)
+    with pytest.raises(ConfigError, match="max_cache_bytes=True is a bool; write a number"):
+        runs.grpo(max_cache_bytes=True)
 
 
 def too_many_minibatches() -> Any:
