@@ -13,8 +13,8 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
+from pydoc import locate
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
@@ -38,7 +38,7 @@ from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.sft import SFTDataModule
 from lightning_realloc.data.steps import StepDataModule
-from lightning_realloc.elsewhere import hint_for, settings_of
+from lightning_realloc.elsewhere import hint_for, no_such_setting
 from lightning_realloc.report.plan_command import run_plan
 from lightning_realloc.report.plan_request import PLAN_HELP, plan_parser
 from lightning_realloc.strategies import ReallocStrategy
@@ -93,9 +93,11 @@ class Parser(LightningArgumentParser):
 
         A parser inside of another has said so in its own message, which is part of this one: it is said at the end.
         """
-        named = [name.rpartition(".")[2] for name in re.findall(r"Option '([\w.]+)' is not accepted", message)]
-        hints = [f"{name} is here {hint}" for name in named if (hint := hint_for(name)) is not None]
-        hints += [hint for path, name in _MISSPELT.findall(message) if (hint := _setting_hint(path, name)) is not None]
+        misspelt = _MISSPELT.findall(message)
+        hints = [no_such_setting(cls, [name]) for path, name in misspelt if isinstance(cls := locate(path), type)]
+        if not hints:
+            named = [name.rpartition(".")[2] for name in re.findall(r"Option '([\w.]+)' is not accepted", message)]
+            hints = [f"{name} is here {hint}" for name in named if (hint := hint_for(name)) is not None]
         hints += [_class_hint(first or second) for first, second in _UNKNOWN_CLASS.findall(message)]
         for hint in hints:
             message = message.replace(f"; {hint}", "")
@@ -108,14 +110,6 @@ def _class_hint(name: str) -> str:
     near = difflib.get_close_matches(name.rpartition(".")[2], known, n=3)
     way_out = f"did you mean {' or '.join(near)}?" if near else "write package.module.Class of one that can be imported"
     return f"there is no class {name}: {way_out}"
-
-
-def _setting_hint(path: str, name: str) -> str | None:
-    """Say which setting of a class may have been meant by one that there is not; None where nothing is like it."""
-    module, _, class_name = path.rpartition(".")
-    cls = getattr(import_module(module), class_name)
-    near = difflib.get_close_matches(name, sorted(settings_of(cls)), n=1)
-    return f"{class_name} has no setting {name}: did you mean {near[0]}?" if near else None
 
 
 class _Refusal(BaseException):

@@ -6,7 +6,7 @@ Whoever comes from TRL or OpenRLHF types its names; Python alone would answer th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache, wraps
 from typing import Any, ClassVar, Self, TypeVar
@@ -213,7 +213,7 @@ class NamesElsewhere:
     def __new__(cls, *args: Any, **settings: Any) -> Self:
         """Refuse names that there are not, before Python does without a hint."""
         if settings and _takes_settings(cls)[0].__module__.startswith(_PACKAGE):
-            _refuse_unknown(cls, cls.names_elsewhere, settings)
+            _refuse_unknown(cls, settings)
         return super().__new__(cls)
 
 
@@ -229,32 +229,38 @@ def named_elsewhere(hints: Mapping[str, str]) -> Callable[[_Class], _Class]:
         @wraps(initialize)
         def __init__(self: object, *args: Any, **settings: Any) -> None:
             if settings:
-                _refuse_unknown(cls, hints, settings)
+                _refuse_unknown(cls, settings)
             initialize(self, *args, **settings)
 
         cls.__init__ = __init__  # type: ignore[misc]
+        cls.names_elsewhere = hints  # type: ignore[attr-defined]
         return cls
 
     return decorate
 
 
-def _refuse_unknown(cls: type, hints: Mapping[str, str], settings: Iterable[str]) -> None:
+def _refuse_unknown(cls: type, settings: Iterable[str]) -> None:
     known = settings_of(cls)
     unknown = [name for name in settings if name not in known]
-    if not unknown:
-        return
-    meant = [_meant_by(name, hints, known) for name in unknown]
-    if len(unknown) > 1:
-        meant = [f"{name}: {own}" for name, own in zip(unknown, meant, strict=True)]
-    raise ConfigError(f"{cls.__name__} has no setting {', '.join(unknown)}; {'; '.join(meant)}")
+    if unknown:
+        raise ConfigError(no_such_setting(cls, unknown))
 
 
-def _meant_by(name: str, hints: Mapping[str, str], known: frozenset[str]) -> str:
-    """Return which setting is meant by a name that there is not."""
+def no_such_setting(cls: type, names: Sequence[str]) -> str:
+    """Return what is to be said to names that are no settings of a class."""
+    meant = [_meant_by(name, cls) for name in names]
+    if len(names) > 1:
+        meant = [f"{name}: {own}" for name, own in zip(names, meant, strict=True)]
+    return f"{cls.__name__} has no setting {', '.join(names)}; {'; '.join(meant)}"
+
+
+def _meant_by(name: str, cls: type) -> str:
+    hints: Mapping[str, str] = getattr(cls, "names_elsewhere", {})
     if name in hints:
         return f"here it is {hints[name]}"
-    alike = get_close_matches(name, sorted(known), n=1)
-    return f"did you mean {alike[0]}=?" if alike else f"it has {', '.join(sorted(known))}"
+    known = sorted(settings_of(cls))
+    alike = get_close_matches(name, known, n=1)
+    return f"did you mean {alike[0]}=?" if alike else f"it has {', '.join(known)}"
 
 
 @cache

@@ -34,7 +34,14 @@ from lightning_realloc import (
 )
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.sft import SFTDataModule
-from lightning_realloc.elsewhere import OF_ALGORITHMS, OF_SAMPLING, OF_TRAIN_OPTIONS, settings_of
+from lightning_realloc.elsewhere import (
+    OF_ALGORITHMS,
+    OF_ENGINE,
+    OF_SAMPLING,
+    OF_SPECULATION,
+    OF_TRAIN_OPTIONS,
+    settings_of,
+)
 
 ALGORITHMS = (DPO, GRPO, KTO, ORPO, PPO, RLOO, SFT, BestOfN, OnlineDPO, OnPolicyDistillation, ProcessReward)
 ALGORITHMS += (ReinforcePlusPlus, ReMax, RewardModel)
@@ -106,8 +113,10 @@ def test_settings_are_found_through_all_classes_that_take_them(algorithm: type) 
 
 
 def test_every_hint_of_options_names_a_field() -> None:
-    for hints, cls in ((OF_SAMPLING, SamplingParams), (OF_TRAIN_OPTIONS, TrainOptions)):
-        assert {hint.partition("=")[0] for hint in hints.values()} <= settings_of(cls)
+    classes = ((OF_SAMPLING, SamplingParams), (OF_TRAIN_OPTIONS, TrainOptions), (OF_SPECULATION, Speculation))
+    for hints, cls in (*classes, (OF_ENGINE, GenerationEngine)):
+        settings = {hint.partition("=")[0] for hint in hints.values()}
+        assert {setting for setting in settings if " " not in setting} <= settings_of(cls)
     known = set().union(*map(settings_of, ALGORITHMS))
     named = {hint.partition("=")[0] for hint in OF_ALGORITHMS.values() if "=" in hint and " " not in hint.split("=")[0]}
     assert {name for name in named if "(" not in name} <= known

@@ -134,7 +134,7 @@ class PolicyModule(MultiModelModule):
     def roll_out(self, actor: GenerationEngine, prompts: Samples) -> Samples | Divided:
         """Sample responses to every prompt; of held-out prompts, as ``evaluation_sampling`` says."""
         sampling = self.rollout_sampling() if self.training_now else self.evaluation_sampling
-        sampling = replace(sampling, seed=sampling.seed + self.seed)
+        sampling = replace(sampling, seed=(sampling.seed + self.seed) % (1 << 64))
         if self.rollout_budget is None or not self.training_now:
             return sample_responses(actor, prompts, sampling, dialogue=self._dialogue(prompts, sampling))
         part = PartialRollout(

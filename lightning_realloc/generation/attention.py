@@ -227,7 +227,11 @@ def check_loaded(model: nn.Module) -> None:
     """Refuse a model that has shapes alone."""
     if any(weight.is_meta for weight in model.parameters()):
         name = type(model).__name__
-        _refuse(name, "its weights are on the meta device, which holds no numbers", "load it by from_pretrained")
+        _refuse(
+            name,
+            "its weights are on the meta device, which holds no numbers",
+            "load it by from_pretrained, with nothing offloaded",
+        )
 
 
 def check_idle(model: nn.Module) -> None:

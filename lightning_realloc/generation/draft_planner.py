@@ -32,8 +32,8 @@ TRY_STEPS = 4
 HYSTERESIS = 0.01
 """Share by which a depth must promise to be faster than the one in use: estimates differ by chance alone."""
 _START = 0.02
-"""The same where nothing is drafted, and what drafts would come to was only looked up, for some samples: that is off by
-3 to 5 %, and drafting that stops again has taken none ahead who was behind."""
+"""The same where nothing is drafted for so many samples: what drafts would come to was mostly looked up, for some
+samples, which is off by 3 to 5 %, and drafting that stops again has taken none ahead who was behind."""
 _MAY_BE_OFF = 0.1
 """Share by which a deeper draft may promise to be slower and is made now and then all the same."""
 _SURE = 64
@@ -182,7 +182,7 @@ class DraftPlanner:
     def _steps_s(self, num_rows: int, outcomes: Sequence[DepthOutcome]) -> list[float]:
         """Return the seconds of a step, by depth: of one that drafts so many tokens at most, and verifies them."""
         costs, token_s = self.costs, self.costs.drafting_s(num_rows)
-        verifying_s = costs.verifying_by_size(num_rows)
+        verifying_s = costs.verifying_s(num_rows)
         beside_s = costs.preparing_s + (costs.first_s(num_rows) if self._costs_a_forward else 0.0)
         seconds = [costs.plain_s(num_rows)[0]]
         for depth, outcome in enumerate(outcomes[1:], start=1):
@@ -197,7 +197,7 @@ class DraftPlanner:
         fewer = max(drafted / 2, min(drafted, 1.0))
         token_s = 0.0 if self._costs_a_forward else self.costs.drafting_s(num_rows)
         if drafted - fewer > 0.5:
-            verifying_s = self.costs.verifying_by_size(num_rows)
+            verifying_s = self.costs.verifying_s(num_rows)
             token_s += (verifying_s(drafted, depth) - verifying_s(fewer, depth)) / (drafted - fewer)
         return token_s
 

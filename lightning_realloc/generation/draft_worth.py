@@ -107,7 +107,7 @@ class Payoff:
         return record.balance > 0.0 and record.trial >= 0.0
 
     def is_doubtful(self, num_rows: int) -> bool:
-        """Whether drafting may rest after the next step: it did not gain in the last trials, or loses in this one."""
+        """Whether one step more may make drafting rest: it did not gain in the last trials, or loses in this one."""
         record = self._record(num_rows)
         return record.balance <= 0.0 or record.trial <= -_GLARING / 2
 
@@ -128,6 +128,8 @@ class Payoff:
     def learn(self, num_rows: int, gained_s: float, spent_s: float) -> None:
         """Take a step with drafts, which did in ``spent_s`` what plain steps do in ``gained_s``."""
         record = self._record(num_rows)
+        if record.rest:  # decided by steps that were told of together with this one
+            return
         record.trial += max(gained_s / spent_s - 1.0, -_MOST_LOSS)
         record.num_steps += 1
         length = max(_TRIAL, -(-_TRIAL_ROWS // num_rows))

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.attention import check_loaded
 from lightning_realloc.generation.distillation import Distillation
 from lightning_realloc.generation.draft_model import BlocksDrafter, ModelDrafter
 from lightning_realloc.generation.drafting import Drafter, HistoryDrafter, NgramDrafter, NoDrafts
@@ -29,6 +30,7 @@ def build_drafter(speculation: Speculation, target: nn.Module) -> Drafter:
         source = speculation.draft_model
         assert source is not None, "drafter='model' needs one, which Speculation checks"
         model = deepcopy(source) if isinstance(source, nn.Module) else _load(source)
+        check_loaded(model)
         model.to(next(target.parameters()).device, dtype).eval().requires_grad_(False)
         distillation = None if rate is None else Distillation(model, learning_rate=rate)
         return ModelDrafter(model, target, distillation=distillation)
@@ -48,19 +50,18 @@ def describe_draft_model(source: str | Path | nn.Module) -> nn.Module:
     """
     if isinstance(source, nn.Module):
         return source
-    _check_folder(source)
+    name = _name_or_folder(source)
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise _not_loaded(str(source), error) from error
+        raise _not_loaded(name, error) from error
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     return model
 
 
 def _load(source: str | Path) -> nn.Module:
-    _check_folder(source)
-    name = str(source)
+    name = _name_or_folder(source)
     try:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -68,13 +69,15 @@ def _load(source: str | Path) -> nn.Module:
     return model
 
 
-def _check_folder(source: str | Path) -> None:
-    """Refuse what is written as a folder and is none: as a name it would be looked for on the hub."""
-    if (isinstance(source, Path) or source.startswith((".", "/", "~"))) and not Path(source).is_dir():
+def _name_or_folder(source: str | Path) -> str:
+    """Return what Transformers are to load; refuse what is written as a folder and is none: they would ask the hub."""
+    name = str(Path(source).expanduser()) if str(source).startswith("~") else str(source)
+    if name.startswith((".", "/")) and not Path(name).is_dir():
         raise GenerationError(
-            f"draft_model={str(source)!r}: there is no such folder; give "
-            f"a Hugging Face name, a folder with config.json and weights, or the model itself"
+            f"draft_model={name!r}: there is no such folder; give a Hugging Face name, a folder with config.json and "
+            f"weights, or the model itself"
         )
+    return name
 
 
 def _not_loaded(name: str, error: Exception) -> GenerationError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -27,13 +28,15 @@ _MOST_LEFT = 0.7
 _LOOK_AHEAD_EVERY = 16
 """Steps after which more is drafted than verified: so it is learnt whether deeper and unlikelier tokens stand."""
 _FEW = 2
-"""Samples that are learnt from in each of the first steps: in `_FEW_STEPS` of them, and one sample in later ones."""
+"""Samples that are learnt from in a step."""
 _FEW_STEPS = 256
-"""Steps after which drafting that pays tells enough by every other eight of them."""
+"""Steps after which one sample tells enough of look-ups, which hardly change at once. Where drafting pays, half of the
+steps do then: of what look-ups come to, and of what any step takes."""
 _LOOKED_AT = 4
 """Samples that it is looked up for at a time what they might get: a look takes 50 us, and 10 us more for each."""
-_FEW_FOR = 8
-"""Steps after which others of them are: what is done every so many steps must not see the same ones each time."""
+_TELLING_FOR = 8
+"""Steps in a row that are learnt from, and that are not."""
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
 @dataclass(slots=True)
@@ -349,8 +352,8 @@ class Speculator:
     def _is_telling(self, step: _Step) -> bool:
         """Return whether it is learnt from this step: where drafting pays, half of the steps say enough."""
         is_special = step.looks or step.is_try or step.num_missed or not step.depth
-        is_first = step.number < _FEW_STEPS or not step.number // _FEW_FOR % 2
-        return is_first or bool(is_special) or not self._payoff.pays(len(step.running))
+        is_its_turn = step.number < _FEW_STEPS or not step.number // _TELLING_FOR % 2
+        return is_its_turn or bool(is_special) or not self._payoff.pays(len(step.running))
 
     def _is_doubtful(self, step: _Step) -> bool:
         """Return whether the next step depends on what this one took."""
@@ -360,7 +363,7 @@ class Speculator:
     def _take_outcomes(self) -> None:
         """Learn from what drafts came to since the last time, and from what was foreseen, as far as it is known."""
         for step in self._untaught:
-            num_rows, few = len(step.drafts), _FEW if step.number < _FEW_STEPS else 1
+            num_rows, few = len(step.drafts), _FEW if step.number < _FEW_STEPS or self.drafter.costs_a_forward else 1
             for row in range(num_rows) if step.looks or step.is_try else _some(step.number, num_rows, few):
                 step.outcome(row, self._last).teach(self._rates, self._planner.profile)
             self._last = step
@@ -396,7 +399,7 @@ class Speculator:
             value for step in self._untold for value in (step.seconds, step.drafting_s, step.preparing_s, step.first_s)
         ]
         agreed = iter(seconds if self._agree is None else self._agree(seconds))
-        looked_up_s = num_look_ups = 0.0
+        looked_up_s = num_look_ups = rows_of_look_ups = 0.0
         for step in self._untold:
             step_s, drafting_s, preparing_s, first_s = (max(next(agreed), least) for least in (LEAST_S, 0.0, 0.0, 0.0))
             if step.is_try and step.depth:
@@ -413,9 +416,11 @@ class Speculator:
                 self._take_drafting_costs(step, drafting_s, first_s)
             elif step.drafted_before and step.drafts:
                 looked_up_s += drafting_s
-                num_look_ups += look_ups_of(len(step.running), sum(map(len, step.drafts)))
+                own = look_ups_of(len(step.running), sum(map(len, step.drafts)))
+                num_look_ups += own
+                rows_of_look_ups += own * len(step.running)
         if num_look_ups:
-            self._planner.costs.drafting.observe(len(self._untold[-1].running), looked_up_s / num_look_ups)
+            self._planner.costs.drafting.observe(rows_of_look_ups / num_look_ups, looked_up_s / num_look_ups)
         self._untold.clear()
 
     def _take_step_costs(self, step: _Step, step_s: float) -> None:
@@ -443,6 +448,10 @@ class Speculator:
 
 
 def _some(step: int, num_rows: int, most: int) -> range:
-    """Return samples to learn from in this step, ``most`` of them, others in every step."""
+    """Return samples to learn from in this step, ``most`` of them, others in every step.
+
+    What is done every so many steps must not see the same ones each time: multiples of the golden ratio spread evenly
+    whichever of them are taken.
+    """
     stride = max(-(-num_rows // most), 1)
-    return range((step + step // _FEW_FOR) % stride, num_rows, stride)
+    return range(int(stride * (step * _GOLDEN % 1.0)), num_rows, stride)

@@ -187,7 +187,7 @@ class StepCosts:
 class SpeculationCosts:
     """Seconds of plain steps, of verifying ones, and of drafting."""
 
-    def __init__(self, *, costs_a_forward: bool = True) -> None:
+    def __init__(self, *, costs_a_forward: bool) -> None:
         """Know nothing; ``costs_a_forward``: drafting is that of a model, and not looking up."""
         slowness = Slowness()  # but for drafting, whose seconds vary by what is found, too
         self.plain = StepCosts(slowness)
@@ -241,12 +241,8 @@ class SpeculationCosts:
         """Whether steps of about the size of one that verifies so many tokens were observed."""
         return self.verifying.knows(effective_tokens(num_rows, num_rows + num_drafted, width))
 
-    def verifying_s(self, num_rows: int, num_drafted: float, width: int) -> float:
-        """Return the seconds of a step that verifies so many tokens of so many samples, ``width`` of one at most."""
-        return self.verifying_by_size(num_rows)(num_drafted, width)
-
-    def verifying_by_size(self, num_rows: int) -> Callable[[float, int], float]:
-        """Return `verifying_s` of so many samples, for many sizes of step."""
+    def verifying_s(self, num_rows: int) -> Callable[[float, int], float]:
+        """Return the seconds of a step of so many samples by how many tokens it verifies, and of one sample at most."""
         plain_s = self.plain.seconds(num_rows)
         if not self.verifying.known:
             return lambda num_drafted, width: plain_s

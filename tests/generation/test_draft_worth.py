@@ -53,6 +53,18 @@ def test_drafting_that_pays_hardly_ever_rests(gained_s: float) -> None:
     assert share_of_rests(payoff, 8, gained_s, steps=5000) < 0.06
 
 
+def test_steps_that_are_told_of_late_do_not_lengthen_the_rest_that_the_first_of_them_decided() -> None:
+    payoff = Payoff()
+    while payoff.rests(8):
+        pass
+    for _ in range(64):
+        payoff.learn(8, 0.5, 1.0)
+    num_rests = 0
+    while payoff.rests(8):
+        num_rests += 1
+    assert 0 < num_rests <= 32
+
+
 def test_what_is_forgiven_is_tried_at_once_and_what_gained_is_not_forgotten() -> None:
     losing, gaining = Payoff(), Payoff()
     share_of_rests(losing, 8, 0.5, steps=200)
@@ -121,6 +133,8 @@ def test_tries_that_gain_cost_nothing() -> None:
 
 def test_whether_drafting_pays_is_what_the_last_trials_say_and_this_one_so_far() -> None:
     payoff = Payoff()
+    while payoff.rests(8):
+        pass
     assert not payoff.pays(8)
     for _ in range(8):
         payoff.learn(8, 1.5, 1.0)

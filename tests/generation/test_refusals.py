@@ -225,7 +225,7 @@ def test_what_is_no_drafter_or_no_version_is_refused() -> None:
             engine.weights_updated("a")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("folder", ["./drafts/nowhere", Path("drafts")])
+@pytest.mark.parametrize("folder", ["./drafts/nowhere", "~/no/drafts", Path("/no/drafts")])
 def test_a_draft_model_folder_that_there_is_not_is_named_as_one(folder: str | Path) -> None:
     with pytest.raises(
         GenerationError, match=r"draft_model='.*drafts.*': there is no such folder; give a Hugging Face"
@@ -238,6 +238,8 @@ def test_a_model_without_weights_is_refused() -> None:
         shapes = AutoModelForCausalLM.from_config(tiny_model("llama").config)
     with pytest.raises(GenerationError, match=r"its weights are on the meta device.*; load it by from_pretrained"):
         GenerationEngine(shapes)
+    with pytest.raises(GenerationError, match="its weights are on the meta device"):
+        GenerationEngine(tiny_model("llama"), speculation=Speculation(drafter="model", draft_model=shapes))
 
 
 def test_a_draft_model_that_cannot_be_run_is_refused_as_the_draft_model() -> None:

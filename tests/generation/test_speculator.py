@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_realloc.generation.acceptance import DepthProfile
 from lightning_realloc.generation.draft_planner import DraftPlan, DraftPlanner
 from lightning_realloc.generation.drafting import Chance, Drafter
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.sampling import SamplingParams
 from lightning_realloc.generation.speculation import Speculation
-from lightning_realloc.generation.speculator import Speculator
+from lightning_realloc.generation.speculator import Speculator, _some
 from lightning_realloc.generation.verification import NO_DRAFT, Draft
 
 LOOK_UP_S = 0.001
@@ -142,6 +143,30 @@ def steep(tokens: int) -> float:
 def leap(tokens: int) -> float:
     """Return what it costs where more than a hundred tokens do not fit into a cache."""
     return flat(tokens) + (6.0 if tokens > 100 else 0.0)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 9, 16, 32, 64])
+@pytest.mark.parametrize("most", [1, 2, 4])
+def test_what_is_done_every_so_many_steps_sees_every_sample(num_rows: int, most: int) -> None:
+    for every in (1, 16, 64):
+        seen = [set(_some(step, num_rows, most)) for step in range(0, 300 * every, every)]
+        assert set().union(*seen) == set(range(num_rows))
+        assert all(len(own) <= most for own in seen)
+
+
+def test_where_drafting_pays_half_of_the_steps_are_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    taught = []
+    monkeypatch.setattr(DepthProfile, "learn", lambda *_, **told: taught.append(told))
+    drafter = Foreteller()
+    drafter.right = 1.0
+    pretence = Pretence(drafter, flat, max_draft_tokens=2)
+    for _ in range(10):
+        pretence.generate()
+    taught.clear()
+    rates = [pretence.generate()[1] for _ in range(10)]
+    num_steps = sum(NEW_TOKENS / rate for rate in rates)
+    assert min(rates) > 2.0
+    assert 0.4 * num_steps < len(taught) < 0.7 * num_steps  # of one sample each; all of them, in what is tried
 
 
 @pytest.mark.parametrize("max_draft_tokens", [1, 8])
