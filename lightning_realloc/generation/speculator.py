@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.acceptance import AcceptanceRates
-from lightning_realloc.generation.draft_planner import PLAN_STEPS, TRY_STEPS, DraftPlan, DraftPlanner
+from lightning_realloc.generation.draft_planner import MOST_PLAN_STEPS, PLAN_STEPS, TRY_STEPS, DraftPlan, DraftPlanner
 from lightning_realloc.generation.draft_worth import Payoff
 from lightning_realloc.generation.drafting import Drafter
 from lightning_realloc.generation.foresight import DraftOutcome, Foresight, limits_of
@@ -157,9 +157,9 @@ class Speculator:
         """The samples that the plan is for."""
         self._plan_rows = self._plan_until = 0
         """How many they were when it was made, and number of the first step that needs another one."""
-        self._last_depths: dict[int, int] = {}
-        """Of the last plans, by the power of two of the number of samples. Where drafts cost a forward, none in a new
-        generation: nobody looked what they come to by now."""
+        self._last_plans: dict[int, tuple[int, int]] = {}
+        """Depth of the last plan and the steps that it was made for, by the power of two of the number of samples.
+        Where drafts cost a forward, none in a new generation: nobody looked what they come to by now."""
         self._preparing_s = 0.0
         """Since the last step whose seconds were taken."""
         self._num_plain = 0
@@ -183,7 +183,7 @@ class Speculator:
         self._lengths = self._lengths.for_next()
         self._plan = None
         if self.drafter.costs_a_forward:
-            self._last_depths.clear()
+            self._last_plans.clear()
         self._anticipates = rule.anticipates
         self._foresight.begin()
         self.drafter.begin(samples, rule, num_slots)
@@ -306,9 +306,11 @@ class Speculator:
         plan = self._planner.plan(
             self._left(step.running), is_tail=is_tail, num_missed=num_missed, may_lose_s=self._payoff.saved_s
         )
-        is_as_before = plan.depth == self._last_depths.get(num_rows.bit_length())
-        num_steps = TRY_STEPS if plan.is_try else 2 * PLAN_STEPS if is_as_before else PLAN_STEPS
-        self._last_depths[num_rows.bit_length()] = plan.depth
+        depth_before, steps_before = self._last_plans.get(num_rows.bit_length(), (None, 0))
+        most = MOST_PLAN_STEPS if plan.depth else MOST_PLAN_STEPS // 2  # of what is not drafted less is seen meanwhile
+        num_steps = TRY_STEPS if plan.is_try else PLAN_STEPS if plan.depth != depth_before else 2 * steps_before
+        num_steps = min(num_steps, most)
+        self._last_plans[num_rows.bit_length()] = plan.depth, num_steps
         self._planned, self._plan_rows, self._plan_until = step.running, num_rows, step.number + num_steps
         if plan.is_untried:
             self._payoff.forgive(num_rows)
