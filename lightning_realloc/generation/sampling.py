@@ -61,9 +61,7 @@ class SamplingParams:
         for name in ("max_new_tokens", "min_new_tokens", "n", "seed", "top_k"):
             check_kind(name, getattr(self, name), Integral, "a whole number", optional=name == "top_k")
         check_kind("ignore_eos", self.ignore_eos, bool, "True or False")
-        _require(
-            0 <= self.seed < 1 << 64, f"seed={self.seed} must lie between 0 and 2**64 - 1: noise has 64 bits of it"
-        )
+        _require(-(1 << 63) <= self.seed < 1 << 64, f"seed={self.seed} must lie between -2**63 and 2**64 - 1, 64 bits")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             check_kind(name, getattr(self, name), Real, "a number")
         _require(self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens} must be at least 1")

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -487,6 +488,6 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message
         Speculation(**settings)
 
 
-def test_a_draft_model_that_is_not_there_is_named() -> None:
-    with pytest.raises(GenerationError, match="draft_model='/nowhere/at/all' could not be loaded"):
-        GenerationEngine(target(), speculation=Speculation(drafter="model", draft_model="/nowhere/at/all"))
+def test_a_draft_model_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(GenerationError, match=f"draft_model='{tmp_path}' could not be loaded"):
+        GenerationEngine(target(), speculation=Speculation(drafter="model", draft_model=tmp_path))
