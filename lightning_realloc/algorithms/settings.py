@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Speculation
+from lightning_realloc.generation.sampling import is_of_kind
 from lightning_realloc.runtime.training import TrainOptions, group_name
 
 EngineName = Literal["native", "hf"]
@@ -45,8 +46,7 @@ def check_share(**settings: float) -> None:
 def check_kind(kind: type, **settings: object) -> None:
     """Raise ConfigError for the first setting that is given and no ``kind``: YAML takes a mapping, Python does not."""
     for name, value in settings.items():
-        is_kind = isinstance(value, kind) and (not isinstance(value, bool) or kind is bool)  # True passes for 1
-        if value is not None and not is_kind:
+        if value is not None and not is_of_kind(value, kind):
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}; write {_example_of(kind)}")
 
 

@@ -115,11 +115,15 @@ class SamplingParams:
 def check_kind(name: str, given: object, kind: type | tuple[type, ...], wanted: str, *, optional: bool = False) -> None:
     """Raise GenerationError where ``given`` is not of this kind, nor None where that is one of the choices.
 
-    2.5 tokens pass every comparison, and fail in the middle of a batch; True passes for one.
+    2.5 tokens pass every comparison, and fail in the middle of a batch.
     """
-    is_kind = isinstance(given, kind) and (not isinstance(given, bool) or kind is bool)
-    if not (is_kind or (optional and given is None)):
+    if not (is_of_kind(given, kind) or (optional and given is None)):
         raise GenerationError(f"{name}={given!r} must be {wanted}{' or None' if optional else ''}")
+
+
+def is_of_kind(given: object, kind: type | tuple[type, ...]) -> bool:
+    """Return whether something is of a kind; True and False are no numbers, though Python takes them for 1 and 0."""
+    return isinstance(given, kind) and (not isinstance(given, bool) or kind is bool)
 
 
 def check_counts(kind: type = Integral, *, optional: bool = False, **counts: object) -> None:

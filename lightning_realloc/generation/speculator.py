@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.acceptance import AcceptanceRates
 from lightning_realloc.generation.draft_planner import MOST_PLAN_STEPS, PLAN_STEPS, TRY_STEPS, DraftPlan, DraftPlanner
+from lightning_realloc.generation.draft_step import DraftStep
 from lightning_realloc.generation.draft_worth import Payoff
 from lightning_realloc.generation.drafting import Drafter
-from lightning_realloc.generation.foresight import DraftOutcome, Foresight, limits_of
+from lightning_realloc.generation.foresight import Foresight, limits_of
 from lightning_realloc.generation.remaining_lengths import RemainingLengths
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.sampling import SamplingParams
@@ -51,72 +52,6 @@ class SpeculationStats:
     planning_s: float = 0.0
 
 
-@dataclass(slots=True)
-class _Step:
-    """What one step drafted and came to: learnt from later, many steps at once.
-
-    Right behind a forward the same takes twice as long, since the caches are full of weights.
-    """
-
-    number: int
-    running: Sequence[Sample]
-    being_read: Collection[int] = ()
-    """Slots whose prompts it reads."""
-    depth: int = 0
-    """Most tokens of one draft that are verified; 0: drafting rests."""
-    plan: DraftPlan | None = None
-    """By which it drafts."""
-    drafts: Sequence[Draft] = ()
-    """Of which the first ``depth`` tokens are verified."""
-    limits: Sequence[int] = ()
-    """Most tokens that each of them might have had."""
-    looks: bool = False
-    """Whether it drafts deeper than seems best, to see what that comes to."""
-    is_try: bool = False
-    """Whether nothing seems to pay: it is drafted to see whether that is true."""
-    num_missed: int = 0
-    """Tokens that the drafter's model read first, since it had missed them."""
-    drafting_s: float = 0.0
-    """Where drafting rests, those of looking up what is not verified."""
-    first_s: float = 0.0
-    """Of drafting, what a model's first tokens took."""
-    preparing_s: float = 0.0
-    """Of drafting, what is done once for many steps: it belongs to what drafting takes, and not to a token's price."""
-    emitted: Sequence[Sequence[int]] = ()
-    """What each sample got."""
-    drafted_before: bool = False
-    """Whether the step before it verified drafts, too: else a drafter first takes in what came since."""
-    is_settled: bool = False
-    """Whether it is one of many plain steps in a row."""
-    lengths: Sequence[int] = ()
-    """Tokens of each draft that were verified."""
-    seconds: float = 0.0
-    """Drafting aside."""
-
-    def gained_s(self) -> float:
-        """Return the seconds of plain steps that its tokens saved."""
-        assert self.plan is not None, "a step drafts by a plan"
-        drafted_s = sum(worth * (len(own) - 1) for worth, own in zip(self.plan.worths, self.emitted, strict=True))
-        return self.plan.plain_s + drafted_s
-
-    def outcome(self, row: int, last: _Step | None) -> DraftOutcome:
-        """Return what a draft came to: a token that was cut off was right, too, where the target drew the same.
-
-        ``last``: the last step before this one that drafted.
-        """
-        resumed = last.is_resumed(row, self.running[row]) if last and last.number + 1 == self.number else None
-        return DraftOutcome(self.drafts[row], self.emitted[row], self.limits[row], resumed)
-
-    def is_resumed(self, row: int, sample: Sample) -> bool | None:
-        """Return whether a sample's next draft goes on where this one stood to the last token that it might have had.
-
-        None where that is not known, since nothing was drafted for this sample.
-        """
-        if row >= len(self.running) or self.running[row] is not sample:
-            return None
-        return len(self.emitted[row]) > self.depth
-
-
 class Speculator:
     """Drafts for the running samples in every step, and learns what drafts and steps come to. One per engine.
 
@@ -145,12 +80,12 @@ class Speculator:
         self._payoff = Payoff()
         self._lengths = RemainingLengths()
         self._num_steps = 0
-        self._step = _Step(0, ())
-        self._last: _Step | None = None
+        self._step = DraftStep(0, ())
+        self._last: DraftStep | None = None
         """The last step whose drafts were learnt from."""
-        self._untaught: list[_Step] = []
+        self._untaught: list[DraftStep] = []
         """Steps whose drafts are learnt from before the next plan."""
-        self._untold: list[_Step] = []
+        self._untold: list[DraftStep] = []
         """Steps whose seconds are, once they are agreed on."""
         self._plan: DraftPlan | None = None
         self._planned: Sequence[Sample] = ()
@@ -198,7 +133,7 @@ class Speculator:
         ``being_read``: slots whose prompts this step reads; how long it takes will say nothing about drafting.
         """
         self._num_steps += 1
-        step = self._step = _Step(self._num_steps, running, being_read)
+        step = self._step = DraftStep(self._num_steps, running, being_read)
         if self._speculation.num_draft_tokens is not None:
             chosen = self._draft_fixed(step, self._speculation.num_draft_tokens)
         else:
@@ -260,14 +195,14 @@ class Speculator:
         """End the generation."""
         self.drafter.end()
 
-    def _draft_fixed(self, step: _Step, depth: int) -> Sequence[Draft]:
+    def _draft_fixed(self, step: DraftStep, depth: int) -> Sequence[Draft]:
         begin = self.clock()
         limits = self._limits(step, depth)
         step.drafts = self.drafter.propose(step.running, limits, self._rates, [0.0] * len(limits))
         self.stats.drafting_s += self.clock() - begin
         return step.drafts
 
-    def _draft_what_pays(self, step: _Step, is_tail: bool) -> Sequence[Draft]:
+    def _draft_what_pays(self, step: DraftStep, is_tail: bool) -> Sequence[Draft]:
         """Draft by the plan that holds, or by a new one; nothing where drafting rests."""
         begin = self.clock()
         num_rows = len(step.running)
@@ -297,7 +232,7 @@ class Speculator:
         step.drafting_s, step.first_s = end - prepared, self.drafter.first_s
         return chosen
 
-    def _make_plan(self, step: _Step, num_missed: int, is_tail: bool) -> DraftPlan:
+    def _make_plan(self, step: DraftStep, num_missed: int, is_tail: bool) -> DraftPlan:
         """Return a new plan, from what is known by now."""
         self._take_outcomes()
         if self._agree is None:
@@ -316,7 +251,7 @@ class Speculator:
             self._payoff.forgive(num_rows)
         return plan
 
-    def _draft_by(self, plan: DraftPlan, step: _Step) -> Sequence[Draft]:
+    def _draft_by(self, plan: DraftPlan, step: DraftStep) -> Sequence[Draft]:
         """Return what to verify of what is drafted; now and then, that is less."""
         num_rows = len(step.running)
         step.plan, step.depth, least = plan, plan.depth, plan.least_survivals
@@ -333,14 +268,14 @@ class Speculator:
             return step.drafts
         return [draft.cut(step.depth) if len(draft) > step.depth else draft for draft in step.drafts]
 
-    def _limits(self, step: _Step, most: int) -> list[int]:
+    def _limits(self, step: DraftStep, most: int) -> list[int]:
         """Return how many tokens may be drafted for each sample."""
         limits = limits_of(step.running, most)
         if step.being_read and self.drafter.reads_target_cache:
             return [0 if slot in step.being_read else limit for slot, limit in enumerate(limits)]
         return limits
 
-    def _foresee(self, step: _Step) -> None:
+    def _foresee(self, step: DraftStep) -> None:
         """Look up what some samples might get next: whether it would have stood is learnt without verifying it."""
         if self.drafter.costs_a_forward or not self._anticipates or not self._foresight.is_due(step.number):
             return
@@ -351,13 +286,13 @@ class Speculator:
         step.drafting_s = self.clock() - begin
         self.stats.drafting_s += step.drafting_s
 
-    def _is_telling(self, step: _Step) -> bool:
+    def _is_telling(self, step: DraftStep) -> bool:
         """Return whether it is learnt from this step: where drafting pays, half of the steps say enough."""
         is_special = step.looks or step.is_try or step.num_missed or not step.depth
         is_its_turn = step.number < _FEW_STEPS or not step.number // _TELLING_FOR % 2
         return is_its_turn or bool(is_special) or not self._payoff.pays(len(step.running))
 
-    def _is_doubtful(self, step: _Step) -> bool:
+    def _is_doubtful(self, step: DraftStep) -> bool:
         """Return whether the next step depends on what this one took."""
         num_rows = len(step.running)
         return self._payoff.is_doubtful(num_rows) if step.depth else not self._planner.costs.plain.knows(num_rows)
@@ -425,7 +360,7 @@ class Speculator:
             self._planner.costs.drafting.observe(rows_of_look_ups / num_look_ups, looked_up_s / num_look_ups)
         self._untold.clear()
 
-    def _take_step_costs(self, step: _Step, step_s: float) -> None:
+    def _take_step_costs(self, step: DraftStep, step_s: float) -> None:
         """Learn what reading so many tokens takes."""
         costs, num_rows = self._planner.costs, len(step.running)
         if any(step.lengths):
@@ -434,7 +369,7 @@ class Speculator:
         elif step.is_settled or not costs.plain.knows(num_rows):
             costs.plain.observe(num_rows, step_s)
 
-    def _take_drafting_costs(self, step: _Step, drafting_s: float, first_s: float) -> None:
+    def _take_drafting_costs(self, step: DraftStep, drafting_s: float, first_s: float) -> None:
         """Learn what drafting so many tokens takes a model."""
         costs, num_rows = self._planner.costs, len(step.running)
         drafted = [len(draft) for draft in step.drafts]
