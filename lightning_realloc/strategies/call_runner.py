@@ -144,10 +144,9 @@ class CallRunner:
         with self._failing_together():
             self._idle.begin()
             self._version = iteration - len(self._ahead)
-            data = self._begin(batch, calls, iteration)
+            data = self._begin(batch, calls, iteration, generates_ahead=self._max_staleness > 0)
             data.num_shown = num_shown
-            now = [call for call in data.routes.calls if call.kind == "generate" or not self._max_staleness]
-            self._work_on(data, now)
+            self._work_on(data, data.routes.at_once())
             due = (*self._ahead, data) if is_last or not self._max_staleness else self._ahead
             self._ahead = () if is_last or not self._max_staleness else (data,)
             results = tuple(self._conclude(each, is_last=is_last) for each in due)
@@ -188,17 +187,25 @@ class CallRunner:
         self._generators.forget()
 
     def finish(self) -> None:
-        """Take in what is still on its way. Collective over all ranks, after the last iteration."""
+        """Take in what is still on its way. Collective over all ranks, after the last iteration.
+
+        A batch that waits to be trained on, where a run ended before its epoch, is left out.
+        """
+        for data in self._ahead:
+            data.take_in(data.routes.at_once())
+        self._ahead = ()
         self._training_metrics.finish()
         self._generators.hear()
         self._mailbox.let_go(self._run)
 
     # ---- one walk through the calls
-    def _begin(self, batch: Samples, calls: Sequence[ModelFunctionCall], iteration: int) -> Iteration:
+    def _begin(
+        self, batch: Samples, calls: Sequence[ModelFunctionCall], iteration: int, *, generates_ahead: bool = False
+    ) -> Iteration:
         self._run += 1
         self._generators.hear(before=self._run - 1)  # where no call generated since, or nobody would let go of it
         workplaces = {call.name: self._workplace(call, iteration) for call in calls if call.role is not None}
-        routes = Routes(calls, workplaces, self._world_size, self._num_parts, self._module.group_size)
+        routes = Routes(calls, workplaces, self._world_size, self._num_parts, self._module.group_size, generates_ahead)
         data = Iteration(batch, routes, self._mailbox, rank=self._rank, run=self._run, version=self._version)
         data.facts |= self._idle.facts(self._rank)
         return data
@@ -241,8 +248,7 @@ class CallRunner:
 
     def _conclude(self, data: Iteration, *, is_last: bool) -> IterationResult:
         """Run what is left to do of a batch, training included, and gather what every rank is to know."""
-        if self._max_staleness:
-            self._work_on(data, [call for call in data.routes.calls if call.kind != "generate"])
+        self._work_on(data, data.routes.later())
         facts = data.receive_notes() if _has_notes(data.routes.calls) else {}
         known = data.known()
         metrics = with_rates(merge_idle_shares(facts), num_tokens=self._num_tokens)
@@ -336,7 +342,8 @@ class CallRunner:
 
     # ---- compute
     def _compute(self, call: ModelFunctionCall, data: Iteration) -> bool:
-        rows = data.inputs(call)
+        # Who has no part in it does not wait to hear what was generated.
+        rows = data.inputs(call) if self._rank in data.routes.computing_ranks(call) else None
         if rows is None:
             return False
         columns: Mapping[str, Column] = getattr(self._module, call.method)(rows)

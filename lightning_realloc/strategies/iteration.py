@@ -65,6 +65,7 @@ class Iteration:
         self._mine: dict[str, Samples] = {}
         self._early: dict[str, UnitWork] = {}
         self._notes: dict[str, Samples] = {}
+        self._sent_notes = False
 
     # ---- before a call
     def table(self, call: ModelFunctionCall) -> SampleTable:
@@ -182,7 +183,7 @@ class Iteration:
             made[_CARRIED] = Samples.concatenate(self._my_carried)
         if (shown := self._my_shown()) is not None:
             made[_SHOWN] = shown
-        self._notes = made
+        self._notes, self._sent_notes = made, True
         content = encode_message(self.facts, made)
         self._mailbox.send(self._mailbox.others, FrameKind.NOTES, self.run, 0, content)
 
@@ -207,6 +208,13 @@ class Iteration:
                 table = self.table(call)
                 table.learn(dict(Samples.concatenate(parts[call.name]).by_ids(table.known.ids).columns))
         return facts
+
+    def take_in(self, calls: Sequence[ModelFunctionCall]) -> None:
+        """Wait for what other ranks sent of these calls, though nobody will work on it: senders wait for that."""
+        for call in calls:
+            self._receive(call, self._made_table(call) if call.kind == "generate" else self.table(call))
+        if self._sent_notes:
+            self.receive_notes()
 
     def known(self) -> Samples:
         """Return the last set of samples, with what every rank knows of them: sequences by their lengths alone."""

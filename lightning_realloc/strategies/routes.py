@@ -31,6 +31,8 @@ class Routes:
     """In how many portions samples are handed on to calls on other ranks while they are generated."""
     group_size: int = 1
     """How many neighbours stay together in training, in computations and, where they came together, in inference."""
+    generates_ahead: bool = False
+    """Whether a batch is inferred and trained on an iteration after it was generated."""
     fusion: Fusion = field(init=False)
     """Which calls take samples in so."""
     _shares: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
@@ -42,6 +44,29 @@ class Routes:
     def __post_init__(self) -> None:
         self.fusion = Fusion.of(self.calls, self.workplaces, self.num_parts)
         self.calls = self.fusion.calls
+
+    def at_once(self) -> tuple[ModelFunctionCall, ...]:
+        """Return the calls that run in the iteration whose batch it is.
+
+        Where generation runs ahead, these are the generating ones, and computations that generating ranks make of
+        nothing but that: left for later, they would stand behind the next generation, and all others wait for them.
+        """
+        if not self.generates_ahead:
+            return tuple(self.calls)
+        at_once: list[ModelFunctionCall] = []
+        made_later: set[str] = set()
+        for call in self.calls:
+            is_local = call.kind == "compute" and not call.whole_batch and made_later.isdisjoint(call.needs)
+            if call.kind == "generate" or is_local:
+                at_once.append(call)
+            else:
+                made_later.update(call.produces)
+        return tuple(at_once)
+
+    def later(self) -> tuple[ModelFunctionCall, ...]:
+        """Return the calls that run in the iteration behind it."""
+        at_once = self.at_once()
+        return tuple(call for call in self.calls if call not in at_once)
 
     # ---- portions
     def prompts(self, call: ModelFunctionCall, table: SampleTable) -> tuple[tuple[int, ...], ...]:
@@ -111,8 +136,8 @@ class Routes:
     ) -> Mapping[int, Sequence[int]]:
         """Return rank -> the positions that it computes; ``made`` tells who holds the samples, None: everybody.
 
-        Whole prompts stay together, and on ranks that hold them already. What needs the whole batch is computed on the
-        first rank of the call that uses it.
+        Whole prompts stay together, and on ranks that hold them already; later than the iteration in which they were
+        generated, on those of the call that uses it. What needs the whole batch is computed on the first one of these.
         """
         if call.name not in self._computes:
             self._computes[call.name] = self._compute_shares(call, table, made)
@@ -121,11 +146,13 @@ class Routes:
     def _compute_shares(
         self, call: ModelFunctionCall, table: SampleTable, made: Holders | None
     ) -> dict[int, tuple[int, ...]]:
+        ranks = self.computing_ranks(call)
         if call.whole_batch:
-            return {self._first_user(call): tuple(range(len(table)))}
+            return {ranks[0]: tuple(range(len(table)))}
         teams: dict[tuple[int, ...], list[int]] = {}
         for position in range(len(table)):
-            teams.setdefault(tuple(range(self.world_size)) if made is None else made[position], []).append(position)
+            team = ranks if made is None or call in self.later() else made[position]
+            teams.setdefault(team, []).append(position)
         shares: dict[int, tuple[int, ...]] = {}
         group_of = table.groups(self.group_size)
         for team, positions in teams.items():
@@ -134,11 +161,21 @@ class Routes:
                 shares[rank] = tuple(positions[row] for row in rows)
         return shares
 
-    def _first_user(self, call: ModelFunctionCall) -> int:
+    def computing_ranks(self, call: ModelFunctionCall) -> tuple[int, ...]:
+        """Return the ranks that may take part in a computation, whatever samples there are."""
+        if call.whole_batch:
+            return self._ranks_of_user(call)[:1]
+        if call in self.later():
+            return self._ranks_of_user(call)
+        owner = table_owner(call, self.calls)
+        return tuple(range(self.world_size)) if owner is None else self.workplaces[owner.name].layout.ranks
+
+    def _ranks_of_user(self, call: ModelFunctionCall) -> tuple[int, ...]:
+        """Return the ranks of the first call with a model that needs what ``call`` produces; without one, the first."""
         for user in self.users(call):
             if user.name in self.workplaces:
-                return self.workplaces[user.name].layout.ranks[0]
-        return 0
+                return self.workplaces[user.name].layout.ranks
+        return (0,)
 
     # ---- who needs what
     def users(self, call: ModelFunctionCall) -> list[ModelFunctionCall]:
