@@ -263,6 +263,8 @@ def _next_exchange(
         gap_s = donor.finish_s - receiver.finish_s
         if gap_s <= max(hysteresis * donor.finish_s, least_gap_s):
             break
+        if not receiver.load.num_slots:  # a rank that is to generate no more
+            continue
         queued = [sample for sample in donor.load.waiting if sample.sample_id not in resting]
         running = [sample for sample in donor.load.samples if sample.sample_id not in resting]
         room = max(receiver.load.free_slots - len(receiver.load.waiting), 0)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
+from types import NoneType
 from typing import Literal, get_args
 
 from lightning_realloc.elsewhere import named_elsewhere
 from lightning_realloc.errors import ConfigError, GenerationError
+from lightning_realloc.generation.sampling import check_kind, is_of_kind
 
 LateResponses = Literal["finish", "drop"]
 """What becomes of a response that was carried on as often as it may be: finished whatever it takes, or left out."""
@@ -35,6 +38,13 @@ class RolloutBudget:
     def __post_init__(self) -> None:
         if self.tokens is None and self.seconds is None:
             raise ConfigError("a RolloutBudget needs tokens= or seconds=; without a bound leave rollout_budget out")
+        for name, kind, wanted in (
+            ("tokens", (Integral, NoneType), "a whole number or None"),
+            ("seconds", (Real, NoneType), "a number or None"),
+            ("max_staleness", Integral, "a whole number"),
+        ):
+            if not is_of_kind(getattr(self, name), kind):
+                raise ConfigError(f"RolloutBudget({name}={getattr(self, name)!r}) must be {wanted}")
         if self.tokens is not None and self.tokens < 1:
             raise ConfigError(f"RolloutBudget(tokens={self.tokens}) must be at least 1")
         if self.seconds is not None and not self.seconds > 0:  # NaN too
@@ -63,6 +73,8 @@ class Budget:
         Raises:
             GenerationError: for a budget that allows nothing.
         """
+        check_kind("token_budget", tokens, Real, "a number", optional=True)
+        check_kind("seconds_budget", seconds, Real, "a number", optional=True)
         if tokens is not None and tokens < 1:
             raise GenerationError(f"token_budget={tokens} must be at least 1; leave it out to finish every response")
         if seconds is not None and not seconds > 0:

@@ -5,13 +5,14 @@ How well it learns decides how many drafts stand, never which tokens come out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_realloc.generation.drafting import Exchange
+from lightning_realloc.generation.model_facts import text_config_of
 
 _BATCH_TOKENS = 1024
 _MOST_GRADIENT = 1.0
@@ -21,12 +22,24 @@ class Distillation:
     """Trains a draft model on responses by cross-entropy, which is the divergence of its law from the target's.
 
     Every rank learns from its own responses. Ranks that share a tensor-parallel target see the same ones in the same
-    order, so their drafters stay equal.
+    order, and must draft alike: ``spread`` gives all of them one rank's weights, which rounding would drive apart.
     """
 
-    def __init__(self, model: nn.Module, *, learning_rate: float, most_tokens: int = 65_536) -> None:
-        """Train with AdamW; of each generation at most ``most_tokens`` tokens of responses, those finished last."""
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        learning_rate: float,
+        most_tokens: int = 65_536,
+        spread: Callable[[Sequence[Tensor]], None] | None = None,
+    ) -> None:
+        """Train with AdamW; of each generation at most ``most_tokens`` tokens of responses, those finished last.
+
+        What lies beyond the model's own context is left out, and so is a step whose gradient is not finite.
+        """
         self._model = model.requires_grad_(True)
+        self._context: int | None = getattr(text_config_of(model), "max_position_embeddings", None)
+        self._spread = spread
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
         self._most_tokens = most_tokens
 
@@ -39,11 +52,14 @@ class Distillation:
                 targets, learnt = tokens[:, 1:], is_response[:, 1:]
                 loss = cross_entropy(logits[learnt].float(), targets[learnt])
                 loss.backward()  # type: ignore[no-untyped-call]
-                nn.utils.clip_grad_norm_(self._model.parameters(), _MOST_GRADIENT)
-                self._optimizer.step()
+                norm = nn.utils.clip_grad_norm_(self._model.parameters(), _MOST_GRADIENT)
+                if torch.isfinite(norm):
+                    self._optimizer.step()
+                    total += float(loss.detach()) * int(learnt.sum())
+                    count += int(learnt.sum())
                 self._optimizer.zero_grad(set_to_none=True)
-                total += float(loss.detach()) * int(learnt.sum())
-                count += int(learnt.sum())
+        if self._spread is not None:
+            self._spread([parameter.detach() for parameter in self._model.parameters()])
         return total / count if count else None
 
     def _batches(self, exchanges: Sequence[Exchange]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -53,7 +69,10 @@ class Distillation:
         """
         recent: list[Exchange] = []
         num_tokens = 0
-        for exchange in reversed(exchanges):
+        for prompt, response in reversed(exchanges):
+            exchange = prompt, response if self._context is None else response[: max(self._context - len(prompt), 0)]
+            if not exchange[1]:
+                continue
             num_tokens += len(exchange[1])
             if num_tokens > self._most_tokens and recent:
                 break

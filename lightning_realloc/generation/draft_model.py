@@ -12,6 +12,7 @@ written where the target will write when it verifies.
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -33,6 +34,8 @@ from lightning_realloc.runtime.structure import find_blocks
 
 _SHORT = 16
 """Tokens of a sample that are read as a row rather than as a prompt."""
+_MOST_READ = 8192
+"""Tokens of prompts that are read in one forward: what a draft model missed while it rested may be much."""
 
 
 class _DrawingDrafter(Drafter, ABC):
@@ -66,7 +69,7 @@ class _DrawingDrafter(Drafter, ABC):
             drawn = self._verification.draw_drafts(logits, running, offset)
             for slot, draft in enumerate(drafts):
                 if draft.grows:
-                    kind = ("model", int(8 * drawn.confidences[slot]))
+                    kind = ("model", _eighths(drawn.confidences[slot]))
                     law = () if drawn.laws is None else (drawn.laws[slot],)
                     draft.add(drawn.tokens[slot], kind, chance(kind), law)
             if not offset:
@@ -85,8 +88,12 @@ class _DrawingDrafter(Drafter, ABC):
         rows = []
         for sample, draft in zip(running, drafts, strict=True):
             newest = draft.tokens[-1] if draft.tokens else sample.last_token
-            rows.append(Row((newest,), sample.position + len(draft.tokens)))
+            rows.append(self._row((newest,), sample.position + len(draft.tokens)))
         return self._runner.forward([], rows)
+
+    def _row(self, tokens: Sequence[int], position: int) -> Row:
+        """Return a row to read; of a sample beyond the drafter's context one that is read for nothing."""
+        return Row(tokens, position) if position < self._context else Row(tokens[-1:], self._context - 1)
 
 
 class BlocksDrafter(_DrawingDrafter):
@@ -168,6 +175,10 @@ class ModelDrafter(_DrawingDrafter):
             self._filled[target] = known
             self._ahead[target] = []
 
+    def kept(self, slot: int, length: int) -> None:
+        self._filled[slot] = min(length, self._filled[slot])
+        self._ahead[slot] = []
+
     def swapped(self, first: int, second: int) -> None:
         self._cache.swap(first, second, max(self._filled[slot] + len(self._ahead[slot]) for slot in (first, second)))
         filled, ahead = self._filled, self._ahead
@@ -175,7 +186,8 @@ class ModelDrafter(_DrawingDrafter):
         ahead[first], ahead[second] = ahead[second], ahead[first]
 
     def num_unread(self, running: Sequence[Sample]) -> int:
-        return sum(sample.position - self._filled[slot] for slot, sample in enumerate(running))
+        filled = self._filled
+        return sum(sample.position - filled[slot] for slot, sample in enumerate(running) if self._reaches(sample))
 
     def propose(
         self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
@@ -188,12 +200,16 @@ class ModelDrafter(_DrawingDrafter):
         if self._distillation is not None:
             self._finished.append((tuple(sample.prompt), tuple(sample.token_ids)))
 
-    def end(self) -> None:
+    def end(self, *, has_failed: bool = False) -> None:
         self._session.close()
         self._cache.release()
-        if self._distillation is not None:
-            self._distillation.learn(self._finished)
-            self._finished.clear()
+        finished, self._finished = self._finished, []
+        if self._distillation is not None and not has_failed:
+            self._distillation.learn(finished)
+
+    def _reaches(self, sample: Sample) -> bool:
+        """Whether the drafter's context holds what the sample has so far; behind it nothing is drafted any more."""
+        return sample.position < self._context
 
     def _keep_what_stood(self, slot: int, sample: Sample) -> None:
         """Count drafted tokens that the target took, too, as filled: their keys and values are there."""
@@ -210,6 +226,9 @@ class ModelDrafter(_DrawingDrafter):
         prefills, rows = [], []
         for slot, sample in enumerate(running):
             begin = self._filled[slot]
+            if not self._reaches(sample):
+                rows.append(self._row((sample.last_token,), sample.position))
+                continue
             if sample.position - begin > _SHORT:
                 unread = tuple(sample.tokens(begin, sample.position))
                 if begin:
@@ -220,12 +239,32 @@ class ModelDrafter(_DrawingDrafter):
             rows.append(Row(sample.tokens(begin, sample.position + 1), begin))
             self._filled[slot] = sample.position + 1
         prefills += [Prefill(tokens, tuple(slots)) for tokens, slots in prompts.items()]
-        logits = self._runner.forward(prefills, rows)
+        *earlier, last = _in_pieces(prefills)
+        for piece in earlier:
+            self._runner.forward(piece, [])
+        logits = self._runner.forward(last, rows)
         return logits[[end - 1 for end in accumulate(len(row.tokens) for row in rows)]]
 
     def _read_drafted(self, running: Sequence[Sample], drafts: Sequence[_Draft]) -> Tensor:
         self._ahead[: len(drafts)] = [list(draft.tokens) for draft in drafts]
         return super()._read_drafted(running, drafts)
+
+
+def _in_pieces(prefills: Sequence[Prefill]) -> list[list[Prefill]]:
+    """Return what is to be read, one piece at least, each of a bounded number of tokens."""
+    pieces: list[list[Prefill]] = [[]]
+    room = _MOST_READ
+    for prefill in prefills:
+        begin = 0
+        while begin < len(prefill.tokens):
+            if not room:
+                pieces.append([])
+                room = _MOST_READ
+            tokens = prefill.tokens[begin : begin + room]
+            pieces[-1].append(Prefill(tokens, prefill.slots, prefill.begin + begin))
+            begin += len(tokens)
+            room -= len(tokens)
+    return pieces
 
 
 class _Draft:
@@ -251,6 +290,11 @@ class _Draft:
 
     def made(self) -> Draft:
         return Draft(self.tokens, self._kinds, self._laws)
+
+
+def _eighths(confidence: float) -> int:
+    """Return a probability in eighths; 0 where a draft model that diverged says none."""
+    return 0 if math.isnan(confidence) else int(8 * confidence)
 
 
 def first_blocks(model: nn.Module, count: int) -> nn.Module:

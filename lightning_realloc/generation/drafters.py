@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_realloc.errors import GenerationError
@@ -17,8 +18,12 @@ from lightning_realloc.generation.drafting import Drafter, HistoryDrafter, Ngram
 from lightning_realloc.generation.speculation import Speculation
 
 
-def build_drafter(speculation: Speculation, target: nn.Module) -> Drafter:
+def build_drafter(
+    speculation: Speculation, target: nn.Module, *, spread: Callable[[Sequence[Tensor]], None] | None = None
+) -> Drafter:
     """Return the drafter that ``speculation`` names, for this target.
+
+    ``spread`` gives all ranks that share the target one rank's values of some tensors, in place.
 
     Raises:
         GenerationError: for a draft model that cannot be loaded or does not fit the target.
@@ -32,7 +37,7 @@ def build_drafter(speculation: Speculation, target: nn.Module) -> Drafter:
         model = deepcopy(source) if isinstance(source, nn.Module) else _load(source)
         check_loaded(model)
         model.to(next(target.parameters()).device, dtype).eval().requires_grad_(False)
-        distillation = None if rate is None else Distillation(model, learning_rate=rate)
+        distillation = None if rate is None else Distillation(model, learning_rate=rate, spread=spread)
         return ModelDrafter(model, target, distillation=distillation)
     if speculation.drafter == "blocks":
         return BlocksDrafter(target, int(speculation.draft_blocks or 0))

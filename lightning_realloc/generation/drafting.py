@@ -17,7 +17,6 @@ from lightning_realloc.generation.recurrences import ORDERS, Recurrences
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.verification import NO_DRAFT, Draft, Verification
 
-_MOST_NEWS = 65_536
 _SHARES = 4
 """Steps in which shares are told apart where tokens are sorted into kinds."""
 
@@ -43,6 +42,8 @@ class Drafter:
     """Whether every token drafted ahead costs a forward of a model, for all samples together."""
     exchanges: bool = False
     """Whether responses made elsewhere help."""
+    has_listeners: bool = False
+    """Whether anybody asks for `news`, which are kept until then."""
 
     clock: Callable[[], float] = time.perf_counter
     """Tells seconds."""
@@ -65,6 +66,9 @@ class Drafter:
 
     def copied(self, source: int, targets: Sequence[int], length: int) -> None:
         """The first ``length`` positions of slot ``source`` now stand in others, too."""
+
+    def kept(self, slot: int, length: int) -> None:
+        """What a slot held up to ``length`` belongs to another sample of the same prompt now, and what came is gone."""
 
     def swapped(self, first: int, second: int) -> None:
         """Two slots exchanged what they hold."""
@@ -91,8 +95,8 @@ class Drafter:
     def finished(self, sample: Sample) -> None:
         """A sample has its last token."""
 
-    def end(self) -> None:
-        """The generation is over."""
+    def end(self, *, has_failed: bool = False) -> None:
+        """The generation is over, or cannot go on."""
 
     def news(self) -> list[Exchange]:
         """Return the prompts and responses finished here since the last call."""
@@ -185,7 +189,7 @@ class NgramDrafter(_Lookup):
     def finished(self, sample: Sample) -> None:
         self._own.pop(sample.sample_id, None)
 
-    def end(self) -> None:
+    def end(self, *, has_failed: bool = False) -> None:
         self._own.clear()
 
     def _texts(self, sample: Sample) -> Sequence[tuple[str, Recurrences]]:
@@ -212,7 +216,7 @@ class HistoryDrafter(NgramDrafter):
         self._most_tokens = most_tokens
         self._num_tokens = 0
         self._responses: dict[tuple[int, ...], deque[tuple[int, ...]]] = {}
-        self._news: deque[Exchange] = deque(maxlen=_MOST_NEWS)
+        self._news: list[Exchange] = []
         self._indexed: dict[int, Recurrences] = {}
         """By index of the prompt, for those of this generation."""
         self._unread: dict[int, list[Exchange]] = {}
@@ -220,21 +224,21 @@ class HistoryDrafter(NgramDrafter):
 
     def prepare(self, running: Sequence[Sample]) -> None:
         for sample in running:
-            if sample.prompt_index in self._unread:
+            if sample.prompt_number in self._unread:
                 self._siblings(sample)
         super().prepare(running)
 
     def finished(self, sample: Sample) -> None:
         super().finished(sample)
         exchange = tuple(sample.prompt), tuple(sample.token_ids)
-        self._news.append(exchange)
+        if self.has_listeners:
+            self._news.append(exchange)
         self._keep(exchange)
-        if sample.prompt_index in self._indexed:
-            self._unread.setdefault(sample.prompt_index, []).append(exchange)
+        if sample.prompt_number in self._indexed:
+            self._unread.setdefault(sample.prompt_number, []).append(exchange)
 
     def news(self) -> list[Exchange]:
-        news = list(self._news)
-        self._news.clear()
+        news, self._news = self._news, []
         return news
 
     def hear(self, news: Sequence[Exchange]) -> None:
@@ -253,8 +257,8 @@ class HistoryDrafter(NgramDrafter):
             oldest = next(iter(self._responses))
             self._num_tokens -= sum(map(len, self._responses.pop(oldest)))
 
-    def end(self) -> None:
-        super().end()
+    def end(self, *, has_failed: bool = False) -> None:
+        super().end(has_failed=has_failed)
         self._indexed.clear()
         self._unread.clear()
 
@@ -262,12 +266,12 @@ class HistoryDrafter(NgramDrafter):
         return (("history", self._siblings(sample)), *super()._texts(sample))
 
     def _siblings(self, sample: Sample) -> Recurrences:
-        siblings = self._indexed.get(sample.prompt_index)
+        siblings = self._indexed.get(sample.prompt_number)
         if siblings is None:
-            siblings = self._indexed[sample.prompt_index] = Recurrences()
+            siblings = self._indexed[sample.prompt_number] = Recurrences()
             for response in self._responses.get(tuple(sample.prompt), ()):
                 _index(siblings, sample.prompt, response)
-        for exchange in self._unread.pop(sample.prompt_index, ()):
+        for exchange in self._unread.pop(sample.prompt_number, ()):
             _index(siblings, *exchange)
         return siblings
 

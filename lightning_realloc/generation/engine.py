@@ -9,8 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 
 import torch
@@ -135,6 +134,12 @@ class GenerationEngine:
                 "ranks whose forwards wait for each other make every step together, so moving samples between them "
                 "gains nothing; leave peers or lockstep out"
             )
+        if agree is None and self._is_tensor_parallel and (self._speculator.adapts or peers is not None):
+            raise GenerationError(
+                "ranks in tensor parallelism have to decide alike how much to draft, and which samples move, and each "
+                "would go by its own clock; pass GenerationEngine(agree=...), which gives all ranks one rank's "
+                "numbers, or draft a fixed number of tokens: Speculation(num_draft_tokens=4)"
+            )
         self._migration = Migration(peers, agree=agree, clock=clock) if peers is not None and peers.others else None
 
     @property
@@ -197,27 +202,27 @@ class GenerationEngine:
         Raises:
             GenerationError: for what cannot be generated from, and for logits that are not finite.
         """
-        check_idle(self._model)
         requests = Requests(
             prompts=prompts, resume=resume, params=SamplingParams() if params is None else params,
             sample_ids=sample_ids, length_hints=length_hints, token_limits=token_limits,
             vocabulary=vocabulary_of(self._model), bounds=length_bounds(self._model, self._max_length),
         )  # fmt: skip
-        samples = requests.samples()
-        indices, num_own = requests.prompt_indices(samples), len(samples)
 
         def completion_of(sample: Sample) -> Completion:
-            return replace(sample.completion(self._version), prompt_index=indices[sample.sample_id])
-
-        announcer = Announcer(samples, on_finished, completion_of)
+            return sample.completion(self._version)
 
         def may_end() -> bool:
             announcer.follow(run.ended)
             return may_stop is None or may_stop()
 
-        budget = self._budget(token_budget, seconds_budget, may_end)
-        run = self._begin(requests, samples, budget, self._conversations(environment, conversation))
-        self._carry_out(run, announcer, requests)
+        with nullcontext() if self._migration is None else self._migration.expected():
+            check_idle(self._model)
+            samples = requests.samples()
+            num_own = len(samples)
+            announcer = Announcer(samples, on_finished, completion_of)
+            budget = self._budget(token_budget, seconds_budget, may_end)
+            run = self._begin(requests, samples, budget, self._conversations(environment, conversation))
+            self._carry_out(run, announcer, requests)
         del samples[num_own:]  # other ranks'
         _warn_of_failures(samples)
         announcer.tell(samples)

@@ -25,7 +25,7 @@ from lightning_realloc.generation.engine import GenerationEngine
 from lightning_realloc.generation.model_facts import length_bounds, vocabulary_of
 from lightning_realloc.generation.outlet import Announcer, Outlet
 from lightning_realloc.generation.requests import Requests, next_version
-from lightning_realloc.generation.run import GenerationStats, not_finite
+from lightning_realloc.generation.run import DIVERGED, GenerationStats, not_finite
 from lightning_realloc.generation.samples import Completion, Sample
 from lightning_realloc.generation.sampling import SamplingParams, check_counts, token_logprobs
 from lightning_realloc.generation.stopping import StopRule, Tokenizer, check_possible, check_tokenizer, stop_rule_of
@@ -126,7 +126,7 @@ class HFEngine:
         if self._tokenizer is not None:
             check_possible(params.stop_strings, self._tokenizer)
         hints = [prompt.length_hint for prompt in requests.queue(samples)]
-        order = sorted(samples, key=lambda sample: -hints[sample.prompt_index])
+        order = sorted(samples, key=lambda sample: -hints[sample.prompt_number])
         stats = GenerationStats()
         announcer = Announcer(samples, on_finished, lambda sample: sample.completion(self._version))
         training = [module for module in self._model.modules() if module.training]
@@ -170,7 +170,7 @@ class HFEngine:
         ids = torch.tensor([[s.prompt[0]] * (width - len(s.prompt)) + list(s.prompt) for s in samples], device=device)
         mask = torch.tensor([[0] * (width - len(s.prompt)) + [1] * len(s.prompt) for s in samples], device=device)
         # What the stopping criterion grows.
-        rows = [Sample(s.sample_id, s.prompt_index, s.prompt, s.max_new_tokens, s.key) for s in samples]
+        rows = [Sample(s.sample_id, s.prompt_number, s.prompt, s.max_new_tokens, s.key) for s in samples]
         criteria = StoppingCriteriaList([_Stops(rows, stop)])
         try:
             with _in_place_of_own(self._model, _config(params, samples, stop)):
@@ -178,7 +178,11 @@ class HFEngine:
         except RuntimeError as error:
             if "probability tensor" not in str(error):  # what torch.multinomial says of weights that are no weights
                 raise
-            raise not_finite([sample.sample_id for sample in samples], len(samples)) from error
+            # It does not say which rows: those of some of these samples.
+            raise GenerationError(
+                f"the model's logits are not finite for some of the {len(samples)} sample ids "
+                f"{[sample.sample_id for sample in samples[:8]]}{'…' if len(samples) > 8 else ''}; {DIVERGED}"
+            ) from error
         for sample, row in zip(samples, rows, strict=True):
             logprobs = self._logprobs(sample, row.token_ids, params)
             for token, logprob in zip(row.token_ids, logprobs, strict=True):

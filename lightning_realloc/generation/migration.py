@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -97,6 +97,18 @@ class Migration:
         self.clock = clock
         self.pace = Pace()
         self.lengths = LengthBook()
+        self._has_begun = False
+
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """What goes on in here leads to :meth:`carry_out`; where it fails before, leave nobody waiting for it."""
+        self._has_begun = False
+        try:
+            yield
+        except BaseException:
+            if not self._has_begun:
+                _send_nothing(self.peers, self.peers.others)
+            raise
 
     def carry_out(
         self,
@@ -115,11 +127,11 @@ class Migration:
             waiting_calls: What this rank may be freed for.
         """
         call = _Call(self, run, dict(enumerate(hints or ())), follow, waiting_calls)
+        self._has_begun = True
         try:
             call.carry_out()
         except BaseException:
-            with suppress(RuntimeError):  # those who cannot be reached are gone, too
-                call.abandon()
+            call.abandon()
             raise
         finally:
             self.stats = call.stats()
@@ -197,15 +209,15 @@ class _Call:
         for sent in self._told:
             sent.wait()
         for sample in back:
-            self._book.keep(sample)
+            if sample.finish_reason != "unfinished":
+                self._book.keep(sample)
 
     def abandon(self) -> None:
         """Leave nobody waiting for a rank that failed; of the failure itself the mailbox tells."""
         self._shipping.abandon()
-        self._tell_freed({})
-        number = self._peers.report_number()
-        for other in self._others:
-            self._peers.mailbox.freight.send(other, number, encode_message({}, {}))
+        with suppress(RuntimeError):
+            self._tell_freed({})
+        _send_nothing(self._peers, self._others)
 
     # ---- steps
     def _step(self) -> None:
@@ -216,7 +228,8 @@ class _Call:
         # Where all samples wait for their environments there is time to look around.
         self._steps_left = self._steps_left - 1 if run.counts != before else 0
         for sample in run.ended[self._num_ended :]:
-            self._expected.finish(sample.prompt_index, len(sample.token_ids))
+            num_tokens = len(sample.token_ids)
+            self._expected.finish(sample.prompt_number, num_tokens, is_cut=num_tokens >= sample.max_new_tokens)
             self._book.keep(sample)
         self._num_ended = len(run.ended)
         if self._follow is not None:
@@ -344,7 +357,7 @@ class _Call:
     def _live(self, index: int) -> LiveSample:
         sample = self._run.samples[index]
         num_tokens = len(sample.token_ids)
-        remaining = self._expected.expected(sample.prompt_index, num_tokens, max_new_tokens=sample.max_new_tokens)
+        remaining = self._expected.expected(sample.prompt_number, num_tokens, max_new_tokens=sample.max_new_tokens)
         moved_in = self._shipping.moved_in.get(sample.sample_id)
         return LiveSample(sample.sample_id, sample.position + 1, remaining, moved_in, num_tokens > 0)
 
@@ -396,6 +409,14 @@ class _Call:
         freight = self._peers.mailbox.freight
         while self._owed:
             self._told.append(freight.send(*self._owed.pop(), encode_message(content, {})))
+
+
+def _send_nothing(peers: Peers, others: Iterable[int]) -> None:
+    """Send an empty report in place of the next one: whoever reads it asks the mailbox why."""
+    number = peers.report_number()
+    for other in others:
+        with suppress(RuntimeError):  # who cannot be reached is gone, too
+            peers.mailbox.freight.send(other, number, encode_message({}, {}))
 
 
 def _check_distinct(reports: Sequence[Report]) -> None:

@@ -231,7 +231,7 @@ class LengthBook:
         """Return expectations for a call's samples; ``hints`` says what a prompt's responses will come to."""
         history: dict[int, Sequence[int]] = {}
         for sample in samples:
-            index = sample.prompt_index
+            index = sample.prompt_number
             if index not in history:
                 known = self._lengths.get(tuple(sample.prompt), ())
                 history[index] = [hints[index]] if hints.get(index) else list(known)

@@ -83,11 +83,6 @@ class Requests:
                  for index in range(num_fresh)]  # fmt: skip
         return begun + fresh
 
-    def prompt_indices(self, samples: Sequence[Sample]) -> dict[int, int]:
-        """Return sample id -> index of its prompt; of those that are resumed, in the call that began them."""
-        indices = {sample.sample_id: sample.prompt_index for sample in samples}
-        return indices | {completion.sample_id: completion.prompt_index for completion in self.resume}
-
     def _sample_ids(self) -> list[int]:
         """Return the ids of the prompts' samples, distinct among themselves and from those that are resumed."""
         total, taken = len(self.prompts) * self.params.n, {completion.sample_id for completion in self.resume}
@@ -101,9 +96,10 @@ class Requests:
                 f"{len(self.prompts)} prompts with n={self.params.n} need {total} distinct sample_ids, "
                 f"got {len(ids)} of which {len(set(ids))} distinct"
             )
-        if taken & set(ids) or len(taken) < len(self.resume):
+        twice = Counter([*ids, *(completion.sample_id for completion in self.resume)]) - Counter({*ids, *taken})
+        if twice:
             raise GenerationError(
-                f"resume holds the sample ids {sorted(taken)[:8]}, some of them twice or also among the new ones; give "
+                f"resume holds the sample ids {sorted(twice)[:8]} twice, or they are also among the new ones; give "
                 "sample_ids that were not used before"
             )
         return ids
@@ -119,7 +115,7 @@ class Requests:
         return Sample(
             completion.sample_id, index, prompt, self._limit(index, len(prompt), limits, cut, 1),
             sample_key(self.params.seed, completion.sample_id), list(completion.token_ids), list(completion.logprobs),
-            list(completion.model_mask), completion.versions,
+            list(completion.model_mask), completion.versions, prompt_index=completion.prompt_index,
         )  # fmt: skip
 
     def _limit(self, index: int, length: int, limits: Sequence[int], cut: Counter[str], count: int) -> int:

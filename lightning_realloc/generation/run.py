@@ -53,6 +53,9 @@ class GenerationStats:
     """Tokens that did not have to be read, since pages of another sequence, or of one before, held them."""
 
 
+DIVERGED = "the weights have diverged or overflow their dtype: lower the learning rate, or use bfloat16 for float16"
+
+
 class GenerationRun:
     """All of the state of one call, dropped at its end; a context within which steps are made."""
 
@@ -105,7 +108,7 @@ class GenerationRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._conversations.close()
-        self._speculator.end()
+        self._speculator.end(has_failed=error is not None)
 
     @property
     def has_work(self) -> bool:
@@ -211,7 +214,7 @@ class GenerationRun:
         if self._is_over:
             sample.finish_reason = "unfinished"
             return
-        resident = -1 - index  # a prompt of its own, which nobody copies
+        resident = prompt_of_one(index)
         slot = self._scheduler.seat(index, resident) if parts else None
         if slot is None:
             sample.num_read = 0
@@ -227,7 +230,7 @@ class GenerationRun:
             for index in indices:
                 self._samples[index].finish_reason = "unfinished"
         else:
-            self._scheduler.add(Prompt(-1 - indices[0], self._samples[indices[0]].position, tuple(indices)))
+            self._scheduler.add(Prompt(prompt_of_one(indices[0]), self._samples[indices[0]].position, tuple(indices)))
 
     def _forward(self, prefills: Sequence[Prefill], running: Sequence[Sample]) -> None:
         is_tail = not self._scheduler.num_waiting
@@ -259,6 +262,8 @@ class GenerationRun:
             if admission.source is not None:
                 length = len(self._samples[admission.samples[0]].prompt) - 1
                 self._copy(admission.source, targets, length)
+                if admission.source in admission.slots:
+                    self._speculator.drafter.kept(admission.source, length)
             else:
                 length = admission.num_held
                 self._shared_prefill_tokens += length
@@ -333,7 +338,7 @@ class GenerationRun:
                 if self._scheduler.is_parked(answer.index):
                     self._scheduler.read(answer.index, sample.num_read, sample.position)
                 else:
-                    self._scheduler.add(Prompt(sample.prompt_index, sample.position, (answer.index,)))
+                    self._scheduler.add(Prompt(sample.prompt_number, sample.position, (answer.index,)))
 
     def _finish_waiting(self, index: int, reason: FinishReason) -> None:
         sample = self._samples[index]
@@ -370,6 +375,19 @@ class GenerationRun:
         return (rows, sorted(self._stop.token_ids)) if rows else None
 
 
+def prompt_of_one(index: int) -> int:
+    """Return a number for the prompt of a sample that came in: a prompt of its own, which nobody else copies.
+
+    A call's own prompts count from 0, and `foreign_prompt` lies below all of these.
+    """
+    return -1 - index
+
+
+def foreign_prompt(rank: int, number: int) -> int:
+    """Return what the samples of another rank's prompt have in common here."""
+    return -((rank + 1) << 32) - number
+
+
 def _raise_not_finite(emitted: Sequence[Emitted], running: Sequence[Sample]) -> None:
     bad = [sample.sample_id for sample, (_, logprobs) in zip(running, emitted, strict=True)
            if not math.isfinite(sum(logprobs))]  # fmt: skip
@@ -380,6 +398,5 @@ def not_finite(sample_ids: Sequence[int], num_running: int) -> GenerationError:
     """Return the error of a model that says nothing of these samples, out of ``num_running``."""
     return GenerationError(
         f"the model's logits are not finite for sample ids {list(sample_ids[:8])} ({len(sample_ids)} of {num_running} "
-        "running); the weights have diverged or overflow their dtype: lower the learning rate, or use bfloat16 for "
-        "float16"
+        f"running); {DIVERGED}"
     )

@@ -39,7 +39,8 @@ class Sample:
     """A response in the making."""
 
     sample_id: int
-    prompt_index: int
+    prompt_number: int
+    """What samples of one prompt have in common on this rank, and no others."""
     prompt: Sequence[int]
     max_new_tokens: int
     """Most tokens of the response, whoever chose them."""
@@ -62,8 +63,12 @@ class Sample:
     """Where in `token_ids` it begins."""
     finish_reason: FinishReason | None = None
     error: str | None = None
+    prompt_index: int = -1
+    """Of its prompt, in the call that began it; by default its number."""
 
     def __post_init__(self) -> None:
+        if self.prompt_index < 0:
+            self.prompt_index = self.prompt_number
         self.last_token = self.token_ids[-1] if self.token_ids else self.prompt[-1]
         self.position = len(self.prompt) + len(self.token_ids) - 1
         self.turn = 1 + sum(before and not after for before, after in pairwise(self.model_mask))

@@ -297,9 +297,10 @@ def _invert_softmax(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
     if weights.shape[1] <= _BLOCK:
         return _invert(weights.cumsum(-1, dtype=torch.float64), uniforms)
-    width = _block_width(weights.shape[1])
-    if weights.shape[1] % width:
-        weights = torch.nn.functional.pad(weights, (0, -weights.shape[1] % width))
+    vocabulary = weights.shape[1]
+    width = _block_width(vocabulary)
+    if vocabulary % width:
+        weights = torch.nn.functional.pad(weights, (0, -vocabulary % width))
     blocks = weights.view(weights.shape[0], -1, width)
     ends = blocks.sum(-1).double().cumsum(-1)
     block = _invert(ends, uniforms)
@@ -308,7 +309,8 @@ def _invert_softmax(weights: Tensor, uniforms: Tensor) -> Tensor:
     mass = ends.gather(1, block[:, None])[:, 0] - begin
     # What is left of the uniform inside the block, again in [0, 1) up to rounding.
     rest = ((uniforms * ends[:, -1] - begin) / mass).clamp(0.0, 1.0 - 2.0**-53)
-    return block * width + _invert(inside, rest)
+    # Behind the last token, only where weights are not finite: such rows end in what filled the last block up.
+    return (block * width + _invert(inside, rest)).clamp_max(vocabulary - 1)
 
 
 @cache

@@ -25,7 +25,7 @@ class Origin:
     rank: int
     index: int
     """Its place in that rank's call."""
-    prompt_index: int
+    prompt_number: int
     """Of its prompt, there."""
 
 
@@ -100,9 +100,10 @@ def _positions(spans: Sequence[Sequence[int]], contents: Mapping[str, Samples]) 
 def _state(traveller: Traveller) -> dict[str, Any]:
     sample, origin = traveller.sample, traveller.origin
     return {
-        "origin": [origin.rank, origin.index, origin.prompt_index],
+        "origin": [origin.rank, origin.index, origin.prompt_number],
         "num_sent": traveller.num_sent,
         "sample_id": sample.sample_id,
+        "prompt_index": sample.prompt_index,
         "prompt": list(sample.prompt),
         "max_new_tokens": sample.max_new_tokens,
         "key": sample.key,
@@ -119,8 +120,9 @@ def _traveller(state: Mapping[str, Any]) -> Traveller:
     origin = Origin(*state["origin"])
     reason: FinishReason | None = state["finish_reason"]
     sample = Sample(
-        state["sample_id"], origin.prompt_index, tuple(state["prompt"]), state["max_new_tokens"], state["key"],
+        state["sample_id"], origin.prompt_number, tuple(state["prompt"]), state["max_new_tokens"], state["key"],
         state["token_ids"], state["logprobs"], state["model_mask"], finish_reason=reason, error=state["error"],
+        prompt_index=state["prompt_index"],
     )  # fmt: skip
     sample.num_read = state["num_read"]
     return Traveller(origin, sample, state["num_sent"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil, inf
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from lightning_realloc.generation.kv_cache import LayerShape
 from lightning_realloc.generation.migration_costs import Pace
 from lightning_realloc.generation.rank_load import LiveSample, SampleMove
-from lightning_realloc.generation.run import GenerationRun
+from lightning_realloc.generation.run import GenerationRun, foreign_prompt
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.shipment import (
     Origin,
@@ -87,6 +88,8 @@ class _Shipment:
     """From this rank: after how many steps the bulk is taken to have arrived."""
     num_sent: dict[int, int] = field(default_factory=dict)
     """From this rank: sample id -> positions in the bulk."""
+    stages_sent: set[int] = field(default_factory=set)
+    """From this rank: which of the two messages are on their way."""
     told: dict[int, LiveSample] = field(default_factory=dict)
     """To this rank: its samples by id, as they were told of. Those that have ended by then do not come, nor those that
     cannot leave: these may come with a later shipment."""
@@ -126,7 +129,7 @@ class Shipping:
         self._pace = pace
         self._agree = agree
         self._clock = clock
-        self._origins = {index: Origin(peers.rank, index, s.prompt_index) for index, s in enumerate(run.samples)}
+        self._origins = {index: Origin(peers.rank, index, s.prompt_number) for index, s in enumerate(run.samples)}
         self._arriving: list[_Shipment] = []
         self._leaving: list[_Shipment] = []
         self._sent: dict[int, deque[tuple[int, Dispatch]]] = {other: deque() for other in peers.others}
@@ -241,7 +244,6 @@ class Shipping:
     def _hand_over(self, shipment: _Shipment) -> None:
         """Let samples leave, with what their bulk lacks; those that ended, or neither run nor wait for a slot, stay."""
         begin = self._clock()
-        self._leaving.remove(shipment)
         run = self._run
         running, waiting = set(run.movable), set(run.waiting)
         index_of = {run.samples[index].sample_id: index for index in running | waiting}
@@ -259,6 +261,7 @@ class Shipping:
             travellers.append(Traveller(self._origins[index], sample, num_sent))
             run.depart(index)
         self._send(shipment, encode_travellers(travellers, parts), stage=1)
+        self._leaving.remove(shipment)
         self.num_sent += len(travellers)
         self._note_stall(self._clock() - begin, len(parts))
 
@@ -281,7 +284,7 @@ class Shipping:
             elif sample.token_ids:
                 self._run.go_on(index, [], shapes)
             else:
-                fresh.setdefault(sample.prompt_index, []).append(index)
+                fresh.setdefault(sample.prompt_number, []).append(index)
         for indices in fresh.values():  # samples of one prompt read it once
             self._run.queue(indices)
         self.num_received += len(travellers)
@@ -300,7 +303,7 @@ class Shipping:
             index = origin.index
             self._run.come_back(index, sample)
         else:
-            sample.prompt_index = -1 - (origin.rank << 32) - origin.prompt_index  # no other prompt's here
+            sample.prompt_number = foreign_prompt(origin.rank, origin.prompt_number)
             index = self._run.arrive(sample)
             self._origins[index] = origin
         self.moved_in[sample.sample_id] = step
@@ -321,6 +324,7 @@ class Shipping:
         self.bytes_sent += content.numel()
         target = shipment.moves[0].target
         sent = self._peers.mailbox.freight.send(target, shipment.number + stage, content)
+        shipment.stages_sent.add(stage)
         self._sent[target].append((shipment.step, sent))
 
     def _note_stall(self, seconds: float, num_samples: int) -> None:
@@ -354,4 +358,8 @@ class Shipping:
     def abandon(self) -> None:
         """Leave nobody waiting for samples of a rank that failed; of the failure itself the mailbox tells."""
         while self._leaving:
-            self._send(self._leaving.pop(), encode_travellers([]), stage=1)
+            shipment = self._leaving.pop()
+            owed = {1: encode_travellers([])} | ({0: encode_positions([], [])} if shipment.has_bulk else {})
+            for stage in sorted(owed.keys() - shipment.stages_sent):
+                with suppress(RuntimeError):  # who cannot be reached is gone, too
+                    self._send(shipment, owed[stage], stage=stage)

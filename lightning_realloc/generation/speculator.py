@@ -100,6 +100,11 @@ class Speculator:
         self._num_plain = 0
         """Steps in a row that verified nothing."""
 
+    @property
+    def adapts(self) -> bool:
+        """Whether it decides by measured seconds how much to draft."""
+        return self._speculation.num_draft_tokens is None
+
     def begin(self, samples: Sequence[Sample], params: SamplingParams, num_slots: int) -> Verification:
         """Start a generation; return its verification rule.
 
@@ -107,8 +112,7 @@ class Speculator:
             GenerationError: where the rule must not know of tokens that it leaves out, and the drafter's estimates do.
         """
         rule = self._speculation.rule(params)
-        adapts = self._speculation.num_draft_tokens is None
-        if adapts and self.drafter.anticipates and not rule.anticipates:
+        if self.adapts and self.drafter.anticipates and not rule.anticipates:
             raise GenerationError(
                 f"verification='reject' keeps the distribution only where a draft's length does not depend on the "
                 f"tokens it leaves out, and the estimates of {type(self.drafter).__name__} do; use "
@@ -186,14 +190,14 @@ class Speculator:
     def finished(self, sample: Sample) -> None:
         """Take a sample that has its last token."""
         num_tokens = len(sample.token_ids)
-        self._lengths.finish(sample.prompt_index, num_tokens, is_cut=num_tokens >= sample.max_new_tokens)
+        self._lengths.finish(sample.prompt_number, num_tokens, is_cut=num_tokens >= sample.max_new_tokens)
         begin = self.clock()
         self.drafter.finished(sample)
         self._preparing_s += self.clock() - begin
 
-    def end(self) -> None:
+    def end(self, *, has_failed: bool = False) -> None:
         """End the generation."""
-        self.drafter.end()
+        self.drafter.end(has_failed=has_failed)
 
     def _draft_fixed(self, step: DraftStep, depth: int) -> Sequence[Draft]:
         begin = self.clock()
@@ -327,7 +331,7 @@ class Speculator:
     def _left(self, running: Sequence[Sample]) -> list[float]:
         """Return how many tokens each sample is expected to get still."""
         expected = self._lengths.expected
-        return [expected(sample.prompt_index, len(sample.token_ids), max_new_tokens=sample.max_new_tokens)
+        return [expected(sample.prompt_number, len(sample.token_ids), max_new_tokens=sample.max_new_tokens)
                 for sample in running]  # fmt: skip
 
     def _take_seconds(self) -> None:

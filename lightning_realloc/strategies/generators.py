@@ -1,7 +1,8 @@
 """The engines that a plan's generating calls work with, and what ranks tell each other so that all of them draft well.
 
-An engine belongs to a replica and lives as long as the plan. Where drafts come from earlier responses, data-parallel
-ranks tell each other theirs after a call, and hear of the others' before the next: a prompt may come back elsewhere.
+An engine belongs to a replica and lives as long as the plan; what its drafter knows outlives it. Where drafts come from
+earlier responses, data-parallel ranks tell each other theirs after a call, and hear of the others' before the next: a
+prompt may come back elsewhere.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ from lightning_realloc.tuning.dataflow import ModelFunctionCall
 class Generator:
     """What one rank generates with."""
 
+    role: str
+    """Whose responses it generates."""
     engine: GenerationEngine | HFEngine
     lockstep: Lockstep | None
     """Where forwards are collective."""
@@ -88,6 +92,8 @@ class Generators:
         self._device = device
         self._rank = rank
         self._generators: dict[int, Generator] = {}
+        self._kept: dict[str, list[Drafter]] = {}
+        """Drafters of plans before, by role."""
         self._told: list[tuple[Generator, int, int]] = []
         """Whose peers sent news, in which run, for which call."""
 
@@ -145,9 +151,27 @@ class Generators:
         self._told = self._told[len(due) :]
 
     def forget(self) -> None:
-        """Drop the engines of the plan before."""
+        """Drop the engines of the plan before; the next one's draft with what these learnt."""
         self.hear()
+        for generator in self._generators.values():
+            if not generator.drafter.reads_target_cache:  # else it is a part of that model
+                self._kept.setdefault(generator.role, []).append(generator.drafter)
         self._generators.clear()
+
+    def _drafter(self, replica: Replica) -> Drafter:
+        """Return a drafter for a replica: one of a plan before, if there is one.
+
+        Ranks in tensor parallelism have to draft alike, and came to what they learnt elsewhere in another order: they
+        begin anew.
+        """
+        speculation = self._module.speculation
+        if speculation is None:
+            return Drafter()
+        group = self._pool.meshes.group(replica.layout, "tp")
+        if group is not None:
+            return build_drafter(speculation, replica.model, spread=partial(_spread, group))
+        kept = self._kept.get(replica.role)
+        return kept.pop() if kept else build_drafter(speculation, replica.model)
 
     def _make(self, call: ModelFunctionCall, replica: Replica) -> Generator:
         layout = replica.layout
@@ -155,13 +179,15 @@ class Generators:
         max_slots, tokenizer = self._pool.plan.call(call.name).max_slots, self._module.tokenizer
         self._check(call, replica)
         if self._module.engine == "hf":
-            return Generator(HFEngine(replica.model, tokenizer=tokenizer, max_slots=max_slots), None, Drafter(), peers)
+            oracle = HFEngine(replica.model, tokenizer=tokenizer, max_slots=max_slots)
+            return Generator(replica.role, oracle, None, Drafter(), peers)
         lockstep = None
         if replica.is_sharded:
             group = self._pool.meshes.group(layout, "dp", "fsdp")
             lockstep = None if group is None else Lockstep(group, self._device)
         speculation = self._module.speculation
-        drafter = Drafter() if speculation is None else build_drafter(speculation, replica.model)
+        drafter = self._drafter(replica)
+        drafter.has_listeners = bool(peers)
         # Ranks that gather a model's blocks together make every step together: moving samples would gain nothing.
         may_move = self._module.sample_reallocation and lockstep is None and peers
         moves = Peers(self._mailbox, self._rank, peers) if may_move else None
@@ -176,7 +202,7 @@ class Generators:
             agree=_agreement(self._pool.meshes.group(layout, "tp"), self._device),
             peers=moves,
         )
-        return Generator(engine, lockstep, drafter, peers, moves)
+        return Generator(replica.role, engine, lockstep, drafter, peers, moves)
 
     def _check(self, call: ModelFunctionCall, replica: Replica) -> None:
         """Refuse what cannot work where ranks gather a model's blocks together, each step of all ranks at once."""
@@ -220,6 +246,12 @@ def _agreement(
         return values
 
     return first_ones
+
+
+def _spread(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
+    """Give all ranks of a group the first one's tensors."""
+    for tensor in tensors:
+        dist.broadcast(tensor, group=group, group_src=0)
 
 
 def _packed(news: Sequence[Exchange]) -> Tensor:

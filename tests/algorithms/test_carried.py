@@ -158,6 +158,8 @@ def test_a_checkpoint_without_place_for_its_responses_says_so() -> None:
     saved: dict[str, Any] = {}
     module.on_save_checkpoint(saved)
     assert Carried.from_state(saved["carried_rollout"]).responses.equals(made.carried)
+    with pytest.raises(CheckpointError, match=r"began with sampling.n=2, and this run has sampling.n=4; resume with"):
+        runs.grpo(rollout_budget=budget, sampling=replace(runs.SAMPLING, n=4)).on_load_checkpoint(saved)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +167,9 @@ def test_a_checkpoint_without_place_for_its_responses_says_so() -> None:
     [
         ({}, "needs tokens= or seconds="),
         ({"tokens": 0}, r"RolloutBudget\(tokens=0\) must be at least 1"),
+        ({"tokens": "100"}, r"RolloutBudget\(tokens='100'\) must be a whole number or None"),
+        ({"seconds": True}, r"RolloutBudget\(seconds=True\) must be a number or None"),
+        ({"tokens": 1, "max_staleness": 1.5}, r"RolloutBudget\(max_staleness=1.5\) must be a whole number"),
         ({"seconds": 0.0}, r"RolloutBudget\(seconds=0.0\) must be positive"),
         ({"tokens": 1, "max_staleness": 0}, r"RolloutBudget\(max_staleness=0\) carries nothing on"),
         ({"tokens": 1, "late": "forget"}, r"RolloutBudget\(late='forget'\) must be one of finish, drop"),

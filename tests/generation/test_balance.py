@@ -112,6 +112,12 @@ def test_a_rank_takes_no_more_than_its_free_slots_hold() -> None:
     assert plan_balance((donor, queue), COST, step=0) == ()
 
 
+def test_a_rank_that_generates_no_more_takes_nothing() -> None:
+    loads = (RankLoad(0, live(100), live(100, 100, first_id=1), FLAT, 0), idle(1, FLAT, free_slots=0))
+    assert plan_balance(loads, COST, step=0) == ()
+    assert plan_balance((*loads, idle(2, FLAT, 1)), COST, step=0) == (SampleMove(1, 0, 2, "recompute"),)
+
+
 def test_two_ranks_that_end_last_together_are_both_relieved_or_none_is() -> None:
     donors = (
         RankLoad(0, live(100, 100, 100, 100), (), PER_ROW, 0),

@@ -6,6 +6,7 @@ import itertools
 import random
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -26,8 +27,9 @@ from lightning_realloc.generation import (
 from lightning_realloc.generation.balance import Choice
 from lightning_realloc.generation.migration import MigrationStats, WaitingCalls
 from lightning_realloc.generation.rank_load import MoveCost, RankLoad, SampleMove
+from lightning_realloc.generation.run import GenerationRun, foreign_prompt, prompt_of_one
 from lightning_realloc.generation.shipping import Peers
-from lightning_realloc.runtime.mailbox import Mailbox
+from lightning_realloc.runtime.mailbox import FAILURE_DEADLINE_S, Mailbox
 from tests.generation.random_moves import at_random, moving
 from tests.models import tiny_model
 from tests.workers import WorkerPool
@@ -187,6 +189,9 @@ TALK = SamplingParams(max_new_tokens=40, n=2, seed=5, stop_token_ids=tuple(range
 
 def _answer(turn: Turn) -> list[int] | None:
     """Say something that depends on the turn, after a while; after a few turns nothing."""
+    prompts = _prompts()
+    indices = turn.prompt_index, 2 * turn.prompt_index + turn.sample_id // 2 % 2  # of all prompts, or of one rank's
+    assert list(turn.prompt) in [prompts[index] for index in indices if index < NUM_PROMPTS]
     time.sleep(0.002 * (turn.sample_id % 3))
     return None if turn.number + turn.sample_id % 3 > 4 else [5 + turn.number, turn.token_ids[-1] % 80 + 3]
 
@@ -231,6 +236,13 @@ def test_a_sample_may_stay_and_move_again_before_its_first_shipment_is_taken_in(
         made = {c.sample_id: c.token_ids for completions, _ in call for c in completions}
         assert made == {i: c.token_ids for i, c in alone.items()}
         assert sum(stats.num_received for _, stats in call) > 0
+
+
+def test_no_two_prompts_of_a_rank_have_the_same_number() -> None:
+    numbers = [
+        *range(100), *map(prompt_of_one, range(100)), *(foreign_prompt(r, n) for r in range(4) for n in range(100))
+    ]  # fmt: skip
+    assert len(set(numbers)) == 600
 
 
 def _exchange(loads: Sequence[RankLoad], cost: MoveCost, *, step: int, **_: Any) -> tuple[SampleMove, ...]:
@@ -350,6 +362,68 @@ def _one_fails() -> str:
         except Exception as heard:
             return str(heard)
     return "nothing"
+
+
+def _one_cannot_begin() -> str:
+    """Return what this rank hears where one asks for what cannot be: nobody has met before."""
+    peers, rank = _peers(), dist.get_rank()
+    engine = GenerationEngine(tiny_model("llama"), peers=peers, max_cache_bytes=90_000)
+    prompts = [[5] * (120 if rank else 2)]
+    try:
+        engine.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True), sample_ids=[rank])
+    except GenerationError as error:
+        try:
+            peers.mailbox.fail(error)
+        except GenerationError as heard:
+            return str(heard)
+    return "nothing"
+
+
+def test_a_rank_that_cannot_even_begin_keeps_nobody_waiting(workers: WorkerPool) -> None:
+    for message in workers.run(_one_cannot_begin, world_size=2, deadline_s=15.0):
+        assert "max_cache_bytes=90000 must hold the longest sample of a call" in message
+
+
+def _leave(loads: Sequence[RankLoad], cost: MoveCost, *, step: int, **_: Any) -> tuple[SampleMove, ...]:
+    """Let the first rank's sample go to the second one in the third round, when that one has none left."""
+    return tuple(SampleMove(sample.sample_id, 0, 1, "send") for sample in loads[0].samples if step == 3)
+
+
+def _one_fails_while_it_sends(stage: int) -> tuple[str, float]:
+    """Return what this rank hears where the first one fails in packing what is to leave, and after how long."""
+    peers, rank = _peers(), dist.get_rank()
+    engine = GenerationEngine(tiny_model("llama"), peers=peers, max_slots=4)
+
+    read, num_read = GenerationRun.read_positions, 0
+
+    def fail(*arguments: Any) -> torch.Tensor:
+        nonlocal num_read
+        num_read += 1
+        if num_read > stage:
+            raise MemoryError("no room to pack")
+        return read(*arguments)
+
+    replaced = mock.patch.object(GenerationRun, "read_positions", fail) if rank == 0 else nullcontext()
+    params = SamplingParams(max_new_tokens=4 if rank else 100, ignore_eos=True)
+    with moving(every=2, plan_balance=_leave), replaced:
+        try:
+            engine.generate([[5]], params, sample_ids=[rank])
+        except Exception as error:
+            begin = time.monotonic()
+            if peers.mailbox.has_failed:
+                return str(error), 0.0
+            try:
+                peers.mailbox.fail(error)
+            except Exception as heard:
+                return str(heard), time.monotonic() - begin
+    return "nothing", 0.0
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_rank_that_fails_while_samples_leave_it_keeps_nobody_waiting(workers: WorkerPool, stage: int) -> None:
+    for message, seconds in workers.run(_one_fails_while_it_sends, stage, world_size=2, deadline_s=30.0):
+        assert "no room to pack" in message
+        assert seconds < FAILURE_DEADLINE_S / 2  # else one waited for samples, and the other one for its answer
 
 
 def test_a_failure_of_one_rank_reaches_the_others(workers: WorkerPool) -> None:

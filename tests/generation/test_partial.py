@@ -195,6 +195,22 @@ def test_resumed_responses_run_beside_new_prompts() -> None:
     assert [len(one.token_ids) for one in limited] == [3, 3, 22]
 
 
+def test_an_environment_is_told_of_the_prompt_that_a_resumed_response_began_with() -> None:
+    engine, heard = engine_of(exact_model()), []
+
+    def environment(turn: Turn) -> list[int] | None:
+        heard.append((turn.sample_id, turn.prompt_index, turn.prompt))
+        return None
+
+    first = engine.generate(PROMPTS[:4], SAMPLED, token_budget=3, environment=environment)
+    unfinished = [one for one in first if one.finish_reason == "unfinished"]
+    done = engine.generate(PROMPTS[4:5], SAMPLED, resume=unfinished[::-1], environment=environment)
+    assert {one.prompt_index for one in done[SAMPLED.n :]} == {one.prompt_index for one in unfinished}
+    begun = {one.sample_id: (one.prompt_index, one.prompt) for one in (*first, *done)}
+    assert {sample_id for sample_id, *_ in heard} & {one.sample_id for one in unfinished}
+    assert all((prompt_index, prompt) == begun[sample_id] for sample_id, prompt_index, prompt in heard)
+
+
 def test_every_token_has_the_version_of_the_weights_that_made_it() -> None:
     model = tiny_model("llama").double()
     engine = engine_of(model)
@@ -258,6 +274,8 @@ def test_prompts_read_in_parts_are_those_read_at_once(family: str, window: int |
         ({"token_budget": 0}, "token_budget=0 must be at least 1; leave it out to finish every response"),
         ({"seconds_budget": 0.0}, "seconds_budget=0.0 must be positive; leave it out"),
         ({"seconds_budget": float("nan")}, "seconds_budget=nan must be positive"),
+        ({"token_budget": "100"}, "token_budget='100' must be a number or None"),
+        ({"seconds_budget": True}, "seconds_budget=True must be a number or None"),
     ],
 )
 def test_budgets_that_allow_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -271,8 +289,8 @@ def test_completions_that_cannot_be_resumed_are_refused() -> None:
     (over, _) = engine.generate([[5]], FREE)
     for given, ids, message in (
         ([begun[1], over], None, r"resume\[1\], sample 0, is finished \('length'\); resume those whose"),
-        ([begun[0], begun[0]], None, r"resume holds the sample ids \[0\], some of them twice"),
-        ([begun[1]], [1, 2], r"sample ids \[1\], .* give sample_ids that were not used before"),
+        ([begun[0], begun[0]], None, r"resume holds the sample ids \[0\] twice, or they are"),
+        ([begun[1]], [1, 2], r"sample ids \[1\] twice, .* give sample_ids that were not used before"),
     ):
         with pytest.raises(GenerationError, match=message):
             engine.generate([[6]], FREE, resume=given, sample_ids=ids)

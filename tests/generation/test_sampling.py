@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -69,6 +70,15 @@ def test_the_extreme_uniforms_never_pick_a_token_of_no_probability(uniform: floa
         tokens, logprobs = sample_tokens(logits, torch.tensor([uniform], dtype=torch.float64), params)
         assert tokens.tolist() == [vocabulary // 2]
         assert logprobs.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}])
+def test_a_diverged_model_draws_a_token_of_the_vocabulary_whose_probability_says_so(settings: dict[str, Any]) -> None:
+    logits = torch.full((2, 4099), math.nan)  # no block's width divides a prime, so rows are filled up
+    uniforms = torch.tensor([0.0, 0.999], dtype=torch.float64)
+    tokens, logprobs = sample_tokens(logits, uniforms, SamplingParams(**settings))
+    assert tokens.max() < 4099
+    assert not logprobs.isfinite().any()
 
 
 @given(seed=st.integers(-(2**63), 2**63 - 1), sample=st.integers(0, 2**62), position=st.integers(0, 10_000))

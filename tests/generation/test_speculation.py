@@ -17,11 +17,19 @@ import torch
 from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, speculation
+from lightning_realloc.generation import (
+    Completion,
+    GenerationEngine,
+    SamplingParams,
+    Speculation,
+    draft_model,
+    speculation,
+)
 from lightning_realloc.generation.distillation import Distillation
 from lightning_realloc.generation.draft_model import BlocksDrafter, ModelDrafter, first_blocks
 from lightning_realloc.generation.drafting import Chance, Drafter, HistoryDrafter, NgramDrafter
 from lightning_realloc.generation.noise import sample_key
+from lightning_realloc.generation.runner import Prefill
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.speculator import Speculator
 from lightning_realloc.generation.verification import Draft, Rejection
@@ -422,6 +430,130 @@ def test_a_draft_model_with_a_shorter_context_drafts_as_far_as_it_reaches() -> N
     prompts = prompts_of(3)
     assert tokens_of(engine.generate(prompts, params)) == tokens_of(GenerationEngine(model).generate(prompts, params))
     assert engine.stats.drafted_tokens > 0
+
+
+class Watched(ModelDrafter):
+    """Looks whether it holds no more of a sample than there is."""
+
+    def propose(
+        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
+    ) -> list[Draft]:
+        assert all(0 <= filled <= sample.position for filled, sample in zip(self._filled, running, strict=False))
+        return super().propose(running, limits, chance, least_survivals)
+
+
+def test_a_draft_model_forgets_a_response_whose_slot_another_one_takes_over() -> None:
+    drafter = Watched(drafter_model(), target())
+    engine = GenerationEngine(target(), max_slots=1, speculation=Speculation(num_draft_tokens=2), drafter=drafter)
+    engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=12, n=3, ignore_eos=True))
+    assert engine.stats.drafted_tokens > 0
+
+
+def test_what_a_draft_model_missed_is_read_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_model, "_MOST_READ", 10)
+    prompts = [tuple(range(25)), (1,), tuple(range(4)), tuple(range(15))]
+    given = [Prefill(tokens, (slot,), begin=slot) for slot, tokens in enumerate(prompts)]
+    pieces = draft_model._in_pieces(given)
+    assert [sum(len(part.tokens) for part in piece) for piece in pieces] == [10, 10, 10, 10, 5]
+    for slot, tokens in enumerate(prompts):
+        parts = [part for piece in pieces for part in piece if part.slots == (slot,)]
+        assert tuple(itertools.chain(*(part.tokens for part in parts))) == tokens
+        begins = itertools.accumulate((len(part.tokens) for part in parts), initial=slot)
+        assert [part.begin for part in parts] == list(begins)[:-1]
+    assert draft_model._in_pieces([]) == [[]]
+    # Prompts that are read so are drafted for as well as others.
+    drafts = GenerationEngine(
+        target(), speculation=Speculation(num_draft_tokens=2), drafter=ModelDrafter(target(), target())
+    )
+    long = markov_text(3, 40, seed=8).tolist()
+    completions = drafts.generate(long, SamplingParams(max_new_tokens=8))
+    assert tokens_of(completions) == tokens_of(
+        GenerationEngine(target()).generate(long, SamplingParams(max_new_tokens=8))
+    )
+    assert drafts.stats.accepted_tokens == drafts.stats.verified_tokens
+
+
+@pytest.mark.parametrize("depth", [3, None])
+@pytest.mark.parametrize("max_cache_bytes", [None, 300_000])
+def test_a_draft_model_of_learnt_positions_drafts_as_far_as_these_reach(
+    depth: int | None, max_cache_bytes: int | None
+) -> None:
+    model = tiny_model("gpt2", vocab_size=VOCABULARY)
+    short = tiny_model("gpt2", vocab_size=VOCABULARY, n_positions=24, seed=1)
+    learning = Speculation(drafter="model", draft_model=short, draft_learning_rate=1e-3, num_draft_tokens=depth)
+    engine = GenerationEngine(model, max_slots=4, speculation=learning, max_cache_bytes=max_cache_bytes)
+    plain = GenerationEngine(model)
+    params = SamplingParams(max_new_tokens=40, n=2, ignore_eos=True)
+    # Some prompts are longer than the draft model's context, some samples leave it on the way, others begin anew.
+    prompts = [*prompts_of(3), *(row[:30] for row in markov_text(2, 30, seed=5).tolist()), *prompts_of(3, seed=1)]
+    limits = [40, 8, 12, 40, 20, 5, 8, 12]
+    for _ in range(2):
+        completions = engine.generate(prompts, params, token_limits=limits)
+        assert tokens_of(completions) == tokens_of(plain.generate(prompts, params, token_limits=limits))
+    assert depth is None or engine.stats.drafted_tokens > 0
+
+
+@pytest.mark.parametrize("verification", ["match", "gumbel"])
+def test_a_draft_model_that_diverged_costs_its_drafts_alone(verification: Any) -> None:
+    small = tiny_model("llama", vocab_size=VOCABULARY)
+    torch.nn.init.constant_(small.model.norm.weight, math.nan)
+    settings = {"drafter": "model", "draft_model": small, "num_draft_tokens": 3, "verification": verification}
+    engine = GenerationEngine(target(), speculation=Speculation(**settings))
+    plain = GenerationEngine(target(), speculation=Speculation(**settings | {"num_draft_tokens": 0}))
+    params = SamplingParams(max_new_tokens=12, n=2)
+    prompts = prompts_of(3)
+    assert tokens_of(engine.generate(prompts, params)) == tokens_of(plain.generate(prompts, params))
+    assert engine.stats.drafted_tokens > 0
+
+
+def test_a_step_of_learning_without_a_finite_gradient_is_left_out() -> None:
+    model = tiny_model("llama", vocab_size=VOCABULARY)
+    distillation = Distillation(model, learning_rate=1e-2)
+    rows = [(tuple(row[:10]), tuple(row[10:])) for row in markov_text(4, 30, seed=3).tolist()]
+    kept = model.model.norm.weight.detach().clone()
+    torch.nn.init.constant_(model.model.norm.weight, math.inf)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    assert distillation.learn(rows) is None
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    with torch.no_grad():
+        model.model.norm.weight.copy_(kept)
+    assert distillation.learn(rows) is not None
+    assert not torch.equal(model.lm_head.weight, before["lm_head.weight"])
+
+
+def test_weights_that_were_learnt_are_spread_over_ranks_that_draft_alike() -> None:
+    spread: list[Any] = []
+    model = tiny_model("llama", vocab_size=VOCABULARY)
+    Distillation(model, learning_rate=1e-2, spread=spread.extend).learn([((5, 6), (7, 8))])
+    assert [tensor.data_ptr() for tensor in spread] == [weight.data_ptr() for weight in model.parameters()]
+
+
+def test_nothing_is_learnt_from_a_generation_that_failed() -> None:
+    small = tiny_model("llama", vocab_size=VOCABULARY)
+    learning = Speculation(drafter="model", draft_model=small, draft_learning_rate=1e-2, num_draft_tokens=2)
+    engine = GenerationEngine(target(), max_slots=1, speculation=learning)
+    learnt: Any = engine._speculator.drafter
+    before = {name: weight.clone() for name, weight in learnt.model.state_dict().items()}
+
+    def fail(_: Completion) -> None:
+        raise ValueError("in the middle")
+
+    with pytest.raises(ValueError, match="in the middle"):
+        engine.generate(prompts_of(3), SamplingParams(max_new_tokens=6), on_finished=fail)
+    assert all(torch.equal(weight, before[name]) for name, weight in learnt.model.state_dict().items())
+    engine.generate(prompts_of(3), SamplingParams(max_new_tokens=6))
+    assert any(not torch.equal(weight, before[name]) for name, weight in learnt.model.state_dict().items())
+
+
+def test_responses_are_kept_for_others_only_where_somebody_asks() -> None:
+    drafters = [HistoryDrafter(), HistoryDrafter()]
+    drafters[1].has_listeners = True
+    for drafter in drafters:
+        engine = GenerationEngine(target(), speculation=Speculation(), drafter=drafter)
+        done = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, n=2))
+    assert drafters[0].news() == []
+    assert sorted(drafters[1].news()) == sorted(((5, 6, 7), completion.token_ids) for completion in done)
+    assert drafters[1].news() == []
 
 
 def test_a_draft_model_that_learns_drafts_better_and_changes_no_token() -> None:

@@ -29,7 +29,7 @@ from tests.generation.dialogues import (
     expected,
     tool,
 )
-from tests.models import byte_tokenizer
+from tests.models import byte_tokenizer, tiny_model
 
 ENDLESS = Conversation(max_turns=100)
 
@@ -279,6 +279,15 @@ def test_a_rank_whose_samples_all_wait_goes_on_answering_the_others() -> None:
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(GenerationError, match=message):
         Conversation(**settings)
+
+
+def test_ranks_in_tensor_parallelism_that_would_go_by_their_own_clocks_are_refused() -> None:
+    model = tiny_model("llama")
+    model.lm_head.tp_group = object()  # as a model that is divided has it
+    with pytest.raises(GenerationError, match=r"decide alike how much to draft.* pass GenerationEngine\(agree=...\)"):
+        GenerationEngine(model, speculation=Speculation())
+    GenerationEngine(model, speculation=Speculation(num_draft_tokens=4))
+    GenerationEngine(model, speculation=Speculation(), agree=list)
 
 
 def test_an_environment_under_tensor_parallelism_is_refused() -> None:
