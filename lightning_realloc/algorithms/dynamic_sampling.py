@@ -96,6 +96,10 @@ class Refill:
                 f"max_refills={self._settings.max_refills}" + ("; when_short='train' takes what there is" * short)
             )
 
+    def forget(self) -> None:
+        """Keep nothing, and count rounds from the first one."""
+        self._kept, self._num_rounds = [], 0
+
     def state(self) -> dict[str, Any]:
         """Return plain data for a checkpoint."""
         return {

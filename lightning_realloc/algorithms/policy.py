@@ -232,13 +232,14 @@ class PolicyModule(MultiModelModule):
     def on_save_checkpoint(self, checkpoint: MutableMapping[str, Any]) -> None:
         """Save what is not finished."""
         if self._carried is not None:
-            checkpoint[_CHECKPOINT_KEY] = self._carried.state()
+            checkpoint[_CHECKPOINT_KEY] = self._carried.state() | {"num_responses": self.sampling.n}
 
     def on_load_checkpoint(self, checkpoint: MutableMapping[str, Any]) -> None:
         """Go on with what was not finished.
 
         Raises:
-            CheckpointError: for responses that began with an environment where there is none now, or without.
+            CheckpointError: for responses that began with an environment where there is none now, or without; or in
+                groups of another size.
         """
         state = checkpoint.get(_CHECKPOINT_KEY)
         if state is None:
@@ -250,6 +251,13 @@ class PolicyModule(MultiModelModule):
                 f"give the rollout_budget of the run that saved it to go on with them"
             )
             return
+        num_responses = state.get("num_responses", self.sampling.n)
+        if num_responses != self.sampling.n:
+            raise CheckpointError(
+                f"the {len(carried.responses)} responses that go on from the checkpoint began with "
+                f"sampling.n={num_responses}, and this run has sampling.n={self.sampling.n}; resume with "
+                f"n={num_responses}, or leave rollout_budget out to drop them"
+            )
         talked, talks = "model_mask" in carried.responses, self._environment is not None
         if talked != talks:
             raise CheckpointError(

@@ -120,7 +120,11 @@ class PolicyGradient(RewardedModule):
             sapo_temperatures=sapo_temperatures, vespo_shapes=vespo_shapes,
         )  # fmt: skip
         self.ratio_to = ratio_to
-        refuse_stale(ratio_to, 0 if self.rollout_budget is None else self.rollout_budget.max_staleness)
+        if ratio_to == "proximal" and self.rollout_budget is not None:
+            raise ConfigError(
+                f"ratio_to='proximal' leaves out what was learnt since a token was drawn, and {self.rollout_budget} "
+                f"goes on with responses of older weights; use ratio_to='behaviour', or leave rollout_budget out"
+            )
         self.engine_correction = engine_correction
         if engine_correction is not None and (ratio_to == "behaviour" or loss == "vespo"):
             raise ConfigError(
@@ -132,6 +136,12 @@ class PolicyGradient(RewardedModule):
         self.entropy_coef = entropy_coef
         self.learn_truncated = learn_truncated
         self._refill = None if dynamic_sampling is None else Refill(dynamic_sampling, group_size=self.sampling.n)
+
+    def setup(self, stage: str) -> None:
+        """Begin a fit without groups that wait."""
+        super().setup(stage)
+        if stage == "fit" and self._refill is not None:
+            self._refill.forget()
 
     @property
     def has_reference(self) -> bool:

@@ -63,6 +63,15 @@ def test_batches_are_filled_up_from_further_prompts() -> None:
     assert chosen is not None and chosen.tensor("prompt_id").tolist() == [11, 11, 13, 13]
 
 
+def test_groups_of_a_fit_that_ended_are_forgotten() -> None:
+    refill = Refill(DynamicSampling(max_refills=3), group_size=2)
+    assert refill.add(judged(0, [0, 0], [1, 0]), num_minibatches=1) is None
+    refill.forget()
+    chosen = refill.add(judged(2, [0, 1]), num_minibatches=1)
+    assert chosen is not None and chosen.tensor("prompt_id").tolist() == [2, 2]
+    assert refill.facts["refills"] == 0.0
+
+
 def test_after_the_last_refill_there_is_a_smaller_batch_or_an_error() -> None:
     first, second = judged(0, [0, 0], [1, 0]), judged(2, [0, 0], [1, 1])
     smaller = Refill(DynamicSampling(max_refills=1), group_size=2)
