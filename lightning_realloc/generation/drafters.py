@@ -77,7 +77,8 @@ def _load(source: str | Path) -> nn.Module:
 def _name_or_folder(source: str | Path) -> str:
     """Return what Transformers are to load; refuse what is written as a folder and is none: they would ask the hub."""
     name = str(Path(source).expanduser()) if str(source).startswith("~") else str(source)
-    if name.startswith((".", "/")) and not Path(name).is_dir():
+    # A name of the hub has one slash at most.
+    if (name.startswith((".", "/")) or name.count("/") > 1) and not Path(name).is_dir():
         raise GenerationError(
             f"draft_model={name!r}: there is no such folder; give a Hugging Face name, a folder with config.json and "
             f"weights, or the model itself"

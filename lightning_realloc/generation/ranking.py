@@ -1,4 +1,4 @@
-"""Which tokens do top-k, top-p and min-p keep, and which one does a uniform number pick among them?
+"""Which tokens do top-k, top-p and min-p keep?
 
 Sorting a vocabulary with its tokens costs ten times the rest of a step. So weights are ranked without their tokens, and
 no more of them than hold the nucleus; the token is looked up by its weight. Equal weights rank by their tokens.
@@ -46,23 +46,27 @@ class Ranking:
             return self
         return Ranking(*(part[chosen] for part in (self.rows, self.weights, self.ranked, self.mass, self.num_kept)))
 
-    def pick(self, uniforms: Tensor) -> Tensor:
-        """Return per row the first kept token whose running sum exceeds ``uniforms`` (R,) float64 of the kept mass."""
-        last = self.num_kept - 1
-        point = uniforms[:, None] * self.mass.gather(1, last)
-        # Of weights that are not finite none exceeds it: their log-probability tells the caller.
-        return self._tokens_at(torch.searchsorted(self.mass, point, right=True).minimum(last))[:, 0]
-
     def kept_weights(self) -> Tensor:
         """Return the weights (R, V), zero where a token is not kept."""
-        last = self.num_kept - 1
         if self.top_tokens is not None:
-            ranks = torch.arange(self.ranked.shape[1], device=last.device)
-            kept = self.ranked.masked_fill(ranks > last, 0.0)
-            return torch.zeros_like(self.weights).scatter_(1, self.top_tokens, kept)
+            return torch.zeros_like(self.weights).scatter_(1, self.top_tokens, self._kept_of_top())
+        last = self.num_kept - 1
         least = self.ranked.gather(1, last)
         is_behind = torch.arange(self.weights.shape[1], device=last.device) > self._tokens_at(last)
         return self.weights.masked_fill((self.weights < least) | ((self.weights == least) & is_behind), 0.0)
+
+    def kept_by_token(self) -> tuple[Tensor, Tensor]:
+        """Return candidates (R, C), ascending, and their weights, zero where one is not kept; all others are not."""
+        if self.top_tokens is None:
+            tokens = torch.arange(self.weights.shape[1], device=self.weights.device)
+            return tokens.expand_as(self.weights), self.kept_weights()
+        tokens, order = self.top_tokens.sort(dim=-1)
+        return tokens, self._kept_of_top().gather(1, order)
+
+    def _kept_of_top(self) -> Tensor:
+        """Return ``ranked``, zero where a weight is not kept."""
+        ranks = torch.arange(self.ranked.shape[1], device=self.ranked.device)
+        return self.ranked.masked_fill(ranks >= self.num_kept, 0.0)
 
     def _tokens_at(self, ranks: Tensor) -> Tensor:
         """Return the tokens (R, 1) at ``ranks`` (R, 1)."""

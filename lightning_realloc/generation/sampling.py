@@ -264,7 +264,9 @@ def _draw(weights: Tensor, uniforms: Tensor, params: SamplingParams) -> Tensor:
         return _invert_softmax(_above_floor(weights, params), uniforms)
     tokens = torch.empty(weights.shape[0], dtype=torch.int64, device=weights.device)
     for ranking in _rankings(weights, params):
-        tokens[ranking.rows] = ranking.pick(uniforms[ranking.rows])
+        # In the order of the vocabulary: rounding changes the ranks of tokens that weigh about the same.
+        candidates, kept = ranking.kept_by_token()
+        tokens[ranking.rows] = candidates.gather(1, _invert_softmax(kept, uniforms[ranking.rows])[:, None])[:, 0]
     return tokens
 
 

@@ -13,7 +13,13 @@ from lightning_realloc.errors import GenerationError
 
 def as_token_ids(given: Any) -> tuple[int, ...]:
     """Return a list, tensor or other sequence of whole numbers as a tuple; TypeError for anything else."""
-    return tuple(operator.index(token) for token in (given.tolist() if isinstance(given, Tensor) else given))
+    return tuple(_as_token_id(token) for token in (given.tolist() if isinstance(given, Tensor) else given))
+
+
+def _as_token_id(given: Any) -> int:
+    if isinstance(given, bool):  # which Python takes for 1 and 0
+        raise TypeError(f"{given} is no token id")
+    return operator.index(given)
 
 
 def check_vocabulary(name: str, tokens: Sequence[int], vocabulary: int) -> None:

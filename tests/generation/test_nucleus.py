@@ -50,9 +50,9 @@ def kept_by_sorting(weights: Tensor, params: SamplingParams) -> list[int]:
 
 
 def drawn_by_sorting(weights: Tensor, kept: list[int], uniform: float) -> int:
-    """Return the first kept token whose running sum exceeds the uniform's share of all."""
+    """Return the first kept token of the vocabulary whose running sum exceeds the uniform's share of all."""
     point, mass = uniform * sum(float(weights[token]) for token in kept), 0.0
-    for token in kept:
+    for token in sorted(kept):
         mass += float(weights[token])
         if mass > point:
             return token
@@ -124,6 +124,20 @@ def test_what_is_kept_is_what_transformers_keeps(kind: str, top_p: float) -> Non
     logits = make_logits(kind, 3, 2000, 1)
     theirs = LogitsProcessorList([TopPLogitsWarper(top_p)])(torch.zeros(3, 1, dtype=torch.int64), logits.clone())
     torch.testing.assert_close(sampling_weights(logits, SamplingParams(top_p=top_p)), theirs.softmax(-1))
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"top_k": 200}, {"top_k": 300, "top_p": 0.8}, {"min_p": 0.01}])
+def test_rounding_that_changes_ranks_changes_hardly_any_token(settings: dict[str, float]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 0.4 * torch.randn(400, 2000, generator=generator)  # flat: neighbours in rank are 5e-4 apart
+    uniforms = torch.rand(400, dtype=torch.float64, generator=generator)
+    params = SamplingParams(**settings)
+    tokens, _ = sample_tokens(logits, uniforms, params)
+    rounded = logits + 1e-4 * torch.randn(logits.shape, generator=generator)
+    others, _ = sample_tokens(rounded, uniforms, params)
+    num_moved = int((logits.argsort(dim=-1) != rounded.argsort(dim=-1)).sum())
+    assert num_moved > 0.1 * logits.numel()
+    assert int((tokens != others).sum()) <= 12  # of 400
 
 
 def test_a_row_of_nan_is_told_by_its_log_probability() -> None:

@@ -31,6 +31,7 @@ GREEDY = SamplingParams(max_new_tokens=20, temperature=0)
         ([[5], [5] * 128], {}, "prompt 1 holds 128 tokens .* max_position_embeddings of 128; shorten .* at most 127"),
         ([[5] * 40], {}, "max_length of 40"),
         ([[5, 128]], {}, "prompt 0 holds token ids from 5 to 128, the model's vocabulary has 128"),
+        ([[True, 5]], {}, r"prompt 0 must be a list of token ids; it is \[True, 5\]"),
         (["text"], {}, r"prompt 0 must be a list of token ids; it is 'text', .* tokenizer\(texts\)\[\"input_ids\"\]"),
         ("text", {}, "prompt 0 must be a list of token ids; it is 't'"),
         ([5, 6], {}, "prompt 0 must be a list of token ids; it is 5"),
@@ -225,7 +226,7 @@ def test_what_is_no_drafter_or_no_version_is_refused() -> None:
             engine.weights_updated("a")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("folder", ["./drafts/nowhere", "~/no/drafts", Path("/no/drafts")])
+@pytest.mark.parametrize("folder", ["./drafts/nowhere", "~/no/drafts", "no/drafts/here", Path("/no/drafts")])
 def test_a_draft_model_folder_that_there_is_not_is_named_as_one(folder: str | Path) -> None:
     with pytest.raises(
         GenerationError, match=r"draft_model='.*drafts.*': there is no such folder; give a Hugging Face"
