@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -24,6 +27,8 @@ log = logging.getLogger(__name__)
 
 OUR_ERRORS = (ReallocError, MisconfigurationException)
 """What a caller can get wrong: its message is enough. Anything else is a bug, and keeps its traceback."""
+PARENT_WATCH_S = 1.0
+"""How often a rank looks whether the process that started it is still there."""
 GRACE_S = 3.0
 """How long the others may take to say what they failed with, once the process that started them has failed."""
 
@@ -67,6 +72,39 @@ def end_started_ranks(launcher: object) -> dict[int, int]:
         process.kill()
         process.wait()
     return failed
+
+
+def end_with_parent(strategy: object, is_running: Callable[[Any], bool]) -> None:
+    """From here on, let this process end if the one that started it is gone while calls are under way.
+
+    Nobody else would end it: one that was killed, perhaps for its memory, tells nobody, and who waits to receive from
+    whoever sends first does not hear of a lost connection.
+
+    Args:
+        strategy: While it is there, the process is watched over.
+        is_running: Whether its calls are under way, so that the parent cannot have come to its own end.
+    """
+    thread = threading.Thread(
+        target=_watch_parent, args=(weakref.ref(strategy), is_running), name="parent of this rank", daemon=True
+    )
+    thread.start()
+
+
+def _watch_parent(strategy: weakref.ref[Any], is_running: Callable[[Any], bool]) -> None:
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(PARENT_WATCH_S)
+        if strategy() is None:
+            return
+    while (watched := strategy()) is not None:
+        if is_running(watched):
+            _tell(
+                f"error: process {parent}, which started this rank and was one itself, ended in the middle of a call; "
+                f"it was killed, or left by os._exit: see its own log, and the system's for want of memory\n"
+            )
+            os._exit(1)
+        del watched
+        time.sleep(PARENT_WATCH_S)
 
 
 def report_failures(*, rank: int, launcher: object) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
@@ -32,7 +33,7 @@ from lightning_realloc.runtime.host_memory import keep_freed_memory
 from lightning_realloc.runtime.last_words import explain, forget_last_words
 from lightning_realloc.seeds import global_seed
 from lightning_realloc.strategies.data_parallel import average_gradients
-from lightning_realloc.strategies.failures import dismiss_observer, report_failures
+from lightning_realloc.strategies.failures import dismiss_observer, end_with_parent, report_failures
 from lightning_realloc.strategies.launchers import FullStateLauncher
 from lightning_realloc.strategies.precision import for_samples
 from lightning_realloc.tuning.dataflow import Dataflow
@@ -62,6 +63,7 @@ class ProcessStrategy(ModelParallelStrategy):
         self._cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
         self._start_method = start_method
         self._sync_blocked = False
+        self._is_watched = False
 
     @abstractmethod  # Lightning's would wipe models that are built, and a configuration shall not name this class
     def setup(self, trainer: Trainer) -> None:
@@ -114,12 +116,26 @@ class ProcessStrategy(ModelParallelStrategy):
         if self.world_size > 1:
             report_failures(rank=self.global_rank, launcher=self._launcher)
             forget_last_words(self.global_rank)
+            if self._is_started_by_a_rank and not self._is_watched:
+                self._is_watched = True
+                end_with_parent(self, type(self).is_running)
         if self.root_device.type == "cpu":
             keep_freed_memory()
         self._device_mesh = init_device_mesh(
             self.root_device.type, (self.world_size,), mesh_dim_names=("data_parallel",)
         )
         self.lightning_module._device_mesh = self._device_mesh
+
+    def is_running(self) -> bool:
+        """Whether calls are under way."""
+        return False
+
+    @property
+    def _is_started_by_a_rank(self) -> bool:
+        """Whether Lightning's launcher started this process, from the script that its parent runs as a rank."""
+        environment = self.cluster_environment
+        is_started = isinstance(environment, LightningEnvironment) and environment.creates_processes_externally
+        return is_started and self.local_rank > 0
 
     def _check_external_processes(self) -> None:
         started = int(os.environ.get("WORLD_SIZE", self.num_processes * self.num_nodes))

@@ -257,6 +257,10 @@ class ReallocStrategy(SteppingStrategy):
             rank=self.global_rank, world_size=self.world_size,
         )  # fmt: skip
 
+    def is_running(self) -> bool:
+        """Whether calls are under way."""
+        return self._runner is not None and self._runner.is_running
+
     def _layout_of(self, call: str) -> Layout:
         """Return the layout in which a call will find its model."""
         moves = self._reallocation is not None and self._reallocation.enabled

@@ -1,9 +1,11 @@
-"""A user's script, for the tests of how runs end: training fails, on all ranks alike or in one rank's forward pass."""
+"""A user's script, for the tests of how runs end: training fails on all ranks alike, or one rank does, or is killed."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,22 @@ class Overflow(Callback):
         raise ArithmeticError("overflow")
 
 
+def leave(completion_ids: Sequence[Sequence[int]], **columns: object) -> list[float]:
+    """End rank 0 as a kill does, while rank 1 judges and goes on to wait for it."""
+    if not int(os.environ.get("LOCAL_RANK", "0")):
+        time.sleep(1.0)
+        os._exit(9)
+    return [0.0 for _ in completion_ids]
+
+
 def main(mode: str, note: Path) -> None:
-    """Fit on two devices; ``alike`` asks for more mini-batches than there are samples, ``alone`` fails on rank 1."""
+    """Fit on two devices: ``alike`` asks for more mini-batches than there are samples, ``alone`` fails on rank 1.
+
+    ``killed`` ends rank 0, which has started rank 1, without a word.
+    """
+    if mode == "killed":
+        runs.trainer("realloc", 2).fit(runs.grpo(reward=leave), Batches(1))
+        return
     options = runs.options(num_minibatches=9 if mode == "alike" else 1)
     trainer = runs.trainer("realloc", 2, callbacks=[Overflow(note)] if mode == "alone" else [])
     trainer.fit(runs.sft(train_options=options), Batches(1, responses=True))

@@ -192,5 +192,16 @@ def test_runs_end_with_one_message_or_promptly_after_a_rank_fails_alone(tmp_path
         assert "gloo/transport" not in run.output
 
 
+@pytest.mark.slow
+def test_a_rank_ends_by_itself_once_the_one_that_started_it_was_killed(tmp_path: Path) -> None:
+    (killed,) = run_side_by_side(tmp_path, (SCRIPT, "killed", "-"))
+    assert killed.code == 9
+    give_up_at, told = time.monotonic() + PROMPT_S, ""
+    while "was one itself, ended in the middle of a call" not in told and time.monotonic() < give_up_at:
+        time.sleep(0.1)
+        told = (tmp_path / "0.log").read_text()
+    assert "was one itself, ended in the middle of a call; it was killed" in told
+
+
 def test_errors_keep_their_text_in_a_line() -> None:
     assert failures.told_in_a_line(DataError("a\n  b"), 0) == "error: a b\n"
