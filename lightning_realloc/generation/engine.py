@@ -208,9 +208,6 @@ class GenerationEngine:
             vocabulary=vocabulary_of(self._model), bounds=length_bounds(self._model, self._max_length),
         )  # fmt: skip
 
-        def completion_of(sample: Sample) -> Completion:
-            return sample.completion(self._version)
-
         def may_end() -> bool:
             announcer.follow(run.ended)
             return may_stop is None or may_stop()
@@ -219,14 +216,14 @@ class GenerationEngine:
             check_idle(self._model)
             samples = requests.samples()
             num_own = len(samples)
-            announcer = Announcer(samples, on_finished, completion_of)
+            announcer = Announcer(samples, on_finished, lambda sample: sample.completion(self._version))
             budget = self._budget(token_budget, seconds_budget, may_end)
             run = self._begin(requests, samples, budget, self._conversations(environment, conversation))
             self._carry_out(run, announcer, requests)
         del samples[num_own:]  # other ranks'
         _warn_of_failures(samples)
         announcer.tell(samples)
-        return [completion_of(sample) for sample in samples]
+        return [sample.completion(self._version) for sample in samples]
 
     def _begin(
         self, requests: Requests, samples: list[Sample], budget: Budget, conversations: Conversations

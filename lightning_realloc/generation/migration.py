@@ -228,8 +228,7 @@ class _Call:
         # Where all samples wait for their environments there is time to look around.
         self._steps_left = self._steps_left - 1 if run.counts != before else 0
         for sample in run.ended[self._num_ended :]:
-            num_tokens = len(sample.token_ids)
-            self._expected.finish(sample.prompt_number, num_tokens, is_cut=num_tokens >= sample.max_new_tokens)
+            self._expected.finish(sample.prompt_number, len(sample.token_ids), is_cut=sample.is_full)
             self._book.keep(sample)
         self._num_ended = len(run.ended)
         if self._follow is not None:

@@ -69,9 +69,7 @@ class Ranking:
         return self.ranked.masked_fill(ranks >= self.num_kept, 0.0)
 
     def _tokens_at(self, ranks: Tensor) -> Tensor:
-        """Return the tokens (R, 1) at ``ranks`` (R, 1)."""
-        if self.top_tokens is not None:
-            return self.top_tokens.gather(1, ranks)
+        """Return the tokens (R, 1) at ``ranks`` (R, 1), where top-k took none."""
         weight = self.ranked.gather(1, ranks)
         among_equals = ranks + 1 - (self.ranked > weight).sum(-1, keepdim=True)
         tokens = torch.searchsorted((self.weights == weight).cumsum(-1, dtype=torch.int32), among_equals.int())

@@ -80,6 +80,11 @@ class Sample:
         """Whether the model has yet to choose a token in its turn."""
         return self.turn_begin == len(self.token_ids)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the response has as many tokens as it may have."""
+        return len(self.token_ids) >= self.max_new_tokens
+
     def append(self, token: int, logprob: float) -> None:
         """Take the next token of the response, the model's choice after reading all that is before it."""
         self.token_ids.append(token)

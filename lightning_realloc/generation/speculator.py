@@ -151,7 +151,7 @@ class Speculator:
         num_verified = sum(lengths)
         self.stats.verified_tokens += num_verified
         self.stats.accepted_tokens += sum(map(len, emitted)) - len(emitted)
-        if self._speculation.num_draft_tokens is not None:
+        if not self.adapts:
             return
         step = self._step
         step.emitted, step.lengths, step.drafted_before = emitted, lengths, not self._num_plain
@@ -168,7 +168,7 @@ class Speculator:
 
     def time_step(self, seconds: float) -> None:
         """Take the seconds of the step that was learnt from last, if it read no prompts, drafting aside."""
-        if self._speculation.num_draft_tokens is not None:
+        if not self.adapts:
             return
         step = self._step
         step.seconds = seconds
@@ -189,8 +189,7 @@ class Speculator:
 
     def finished(self, sample: Sample) -> None:
         """Take a sample that has its last token."""
-        num_tokens = len(sample.token_ids)
-        self._lengths.finish(sample.prompt_number, num_tokens, is_cut=num_tokens >= sample.max_new_tokens)
+        self._lengths.finish(sample.prompt_number, len(sample.token_ids), is_cut=sample.is_full)
         begin = self.clock()
         self.drafter.finished(sample)
         self._preparing_s += self.clock() - begin

@@ -50,7 +50,7 @@ class StopRule:
         """Set the sample's finish reason if its newest token ends its turn; return whether it does."""
         if sample.last_token in self.token_ids or (self._strings and self._ends_a_string(sample)):
             sample.finish_reason = "stop"
-        elif len(sample.token_ids) >= sample.max_new_tokens:
+        elif sample.is_full:
             sample.finish_reason = "length"
         return sample.finish_reason is not None
 
@@ -58,7 +58,7 @@ class StopRule:
         """As :meth:`update`, for a response that was begun in another call."""
         if not sample.turn_is_open:
             return self.update(sample)
-        if len(sample.token_ids) >= sample.max_new_tokens:
+        if sample.is_full:
             sample.finish_reason = "length"
         return sample.finish_reason is not None
 

@@ -93,7 +93,7 @@ class Generators:
         self._rank = rank
         self._generators: dict[int, Generator] = {}
         self._kept: dict[str, list[Drafter]] = {}
-        """Drafters of plans before, by role."""
+        """Drafters of the last plan in which this rank generated for a role, by role."""
         self._told: list[tuple[Generator, int, int]] = []
         """Whose peers sent news, in which run, for which call."""
 
@@ -153,9 +153,11 @@ class Generators:
     def forget(self) -> None:
         """Drop the engines of the plan before; the next one's draft with what these learnt."""
         self.hear()
+        last: dict[str, list[Drafter]] = {}
         for generator in self._generators.values():
             if not generator.drafter.reads_target_cache:  # else it is a part of that model
-                self._kept.setdefault(generator.role, []).append(generator.drafter)
+                last.setdefault(generator.role, []).append(generator.drafter)
+        self._kept |= last
         self._generators.clear()
 
     def _drafter(self, replica: Replica) -> Drafter:

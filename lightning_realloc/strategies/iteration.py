@@ -64,8 +64,8 @@ class Iteration:
         self._shown: Samples | None = None
         self._mine: dict[str, Samples] = {}
         self._early: dict[str, UnitWork] = {}
-        self._notes: dict[str, Samples] = {}
-        self._sent_notes = False
+        self._notes: dict[str, Samples] | None = None
+        """What this rank told; None: nothing yet."""
 
     # ---- before a call
     def table(self, call: ModelFunctionCall) -> SampleTable:
@@ -183,7 +183,7 @@ class Iteration:
             made[_CARRIED] = Samples.concatenate(self._my_carried)
         if (shown := self._my_shown()) is not None:
             made[_SHOWN] = shown
-        self._notes, self._sent_notes = made, True
+        self._notes = made
         content = encode_message(self.facts, made)
         self._mailbox.send(self._mailbox.others, FrameKind.NOTES, self.run, 0, content)
 
@@ -193,7 +193,7 @@ class Iteration:
         facts: dict[str, float] = {}
         for rank in sorted((*self._mailbox.others, self._rank)):
             if rank == self._rank:
-                told, made = self.facts, self._notes
+                told, made = self.facts, self._notes or {}
             else:
                 told, made = decode_message(self._mailbox.receive(FrameKind.NOTES, self.run, 0, rank))
             facts |= {name: max(value, facts.get(name, value)) for name, value in told.items()}
@@ -213,7 +213,7 @@ class Iteration:
         """Wait for what other ranks sent of these calls, though nobody will work on it: senders wait for that."""
         for call in calls:
             self._receive(call, self._made_table(call) if call.kind == "generate" else self.table(call))
-        if self._sent_notes:
+        if self._notes is not None:
             self.receive_notes()
 
     def known(self) -> Samples:

@@ -150,9 +150,9 @@ class Routes:
         if call.whole_batch:
             return {ranks[0]: tuple(range(len(table)))}
         teams: dict[tuple[int, ...], list[int]] = {}
+        holders = None if call in self.later() else made
         for position in range(len(table)):
-            team = ranks if made is None or call in self.later() else made[position]
-            teams.setdefault(team, []).append(position)
+            teams.setdefault(ranks if holders is None else holders[position], []).append(position)
         shares: dict[int, tuple[int, ...]] = {}
         group_of = table.groups(self.group_size)
         for team, positions in teams.items():
