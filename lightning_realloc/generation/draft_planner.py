@@ -33,8 +33,10 @@ TRY_STEPS = 4
 HYSTERESIS = 0.01
 """Share by which a depth must promise to be faster than the one in use: estimates differ by chance alone."""
 _START = 0.02
-"""The same where nothing is drafted for so many samples: what drafts would come to was mostly looked up, for some
-samples, which is off by 3 to 5 %, and drafting that stops again has taken none ahead who was behind."""
+"""Share by which looked-up drafts must promise to be faster than none where nothing is drafted for so many samples:
+what they would come to was mostly looked up, too, for some samples, which is off by 2 to 4 %."""
+_STAY = 0.01
+"""The same where they are in use: what promises less loses as like as not."""
 _MAY_BE_OFF = 0.1
 """Share by which a deeper draft may promise to be slower and is made now and then all the same."""
 _SURE = 64
@@ -122,8 +124,8 @@ class DraftPlanner:
         key = num_rows.bit_length()
         in_use = self._chosen.get(key, 0)
         least = self._half_to_see(in_use, num_rows, outcomes, seconds[0], catching_up_s)
-        hysteresis = HYSTERESIS if in_use or self._costs_a_forward else _START
-        depth = self._chosen[key] = max(_fastest(seconds, in_use, hysteresis), least)
+        margin = 0.0 if self._costs_a_forward else _STAY if in_use else _START
+        depth = self._chosen[key] = max(_fastest(seconds, in_use, margin), least)
         best_draft = min(range(1, len(seconds)), key=seconds.__getitem__)
         plain_s, row_s = self.costs.plain_s(num_rows)
         lost_s = catching_up_s + TRY_STEPS * (steps_s[best_draft] - plain_s * outcomes[best_draft].tokens)
@@ -203,10 +205,17 @@ class DraftPlanner:
         return token_s
 
 
-def _fastest(seconds: Sequence[float], in_use: int, hysteresis: float) -> int:
-    """Return the depth of least seconds, or the one in use where that is about as good."""
-    best = min(range(len(seconds)), key=seconds.__getitem__)
-    return in_use if seconds[in_use] <= (1.0 + hysteresis) * seconds[best] else best
+def _fastest(seconds: Sequence[float], in_use: int, margin: float) -> int:
+    """Return the depth of least seconds, or the one in use where that is about as good.
+
+    ``margin``: share by which any must be faster than none.
+    """
+    plain_s = seconds[0] / (1.0 + margin)
+    with_margin = [plain_s, *seconds[1:]]
+    best = min(range(len(seconds)), key=with_margin.__getitem__)
+    if margin and not (best and in_use):
+        return best
+    return in_use if with_margin[in_use] <= (1.0 + HYSTERESIS) * with_margin[best] else best
 
 
 def remaining_s(

@@ -28,6 +28,9 @@ _LEAST_PAUSE_AFTER = 160
 pause shows what plain steps take now: it loses what drafts would have gained and half a step, 0.3 % at most. That the
 machine got slower as a whole, steps with drafts tell as well; that plain ones look dearer than they are, they do
 not."""
+_FIRST_WAIT = 0.125
+"""Share of those steps after which the first pause comes, and twice as many the next one. Drafting begins where plain
+steps look dear, and so where they look dearer than they are."""
 _RATE = 0.2
 """Weight of the last trial, where there were many."""
 _NOISE = 0.1
@@ -74,6 +77,10 @@ class _Record:
     """Of this trial."""
     num_trials: int = 0
     steps_since_pause: int = 0
+    wait: float = _FIRST_WAIT
+    """Share of the usual steps after which a pause comes."""
+    num_plain: int = 0
+    """Plain steps since drafting ended."""
     num_rests: int = 0
     """In a row, since drafting last paid."""
     rest: int = 0
@@ -111,9 +118,10 @@ class Payoff:
         record = self._record(num_rows)
         return record.balance <= 0.0 or record.trial <= -_GLARING / 2
 
-    def save(self, plain_s: float) -> None:
+    def save(self, num_rows: int, plain_s: float) -> None:
         """Take the seconds of a plain step."""
         self.saved_s += COST_OF_TRYING * plain_s
+        self._record(num_rows).num_plain += 1
 
     def take_try(self, gained_s: float, spent_s: float) -> None:
         """Take a step that drafted though nothing seemed to pay: as `learn`, but nothing rests for it."""
@@ -130,6 +138,9 @@ class Payoff:
         record = self._record(num_rows)
         if record.rest:  # decided by steps that were told of together with this one
             return
+        if record.num_plain > _PAUSE:  # drafting begins anew
+            record.steps_since_pause, record.wait = 0, _FIRST_WAIT
+        record.num_plain = 0
         record.trial += max(gained_s / spent_s - 1.0, -_MOST_LOSS)
         record.num_steps += 1
         length = max(_TRIAL, -(-_TRIAL_ROWS // num_rows))
@@ -161,5 +172,8 @@ def _rest(record: _Record, doubt: float) -> int:
         record.num_rests += 1  # the first ones are short: what drafts come to is learnt by drafting
         return round(_TRIAL * min(-record.balance / COST_OF_TRYING, 4.0**record.num_rests))
     record.num_rests = 0
-    until_pause = _LEAST_PAUSE_AFTER + _PAUSE_AFTER * max(record.balance, 0.0)
-    return _PAUSE if record.steps_since_pause >= until_pause else 0
+    usual_wait = _LEAST_PAUSE_AFTER + _PAUSE_AFTER * max(record.balance, 0.0)
+    if record.steps_since_pause < record.wait * usual_wait:
+        return 0
+    record.wait = min(2.0 * record.wait, 1.0)
+    return _PAUSE

@@ -8,15 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from lightning_realloc.generation.slowness import Slowness
+
 PADDING_SHARE = 0.12
 """What a place of the grid that no token fills costs, beside one that a token does: attention pads every sample's
 tokens to the longest draft. Measured on CPU: 0.16 to 0.23 for 4 million weights, 0.08 to 0.16 for 40 million."""
 _NOISE = 0.0025
 """Variance of the logarithm of a step's seconds: 5 %."""
-_DRIFT = 1e-4
-"""By which that of the machine's slowness grows with every step: by 1 % it may change."""
-_OWN_DRIFT = 1e-6
-"""The same of what steps of one size take: that changes for all sizes together, mostly."""
+_DRIFT = 1e-6
+"""By which that of what steps of one size take grows with every step of that size: what changes, changes for all sizes
+together, mostly."""
 _UNKNOWN = 0.05
 """The same of a new size: 20 %."""
 _HICCUP = 1.5
@@ -35,15 +36,6 @@ LEAST_S = 1e-9
 """Of a step, where a coarse clock has not moved, or a wrong one went back."""
 _FIRST = 2
 """Steps of a size before it is told, as the last of them took: the first one also pays for what is set up once."""
-
-
-@dataclass(slots=True)
-class Slowness:
-    """How much longer steps take now than they did at first, be it that other work runs on the machine."""
-
-    factor: float = 1.0
-    variance: float = 0.0
-    """Of its logarithm, as far as it is not known."""
 
 
 @dataclass(slots=True)
@@ -81,7 +73,7 @@ class StepCosts:
         self,
         slowness: Slowness | None = None,
         *,
-        drift: float = _DRIFT,
+        kind: int = 0,
         refit_every: int = 16,
         told_from: int = _FIRST,
     ) -> None:
@@ -89,12 +81,12 @@ class StepCosts:
 
         Args:
             slowness: The machine's, shared with other tables.
-            drift: By which the variance of its logarithm grows with every step.
+            kind: Of these steps, in it.
             refit_every: Observations after which what is told changes.
             told_from: Steps of a size before it is told; 1 where steps are too few to wait.
         """
         self._slowness = Slowness() if slowness is None else slowness
-        self._drift = drift
+        self._kind = kind
         self._told_from = told_from
         self._refit_every = refit_every
         self._by_bucket: dict[int, _Size] = {}
@@ -116,7 +108,12 @@ class StepCosts:
     @property
     def largest(self) -> tuple[float, float]:
         """The largest size that is told, and its expected seconds; there is one."""
-        return self._sizes[-1], self._slowness.factor * self._seconds[-1]
+        return self._sizes[-1], self._factor * self._seconds[-1]
+
+    @property
+    def _factor(self) -> float:
+        """How much longer these steps take now than they did at first."""
+        return self._slowness.factors[self._kind]
 
     def knows(self, size: float) -> bool:
         """Whether steps of about this size were observed, half as large again or two thirds as large at most."""
@@ -126,13 +123,13 @@ class StepCosts:
     def observe(self, num_tokens: float, seconds: float) -> None:
         """Take the seconds of one step."""
         slowness = self._slowness
-        slowness.variance += self._drift
-        seen = max(seconds, LEAST_S) / slowness.factor
+        slowness.pass_step()
+        seen = max(seconds, LEAST_S) / self._factor
         bucket = _bucket(num_tokens)
         known = self._by_bucket.get(bucket)
         if known is None:
             if self.known and num_tokens < self._sizes[-1]:  # a hiccup must not pass for what a new size takes
-                seen = min(seen, 2.0 * self.seconds(num_tokens) / slowness.factor)
+                seen = min(seen, 2.0 * self.seconds(num_tokens) / self._factor)
             self._by_bucket[bucket] = _Size(float(num_tokens), seen)
             if self._told_from == 1:
                 self._refit()
@@ -144,13 +141,12 @@ class StepCosts:
             self._refit()
             return
         surprise = math.log(min(max(seen / known.seconds, 1.0 / _HICCUP), _HICCUP))
-        doubt = slowness.variance + known.variance + _NOISE
-        slowness.factor *= math.exp(surprise * slowness.variance / doubt)
+        doubt = slowness.variance(self._kind) + known.variance + _NOISE
+        slowness.learn(self._kind, surprise, doubt)
         known.seconds *= math.exp(surprise * known.variance / doubt)
         known.size += max(_SIZE_RATE, 1.0 / known.num_steps) * (num_tokens - known.size)
-        slowness.variance *= 1.0 - slowness.variance / doubt
         known.variance *= 1.0 - known.variance / doubt
-        known.variance += _OWN_DRIFT
+        known.variance += _DRIFT
         self._since_refit += 1
         if self._since_refit >= self._refit_every:
             self._refit()
@@ -166,13 +162,11 @@ class StepCosts:
             told = _between(num_tokens, (sizes[below], seconds[below]), (sizes[above], seconds[above]))
         else:
             told = seconds[0 if not above else -1]
-        return self._slowness.factor * told
+        return self._factor * told
 
     def knots(self) -> list[tuple[float, float]]:
         """Return the sizes observed, ascending, and their expected seconds, which never fall."""
-        return [
-            (size, self._slowness.factor * seconds) for size, seconds in zip(self._sizes, self._seconds, strict=True)
-        ]
+        return [(size, self._factor * seconds) for size, seconds in zip(self._sizes, self._seconds, strict=True)]
 
     def _refit(self) -> None:
         seen_enough = (size for size in self._by_bucket.values() if size.num_steps >= self._told_from)
@@ -189,10 +183,10 @@ class SpeculationCosts:
 
     def __init__(self, *, costs_a_forward: bool) -> None:
         """Know nothing; ``costs_a_forward``: drafting is that of a model, and not looking up."""
-        slowness = Slowness()  # but for drafting, whose seconds vary by what is found, too
-        self.plain = StepCosts(slowness)
+        slowness = Slowness(2)  # but for drafting, whose seconds vary by what is found, too
+        self.plain = StepCosts(slowness, kind=0)
         """By samples."""
-        self.verifying = StepCosts(slowness)
+        self.verifying = StepCosts(slowness, kind=1)
         """By tokens and padding, see :func:`effective_tokens`."""
         self.first = StepCosts()
         """Of a model's first token for all samples, behind what it reads that came since; by samples."""

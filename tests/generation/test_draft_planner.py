@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lightning_realloc.generation.acceptance import AcceptanceRates, DepthOutcome, DepthProfile
-from lightning_realloc.generation.draft_planner import DraftPlanner, remaining_s
+from lightning_realloc.generation.draft_planner import DraftPlanner, _fastest, remaining_s
+from lightning_realloc.generation.slowness import Slowness
 from lightning_realloc.generation.step_costs import SpeculationCosts, StepCosts
 
 CURVES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -152,7 +153,7 @@ def test_remaining_seconds_are_those_of_simulated_batches(num_rows: int, depth: 
 
 
 def test_a_size_of_two_slow_steps_is_told_close_to_what_its_neighbours_take() -> None:
-    costs = StepCosts(drift=0.0)
+    costs = StepCosts(Slowness(together=0.0))
     observe_twice(costs, 40, 7.0)  # 4 in truth
     for _ in range(50):
         costs.observe(20, 2.0)
@@ -164,7 +165,7 @@ def test_a_size_of_two_slow_steps_is_told_close_to_what_its_neighbours_take() ->
 
 
 def test_a_few_slow_steps_of_a_small_size_do_not_lift_what_many_of_a_larger_one_took() -> None:
-    costs = StepCosts(drift=0.0)
+    costs = StepCosts(Slowness(together=0.0))
     observe_twice(costs, 30, 9.0)  # 3 in truth, and never seen again
     for _ in range(50):
         costs.observe(20, 2.0)
@@ -183,6 +184,39 @@ def test_a_machine_that_gets_slower_slows_plain_steps_too_though_none_is_made() 
         costs.verifying.observe(20, 4.0)
     assert costs.verifying.seconds(20) == pytest.approx(4.0, rel=0.02)
     assert costs.plain_s(4)[0] == pytest.approx(2.0, rel=0.2)
+
+
+def test_a_few_plain_steps_tell_what_they_take_now_and_verifying_ones_are_taken_to_stay_as_they_are() -> None:
+    costs = SpeculationCosts(costs_a_forward=False)
+    for _ in range(40):
+        costs.plain.observe(4, 1.0)
+        costs.verifying.observe(20, 2.0)
+    for _ in range(12):  # they look dear where drafting begins, and drafts are verified from then on
+        costs.plain.observe(4, 1.1)
+    for _ in range(300):
+        costs.verifying.observe(20, 2.0)
+    for _ in range(6):
+        costs.plain.observe(4, 1.0)
+    assert costs.plain_s(4)[0] == pytest.approx(1.0, rel=0.015)
+    assert costs.verifying.seconds(20) == pytest.approx(2.0, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("margin", "in_use", "seconds", "chosen"),
+    [
+        (0.02, 0, [100.0, 98.5, 99.0], 0),
+        (0.02, 0, [100.0, 97.5, 97.0], 2),
+        (0.01, 1, [100.0, 99.5, 99.9], 0),
+        (0.01, 1, [100.0, 98.5, 98.0], 1),  # another depth has to be better by a percent, too
+        (0.01, 1, [100.0, 98.5, 97.0], 2),
+        (0.0, 1, [100.0, 100.5, 101.0], 1),
+        (0.0, 0, [100.0, 99.5, 99.9], 0),
+    ],
+)
+def test_drafts_have_to_be_faster_than_none_by_a_margin(
+    margin: float, in_use: int, seconds: list[float], chosen: int
+) -> None:
+    assert _fastest(seconds, in_use, margin) == chosen
 
 
 def test_new_sizes_whose_first_steps_were_fast_do_not_make_plain_ones_look_slow() -> None:

@@ -108,6 +108,31 @@ def test_after_a_trial_that_gains_the_next_rest_is_short() -> None:
     assert sum(payoff.rests(8) for _ in range(500)) == 32
 
 
+def waits(payoff: Payoff, num_rows: int, gained_s: float, num_pauses: int) -> list[int]:
+    """Return after how many steps with drafts each of the next pauses comes."""
+    steps = [0]
+    while len(steps) <= num_pauses:
+        if payoff.rests(num_rows):
+            while payoff.rests(num_rows):
+                payoff.save(num_rows, 1.0)
+            payoff.save(num_rows, 1.0)
+            steps.append(0)
+        payoff.learn(num_rows, gained_s, 1.0)
+        steps[-1] += 1
+    return steps[:num_pauses]
+
+
+def test_the_first_pauses_come_soon_and_again_where_drafting_begins_anew() -> None:
+    payoff = Payoff()
+    while payoff.rests(8):
+        payoff.save(8, 1.0)
+    first = waits(payoff, 8, 1.1, num_pauses=6)
+    assert first == sorted(first) and first[0] < 0.2 * first[-1] and first[-1] == first[-2]
+    for _ in range(20):  # the plan says that nothing pays
+        payoff.save(8, 1.0)
+    assert waits(payoff, 8, 1.1, num_pauses=1)[0] == pytest.approx(first[0], abs=8)
+
+
 def num_tries(payoff: Payoff, *, steps: int, plain_s: float = 1.0, gained_s: float) -> int:
     """Return how many of so many steps are tries, if all that may be are; each takes three plain ones' seconds."""
     tries = 0
@@ -116,7 +141,7 @@ def num_tries(payoff: Payoff, *, steps: int, plain_s: float = 1.0, gained_s: flo
             payoff.take_try(gained_s, 3.0 * plain_s)
             tries += 1
         else:
-            payoff.save(plain_s)
+            payoff.save(8, plain_s)
     return tries
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,11 +15,13 @@ from torch import Tensor
 
 from lightning_realloc.generation.acceptance import DepthProfile
 from lightning_realloc.generation.draft_planner import DraftPlan, DraftPlanner
+from lightning_realloc.generation.draft_step import DraftStep
 from lightning_realloc.generation.drafting import Chance, Drafter
+from lightning_realloc.generation.foresight import DraftOutcome
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.sampling import SamplingParams
 from lightning_realloc.generation.speculation import Speculation
-from lightning_realloc.generation.speculator import Speculator, _some
+from lightning_realloc.generation.speculator import Speculator, _spread
 from lightning_realloc.generation.verification import NO_DRAFT, Draft
 
 LOOK_UP_S = 0.001
@@ -146,12 +149,38 @@ def leap(tokens: int) -> float:
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 9, 16, 32, 64])
-@pytest.mark.parametrize("most", [1, 2, 4])
-def test_what_is_done_every_so_many_steps_sees_every_sample(num_rows: int, most: int) -> None:
+@pytest.mark.parametrize("stride", [1, 4, 32])
+def test_what_is_done_every_so_many_steps_sees_every_sample_as_often(num_rows: int, stride: int) -> None:
     for every in (1, 16, 64):
-        seen = [set(_some(step, num_rows, most)) for step in range(0, 300 * every, every)]
-        assert set().union(*seen) == set(range(num_rows))
-        assert all(len(own) <= most for own in seen)
+        steps = 320 * max(stride, num_rows) // num_rows
+        seen = [list(_spread(step, num_rows, stride)) for step in range(0, steps * every, every)]
+        times = Counter(row for own in seen for row in own)
+        assert set(times) == set(range(num_rows))
+        assert sum(times.values()) == pytest.approx(steps * num_rows / stride, rel=0.05)
+
+
+def test_samples_are_learnt_from_alike_however_many_run_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One of every step would count those most that run with few others: late in their responses.
+    taught, ran = Counter[int](), Counter[int]()
+    outcome, learn = DraftStep.outcome, Speculator.learn
+
+    def noting(step: DraftStep, row: int, last: DraftStep | None) -> DraftOutcome:
+        taught[len(step.running) // 8] += 1
+        return outcome(step, row, last)
+
+    def counting(self: Speculator, verified: Sequence[Draft], emitted: Sequence[Sequence[int]]) -> None:
+        ran[len(emitted) // 8] += len(emitted)
+        learn(self, verified, emitted)
+
+    monkeypatch.setattr(DraftStep, "outcome", noting)
+    monkeypatch.setattr(Speculator, "learn", counting)
+    drafter = Foreteller()
+    drafter.right = 0.5
+    pretence = Pretence(drafter, flat, num_samples=32, fewer_each=3)
+    for _ in range(20):
+        pretence.generate()
+    shares = [taught[few] / ran[few] for few in (1, 2, 3)]  # with 8, 16 and 24 samples or more
+    assert max(shares) < 1.3 * min(shares)
 
 
 def test_where_drafting_pays_half_of_the_steps_are_learnt_from(monkeypatch: pytest.MonkeyPatch) -> None:
