@@ -46,10 +46,12 @@ _SURE_LOOK_EVERY = 32
 """Steps after which one is made, before and behind that: deep tokens that fell by chance a few times would else never
 be drafted again."""
 _LEAST_SURVIVAL = 0.02
-_BEHIND = 0.75
-"""Standard deviations of one sample's progress by which the last of n samples is behind the mean, over ln n. That is
-more than chance alone would make it, since some samples are easier to draft for than others: with 4, 16 and 32 samples
-0.9 to 1.6, 1.3 to 2.1 and 1.3 to 2.5 times as much was seen. Drafts that go to those behind make up for part of it."""
+_BEHIND = 0.65
+_BEHIND_POWER = 1.25
+"""Standard deviations of one sample's progress by which the last of n samples is behind the mean, over ln n to this
+power. That is more than chance alone would make it, since some samples are easier to draft for than others, and the
+more so the more there are: with 4, 16 and 32 samples 0.9 to 1.6, 1.3 to 2.1 and 1.3 to 2.5 times as much was seen; here
+it is 0.9, 1.3 and 1.5 times. Drafts that go to those behind make up for part of it."""
 _NO_DRAFT = DepthOutcome(tokens=1.0, variance=0.0, drafted=0.0)
 
 
@@ -234,5 +236,6 @@ def remaining_s(
     tokens, variance, _ = outcome
     longest = max(*left, 1.0)
     row_s = (step_s - alone_s) / max(len(left) - 1, 1)
-    tokens_behind = _BEHIND * math.log(max(num_last, 1.0)) * math.sqrt(variance * longest / tokens)
+    deviations = _BEHIND * math.pow(math.log(max(num_last, 1.0)), _BEHIND_POWER)
+    tokens_behind = deviations * math.sqrt(variance * longest / tokens)
     return ((alone_s - row_s) * longest + row_s * sum(left)) / tokens + tokens_behind * token_s

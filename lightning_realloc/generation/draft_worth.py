@@ -28,9 +28,11 @@ _LEAST_PAUSE_AFTER = 160
 pause shows what plain steps take now: it loses what drafts would have gained and half a step, 0.3 % at most. That the
 machine got slower as a whole, steps with drafts tell as well; that plain ones look dearer than they are, they do
 not."""
-_FIRST_WAIT = 0.125
-"""Share of those steps after which the first pause comes, and twice as many the next one. Drafting begins where plain
-steps look dear, and so where they look dearer than they are."""
+_FIRST_PAUSE_AFTER = 24
+_IN_DOUBT = 0.04
+"""Such steps, and what plain steps look too dear by, as like as not: drafting begins where they look dear, and so where
+they look dearer than they are. The first pause comes soon where no more than that is gained, and ever later the surer
+the gain is; the next one after twice as many steps, up to those above."""
 _RATE = 0.2
 """Weight of the last trial, where there were many."""
 _NOISE = 0.1
@@ -77,8 +79,8 @@ class _Record:
     """Of this trial."""
     num_trials: int = 0
     steps_since_pause: int = 0
-    wait: float = _FIRST_WAIT
-    """Share of the usual steps after which a pause comes."""
+    num_pauses: int = 0
+    """Since drafting began."""
     num_plain: int = 0
     """Plain steps since drafting ended."""
     num_rests: int = 0
@@ -139,7 +141,7 @@ class Payoff:
         if record.rest:  # decided by steps that were told of together with this one
             return
         if record.num_plain > _PAUSE:  # drafting begins anew
-            record.steps_since_pause, record.wait = 0, _FIRST_WAIT
+            record.steps_since_pause = record.num_pauses = 0
         record.num_plain = 0
         record.trial += max(gained_s / spent_s - 1.0, -_MOST_LOSS)
         record.num_steps += 1
@@ -172,8 +174,9 @@ def _rest(record: _Record, doubt: float) -> int:
         record.num_rests += 1  # the first ones are short: what drafts come to is learnt by drafting
         return round(_TRIAL * min(-record.balance / COST_OF_TRYING, 4.0**record.num_rests))
     record.num_rests = 0
-    usual_wait = _LEAST_PAUSE_AFTER + _PAUSE_AFTER * max(record.balance, 0.0)
-    if record.steps_since_pause < record.wait * usual_wait:
+    gain = max(record.balance, 0.0)
+    first = _FIRST_PAUSE_AFTER * (1.0 + (gain / _IN_DOUBT) ** 2)
+    if record.steps_since_pause < min(first * 2.0**record.num_pauses, _LEAST_PAUSE_AFTER + _PAUSE_AFTER * gain):
         return 0
-    record.wait = min(2.0 * record.wait, 1.0)
+    record.num_pauses += 1
     return _PAUSE
