@@ -215,7 +215,7 @@ def _fastest(seconds: Sequence[float], in_use: int, margin: float) -> int:
     plain_s = seconds[0] / (1.0 + margin)
     with_margin = [plain_s, *seconds[1:]]
     best = min(range(len(seconds)), key=with_margin.__getitem__)
-    if margin and not (best and in_use):
+    if margin and 0 in (best, in_use):  # between some and none the margin decides
         return best
     return in_use if with_margin[in_use] <= (1.0 + HYSTERESIS) * with_margin[best] else best
 

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean
 from typing import Any
 from weakref import WeakSet
 
@@ -157,6 +156,7 @@ def test_what_is_done_every_so_many_steps_sees_every_sample_as_often(num_rows: i
         seen = [list(_spread(step, num_rows, stride)) for step in range(0, steps * every, every)]
         times = Counter(row for own in seen for row in own)
         assert set(times) == set(range(num_rows))
+        assert all(len(own) <= -(-num_rows // stride) for own in seen)
         assert sum(times.values()) == pytest.approx(steps * num_rows / stride, rel=0.05)
 
 
@@ -327,7 +327,7 @@ def test_drafts_that_pay_are_found_though_steps_that_verified_some_were_slow_at_
     pretence.generate()
     slowness = 1.0
     rates = [pretence.generate()[1] for _ in range(40)]
-    assert fmean(rates[-4:]) > 2.0 * right, rates  # one of them may hold a pause of plain steps
+    assert sorted(rates[-4:])[1] > 2.0 * right, rates  # one of them may hold a pause of plain steps
 
 
 def test_prompts_that_are_read_at_once_keep_no_draft_model_from_drafting() -> None:
