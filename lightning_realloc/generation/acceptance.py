@@ -15,10 +15,12 @@ _START = 1.0
 """Chance of a drafted token nothing is known about: drafts must not be cut off for what was never seen to fall."""
 _DEPTH_MEMORY = 0.999
 """Longer than that of kinds: of two depths that are about as good, the better one is told by small differences."""
+LOOK_UP_MEMORY = 0.997
+"""The same of looked-up drafts, many of which are told of: in a new epoch they may be better all at once."""
 _MOST_WEIGHT = 1e6
 """Of a draft, before all counts are scaled back: once in some ten thousand drafts."""
 _DEPTH_PRIOR_WEIGHT = 4.0
-_POOLED_WEIGHT = 40.0
+_POOLED_WEIGHT = 8.0
 """Drafts that those of all places count as, in what those of one kind are taken to come to."""
 _FIRST_CHANCE = 0.6
 """That of the first drafted token, before anything is known; hopeful, so that it is tried."""
@@ -73,12 +75,14 @@ class DepthProfile:
     inspection paradox of renewal theory: Feller, "An Introduction to Probability Theory and Its Applications" II, I.4.)
 
     What a depth was never tried for is taken to stand as often as the depth before it: a hope that trying corrects. So
-    is, by and by, what was tried long ago: every draft makes the counts of all depths fade. With counts that faded only
-    where drafts went on, a draft model that had got better than its drafts were deep was never tried deeper again.
+    is, by and by, what was tried long ago: every draft makes the counts of all depths and kinds fade. With counts that
+    faded only where drafts went on, a draft model that had got better than its drafts were deep was never tried deeper
+    again; and where nearly all drafts stood at once, what the few others had come to before told of half of them.
     """
 
-    def __init__(self, max_depth: int) -> None:
-        """Know nothing of depths up to ``max_depth``."""
+    def __init__(self, max_depth: int, *, memory: float = _DEPTH_MEMORY) -> None:
+        """Know nothing of depths up to ``max_depth``; each draft counts ``memory`` times as much as the next one."""
+        self._memory = memory
         self._all = _Counts(max_depth)
         self._fresh = _Counts(max_depth)
         """Of drafts behind a token that was not foreseen."""
@@ -97,9 +101,11 @@ class DepthProfile:
                 None if that is not known.
         """
         known = min(depth, room)
-        own = () if resumed is None else (self._resumed if resumed else self._fresh,)
-        for counts in (self._all, *own):
-            counts.learn(length, stood, depth=depth, known=known)
+        own = None if resumed is None else self._resumed if resumed else self._fresh
+        for counts in (self._all, self._fresh, self._resumed):
+            counts.fade(self._memory)
+            if counts is self._all or counts is own:
+                counts.learn(length, stood, depth=depth, known=known)
 
     def num_tried(self, depth: int) -> float:
         """Return how many drafts were right so far that their token at this depth might stand, of the last ones."""
@@ -132,13 +138,16 @@ class _Counts:
         self.weight = 1.0
         """Of the last draft: later ones count more, which is as if all earlier counts faded with each."""
 
-    def learn(self, length: int, stood: int, *, depth: int, known: int) -> None:
-        """Take a draft of ``length`` tokens, of ``depth`` at most, whose first ``stood`` stood, of ``known`` ones."""
-        self.weight /= _DEPTH_MEMORY
+    def fade(self, memory: float) -> None:
+        """Take that another draft was made, of this kind or not."""
+        self.weight /= memory
         if self.weight > _MOST_WEIGHT:
             for pair in (*self.stood, *self.reached):
                 pair[:] = [count / self.weight for count in pair]
             self.weight = 1.0
+
+    def learn(self, length: int, stood: int, *, depth: int, known: int) -> None:
+        """Take a draft of ``length`` tokens, of ``depth`` at most, whose first ``stood`` stood, of ``known`` ones."""
         _count(self.reached, length, depth, self.weight)
         _count(self.stood, stood, min(stood + 1, known), self.weight)
 

@@ -16,13 +16,13 @@ from each other so, and by 0.8 % with half of the overshoot.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_realloc.generation.acceptance import DepthOutcome, DepthProfile
+from lightning_realloc.generation.acceptance import LOOK_UP_MEMORY, DepthOutcome, DepthProfile
 from lightning_realloc.generation.draft_worth import chances_to_be_last, token_worths
 from lightning_realloc.generation.step_costs import SpeculationCosts, look_ups_of
+from lightning_realloc.generation.unevenness import OF_LOOK_UPS, OF_MODELS, Unevenness, tokens_behind
 
 PLAN_STEPS = 16
 MOST_PLAN_STEPS = 64
@@ -45,13 +45,13 @@ _LOOK_EVERY = 8
 _SURE_LOOK_EVERY = 32
 """Steps after which one is made, before and behind that: deep tokens that fell by chance a few times would else never
 be drafted again."""
+_LOOKS_OF_ROWS = 8
+"""Steps of the same for each sample, if that is more: many tell as much at once, and take the last one ahead no more.
+With 32 samples and first blocks a look in every 32 steps took 3 % of all seconds."""
+_FIRST_DEPTH = 4
+"""Most tokens of a draft before it is known what any step that verifies takes: none looks dearer than a plain one then,
+and the deepest draft would be tried first."""
 _LEAST_SURVIVAL = 0.02
-_BEHIND = 0.65
-_BEHIND_POWER = 1.25
-"""Standard deviations of one sample's progress by which the last of n samples is behind the mean, over ln n to this
-power. That is more than chance alone would make it, since some samples are easier to draft for than others, and the
-more so the more there are: with 4, 16 and 32 samples 0.9 to 1.6, 1.3 to 2.1 and 1.3 to 2.5 times as much was seen; here
-it is 0.9, 1.3 and 1.5 times. Drafts that go to those behind make up for part of it."""
 _NO_DRAFT = DepthOutcome(tokens=1.0, variance=0.0, drafted=0.0)
 
 
@@ -97,8 +97,9 @@ class DraftPlanner:
 
     def __init__(self, max_depth: int, *, costs_a_forward: bool) -> None:
         """Plan up to ``max_depth``; ``costs_a_forward``: a token ahead takes a forward of a model, for all samples."""
-        self.profile = DepthProfile(max_depth)
+        self.profile = DepthProfile(max_depth) if costs_a_forward else DepthProfile(max_depth, memory=LOOK_UP_MEMORY)
         self.costs = SpeculationCosts(costs_a_forward=costs_a_forward)
+        self.unevenness = Unevenness(OF_MODELS if costs_a_forward else OF_LOOK_UPS)
         self._costs_a_forward = costs_a_forward
         self._chosen: dict[int, int] = {}
         """Depth in use, by the power of two of the number of samples."""
@@ -115,6 +116,8 @@ class DraftPlanner:
         """
         num_rows = len(left)
         outcomes = (_NO_DRAFT, *self.profile.outcomes())
+        if not self.costs.verifying.known:
+            outcomes = outcomes[: 1 + _FIRST_DEPTH]
         steps_s = self._steps_s(num_rows, outcomes)
         catching_up_s = self.costs.catching_up_s(num_rows, num_missed)
         chances = chances_to_be_last(left) if is_tail else []
@@ -153,8 +156,9 @@ class DraftPlanner:
         most_s = (1.0 + _MAY_BE_OFF) * seconds[plan.depth]
         depths = range(plan.depth, len(seconds))
         deeper = max(depth for depth in depths if depth <= plan.depth + 1 or seconds[depth] <= most_s)
-        is_sure = self.profile.num_tried(deeper) >= _SURE
-        return replace(plan, deeper=deeper, look_every=_SURE_LOOK_EVERY if is_sure else _LOOK_EVERY)
+        is_known = self.profile.num_tried(deeper) >= _SURE or seconds[deeper] > most_s
+        look_every = max(_SURE_LOOK_EVERY, _LOOKS_OF_ROWS * len(plan.worths)) if is_known else _LOOK_EVERY
+        return replace(plan, deeper=deeper, look_every=look_every)
 
     def _tail_s(
         self, left: Sequence[float], num_last: float, outcomes: Sequence[DepthOutcome], steps_s: Sequence[float]
@@ -162,10 +166,12 @@ class DraftPlanner:
         """Return the expected seconds until the last sample is over, by depth; no other sample waits."""
         alone_s = steps_s if len(left) == 1 else self._steps_s(1, outcomes)
         token_s = min(step_s / outcome.tokens for outcome, step_s in zip(outcomes, alone_s, strict=True))
-        return [
-            remaining_s(outcome, step_s, min(one_s, step_s), left, num_last=num_last, token_s=token_s)
-            for outcome, step_s, one_s in zip(outcomes, steps_s, alone_s, strict=True)
-        ]
+        longest, uneven = max(*left, 1.0), self.unevenness.share
+        seconds = []
+        for (tokens, variance, _), step_s, one_s in zip(outcomes, steps_s, alone_s, strict=True):
+            behind = tokens_behind(num_last, tokens, variance, longest / tokens, uneven)
+            seconds.append(remaining_s(tokens, step_s, min(one_s, step_s), left) + behind * token_s)
+        return seconds
 
     def _half_to_see(
         self, in_use: int, num_rows: int, outcomes: Sequence[DepthOutcome], plain_s: float, catching_up_s: float
@@ -176,7 +182,7 @@ class DraftPlanner:
         another kernel takes over. It is not worth reading so many tokens first (``catching_up_s``) that this takes
         longer than the half may save of ``plain_s``, the seconds without drafts.
         """
-        half = in_use // 2
+        half = (in_use + 1) // 2 if in_use > 1 else 0  # rounded up: 2 is looked at on the way from any to 1
         might_pay = catching_up_s + plain_s / outcomes[half].tokens < plain_s
         return half if might_pay and not self._knows(num_rows, half, outcomes) else 0
 
@@ -220,22 +226,14 @@ def _fastest(seconds: Sequence[float], in_use: int, margin: float) -> int:
     return in_use if with_margin[in_use] <= (1.0 + HYSTERESIS) * with_margin[best] else best
 
 
-def remaining_s(
-    outcome: DepthOutcome, step_s: float, alone_s: float, left: Sequence[float], *, num_last: float, token_s: float
-) -> float:
-    """Return the expected seconds until all samples are over, if none waits.
+def remaining_s(tokens: float, step_s: float, alone_s: float, left: Sequence[float]) -> float:
+    """Return the seconds until all samples are over, if all get as many tokens as the mean and none waits.
 
     Args:
-        outcome: What a sample's step comes to.
+        tokens: Of a sample's step, as expected.
         step_s: Seconds of a step of all samples.
         alone_s: Those of a step of one sample.
         left: Tokens that each sample is expected to get still.
-        num_last: How many samples may be the last one.
-        token_s: Seconds in which one sample gets a token when all others are over.
     """
-    tokens, variance, _ = outcome
-    longest = max(*left, 1.0)
     row_s = (step_s - alone_s) / max(len(left) - 1, 1)
-    deviations = _BEHIND * math.pow(math.log(max(num_last, 1.0)), _BEHIND_POWER)
-    tokens_behind = deviations * math.sqrt(variance * longest / tokens)
-    return ((alone_s - row_s) * longest + row_s * sum(left)) / tokens + tokens_behind * token_s
+    return ((alone_s - row_s) * max(*left, 1.0) + row_s * sum(left)) / tokens

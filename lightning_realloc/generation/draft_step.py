@@ -46,6 +46,8 @@ class DraftStep:
     """What each sample got."""
     drafted_before: bool = False
     """Whether the step before it verified drafts, too: else a drafter first takes in what came since."""
+    stands_for: int = 1
+    """Plain steps whose seconds its own tell."""
     is_settled: bool = False
     """Whether it is one of many plain steps in a row."""
     lengths: Sequence[int] = ()

@@ -20,7 +20,7 @@ _GLARING = 1.0
 """Loss, in seconds per second spent and summed over steps, that ends a trial at once."""
 _PAUSE = 12
 """Plain steps in a row that tell what a plain step takes; the first ones behind verifying steps are slower."""
-COST_OF_TRYING = 0.005
+COST_OF_TRYING = 0.003
 """Share of all seconds that drafting in vain may come to."""
 _PAUSE_AFTER = 4000
 _LEAST_PAUSE_AFTER = 160
@@ -101,6 +101,8 @@ class Payoff:
         self._records: dict[int, _Record] = {}
         self.saved_s = 0.0
         """What tries may lose still, of their share of all seconds; less than nothing where they lost more."""
+        self._num_free = 0
+        """Steps of tries to come whose loss does not count."""
 
     def rests(self, num_rows: int) -> bool:
         """Count a step; return whether drafting rests in it."""
@@ -127,7 +129,15 @@ class Payoff:
 
     def take_try(self, gained_s: float, spent_s: float) -> None:
         """Take a step that drafted though nothing seemed to pay: as `learn`, but nothing rests for it."""
-        self.saved_s -= max(spent_s - gained_s, 0.0)
+        if self._num_free:
+            self._num_free -= 1
+        else:
+            self.saved_s -= max(spent_s - gained_s, 0.0)
+
+    def allow(self, num_steps: int) -> None:
+        """Let the next tries lose what they do."""
+        self._num_free = num_steps
+        self.saved_s = max(self.saved_s, 0.0)
 
     def forgive(self, num_rows: int) -> None:
         """Forget what drafting lost: it goes on in another way."""

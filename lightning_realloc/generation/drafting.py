@@ -95,6 +95,9 @@ class Drafter:
     def finished(self, sample: Sample) -> None:
         """A sample has its last token."""
 
+    def forget(self, sample: Sample) -> None:
+        """Nothing more is asked for a sample that is not over; it was no one's but who looked what drafts come to."""
+
     def end(self, *, has_failed: bool = False) -> None:
         """The generation is over, or cannot go on."""
 
@@ -187,6 +190,9 @@ class NgramDrafter(_Lookup):
                 self._texts(sample)
 
     def finished(self, sample: Sample) -> None:
+        self.forget(sample)
+
+    def forget(self, sample: Sample) -> None:
         self._own.pop(sample.sample_id, None)
 
     def end(self, *, has_failed: bool = False) -> None:

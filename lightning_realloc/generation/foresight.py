@@ -1,8 +1,14 @@
-"""What drafts would have come to, had they been verified: looked up now and then while none are."""
+"""What drafts would have come to, had they been verified: told of what samples got while none are.
+
+Samples then pass every place of their responses, and drafts begin at some of them alone. So what a sample got is gone
+through once more, from draft to draft, as if these had been verified, by a copy of it that knows no more than it did.
+One that is hard to draft for takes more drafts for as many tokens, and so counts as much more as it would.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lightning_realloc.generation.acceptance import AcceptanceRates, DepthProfile
@@ -11,15 +17,21 @@ from lightning_realloc.generation.drafting import Chance, Drafter
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.verification import Draft
 
+GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+"""Its multiples spread evenly between whole numbers, whichever of them are taken."""
 _EVERY = 16
-"""Steps without drafts after which some are made that are not verified."""
+"""Steps without drafts after which what samples got since is replayed."""
 _OFTEN = 16
-"""Times in a row. Then `_SELDOM` times as many steps pass: tiny models' take as long as a few look-ups."""
-_SELDOM = 4
+"""Times in a row. Then `_SELDOM` times as many steps pass."""
+_SELDOM = 2
 _FREE = 16
 """Times, the first ones, whose seconds do not count: that drafts would stand should be known soon."""
-_PHASES = 3
-"""Steps in a row: a token is drafted, then what begins behind it, then what begins behind the token after that."""
+_SAMPLES = 2
+"""That are replayed at a time."""
+_STRETCH = 64
+"""Most tokens of each that are replayed at a time."""
+_LONGEST = 48
+"""Tokens behind which another sample is replayed: each is one of many that differ."""
 
 
 class DraftOutcome(NamedTuple):
@@ -33,84 +45,109 @@ class DraftOutcome(NamedTuple):
     resumed: bool | None
     """Whether the sample's draft before it was cut off and all of it stood; None if that is not known."""
 
+    def num_stood(self) -> int:
+        """Return how many tokens stood."""
+        most = min(len(self.draft), len(self.tokens))
+        return next((i for i in range(most) if self.draft.tokens[i] != self.tokens[i]), most)
+
     def teach(self, rates: AcceptanceRates, profile: DepthProfile) -> None:
         """Tell how many tokens stood; of those behind what the sample got nothing is known."""
-        known = min(len(self.draft), len(self.tokens))
-        stood = 0
-        while stood < known and self.draft.tokens[stood] == self.tokens[stood]:
-            stood += 1
-        rates.learn(self.draft.kinds[:known], stood)
+        stood = self.num_stood()
+        rates.learn(self.draft.kinds[: len(self.tokens)], stood)
         profile.learn(len(self.draft), stood, depth=self.limit, room=len(self.tokens), resumed=self.resumed)
 
 
-class _Probe(NamedTuple):
-    """A draft of one token; behind it, the next draft begins, as if it had been verified."""
+class _Replay:
+    """Goes through what a sample got, from draft to draft."""
 
-    sample: Sample
-    place: int
-    """Number of tokens that the sample had."""
-    draft: Draft
+    def __init__(self, sample: Sample, name: int) -> None:
+        """Begin behind the sample's last token; ``name``: no sample's `sample_id`."""
+        self.sample = sample
+        self.copy = Sample(name, sample.prompt_number, sample.prompt, sample.max_new_tokens, sample.key)
+        self.begin = len(sample.token_ids)
+        self._resumed: bool | None = None
+        """Whether the next draft goes on where one was cut off; None: it hardly would begin where it does."""
+        self.open: list[DraftOutcome] = []
+        """What is known of a draft whose end is not."""
+        self._pass(self.begin)
 
-    def age(self) -> int:
-        """Return how many tokens the sample got since."""
-        return len(self.sample.token_ids) - self.place
+    @property
+    def is_long(self) -> bool:
+        """Whether another sample should be gone through."""
+        return len(self.copy.token_ids) - self.begin >= _LONGEST
 
-    def stood(self) -> bool:
-        """Whether the sample got this token."""
-        return bool(self.draft) and self.sample.token_ids[self.place] == self.draft.tokens[0]
+    def go_on(self, drafter: Drafter, *, depth: int, most: int, chance: Chance) -> Iterator[DraftOutcome]:
+        """Yield what drafts of ``most`` tokens came to, each begun where one of ``depth`` tokens before it ended.
 
+        As far as it is known by now; where that is much, for the last of it alone.
+        """
+        sample, copy = self.sample, self.copy
+        num_known = len(sample.token_ids)
+        if len(copy.token_ids) < num_known - _STRETCH:
+            self._pass(num_known - _STRETCH - len(copy.token_ids))
+            self._resumed = None
+        while (place := len(copy.token_ids)) < num_known:
+            limit = limits_of([copy], most)[0]
+            tokens = self._turn(place, limit + 1)
+            if not tokens:
+                self._pass(1)
+                self._resumed = None
+                continue
+            (draft,) = drafter.propose([copy], [limit], chance, [0.0])
+            outcome = DraftOutcome(draft.without_laws(), tokens, limit, self._resumed)
+            num_stood = min(outcome.num_stood(), depth)
+            told = [] if self._resumed is None else [outcome]
+            if num_stood == len(tokens) and sample.finish_reason is None:  # where the next one begins is not known
+                self.open = told
+                return
+            yield from told
+            self._resumed = num_stood == depth
+            self._pass(num_stood + 1)
 
-class _Foreseen(NamedTuple):
-    """A draft that is not verified."""
+    def _turn(self, place: int, most: int) -> list[int]:
+        """Return the tokens from a place on that the model chose, up to the first one that it did not."""
+        mask = self.sample.model_mask[place : place + most]
+        return self.sample.token_ids[place : place + (mask.index(False) if False in mask else most)]
 
-    sample: Sample
-    place: int
-    limit: int
-    draft: Draft
-    resumed: bool
-
-    def outcome(self) -> DraftOutcome | None:
-        """Return what came in its place, once it is known whether it stood."""
-        tokens = self.sample.token_ids[self.place : self.place + self.limit + 1]
-        might_stand = len(tokens) <= len(self.draft) and tokens == list(self.draft.tokens[: len(tokens)])
-        if might_stand and self.sample.finish_reason is None:
-            return None
-        return DraftOutcome(self.draft, tokens, self.limit, self.resumed)
+    def _pass(self, num_tokens: int) -> None:
+        """Let the copy get the sample's next tokens."""
+        place = len(self.copy.token_ids)
+        for token in self.sample.token_ids[place : place + num_tokens]:
+            self.copy.append(token, 0.0)
 
 
 class Foresight:
-    """Drafts for some samples that nothing is drafted for, and tells what that would have come to.
-
-    Those samples pass every place of their responses, and not only those where drafts begin. So each is first given one
-    token: where that falls, the next draft begins behind it, and where it stands, behind the token after it.
-    """
+    """Drafts for copies of some samples that nothing is drafted for, and tells what that would have come to."""
 
     def __init__(self, drafter: Drafter, max_draft_tokens: int) -> None:
         """Know nothing."""
+        self.depth = 1
+        """Tokens of a draft behind which the next one begins."""
         self._drafter = drafter
         self._max_draft_tokens = max_draft_tokens
         self._num_in_a_row = 0
         self._num_times = 0
+        self._next = 0
+        """Number of the first step that may replay again."""
         self._saved_s = 0.0
         """What may be spent still, of the share that trying may take; less than nothing where more was spent."""
-        self._probes: list[_Probe] = []
-        self._foreseen: list[_Foreseen] = []
+        self._num_replays = 0
+        self._replays: list[_Replay] = []
 
     def begin(self) -> None:
         """Start a generation."""
-        self._probes.clear()
-        self._foreseen.clear()
+        self._replays.clear()
+        self._next = 0  # so that first tokens count as others do
 
     def rest(self) -> None:
         """Take that drafts are verified: behind them, it is looked often again."""
         self._num_in_a_row = 0
+        for replay in self._replays[:]:
+            self._stop(replay)
 
     def is_due(self, step: int) -> bool:
         """Whether there is something to look up in this step without drafts."""
-        phase = step % self._every()
-        if not phase:
-            return self._saved_s >= 0.0
-        return phase < _PHASES and any(probe.age() == phase for probe in self._probes)
+        return step >= self._next and self._saved_s >= 0.0
 
     def spend(self, looked_s: float, passed_s: float) -> None:
         """Take the seconds of a step without drafts, and those of looking up in it."""
@@ -118,40 +155,35 @@ class Foresight:
         if self._num_times > _FREE:
             self._saved_s -= looked_s
 
-    def look(self, step: int, samples: Sequence[Sample], chance: Chance) -> None:
-        """Draft a token for these samples, or what begins behind such tokens of late."""
-        phase = step % self._every()
-        if phase:
-            self._follow([probe for probe in self._probes if probe.age() == phase], phase, chance)
-        else:
-            self._num_in_a_row += 1
-            self._num_times += 1
-            drafts = self._propose(samples, [1] * len(samples), chance)
-            self._probes = [_Probe(sample, len(sample.token_ids), draft)
-                            for sample, draft in zip(samples, drafts, strict=True)]  # fmt: skip
+    def look(self, step: int, samples: Sequence[Sample], chance: Chance) -> list[DraftOutcome]:
+        """Return what drafts for some samples would have come to since the last time; next, others may be chosen."""
+        self._next = step + _EVERY * (1 if self._num_in_a_row < _OFTEN else _SELDOM)
+        self._num_in_a_row += 1
+        self._num_times += 1
+        told = [outcome for replay in self._replays for outcome in self._go_on(replay, chance)]
+        for replay in [replay for replay in self._replays if replay.is_long]:
+            told += replay.open  # without it, drafts would look shorter than they are
+            self._stop(replay)
+        for _ in range(_SAMPLES - len(self._replays)):
+            self._num_replays += 1
+            sample = samples[int(len(samples) * (self._num_replays * GOLDEN % 1.0))]
+            self._replays.append(_Replay(sample, -self._num_replays))
+        return told
 
-    def take_outcomes(self) -> list[DraftOutcome]:
-        """Return what is known by now, once."""
-        outcomes = [(seen, seen.outcome()) for seen in self._foreseen]
-        self._foreseen = [seen for seen, outcome in outcomes if outcome is None]
-        return [outcome for _, outcome in outcomes if outcome is not None]
+    def finish(self, sample: Sample, chance: Chance) -> list[DraftOutcome]:
+        """Return what drafts for a sample would have come to up to its end, before the drafter knows of it."""
+        told: list[DraftOutcome] = []
+        for replay in [replay for replay in self._replays if replay.sample is sample]:
+            told += self._go_on(replay, chance)
+            self._stop(replay)
+        return told
 
-    def _follow(self, probes: Sequence[_Probe], phase: int, chance: Chance) -> None:
-        resumed = phase > 1
-        due = [probe.sample for probe in probes if probe.stood() == resumed and probe.sample.finish_reason is None]
-        limits = limits_of(due, self._max_draft_tokens)
-        drafts = self._propose(due, limits, chance)
-        self._foreseen += [_Foreseen(sample, len(sample.token_ids), limit, draft, resumed)
-                           for sample, limit, draft in zip(due, limits, drafts, strict=True)]  # fmt: skip
+    def _go_on(self, replay: _Replay, chance: Chance) -> Iterator[DraftOutcome]:
+        return replay.go_on(self._drafter, depth=self.depth, most=self._max_draft_tokens, chance=chance)
 
-    def _propose(self, samples: Sequence[Sample], limits: Sequence[int], chance: Chance) -> list[Draft]:
-        if not samples:
-            return []
-        drafts = self._drafter.propose(samples, limits, chance, [0.0] * len(samples))
-        return [draft.without_laws() for draft in drafts]
-
-    def _every(self) -> int:
-        return _EVERY * (1 if self._num_in_a_row < _OFTEN else _SELDOM)
+    def _stop(self, replay: _Replay) -> None:
+        self._drafter.forget(replay.copy)
+        self._replays.remove(replay)
 
 
 def limits_of(samples: Sequence[Sample], most: int) -> list[int]:

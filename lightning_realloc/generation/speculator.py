@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from lightning_realloc.generation.draft_planner import MOST_PLAN_STEPS, PLAN_STE
 from lightning_realloc.generation.draft_step import DraftStep
 from lightning_realloc.generation.draft_worth import Payoff
 from lightning_realloc.generation.drafting import Drafter
-from lightning_realloc.generation.foresight import Foresight, limits_of
+from lightning_realloc.generation.foresight import GOLDEN, Foresight, limits_of
 from lightning_realloc.generation.remaining_lengths import RemainingLengths
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.sampling import SamplingParams
@@ -27,21 +26,29 @@ takes up to a fifth longer."""
 _MOST_LEFT = 0.7
 """Share of a plan's samples that have to be left for it to go on."""
 _LOOK_AHEAD_EVERY = 16
-"""Steps after which more is drafted than verified: so it is learnt whether deeper and unlikelier tokens stand."""
+_LOOKS_OF_ROWS = 2
+"""Steps after which more is drafted than verified, at least, and for each sample that runs at most: so it is learnt
+whether deeper and unlikelier tokens stand. Many samples tell as much at once, and take the last one ahead no more."""
 _FEW = 2
 """Samples that are learnt from in a step of all of them, and fewer in a step of fewer: each sample's outcomes are to
 count alike, and not those most of samples that run with few others, late in their responses. One for every step made
 the tokens of n-gram drafts for 32 samples look 3 to 7 % more than they were."""
 _FEWER = 4
 """Times fewer of a step at most: in a long tail it is still learnt."""
+_MOST_TOGETHER = 2
+"""Times fewer samples than at most, down to which it is told from a step how uneven they are: the last ones are drafted
+for as no others are."""
+_COUNTED_EVERY = 4
+"""Steps of which one is counted for that."""
 _FEW_STEPS = 256
-"""Steps after which one sample tells enough of look-ups, which hardly change at once. Where drafting pays, half of the
-steps do then: of what look-ups come to, and of what any step takes."""
-_LOOKED_AT = 4
-"""Samples that it is looked up for at a time what they might get: a look takes 50 us, and 10 us more for each."""
+"""Steps of an engine that are all learnt from; half as many are once drafting begins anew, and from two samples each.
+Behind those one sample tells enough of look-ups."""
 _TELLING_FOR = 8
-"""Steps in a row that are learnt from, and that are not."""
-_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+"""Steps in a row that are learnt from, or are not."""
+_FREE_TRIES = 5
+"""Behind the first generation, whatever they lose: it says too little of what steps take."""
+_RESTED = 24
+"""Plain steps in a row that are all learnt from: more than a pause has."""
 
 
 @dataclass(slots=True)
@@ -98,13 +105,23 @@ class Speculator:
         """Most samples that ran at a time in this generation."""
         self._plan_rows = self._plan_until = 0
         """How many they were when it was made, and number of the first step that needs another one."""
+        self._is_first = True
+        """Whether this is the first generation, or before it."""
+        self._try_until = 0
+        """Number of the first step that tries no more what its plan does not do."""
         self._last_plans: dict[int, tuple[int, int]] = {}
         """Depth of the last plan and the steps that it was made for, by the power of two of the number of samples.
         Where drafts cost a forward, none in a new generation: nobody looked what they come to by now."""
+        self._foreseeing_s = 0.0
+        """Of this step, behind its forward: what drafts for samples that are over would have come to."""
         self._preparing_s = 0.0
         """Since the last step whose seconds were taken."""
         self._num_plain = 0
         """Steps in a row that verified nothing."""
+        self._num_drafted = 0
+        """Steps that verified something since there were many in a row that did not."""
+        self._num_not_told = 0
+        """Plain ones of them since the last one that was told of."""
 
     @property
     def adapts(self) -> bool:
@@ -145,6 +162,7 @@ class Speculator:
         """
         self._num_steps += 1
         self._most_rows = max(self._most_rows, len(running))
+        self._foreseeing_s = 0.0
         step = self._step = DraftStep(self._num_steps, running, being_read)
         if self._speculation.num_draft_tokens is not None:
             chosen = self._draft_fixed(step, self._speculation.num_draft_tokens)
@@ -155,15 +173,17 @@ class Speculator:
 
     def learn(self, verified: Sequence[Draft], emitted: Sequence[Sequence[int]]) -> None:
         """Take the outcome of a step: the tokens that each sample got."""
-        lengths = [len(draft) for draft in verified]
+        step = self._step
+        lengths = [len(draft) for draft in verified] if step.drafts else ()
         num_verified = sum(lengths)
-        self.stats.verified_tokens += num_verified
-        self.stats.accepted_tokens += sum(map(len, emitted)) - len(emitted)
+        if num_verified:
+            self.stats.verified_tokens += num_verified
+            self.stats.accepted_tokens += sum(map(len, emitted)) - len(emitted)
         if not self.adapts:
             return
-        step = self._step
         step.emitted, step.lengths, step.drafted_before = emitted, lengths, not self._num_plain
         if num_verified:
+            self._num_drafted = 1 if self._num_plain > _RESTED else self._num_drafted + 1
             self._num_plain = 0
             if not step.is_try:
                 self._foresight.rest()
@@ -179,12 +199,17 @@ class Speculator:
         if not self.adapts:
             return
         step = self._step
-        step.seconds = seconds
+        step.seconds = seconds - self._foreseeing_s
         step.preparing_s, self._preparing_s = self._preparing_s, 0.0
         is_alone = self._agree is None
         if is_alone and not self._is_telling(step):
-            self._planner.costs.take_preparing(step.preparing_s)
+            if step.depth:
+                self._planner.costs.take_preparing(step.preparing_s)
+            else:
+                self._num_not_told += 1
             return
+        if not step.depth:
+            step.stands_for, self._num_not_told = 1 + self._num_not_told, 0
         self._untold.append(step)
         # Ranks agree on several at once; what may not pay is judged step by step.
         most = 3 * PLAN_STEPS if is_alone else PLAN_STEPS
@@ -199,11 +224,26 @@ class Speculator:
         """Take a sample that has its last token."""
         self._lengths.finish(sample.prompt_number, len(sample.token_ids), is_cut=sample.is_full)
         begin = self.clock()
+        for outcome in self._foresight.finish(sample, self._rates):
+            outcome.teach(self._rates, self._planner.profile)
+        foreseen = self.clock()
+        self._step.drafting_s += foreseen - begin
+        self._foreseeing_s += foreseen - begin
+        self.stats.drafting_s += foreseen - begin
         self.drafter.finished(sample)
-        self._preparing_s += self.clock() - begin
+        self._preparing_s += self.clock() - foreseen
 
     def end(self, *, has_failed: bool = False) -> None:
         """End the generation."""
+        begin = self.clock()
+        self._take_outcomes()
+        self._planner.unevenness.end_generation()
+        if self._is_first:  # when code and kernels ran for the first time
+            self._is_first = False
+            if not self.drafter.costs_a_forward:
+                self._planner.costs.doubt()
+                self._payoff.allow(_FREE_TRIES * TRY_STEPS)
+        self.stats.planning_s += self.clock() - begin
         self.drafter.end(has_failed=has_failed)
 
     def _draft_fixed(self, step: DraftStep, depth: int) -> Sequence[Draft]:
@@ -219,9 +259,9 @@ class Speculator:
         num_rows = len(step.running)
         rests = not self._planner.costs.plain.knows(num_rows) or self._payoff.rests(num_rows)
         plan = None if rests else self._held_plan(step.running)
-        if rests or (plan and not plan.depth) or (step.being_read and not self._payoff.pays(num_rows)):
-            if not step.being_read:  # such a step is not timed
-                self._foresee(step)
+        is_idle = plan is not None and not plan.depth and step.number >= self._try_until
+        if rests or is_idle or (step.being_read and not self._payoff.pays(num_rows)):
+            self._foresee(step)
             return [NO_DRAFT] * num_rows
         most_in_a_step = num_rows * (1 + self._speculation.max_draft_tokens)
         num_missed = max(self.drafter.num_unread(step.running) - most_in_a_step, 0)
@@ -231,7 +271,8 @@ class Speculator:
         self.stats.planning_s += planned - begin
         step.is_try = plan.is_try or not plan.depth
         # Where the drafter's model has to catch up first, one step tells too little for what it takes.
-        if not plan.depth and (num_missed or self._payoff.saved_s < 0.0):
+        if not plan.depth and (num_missed or step.number >= self._try_until):
+            self._foresee(step)
             return [NO_DRAFT] * num_rows
         self.drafter.prepare(step.running)
         prepared = self.clock()
@@ -253,11 +294,13 @@ class Speculator:
             self._left(step.running), is_tail=is_tail, num_missed=num_missed, may_lose_s=self._payoff.saved_s
         )
         depth_before, steps_before = self._last_plans.get(num_rows.bit_length(), (None, 0))
-        most = MOST_PLAN_STEPS if plan.depth else MOST_PLAN_STEPS // 2  # of what is not drafted less is seen meanwhile
         num_steps = TRY_STEPS if plan.is_try else PLAN_STEPS if plan.depth != depth_before else 2 * steps_before
-        num_steps = min(num_steps, most)
+        num_steps = min(num_steps, MOST_PLAN_STEPS)
         self._last_plans[num_rows.bit_length()] = plan.depth, num_steps
         self._planned, self._plan_rows, self._plan_until = step.running, num_rows, step.number + num_steps
+        self._foresight.depth = plan.best_draft
+        # The first step of a try pays for what comes with the change.
+        self._try_until = step.number + (TRY_STEPS if not plan.depth and self._payoff.saved_s >= 0.0 else 0)
         if plan.is_untried:
             self._payoff.forgive(num_rows)
         return plan
@@ -271,8 +314,10 @@ class Speculator:
         elif plan.deeper > plan.depth and not step.number % plan.look_every:
             step.depth, step.looks, least = plan.deeper, True, [0.0] * num_rows
         most = step.depth
-        if self._anticipates and not self.drafter.costs_a_forward and not step.number % _LOOK_AHEAD_EVERY:
+        look_every = max(_LOOK_AHEAD_EVERY, _LOOKS_OF_ROWS * self._most_rows)
+        if self._anticipates and not self.drafter.costs_a_forward and not step.number % look_every:
             most, least = min(2 * most, self._speculation.max_draft_tokens), [0.0] * num_rows
+            step.looks = True
         step.limits = self._limits(step, most)
         step.drafts = self.drafter.propose(step.running, step.limits, self._rates, least)
         if most == step.depth:
@@ -287,21 +332,31 @@ class Speculator:
         return limits
 
     def _foresee(self, step: DraftStep) -> None:
-        """Look up what some samples might get next: whether it would have stood is learnt without verifying it."""
-        if self.drafter.costs_a_forward or not self._anticipates or not self._foresight.is_due(step.number):
+        """Learn what drafts would have come to that were not made."""
+        if self.drafter.costs_a_forward or not self._anticipates:
+            return
+        if step.being_read or not self._foresight.is_due(step.number):  # steps that read prompts are not timed
             return
         begin = self.clock()
-        self._take_outcomes()
-        some = [step.running[row] for row in self._some(step, _LOOKED_AT)]
-        self._foresight.look(step.number, some, self._rates)
+        for outcome in self._foresight.look(step.number, step.running, self._rates):
+            outcome.teach(self._rates, self._planner.profile)
         step.drafting_s = self.clock() - begin
         self.stats.drafting_s += step.drafting_s
 
     def _is_telling(self, step: DraftStep) -> bool:
-        """Return whether it is learnt from this step: where drafting pays, half of the steps say enough."""
-        is_special = step.looks or step.is_try or step.num_missed or not step.depth
-        is_its_turn = step.number < _FEW_STEPS or not step.number // _TELLING_FOR % 2
-        return is_its_turn or bool(is_special) or not self._payoff.pays(len(step.running))
+        """Return whether it is learnt from this step: half of them say enough where drafting pays, and a quarter where
+        it rests for long."""
+        if self._is_new or step.looks or step.is_try or step.num_missed:
+            return True
+        num_rows, turn = len(step.running), step.number // _TELLING_FOR
+        if step.depth:
+            return not turn % 2 or not self._payoff.pays(num_rows)
+        return not turn % 4 or self._num_plain <= _RESTED or step.drafting_s > 0.0 or self._is_doubtful(step)
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether little is known: of steps, or of what drafts come to by now."""
+        return self._num_steps < _FEW_STEPS or (not self._num_plain and self._num_drafted < _FEW_STEPS // 2)
 
     def _is_doubtful(self, step: DraftStep) -> bool:
         """Return whether the next step depends on what this one took."""
@@ -311,13 +366,14 @@ class Speculator:
     def _take_outcomes(self) -> None:
         """Learn from what drafts came to since the last time, and from what was foreseen, as far as it is known."""
         for step in self._untaught:
-            few = _FEW if step.number < _FEW_STEPS or self.drafter.costs_a_forward else 1
+            few = _FEW if self._is_new or self.drafter.costs_a_forward else 1
             for row in range(len(step.drafts)) if step.looks or step.is_try else self._some(step, few):
                 step.outcome(row, self._last).teach(self._rates, self._planner.profile)
             self._last = step
+            is_even = _MOST_TOGETHER * len(step.running) >= self._most_rows
+            if is_even and step.number % _COUNTED_EVERY == 1 and any(step.lengths):
+                self._planner.unevenness.count(step.running, step.emitted)
         self._untaught.clear()
-        for outcome in self._foresight.take_outcomes():
-            outcome.teach(self._rates, self._planner.profile)
 
     def _held_plan(self, running: Sequence[Sample]) -> DraftPlan | None:
         """Return the plan that still holds; None where it is time for another one.
@@ -357,8 +413,8 @@ class Speculator:
                 shared_s = self._planner.costs.take_preparing(preparing_s)
                 self._payoff.learn(len(step.running), step.gained_s(), step_s + drafting_s + shared_s)
             elif not step.depth:
-                self._foresight.spend(drafting_s, step_s)
-                self._payoff.save(len(step.running), step_s)
+                self._foresight.spend(drafting_s, step.stands_for * step_s)
+                self._payoff.save(len(step.running), step.stands_for * step_s)
             self._take_step_costs(step, step_s)
             if self.drafter.costs_a_forward:
                 self._take_drafting_costs(step, drafting_s, first_s)
@@ -375,6 +431,8 @@ class Speculator:
         """Learn what reading so many tokens takes."""
         costs, num_rows = self._planner.costs, len(step.running)
         if any(step.lengths):
+            if not step.drafted_before and self._planner.costs.verifying.known:
+                return  # it pays for the change
             size = effective_tokens(num_rows, num_rows + sum(step.lengths), max(step.lengths))
             costs.verifying.observe(size, step_s)
         elif step.is_settled or not costs.plain.knows(num_rows):
@@ -406,4 +464,4 @@ def _spread(step: int, num_rows: int, stride: int) -> range:
     What is done every so many steps must not see the same ones each time: multiples of the golden ratio spread evenly
     whichever of them are taken.
     """
-    return range(int(stride * (step * _GOLDEN % 1.0)), num_rows, stride)
+    return range(int(stride * (step * GOLDEN % 1.0)), num_rows, stride)

@@ -15,6 +15,7 @@ from lightning_realloc.generation.acceptance import AcceptanceRates, DepthOutcom
 from lightning_realloc.generation.draft_planner import DraftPlanner, _fastest, remaining_s
 from lightning_realloc.generation.slowness import Slowness
 from lightning_realloc.generation.step_costs import SpeculationCosts, StepCosts
+from lightning_realloc.generation.unevenness import Unevenness, tokens_behind
 
 CURVES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "flat": lambda size: np.full(np.shape(size), 1.0),
@@ -39,8 +40,9 @@ def fixed_depth_s(depth: int, num_rows: int, chance: float, seconds_of: Callable
 
 
 def planner_that_knows(num_rows: int, chance: float, seconds_of: Callable[[np.ndarray], np.ndarray]) -> DraftPlanner:
-    """Return a planner that has seen drafts of all lengths, and steps of all sizes."""
+    """Return a planner that has seen drafts of all lengths, steps of all sizes, and that samples are alike."""
     planner, rng = DraftPlanner(MAX_DEPTH, costs_a_forward=False), np.random.default_rng(1)
+    planner.unevenness = Unevenness(0.0)
     for rows in sorted([*range(1, num_rows + 1)] * 2):
         planner.costs.plain.observe(rows, float(seconds_of(np.array(rows))))
     for size in rng.integers(num_rows, num_rows * (1 + MAX_DEPTH), 400, endpoint=True).tolist():
@@ -113,8 +115,9 @@ def test_of_depths_with_the_same_tokens_per_second_many_samples_are_over_sooner_
     shallow, deep = DepthOutcome(1.6, 0.24, 1.0), DepthOutcome(2.4, 2.5, 4.0)
 
     def seconds(outcome: DepthOutcome, num_last: float) -> float:
-        tokens = outcome.tokens
-        return remaining_s(outcome, tokens, 0.9 * tokens, [960.0] * 32, num_last=num_last, token_s=0.9)
+        tokens, variance, _ = outcome
+        behind = tokens_behind(num_last, tokens, variance, 960.0 / tokens, unevenness=0.0)
+        return remaining_s(tokens, tokens, 0.9 * tokens, [960.0] * 32) + 0.9 * behind
 
     one, many = ([seconds(outcome, num_last) for outcome in (shallow, deep)] for num_last in (1.0, 32.0))
     assert one == pytest.approx([960.0, 960.0], rel=1e-9)
@@ -123,9 +126,12 @@ def test_of_depths_with_the_same_tokens_per_second_many_samples_are_over_sooner_
 
 @pytest.mark.parametrize("num_rows", [1, 4, 16, 32])
 @pytest.mark.parametrize("depth", [0, 2, 8])
-@pytest.mark.parametrize("chance", [0.5, 0.9])
-def test_remaining_seconds_are_those_of_simulated_batches(num_rows: int, depth: int, chance: float) -> None:
-    # Further drafted tokens take 0.05 for all samples together, verified ones 0.05 for each.
+@pytest.mark.parametrize(("chance", "spread"), [(0.5, 0.0), (0.9, 0.0), (0.5, 0.05)])
+def test_remaining_seconds_are_those_of_simulated_batches(
+    num_rows: int, depth: int, chance: float, spread: float
+) -> None:
+    # Chances of samples differ by ``spread``. Further drafted tokens take 0.05 for all samples together, verified ones
+    # 0.05 for each.
     length = 96
     rng = np.random.default_rng(num_rows)
 
@@ -134,21 +140,22 @@ def test_remaining_seconds_are_those_of_simulated_batches(num_rows: int, depth: 
 
     def simulated() -> float:
         left, seconds = np.full(num_rows, length), 0.0
-        while (running := left[left > 0]).size:
-            limits = np.minimum(depth, running - 1)  # drafts are cut off at the end
+        chances = rng.normal(chance, spread, (num_rows, 1)).clip(0.0, 1.0)
+        while (is_running := left > 0).any():
+            limits = np.minimum(depth, left[is_running] - 1)  # drafts are cut off at the end
             seconds += step_s(limits)
-            stood = np.cumprod(rng.random((running.size, depth)) < chance, axis=1).sum(axis=1)
-            left = running - (1 + np.minimum(stood, limits))
+            stood = np.cumprod(rng.random((limits.size, depth)) < chances[is_running], axis=1).sum(axis=1)
+            left[is_running] -= 1 + np.minimum(stood, limits)
         return seconds
 
     survivals = chance ** np.arange(1, depth + 1)
     tokens = 1.0 + survivals.sum()
     variance = 1.0 + (survivals * (2 * np.arange(1, depth + 1) + 1)).sum() - tokens**2
+    slope = (np.arange(1, depth + 1) * chance ** np.arange(depth)).sum()
+    unevenness = spread * slope / max(tokens - 1.0, 1.0)
+    behind = tokens_behind(num_rows, tokens, variance, length / tokens, unevenness)
     whole_s, alone_s = (step_s(np.full(rows, depth)) for rows in (num_rows, 1))
-    predicted = remaining_s(
-        DepthOutcome(tokens, variance, depth), whole_s, alone_s, [float(length)] * num_rows, num_last=num_rows,
-        token_s=alone_s / tokens,
-    )  # fmt: skip
+    predicted = remaining_s(tokens, whole_s, alone_s, [float(length)] * num_rows) + behind * alone_s / tokens
     assert predicted == pytest.approx(np.mean([simulated() for _ in range(200)]), rel=0.05)
 
 

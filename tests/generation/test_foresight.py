@@ -10,12 +10,12 @@ import pytest
 
 from lightning_realloc.generation.acceptance import AcceptanceRates, DepthOutcome, DepthProfile
 from lightning_realloc.generation.drafting import Chance, Drafter
-from lightning_realloc.generation.foresight import Foresight
+from lightning_realloc.generation.foresight import DraftOutcome, Foresight
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.verification import NO_DRAFT, Draft
 
 DEPTH = 8
-RIGHT, WRONG = 1, 0
+RIGHT, WRONG, OTHER = 1, 0, 2
 NUM_PLACES = 8_000
 
 
@@ -60,26 +60,30 @@ class Seer(Drafter):
         return [self._draft(sample, limit) for sample, limit in zip(running, limits, strict=True)]
 
     def _draft(self, sample: Sample, limit: int) -> Draft:
-        place, right = len(sample.token_ids), TEXTS[sample.sample_id]
+        place, right = len(sample.token_ids), TEXTS[sample.prompt_number]
         length = limit if self._guesses else num_right(right, place, limit)
         tokens = [RIGHT if right[place + i] else WRONG for i in range(length)]
         return Draft(tokens, ["any"] * length) if length else NO_DRAFT
 
 
-def foreseen(drafter: Drafter) -> list[DepthOutcome]:
-    """Return what is learnt while nothing is verified, and every sample passes every place of its text."""
+def foreseen(drafter: Drafter, in_use: int) -> list[float]:
+    """Return the tokens per step that are told while nothing is verified, and every sample passes every place.
+
+    By depth, as the mean of many times: each is told from a few hundred drafts alone.
+    """
     samples = [Sample(i, i, (RIGHT,), NUM_PLACES, key=i) for i in range(len(TEXTS))]
     foresight, rates, profile = Foresight(drafter, DEPTH), AcceptanceRates(), DepthProfile(DEPTH)
+    foresight.depth = in_use
     foresight.begin()
+    told: list[list[float]] = []
     for step in range(NUM_PLACES - 2 * DEPTH):
         if foresight.is_due(step):
-            foresight.look(step, samples, rates)
-        foresight.rest()
+            for outcome in foresight.look(step, samples, rates):
+                outcome.teach(rates, profile)
+            told.append([outcome.tokens for outcome in profile.outcomes()])
         for sample in samples:
-            sample.append(RIGHT, 0.0)
-        for outcome in foresight.take_outcomes():
-            outcome.teach(rates, profile)
-    return profile.outcomes()
+            sample.append(RIGHT if TEXTS[sample.prompt_number][step] else OTHER, 0.0)
+    return [fmean(tokens) for tokens in zip(*told[20:], strict=True)]
 
 
 def drafted(depth: int) -> list[DepthOutcome]:
@@ -96,10 +100,13 @@ def drafted(depth: int) -> list[DepthOutcome]:
 
 
 @pytest.mark.parametrize("guesses", [False, True])
-def test_every_depth_is_foreseen(guesses: bool) -> None:
-    outcomes = foreseen(Seer(guesses=guesses))
-    for depth in (1, 2, 4, DEPTH):
-        assert outcomes[depth - 1].tokens == pytest.approx(tokens_per_step(depth), rel=0.05)
+@pytest.mark.parametrize(("in_use", "depths"), [(1, (1, 2, 4, 8)), (2, (1, 2, 4, 8)), (4, (4, 8)), (8, (8,))])
+def test_the_depth_in_use_is_foreseen_and_those_that_are_deeper(
+    in_use: int, depths: tuple[int, ...], guesses: bool
+) -> None:
+    tokens = foreseen(Seer(guesses=guesses), in_use)
+    for depth in depths:
+        assert tokens[depth - 1] == pytest.approx(tokens_per_step(depth), rel=0.05)
 
 
 def test_places_that_no_draft_would_begin_at_look_better_than_those_where_they_do() -> None:
@@ -115,43 +122,101 @@ def test_one_depth_teaches_what_the_others_come_to(in_use: int) -> None:
         assert outcomes[depth - 1].tokens == pytest.approx(tokens_per_step(depth), rel=0.05)
 
 
-def test_what_is_foreseen_is_told_once() -> None:
+def look(foresight: Foresight, sample: Sample, step: int) -> list[DraftOutcome]:
+    """Look, if it is time to, and let the sample get a token that can be foreseen."""
+    told = foresight.look(step, [sample], AcceptanceRates()) if foresight.is_due(step) else []
+    sample.append(RIGHT, 0.0)
+    return told
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_begin_where_those_before_them_would_have_ended(seed: int) -> None:
+    right, depth = TEXTS[seed], 2
+    sample = Sample(0, seed, (RIGHT,), 72, key=0)
+    foresight = Foresight(Seer(guesses=True), DEPTH)
+    foresight.depth = depth
+    foresight.look(0, [sample], AcceptanceRates())
+    for place in range(72):
+        sample.append(RIGHT if right[place] else OTHER, 0.0)
+    sample.finish_reason = "length"
+    told = foresight.finish(sample, AcceptanceRates())
+    begins, place = [], 8  # the last 64 of them are gone through
+    while place < 72:
+        begins.append(place)
+        place += min(num_right(right, place, depth), 72 - place - 1) + 1
+    expected = [(min(num_right(right, place, DEPTH), 72 - place - 1), place) for place in begins[1:]]
+    assert [outcome.num_stood() for outcome in told[: len(expected)]] == [stood for stood, _ in expected]
+    cut = [num_right(right, place, depth) == depth for place in begins[:-1]]
+    assert [outcome.resumed for outcome in told[: len(cut)]] == cut
+
+
+def test_what_the_sample_got_since_is_not_known_before_it_is_looked_up() -> None:
+    class Onlooker(Seer):
+        def propose(
+            self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
+        ) -> list[Draft]:
+            (copy,) = running
+            assert copy is not sample and copy.sample_id < 0
+            assert copy.token_ids == sample.token_ids[: len(copy.token_ids)]
+            return super().propose(running, limits, chance, least_survivals)
+
+    sample = Sample(0, 0, (RIGHT,), NUM_PLACES, key=0)
+    foresight = Foresight(Onlooker(guesses=True), DEPTH)
+    assert sum(len(look(foresight, sample, step)) for step in range(400)) > 100
+
+
+def test_a_model_s_turn_ends_a_draft_and_what_is_said_to_it_is_passed() -> None:
     sample = Sample(0, 0, (RIGHT,), NUM_PLACES, key=0)
     foresight = Foresight(Seer(guesses=True), DEPTH)
-    told = []
-    for step in range(40):
-        if foresight.is_due(step):
-            foresight.look(step, [sample], AcceptanceRates())
-        sample.append(RIGHT, 0.0)
-        told += foresight.take_outcomes()
+    foresight.depth = DEPTH
+    foresight.look(0, [sample], AcceptanceRates())
+    for _ in range(3):
+        for _ in range(5):
+            sample.append(RIGHT, 0.0)
+        sample.extend([OTHER] * 4)
     sample.finish_reason = "stop"
-    told += foresight.take_outcomes()
-    assert len(told) == 3  # one for each sixteen steps
-    assert not foresight.take_outcomes()
+    told = foresight.finish(sample, AcceptanceRates())
+    assert {len(outcome.tokens) for outcome in told} <= {1, 2, 3, 4, 5}
+    assert all(OTHER not in outcome.tokens for outcome in told)
 
 
-@pytest.mark.parametrize(("looked_s", "least", "most"), [(0.0, 750, 750), (0.001, 750, 750), (1.0, 66, 72)])
-def test_what_looking_up_takes_is_half_a_percent_of_plain_steps(looked_s: float, least: int, most: int) -> None:
+@pytest.mark.parametrize(("looked_s", "least", "most"), [(0.0, 130, 135), (0.001, 130, 135), (1.0, 26, 30)])
+def test_what_looking_up_takes_is_its_share_of_plain_steps(looked_s: float, least: int, most: int) -> None:
     sample = Sample(0, 0, (RIGHT,), NUM_PLACES, key=0)
     foresight = Foresight(Seer(guesses=True), DEPTH)
-    num_due = 0  # of 48 the seconds do not count
+    num_due = 0  # of 16 the seconds do not count
     for step in range(4000):
-        if due := foresight.is_due(step):
-            foresight.look(step, [sample], AcceptanceRates())
-        foresight.rest()
-        sample.append(RIGHT, 0.0)
+        due = foresight.is_due(step)
+        look(foresight, sample, step)
         foresight.spend(looked_s if due else 0.0, 1.0)
         num_due += due
     assert least <= num_due <= most
 
 
-def test_samples_that_got_other_tokens_meanwhile_are_not_followed() -> None:
-    sample = Sample(0, 0, (RIGHT,), NUM_PLACES, key=0)
-    foresight = Foresight(Seer(guesses=True), DEPTH)
-    foresight.look(0, [sample], AcceptanceRates())
-    for _ in range(3):  # by a verified draft
-        sample.append(RIGHT, 0.0)
-    foresight.look(1, [sample], AcceptanceRates())
-    for _ in range(2 * DEPTH):
-        sample.append(RIGHT, 0.0)
-    assert not foresight.take_outcomes()
+def test_samples_that_are_over_are_replaced_and_forgotten() -> None:
+    class Forgetful(Seer):
+        def __init__(self) -> None:
+            super().__init__(guesses=True)
+            self.known: set[int] = set()
+
+        def propose(
+            self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
+        ) -> list[Draft]:
+            self.known |= {sample.sample_id for sample in running}
+            return super().propose(running, limits, chance, least_survivals)
+
+        def forget(self, sample: Sample) -> None:
+            self.known.discard(sample.sample_id)
+
+    drafter = Forgetful()
+    foresight = Foresight(drafter, DEPTH)
+    num_told = 0
+    for _ in range(20):
+        sample = Sample(0, 0, (RIGHT,), NUM_PLACES, key=0)
+        for step in range(64):
+            num_told += len(look(foresight, sample, foresight._next + step % 2))
+            assert len(drafter.known) <= 2
+        sample.finish_reason = "stop"
+        num_told += len(foresight.finish(sample, AcceptanceRates()))
+        assert not drafter.known and not foresight.finish(sample, AcceptanceRates())
+    assert num_told > 50

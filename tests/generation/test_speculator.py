@@ -178,7 +178,7 @@ def test_samples_are_learnt_from_alike_however_many_run_with_them(monkeypatch: p
     drafter = Foreteller()
     drafter.right = 0.5
     pretence = Pretence(drafter, flat, num_samples=32, fewer_each=3)
-    for _ in range(20):
+    for _ in range(80):
         pretence.generate()
     shares = [taught[few] / ran[few] for few in (1, 2, 3)]  # with 8, 16 and 24 samples or more
     assert max(shares) < 1.3 * min(shares)
@@ -196,7 +196,7 @@ def test_where_drafting_pays_half_of_the_steps_are_learnt_from(monkeypatch: pyte
     rates = [pretence.generate()[1] for _ in range(10)]
     num_steps = sum(NEW_TOKENS / rate for rate in rates)
     assert min(rates) > 2.0
-    assert 0.4 * num_steps < len(taught) < 0.7 * num_steps  # of one sample each; all of them, in what is tried
+    assert 0.4 * num_steps < len(taught) < 0.8 * num_steps  # of one sample each; all of them, in what is tried
 
 
 @pytest.mark.parametrize("max_draft_tokens", [1, 8])
@@ -244,8 +244,8 @@ def test_drafting_begins_soon_once_drafts_would_stand() -> None:
         pretence.generate()
     assert pretence.generate()[1] < 1.2
     drafter.right = 0.95
-    rates = [pretence.generate()[1] for _ in range(6)]
-    assert rates[-1] > 3.0
+    rates = [pretence.generate()[1] for _ in range(8)]
+    assert rates[2] > 2.5 and rates[-1] > 4.0
 
 
 def test_drafting_stops_soon_once_drafts_stand_no_more() -> None:
@@ -392,8 +392,9 @@ class Lawgiver(Foreteller):
 
 def test_what_is_learnt_later_keeps_no_distributions() -> None:
     drafter = Lawgiver()
-    _, tokens_per_step = Pretence(drafter, flat).generate()
-    assert tokens_per_step > 4.0
+    pretence = Pretence(drafter, flat)
+    pretence.generate()
+    assert pretence.generate()[1] > 4.0
     assert 0 < drafter.most_kept <= 3 * 4 * 8  # this step's, the last one's and those foreseen: 4 samples, 8 tokens
 
 
