@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -200,6 +201,8 @@ def measure(cell: Cell, models: Models, settings: Settings) -> None:
             for name, arm in cell.arms.items()
         }
         cell.seconds = {name: [] for name in turns}
+        gc.collect()
+        gc.freeze()  # or an arm that made more objects would go through all those of the models now and then
         num_turns = 1
         while len(cell.seconds[NONE]) < num_turns:
             for name, seconds in sliced.run(turns).items():
