@@ -18,7 +18,7 @@ _DEPTH_MEMORY = 0.999
 LOOK_UP_MEMORY = 0.997
 """The same of looked-up drafts, many of which are told of: in a new epoch they may be better all at once."""
 _MOST_WEIGHT = 1e6
-"""Of a draft, before all counts are scaled back: once in some ten thousand drafts."""
+"""Of a draft, before all counts are scaled back: once in some thousands of drafts."""
 _DEPTH_PRIOR_WEIGHT = 4.0
 _POOLED_WEIGHT = 8.0
 """Drafts that those of all places count as, in what those of one kind are taken to come to."""

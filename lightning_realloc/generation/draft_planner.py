@@ -112,7 +112,7 @@ class DraftPlanner:
             is_tail: No sample waits for a slot, so that the one which takes longest decides when all are done.
             num_missed: Tokens that the drafter's model reads before it can draft, beyond what it reads in every step.
             may_lose_s: Seconds that a plan may lose which drafts though nothing seems to pay. Where nothing was missed,
-                a single step is tried instead, and no plan does.
+                some steps are tried instead, and no plan does.
         """
         num_rows = len(left)
         outcomes = (_NO_DRAFT, *self.profile.outcomes())
@@ -138,7 +138,7 @@ class DraftPlanner:
         if is_try:
             depth = best_draft
         if not depth and is_tail and num_rows > 1 and not self._costs_a_forward:
-            # A single step with drafts takes none ahead who is behind: it saves their rows, once they are over.
+            # A few steps with drafts take none ahead who is behind: they save their rows, once they are over.
             return DraftPlan(0, best_draft, plain_s, row_s, [row_s] * num_rows)
         # In the tail, a step is saved by the last sample alone; before it, none is, whoever is ahead.
         worths = token_worths(chances, plain_s, row_s) if is_tail else [plain_s / num_rows] * num_rows

@@ -122,10 +122,10 @@ class Payoff:
         record = self._record(num_rows)
         return record.balance <= 0.0 or record.trial <= -_GLARING / 2
 
-    def save(self, num_rows: int, plain_s: float) -> None:
-        """Take the seconds of a plain step."""
-        self.saved_s += COST_OF_TRYING * plain_s
-        self._record(num_rows).num_plain += 1
+    def save(self, num_rows: int, plain_s: float, *, num_steps: int = 1) -> None:
+        """Take the seconds of a plain step, as so many took."""
+        self.saved_s += COST_OF_TRYING * num_steps * plain_s
+        self._record(num_rows).num_plain += num_steps
 
     def take_try(self, gained_s: float, spent_s: float) -> None:
         """Take a step that drafted though nothing seemed to pay: as `learn`, but nothing rests for it."""

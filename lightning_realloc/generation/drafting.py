@@ -88,6 +88,9 @@ class Drafter:
     ) -> list[Draft]:
         """Return a draft for each running sample, in the order of slots, of at most ``limits`` tokens.
 
+        Or for a copy of one, to see what a draft would have come to: it was never admitted, has no slot and a
+        `sample_id` of its own, and its tokens are those that the sample had some time ago.
+
         A draft may end where the chance that all of its tokens stand falls below its ``least_survivals``.
         """
         return [NO_DRAFT] * len(running)
@@ -96,7 +99,7 @@ class Drafter:
         """A sample has its last token."""
 
     def forget(self, sample: Sample) -> None:
-        """Nothing more is asked for a sample that is not over; it was no one's but who looked what drafts come to."""
+        """Nothing more is asked for such a copy: what was kept for it may go."""
 
     def end(self, *, has_failed: bool = False) -> None:
         """The generation is over, or cannot go on."""

@@ -1,7 +1,7 @@
 """What drafts would have come to, had they been verified: told of what samples got while none are.
 
 Samples then pass every place of their responses, and drafts begin at some of them alone. So what a sample got is gone
-through once more, from draft to draft, as if these had been verified, by a copy of it that knows no more than it did.
+through once more, from draft to draft, as if these had been verified, by a copy that has no more of it than it had.
 One that is hard to draft for takes more drafts for as many tokens, and so counts as much more as it would.
 """
 
@@ -30,6 +30,8 @@ _SAMPLES = 2
 """That are replayed at a time."""
 _STRETCH = 64
 """Most tokens of each that are replayed at a time."""
+_NAMES = -(1 << 62)
+"""Copies are called as no sample is: by numbers below it."""
 _LONGEST = 48
 """Tokens behind which another sample is replayed: each is one of many that differ."""
 
@@ -81,6 +83,7 @@ class _Replay:
 
         As far as it is known by now; where that is much, for the last of it alone.
         """
+        self.open = []
         sample, copy = self.sample, self.copy
         num_known = len(sample.token_ids)
         if len(copy.token_ids) < num_known - _STRETCH:
@@ -97,12 +100,13 @@ class _Replay:
             outcome = DraftOutcome(draft.without_laws(), tokens, limit, self._resumed)
             num_stood = min(outcome.num_stood(), depth)
             told = [] if self._resumed is None else [outcome]
-            if num_stood == len(tokens) and sample.finish_reason is None:  # where the next one begins is not known
+            may_go_on = num_stood == len(tokens) and place + len(tokens) == num_known
+            if may_go_on and sample.finish_reason is None:  # where the next one begins is not known
                 self.open = told
                 return
             yield from told
             self._resumed = num_stood == depth
-            self._pass(num_stood + 1)
+            self._pass(min(num_stood + 1, len(tokens)))
 
     def _turn(self, place: int, most: int) -> list[int]:
         """Return the tokens from a place on that the model chose, up to the first one that it did not."""
@@ -111,9 +115,11 @@ class _Replay:
 
     def _pass(self, num_tokens: int) -> None:
         """Let the copy get the sample's next tokens."""
-        place = len(self.copy.token_ids)
-        for token in self.sample.token_ids[place : place + num_tokens]:
-            self.copy.append(token, 0.0)
+        sample, copy = self.sample, self.copy
+        span = slice(len(copy.token_ids), len(copy.token_ids) + num_tokens)
+        for token, is_own in zip(sample.token_ids[span], sample.model_mask[span], strict=True):
+            copy.append(token, 0.0)
+            copy.model_mask[-1] = is_own
 
 
 class Foresight:
@@ -136,21 +142,20 @@ class Foresight:
 
     def begin(self) -> None:
         """Start a generation."""
-        self._replays.clear()
+        self._stop_all()
         self._next = 0  # so that first tokens count as others do
 
     def rest(self) -> None:
         """Take that drafts are verified: behind them, it is looked often again."""
         self._num_in_a_row = 0
-        for replay in self._replays[:]:
-            self._stop(replay)
+        self._stop_all()
 
     def is_due(self, step: int) -> bool:
         """Whether there is something to look up in this step without drafts."""
         return step >= self._next and self._saved_s >= 0.0
 
     def spend(self, looked_s: float, passed_s: float) -> None:
-        """Take the seconds of a step without drafts, and those of looking up in it."""
+        """Take the seconds of steps without drafts, and those of looking up in them."""
         self._saved_s += COST_OF_TRYING * passed_s
         if self._num_times > _FREE:
             self._saved_s -= looked_s
@@ -161,13 +166,17 @@ class Foresight:
         self._num_in_a_row += 1
         self._num_times += 1
         told = [outcome for replay in self._replays for outcome in self._go_on(replay, chance)]
-        for replay in [replay for replay in self._replays if replay.is_long]:
-            told += replay.open  # without it, drafts would look shorter than they are
-            self._stop(replay)
-        for _ in range(_SAMPLES - len(self._replays)):
+        running = {id(sample) for sample in samples}
+        for replay in self._replays[:]:
+            if replay.is_long or id(replay.sample) not in running:
+                told += replay.open  # without it, drafts would look shorter than they are
+                self._stop(replay)
+        others = {id(replay.sample) for replay in self._replays}
+        free = [sample for sample in samples if id(sample) not in others]
+        while free and len(self._replays) < _SAMPLES:
             self._num_replays += 1
-            sample = samples[int(len(samples) * (self._num_replays * GOLDEN % 1.0))]
-            self._replays.append(_Replay(sample, -self._num_replays))
+            sample = free.pop(int(len(free) * (self._num_replays * GOLDEN % 1.0)))
+            self._replays.append(_Replay(sample, _NAMES - self._num_replays))
         return told
 
     def finish(self, sample: Sample, chance: Chance) -> list[DraftOutcome]:
@@ -180,6 +189,10 @@ class Foresight:
 
     def _go_on(self, replay: _Replay, chance: Chance) -> Iterator[DraftOutcome]:
         return replay.go_on(self._drafter, depth=self.depth, most=self._max_draft_tokens, chance=chance)
+
+    def _stop_all(self) -> None:
+        for replay in self._replays[:]:
+            self._stop(replay)
 
     def _stop(self, replay: _Replay) -> None:
         self._drafter.forget(replay.copy)

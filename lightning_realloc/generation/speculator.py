@@ -26,7 +26,7 @@ takes up to a fifth longer."""
 _MOST_LEFT = 0.7
 """Share of a plan's samples that have to be left for it to go on."""
 _LOOK_AHEAD_EVERY = 16
-_LOOKS_OF_ROWS = 2
+_AHEAD_OF_ROWS = 2
 """Steps after which more is drafted than verified, at least, and for each sample that runs at most: so it is learnt
 whether deeper and unlikelier tokens stand. Many samples tell as much at once, and take the last one ahead no more."""
 _FEW = 2
@@ -118,10 +118,10 @@ class Speculator:
         """Since the last step whose seconds were taken."""
         self._num_plain = 0
         """Steps in a row that verified nothing."""
-        self._num_drafted = 0
-        """Steps that verified something since there were many in a row that did not."""
         self._num_not_told = 0
         """Plain ones of them since the last one that was told of."""
+        self._num_drafted = 0
+        """Steps that verified something since there were many in a row that did not."""
 
     @property
     def adapts(self) -> bool:
@@ -224,21 +224,23 @@ class Speculator:
         """Take a sample that has its last token."""
         self._lengths.finish(sample.prompt_number, len(sample.token_ids), is_cut=sample.is_full)
         begin = self.clock()
-        for outcome in self._foresight.finish(sample, self._rates):
-            outcome.teach(self._rates, self._planner.profile)
-        foreseen = self.clock()
-        self._step.drafting_s += foreseen - begin
-        self._foreseeing_s += foreseen - begin
-        self.stats.drafting_s += foreseen - begin
+        if not self._step.depth:  # in a step with drafts, its seconds would be taken for theirs
+            for outcome in self._foresight.finish(sample, self._rates):
+                outcome.teach(self._rates, self._planner.profile)
+            foreseen = self.clock()
+            self._step.drafting_s += foreseen - begin
+            self._foreseeing_s += foreseen - begin
+            self.stats.drafting_s += foreseen - begin
+            begin = foreseen
         self.drafter.finished(sample)
-        self._preparing_s += self.clock() - foreseen
+        self._preparing_s += self.clock() - begin
 
     def end(self, *, has_failed: bool = False) -> None:
         """End the generation."""
         begin = self.clock()
         self._take_outcomes()
         self._planner.unevenness.end_generation()
-        if self._is_first:  # when code and kernels ran for the first time
+        if self._is_first and self._most_rows:  # when code and kernels ran for the first time
             self._is_first = False
             if not self.drafter.costs_a_forward:
                 self._planner.costs.doubt()
@@ -314,7 +316,7 @@ class Speculator:
         elif plan.deeper > plan.depth and not step.number % plan.look_every:
             step.depth, step.looks, least = plan.deeper, True, [0.0] * num_rows
         most = step.depth
-        look_every = max(_LOOK_AHEAD_EVERY, _LOOKS_OF_ROWS * self._most_rows)
+        look_every = max(_LOOK_AHEAD_EVERY, _AHEAD_OF_ROWS * self._most_rows)
         if self._anticipates and not self.drafter.costs_a_forward and not step.number % look_every:
             most, least = min(2 * most, self._speculation.max_draft_tokens), [0.0] * num_rows
             step.looks = True
@@ -364,7 +366,7 @@ class Speculator:
         return self._payoff.is_doubtful(num_rows) if step.depth else not self._planner.costs.plain.knows(num_rows)
 
     def _take_outcomes(self) -> None:
-        """Learn from what drafts came to since the last time, and from what was foreseen, as far as it is known."""
+        """Learn from what drafts came to since the last time."""
         for step in self._untaught:
             few = _FEW if self._is_new or self.drafter.costs_a_forward else 1
             for row in range(len(step.drafts)) if step.looks or step.is_try else self._some(step, few):
@@ -414,7 +416,7 @@ class Speculator:
                 self._payoff.learn(len(step.running), step.gained_s(), step_s + drafting_s + shared_s)
             elif not step.depth:
                 self._foresight.spend(drafting_s, step.stands_for * step_s)
-                self._payoff.save(len(step.running), step.stands_for * step_s)
+                self._payoff.save(len(step.running), step_s, num_steps=step.stands_for)
             self._take_step_costs(step, step_s)
             if self.drafter.costs_a_forward:
                 self._take_drafting_costs(step, drafting_s, first_s)

@@ -24,11 +24,11 @@ _PRIOR_WEIGHT = 32.0
 """Samples that this counts as, beside those that were seen."""
 _MOST_WEIGHT = 64.0
 """Samples that are remembered, the last ones."""
-_LEAST_STEPS = 4
+_LEAST_STEPS = 6
 """Of a sample, for what it got per step to say anything."""
-_LEAST_SHARE = 0.1
-"""Of its response, that it got in them, a few of all steps: what can be foreseen comes in runs, so that short stretches
-differ by more."""
+_LEAST_SHARE = 0.06
+"""Of what it got from the first of them on, that it got in them; one step in four to eight is counted. What can be
+foreseen comes in runs, so that short stretches differ by more."""
 
 
 @dataclass(slots=True)
@@ -37,6 +37,8 @@ class _Progress:
 
     sample: Sample
     """Keeps it alive: others may not have its identity."""
+    begin: int
+    """Tokens that it had before."""
     num_steps: int = 0
     tokens: int = 0
     squares: int = 0
@@ -44,7 +46,8 @@ class _Progress:
     @property
     def is_telling(self) -> bool:
         """Whether it was drafted for in a good part of its response."""
-        return self.num_steps >= _LEAST_STEPS and self.tokens >= _LEAST_SHARE * len(self.sample.token_ids)
+        got = len(self.sample.token_ids) - self.begin
+        return self.num_steps >= _LEAST_STEPS and self.tokens >= _LEAST_SHARE * got
 
 
 class Unevenness:
@@ -70,7 +73,7 @@ class Unevenness:
         for sample, tokens in zip(samples, emitted, strict=True):
             progress = self._progress.get(id(sample))
             if progress is None:
-                progress = self._progress[id(sample)] = _Progress(sample)
+                progress = self._progress[id(sample)] = _Progress(sample, len(sample.token_ids))
             num_tokens = len(tokens)
             progress.num_steps += 1
             progress.tokens += num_tokens
@@ -93,7 +96,8 @@ class Unevenness:
         # How much of what samples differ by is not chance, if look-ups are as uneven as they mostly are.
         telling = (OF_LOOK_UPS * drafted) ** 2 / ((OF_LOOK_UPS * drafted) ** 2 + within)
         weight = (len(told) - 1) * telling * telling
-        self._squares += weight * (variance(per_step) - within) / (drafted * drafted)
+        square = (variance(per_step) - within) / (drafted * drafted)
+        self._squares += weight * min(max(square, -1.0), 1.0)  # of few tokens that stood, one sample may have got all
         self._weight += weight
         if self._weight > _MOST_WEIGHT:
             self._squares *= _MOST_WEIGHT / self._weight

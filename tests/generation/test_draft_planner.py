@@ -70,6 +70,49 @@ def test_the_depth_is_the_best_of_all_or_about_as_good(curve: str, num_rows: int
     assert seconds[chosen] < 1.05 * min(seconds), (chosen, seconds)
 
 
+@pytest.mark.parametrize("costs_a_forward", [False, True])
+def test_the_first_drafts_are_short_and_later_ones_as_long_as_pays(costs_a_forward: bool) -> None:
+    planner = DraftPlanner(8, costs_a_forward=costs_a_forward)
+    for _ in range(3):
+        planner.costs.plain.observe(1, 1.0)
+    for _ in range(200):
+        planner.profile.learn(8, 8, depth=8, room=9)
+    assert planner.plan([96.0], is_tail=True).depth == 4  # no step that verified anything has been seen
+    for _ in range(3):
+        planner.costs.verifying.observe(5, 1.01)
+    assert planner.plan([96.0], is_tail=True).depth == 8
+
+
+@pytest.mark.parametrize(("num_rows", "every"), [(1, 32), (4, 32), (16, 128), (32, 256)])
+def test_many_samples_are_looked_at_more_seldom(num_rows: int, every: int) -> None:
+    planner = DraftPlanner(8, costs_a_forward=True)
+    for _ in range(3):
+        planner.costs.plain.observe(num_rows, 1.0)
+        for size in range(num_rows, 9 * num_rows + 1):
+            planner.costs.verifying.observe(size, 1.0 + 4.0 * (size > 3 * num_rows))
+    for _ in range(1000):
+        planner.profile.learn(8, 2, depth=8, room=3)
+    plan = planner.plan([96.0] * num_rows, is_tail=True)
+    assert plan.depth and plan.look_every == every
+
+
+def test_steps_that_were_seen_while_all_was_new_count_for_little() -> None:
+    def learnt(*, is_doubted: bool) -> float:
+        costs = SpeculationCosts(costs_a_forward=False)
+        for _ in range(40):
+            costs.plain.observe(4, 1.0)
+            costs.verifying.observe(20, 2.6)
+        if is_doubted:
+            costs.doubt()
+        for _ in range(16):
+            costs.plain.observe(4, 1.0)
+            costs.verifying.observe(20, 2.0)
+        return costs.verifying.seconds(20) / costs.plain.seconds(4)
+
+    assert learnt(is_doubted=True) == pytest.approx(2.0, rel=0.06)
+    assert learnt(is_doubted=False) > 2.15
+
+
 def test_nothing_is_drafted_where_every_token_costs_what_it_may_bring() -> None:
     # A second per token: a drafted one brings at most its chance of 0.4 tokens for a second.
     planner = planner_that_knows(2, 0.4, lambda size: np.asarray(size, dtype=float))
@@ -106,7 +149,7 @@ def test_a_model_that_has_to_catch_up_is_tried_where_that_may_lose_enough() -> N
 
     # Four steps of one token of each sample take two seconds more each, and 0.4 tokens in 2.8 plain seconds are gained.
     assert [tried(num_missed=9, may_lose_s=lost_s) for lost_s in (0.0, 4.5, 5.1)] == [0, 0, 1]
-    assert not tried(may_lose_s=40.0)  # nothing to catch up with: single steps tell
+    assert not tried(may_lose_s=40.0)  # nothing to catch up with: some steps tell
     assert not tried()
 
 

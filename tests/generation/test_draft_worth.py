@@ -155,8 +155,30 @@ def num_tries(payoff: Payoff, *, steps: int, plain_s: float = 1.0, gained_s: flo
 @pytest.mark.parametrize("plain_s", [0.001, 1.0])
 def test_tries_in_vain_lose_their_share_in_the_long_run(plain_s: float) -> None:
     payoff = Payoff()
-    # Each loses two plain steps' seconds, which 400 plain steps pay for.
+    # Each loses two plain steps' seconds, which 667 plain steps pay for.
     assert num_tries(payoff, steps=60_000, plain_s=plain_s, gained_s=plain_s) == pytest.approx(90, abs=5)
+
+
+@pytest.mark.parametrize("num_free", [0, 20])
+def test_what_tries_that_are_allowed_lose_does_not_count(num_free: int) -> None:
+    payoff = Payoff()
+    payoff.saved_s = -5.0
+    payoff.allow(num_free)
+    tries = 0
+    while payoff.saved_s >= 0.0:
+        payoff.take_try(1.0, 3.0)
+        tries += 1
+    assert tries == num_free + 1
+    assert payoff.saved_s == pytest.approx(-2.0)
+
+
+def test_a_step_that_stands_for_others_counts_as_all_of_them() -> None:
+    one, others = Payoff(), Payoff()
+    one.save(8, 2.0, num_steps=25)
+    for _ in range(25):
+        others.save(8, 2.0)
+    assert one.saved_s == pytest.approx(others.saved_s) == pytest.approx(0.003 * 50)
+    assert one._record(8).num_plain == others._record(8).num_plain == 25
 
 
 def test_tries_that_gain_cost_nothing() -> None:

@@ -66,6 +66,15 @@ class Seer(Drafter):
         return Draft(tokens, ["any"] * length) if length else NO_DRAFT
 
 
+class Always(Drafter):
+    """Names the token that can be foreseen, as often as it may."""
+
+    def propose(
+        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
+    ) -> list[Draft]:
+        return [Draft([RIGHT] * limit, ["any"] * limit) for limit in limits]
+
+
 def foreseen(drafter: Drafter, in_use: int) -> list[float]:
     """Return the tokens per step that are told while nothing is verified, and every sample passes every place.
 
@@ -144,10 +153,10 @@ def test_drafts_begin_where_those_before_them_would_have_ended(seed: int) -> Non
     while place < 72:
         begins.append(place)
         place += min(num_right(right, place, depth), 72 - place - 1) + 1
-    expected = [(min(num_right(right, place, DEPTH), 72 - place - 1), place) for place in begins[1:]]
-    assert [outcome.num_stood() for outcome in told[: len(expected)]] == [stood for stood, _ in expected]
-    cut = [num_right(right, place, depth) == depth for place in begins[:-1]]
-    assert [outcome.resumed for outcome in told[: len(cut)]] == cut
+    assert [outcome.num_stood() for outcome in told] == [
+        min(num_right(right, place, DEPTH), 72 - place - 1) for place in begins[1:]
+    ]
+    assert [outcome.resumed for outcome in told] == [num_right(right, place, depth) == depth for place in begins[:-1]]
 
 
 def test_what_the_sample_got_since_is_not_known_before_it_is_looked_up() -> None:
@@ -162,22 +171,49 @@ def test_what_the_sample_got_since_is_not_known_before_it_is_looked_up() -> None
 
     sample = Sample(0, 0, (RIGHT,), NUM_PLACES, key=0)
     foresight = Foresight(Onlooker(guesses=True), DEPTH)
-    assert sum(len(look(foresight, sample, step)) for step in range(400)) > 100
+    assert sum(len(look(foresight, sample, step)) for step in range(400)) > 50
 
 
-def test_a_model_s_turn_ends_a_draft_and_what_is_said_to_it_is_passed() -> None:
+def test_a_turn_s_end_ends_a_draft_and_what_is_said_to_the_model_is_passed() -> None:
     sample = Sample(0, 0, (RIGHT,), NUM_PLACES, key=0)
-    foresight = Foresight(Seer(guesses=True), DEPTH)
+    foresight = Foresight(Always(), DEPTH)
     foresight.depth = DEPTH
-    foresight.look(0, [sample], AcceptanceRates())
-    for _ in range(3):
+    looks = []
+    for _ in range(4):
         for _ in range(5):
             sample.append(RIGHT, 0.0)
+        looks.append(foresight.look(0, [sample], AcceptanceRates()))
         sample.extend([OTHER] * 4)
-    sample.finish_reason = "stop"
-    told = foresight.finish(sample, AcceptanceRates())
-    assert {len(outcome.tokens) for outcome in told} <= {1, 2, 3, 4, 5}
-    assert all(OTHER not in outcome.tokens for outcome in told)
+    # The first look chooses the sample. Each turn is known to be over at the next look, and then told in one draft, but
+    # that it begins behind a turn's end, where it is not known what was drafted before.
+    assert looks == [[], [], [], []]
+    foresight.depth = 1
+    told = foresight.look(0, [sample], AcceptanceRates())
+    assert [(len(outcome.tokens), outcome.resumed) for outcome in told] == [(3, True), (1, True)]
+
+
+def test_no_draft_is_told_twice() -> None:
+    sample = Sample(0, 0, (RIGHT,), NUM_PLACES, key=0)
+    foresight = Foresight(Always(), DEPTH)
+    foresight.depth = DEPTH
+    num_tokens = 0
+    for step in range(2000):
+        if foresight.is_due(step):
+            num_tokens += sum(len(outcome.tokens) for outcome in foresight.look(step, [sample], AcceptanceRates()))
+        foresight._saved_s = 0.0
+        sample.append(RIGHT, 0.0)
+    assert 0.5 * 2000 < num_tokens < 2000
+
+
+def test_other_samples_take_the_place_of_those_that_run_no_more() -> None:
+    samples = [Sample(i, 0, (RIGHT,), NUM_PLACES, key=i) for i in range(4)]
+    foresight = Foresight(Always(), DEPTH)
+    foresight.look(0, samples[:2], AcceptanceRates())
+    foresight.look(16, samples[2:], AcceptanceRates())
+    for sample in samples[2:]:
+        for _ in range(30):
+            sample.append(RIGHT, 0.0)
+    assert foresight.look(32, samples[2:], AcceptanceRates())
 
 
 @pytest.mark.parametrize(("looked_s", "least", "most"), [(0.0, 130, 135), (0.001, 130, 135), (1.0, 26, 30)])
@@ -219,4 +255,4 @@ def test_samples_that_are_over_are_replaced_and_forgotten() -> None:
         sample.finish_reason = "stop"
         num_told += len(foresight.finish(sample, AcceptanceRates()))
         assert not drafter.known and not foresight.finish(sample, AcceptanceRates())
-    assert num_told > 50
+    assert num_told > 20

@@ -111,9 +111,13 @@ class Pretence:
             emitted = [self._emit(sample, draft) for sample, draft in zip(running, drafts, strict=True)]
             row_steps += len(running)
             drafter.unread += len(running)  # what it drafted itself it need not read
+            for sample in running:
+                if len(sample.token_ids) == sample.max_new_tokens:
+                    sample.finish_reason = "length"
+                    self.speculator.finished(sample)
             self.speculator.learn(drafts, emitted)
             self.speculator.time_step(drafter.now_s - begin_step)
-            running = [sample for sample in running if len(sample.token_ids) < sample.max_new_tokens]
+            running = [sample for sample in running if sample.finish_reason is None]
         self.speculator.end()
         return drafter.now_s - begin, sum(lengths) / row_steps
 
