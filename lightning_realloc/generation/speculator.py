@@ -12,7 +12,7 @@ from lightning_realloc.generation.draft_planner import MOST_PLAN_STEPS, PLAN_STE
 from lightning_realloc.generation.draft_step import DraftStep
 from lightning_realloc.generation.draft_worth import Payoff
 from lightning_realloc.generation.drafting import Drafter
-from lightning_realloc.generation.foresight import GOLDEN, Foresight, limits_of
+from lightning_realloc.generation.foresight import GOLDEN, DraftOutcome, Foresight, limits_of
 from lightning_realloc.generation.remaining_lengths import RemainingLengths
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.sampling import SamplingParams
@@ -225,13 +225,9 @@ class Speculator:
         self._lengths.finish(sample.prompt_number, len(sample.token_ids), is_cut=sample.is_full)
         begin = self.clock()
         if not self._step.depth:  # in a step with drafts, its seconds would be taken for theirs
-            for outcome in self._foresight.finish(sample, self._rates):
-                outcome.teach(self._rates, self._planner.profile)
-            foreseen = self.clock()
-            self._step.drafting_s += foreseen - begin
-            self._foreseeing_s += foreseen - begin
-            self.stats.drafting_s += foreseen - begin
-            begin = foreseen
+            foreseeing_s = self._take_foreseen(self._foresight.finish(sample, self._rates), begin)
+            self._foreseeing_s += foreseeing_s
+            begin += foreseeing_s
         self.drafter.finished(sample)
         self._preparing_s += self.clock() - begin
 
@@ -340,10 +336,16 @@ class Speculator:
         if step.being_read or not self._foresight.is_due(step.number):  # steps that read prompts are not timed
             return
         begin = self.clock()
-        for outcome in self._foresight.look(step.number, step.running, self._rates):
+        self._take_foreseen(self._foresight.look(step.number, step.running, self._rates), begin)
+
+    def _take_foreseen(self, outcomes: Sequence[DraftOutcome], begin: float) -> float:
+        """Learn from drafts that were not made; count and return the seconds since ``begin`` as those of this step."""
+        for outcome in outcomes:
             outcome.teach(self._rates, self._planner.profile)
-        step.drafting_s = self.clock() - begin
-        self.stats.drafting_s += step.drafting_s
+        foreseeing_s = self.clock() - begin
+        self._step.drafting_s += foreseeing_s
+        self.stats.drafting_s += foreseeing_s
+        return foreseeing_s
 
     def _is_telling(self, step: DraftStep) -> bool:
         """Return whether it is learnt from this step: half of them say enough where drafting pays, and a quarter where
