@@ -83,6 +83,8 @@ class DepthProfile:
     def __init__(self, max_depth: int, *, memory: float = _DEPTH_MEMORY) -> None:
         """Know nothing of depths up to ``max_depth``; each draft counts ``memory`` times as much as the next one."""
         self._memory = memory
+        self._weight = 1.0
+        """Of the last draft: later ones count more, which is as if all earlier counts faded with each."""
         self._all = _Counts(max_depth)
         self._fresh = _Counts(max_depth)
         """Of drafts behind a token that was not foreseen."""
@@ -100,25 +102,33 @@ class DepthProfile:
             resumed: Whether the sample's draft before it had as many tokens as it might, and all stood;
                 None if that is not known.
         """
+        self._fade()
         known = min(depth, room)
-        own = None if resumed is None else self._resumed if resumed else self._fresh
-        for counts in (self._all, self._fresh, self._resumed):
-            counts.fade(self._memory)
-            if counts is self._all or counts is own:
-                counts.learn(length, stood, depth=depth, known=known)
+        self._all.learn(length, stood, depth=depth, known=known, weight=self._weight)
+        if resumed is not None:
+            own = self._resumed if resumed else self._fresh
+            own.learn(length, stood, depth=depth, known=known, weight=self._weight)
+
+    def _fade(self) -> None:
+        """Take that another draft was made."""
+        self._weight /= self._memory
+        if self._weight > _MOST_WEIGHT:
+            for counts in (self._all, self._fresh, self._resumed):
+                counts.scale(1.0 / self._weight)
+            self._weight = 1.0
 
     def num_tried(self, depth: int) -> float:
         """Return how many drafts were right so far that their token at this depth might stand, of the last ones."""
-        return self._all.stood[depth - 1][1] / self._all.weight
+        return self._all.stood[depth - 1][1] / self._weight
 
     def outcomes(self) -> list[DepthOutcome]:
         """Return what drafts of at most 1, 2, 3 … tokens come to."""
         pooled, fresh, resumed = (_Reckoning(_FIRST_CHANCE) for _ in range(3))
-        outcomes = []
+        outcomes, unit = [], self._weight
         for depth in range(1, len(self._fresh.stood) + 1):
-            pooled.extend(self._all, depth, pooled, weight=_DEPTH_PRIOR_WEIGHT)
-            fresh.extend(self._fresh, depth, pooled, weight=_POOLED_WEIGHT)
-            resumed.extend(self._resumed, depth, pooled, weight=_POOLED_WEIGHT)
+            pooled.extend(self._all, depth, pooled, prior=_DEPTH_PRIOR_WEIGHT * unit, unit=unit)
+            fresh.extend(self._fresh, depth, pooled, prior=_POOLED_WEIGHT * unit, unit=unit)
+            resumed.extend(self._resumed, depth, pooled, prior=_POOLED_WEIGHT * unit, unit=unit)
             # The share of steps whose draft is resumed, if each kind is so often followed by a resumed one.
             share = fresh.survival / (1.0 - resumed.survival + fresh.survival)
             tokens = _mixed(fresh.tokens, resumed.tokens, share)
@@ -135,21 +145,16 @@ class _Counts:
         """By depth: how often a token stood, of the times that all before it did, and these times."""
         self.reached = [[0.0, 0.0] for _ in range(max_depth)]
         """By depth: how many drafts had a token there, of those that might have had one, and these."""
-        self.weight = 1.0
-        """Of the last draft: later ones count more, which is as if all earlier counts faded with each."""
 
-    def fade(self, memory: float) -> None:
-        """Take that another draft was made, of this kind or not."""
-        self.weight /= memory
-        if self.weight > _MOST_WEIGHT:
-            for pair in (*self.stood, *self.reached):
-                pair[:] = [count / self.weight for count in pair]
-            self.weight = 1.0
+    def scale(self, factor: float) -> None:
+        """Multiply all counts."""
+        for pair in (*self.stood, *self.reached):
+            pair[:] = [factor * count for count in pair]
 
-    def learn(self, length: int, stood: int, *, depth: int, known: int) -> None:
-        """Take a draft of ``length`` tokens, of ``depth`` at most, whose first ``stood`` stood, of ``known`` ones."""
-        _count(self.reached, length, depth, self.weight)
-        _count(self.stood, stood, min(stood + 1, known), self.weight)
+    def learn(self, length: int, stood: int, *, depth: int, known: int, weight: float) -> None:
+        """Count a draft of ``length`` tokens, of ``depth`` at most, whose first ``stood`` stood, of ``known`` ones."""
+        _count(self.reached, length, depth, weight)
+        _count(self.stood, stood, min(stood + 1, known), weight)
 
 
 @dataclass(slots=True)
@@ -167,13 +172,15 @@ class _Reckoning:
     """Expected number of tokens of a step, and of its square."""
     drafted: float = 0.0
 
-    def extend(self, counts: _Counts, depth: int, like: _Reckoning, *, weight: float) -> None:
-        """Take in one depth more: as ``like`` where nothing was counted, whose chance is worth ``weight`` drafts."""
+    def extend(self, counts: _Counts, depth: int, like: _Reckoning, *, prior: float, unit: float) -> None:
+        """Take in one depth more: as ``like`` where nothing was counted.
+
+        ``prior``, ``unit``: how much the chance of that and its reach count beside what was counted.
+        """
         (stood, tried), (reached, might) = counts.stood[depth - 1], counts.reached[depth - 1]
-        weight *= counts.weight
-        self.chance = (stood + weight * like.chance) / (tried + weight)
+        self.chance = (stood + prior * like.chance) / (tried + prior)
         self.survival *= self.chance
-        self.reach = min(self.reach, (reached + counts.weight * like.reach) / (might + counts.weight))
+        self.reach = min(self.reach, (reached + unit * like.reach) / (might + unit))
         self.tokens += self.survival
         self.squares += self.survival * (2 * depth + 1)
         self.drafted += self.reach

@@ -289,10 +289,10 @@ def test_a_draft_model_that_does_not_pay_hardly_reads_what_it_missed() -> None:
 
 @pytest.mark.parametrize("right", [0.3, 0.9])
 def test_a_draft_model_that_just_fails_to_pay_is_not_tried_over_and_over(right: float) -> None:
-    # Whatever a try gains, catching up takes more: 300 tokens of prompts first, then 16 in every plain step.
+    # Whatever a try gains, catching up takes more: 500 tokens of prompts first, then 16 in every plain step.
     drafter = Foreteller(costs_a_forward=True)
     drafter.right, drafter.read_s = right, 0.05
-    pretence = Pretence(drafter, gentle, num_samples=16, num_prompt_tokens=300)
+    pretence = Pretence(drafter, gentle, num_samples=16, num_prompt_tokens=500)
     for _ in range(2):
         pretence.generate()
     drafter.num_read = 0
