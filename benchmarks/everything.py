@@ -12,6 +12,7 @@ tokens that closely, another one is drawn. The table says where that first happe
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import hashlib
@@ -21,8 +22,9 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from statistics import fmean, median
 from typing import Any
@@ -124,17 +126,18 @@ def compare(run: Run, other: Run) -> str | None:
 
 
 def merge(ranks: Sequence[Readings]) -> Run:
-    """Return all ranks' readings as one."""
+    """Return all ranks' readings as one; ranks in tensor parallelism noted the same samples."""
     first = ranks[0]
     tokens = tuple(
         {sample_id: response for rank in ranks for sample_id, response in rank.tokens[number].items()}
         for number in range(len(first.rewards))
     )
+    num_samples, num_noted = sum(map(len, tokens)), sum(len(own) for rank in ranks for own in rank.tokens)
     return Run(
         rewards=tuple(first.rewards), tokens=tokens,
         seconds=sum(max(each) for each in zip(*(rank.seconds for rank in ranks), strict=True)),
         generate_s=sum(max(each) for each in zip(*(rank.generate_s for rank in ranks), strict=True)),
-        moved=first.moved, accepted=sum(rank.accepted for rank in ranks),
+        moved=first.moved, accepted=round(sum(rank.accepted for rank in ranks) * num_samples / num_noted),
         tokens_per_step=sum(rank.generated for rank in ranks) / max(1, sum(rank.row_steps for rank in ranks)),
         weights=first.weights,
     )  # fmt: skip
@@ -142,29 +145,37 @@ def merge(ranks: Sequence[Readings]) -> Run:
 
 def run_arm(arm: str, model: PreTrainedModel, work: Workload) -> Run:
     """Train a copy of the model on this rank and the others, and return what all noted."""
-    import lightning as L
-
-    from lightning_realloc import ReallocStrategy
     from lightning_realloc.data.loader import BatchLoader
     from lightning_realloc.runtime.samples import Ragged, Samples
 
-    world_size, noted = dist.get_world_size(), Readings()
+    noted = Readings()
     prompts = markov_text(work.num_prompts, work.prompt_tokens, seed=20_000_000 + work.seed).tolist()
     names = tuple(f"prompt {number}" for number in range(work.num_prompts))
     table = Samples(torch.arange(work.num_prompts), {"prompt_ids": Ragged.from_list(prompts), "prompt": names})
     module = make_module(copy.deepcopy(model), work, noted, **ARMS[arm])
+    data = BatchLoader(table, batch_size=work.prompts_per_iteration, seed=work.seed)
+    world_size = dist.get_world_size()
     layout = f"dp{world_size}@0-{world_size - 1}" if world_size > 1 else "dp1@0"
-    plan = {"calls": {call.name: {"layout": layout} for call in module.dataflow.model_calls}}
-    plan["calls"]["actor.generate"]["max_slots"] = work.slots
-    strategy = ReallocStrategy(plan=plan)
+    calls: dict[str, Any] = {call.name: {"layout": layout} for call in module.dataflow.model_calls}
+    calls["actor.generate"]["max_slots"] = work.slots
+    return fit(module, data, noted, calls, epochs=work.epochs)
+
+
+def fit(module: Any, data: Any, noted: Readings, calls: Mapping[str, Any], *, epochs: int) -> Run:
+    """Train on all ranks by the plan's calls; return what all noted."""
+    import lightning as L
+
+    from lightning_realloc import ReallocStrategy
+
+    strategy = ReallocStrategy(plan={"calls": calls})
     trainer = L.Trainer(
-        accelerator="cpu", devices=world_size, strategy=strategy, callbacks=[make_meter(noted)],
-        max_epochs=work.epochs, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
+        accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, callbacks=[make_meter(noted)],
+        max_epochs=epochs, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, limit_val_batches=0,  # seconds are those of training
     )  # fmt: skip
-    trainer.fit(module, BatchLoader(table, batch_size=work.prompts_per_iteration, seed=work.seed))
+    trainer.fit(module, data)
     noted.weights = digest(strategy.full_weights("actor"))
-    ranks: list[Any] = [None] * world_size
+    ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, noted)
     return merge(ranks)
 
@@ -185,7 +196,20 @@ def small_tokens(completion_ids: Sequence[Sequence[int]], **columns: object) -> 
 def make_module(model: PreTrainedModel, work: Workload, noted: Readings, *, drafts: bool, moves: bool) -> Any:
     """Return GRPO on the model, which notes what it rolls out."""
     from benchmarks.workload import byte_tokenizer
-    from lightning_realloc import GRPO, SamplingParams, Speculation, TrainOptions
+    from lightning_realloc import SamplingParams, TrainOptions
+
+    ends = tuple(range(VOCABULARY - work.ends, VOCABULARY))
+    return recorded_grpo(noted, drafts=drafts, moves=moves)(
+        model.requires_grad_(True), small_tokens, tokenizer=byte_tokenizer(),
+        sampling=SamplingParams(n=work.group_size, max_new_tokens=work.new_tokens, stop_token_ids=ends),
+        train_options=TrainOptions(num_minibatches=work.steps_per_iteration), learning_rate=work.learning_rate,
+        ratio_to=work.ratio_to, seed=work.seed,
+    )  # fmt: skip
+
+
+def recorded_grpo(noted: Readings, *, drafts: bool, moves: bool) -> Callable[..., Any]:
+    """Return what makes GRPO of an arm, which notes what it rolls out."""
+    from lightning_realloc import GRPO, Speculation
 
     class Recorded(GRPO):
         def roll_out(self, actor: Any, prompts: Any) -> Any:
@@ -197,14 +221,7 @@ def make_module(model: PreTrainedModel, work: Workload, noted: Readings, *, draf
             noted.row_steps += actor.stats.row_steps
             return made
 
-    ends = tuple(range(VOCABULARY - work.ends, VOCABULARY))
-    return Recorded(
-        model.requires_grad_(True), small_tokens, tokenizer=byte_tokenizer(),
-        sampling=SamplingParams(n=work.group_size, max_new_tokens=work.new_tokens, stop_token_ids=ends),
-        train_options=TrainOptions(num_minibatches=work.steps_per_iteration), learning_rate=work.learning_rate,
-        ratio_to=work.ratio_to, speculation=Speculation() if drafts else None, sample_reallocation=moves,
-        seed=work.seed,
-    )  # fmt: skip
+    return partial(Recorded, speculation=Speculation() if drafts else None, sample_reallocation=moves)
 
 
 def make_meter(noted: Readings) -> Any:
@@ -230,18 +247,37 @@ def make_meter(noted: Readings) -> Any:
 
 def work_on(rank: int, work: Workload, turns: int, answers: Connection) -> None:
     """Run every turn of both arms on this rank; the first one sends them on."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
+    be_quiet()
     recipe = replace(RECIPES[work.recipe], steps=work.warm_up_steps, draft_blocks=None)
     model, _ = train(recipe, seed=work.seed)  # the same on every rank
     for arm in ARMS:  # loads kernels
         run_arm(arm, model, replace(work, epochs=1, num_prompts=work.prompts_per_iteration, new_tokens=8))
+    take_turns(rank, lambda arm: run_arm(arm, model, work), turns, answers)
+
+
+def be_quiet() -> None:
+    """Let a rank say nothing: hints of libraries would stand between the arms' seconds."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+
+
+def take_turns(rank: int, run: Callable[[str], Run], turns: int, answers: Connection) -> None:
+    """Run both arms in turn, each as often; the first rank sends on what came of it."""
     for turn in range(turns):
         for arm in (OFF, ON) if turn % 2 == 0 else (ON, OFF):
-            run = run_arm(arm, model, work)
+            made = run(arm)
             gc.collect()
             if rank == 0:
-                answers.send((arm, run))
+                answers.send((arm, made))
+
+
+def collect(report: BenchmarkReport, answers: Iterable[tuple[str, Run]], *, ranks: int) -> None:
+    """Take both arms' runs as they come, and report on them."""
+    runs: defaultdict[str, list[Run]] = defaultdict(list)
+    for arm, run in answers:
+        runs[arm].append(run)
+        sys.stderr.write(f"ranks={ranks}, {arm}: {run.seconds:.2f} s, {run.generate_s:.2f} s of it generating\n")
+    fill(report, runs, ranks=ranks)
 
 
 def fill(report: BenchmarkReport, runs: Mapping[str, Sequence[Run]], *, ranks: int) -> None:
@@ -278,11 +314,12 @@ def main(arguments: list[str] | None = None) -> int:
     work = replace(QUICK if options.quick else Workload(), seed=options.seed, ratio_to=options.ratio_to)
     report = BenchmarkReport("everything", seeds=(options.seed,), settings=asdict(work))
     for ranks in options.ranks:
-        runs: defaultdict[str, list[Run]] = defaultdict(list)
-        for arm, run in answers_of_ranks(work_on, work, options.turns, world_size=ranks):
-            runs[arm].append(run)
-            sys.stderr.write(f"ranks={ranks}, {arm}: {run.seconds:.2f} s, {run.generate_s:.2f} s of it generating\n")
-        fill(report, runs, ranks=ranks)
+        collect(report, answers_of_ranks(work_on, work, options.turns, world_size=ranks), ranks=ranks)
+    return conclude(report, options)
+
+
+def conclude(report: BenchmarkReport, options: argparse.Namespace) -> int:
+    """Print the report; return the exit code: 1 where the arms are not the same, too."""
     unequal = any(EQUAL in target.name and not target.met for target in report.targets)
     return max(report.finish(options), int(unequal))
 

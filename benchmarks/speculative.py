@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.harness import BenchmarkReport, make_parser, paired_ratio
 from benchmarks.slices import SlicedArms, keep_memory
+from benchmarks.speculative_grpo import SETTINGS as GRPO_SETTINGS
 from benchmarks.speculative_grpo import measure_grpo
 from benchmarks.speculative_models import LONGEST, RECIPES, Recipe, markov_text, train
 from lightning_realloc.generation import GenerationEngine, SamplingParams
@@ -318,7 +319,7 @@ def main(arguments: list[str] | None = None) -> int:
     report = BenchmarkReport("speculative", seeds=(options.seed,), settings={"clock": "CPU time of a thread"})
     run(settings, report, only=options.only)
     if not options.only or "grpo" in options.only:
-        measure_grpo(report, num_epochs=2 if options.quick else 3)
+        measure_grpo(report, replace(GRPO_SETTINGS, epochs=2 if options.quick else 3))
     return report.finish(options)
 
 

@@ -9,6 +9,7 @@ import contextlib
 import io
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -19,15 +20,7 @@ from lightning.pytorch.callbacks import Callback
 from benchmarks.harness import BenchmarkReport
 from examples import demo
 from examples import report as demo_report
-from lightning_realloc import (
-    GRPO,
-    PromptDataModule,
-    ReallocStrategy,
-    SamplingParams,
-    Speculation,
-    TrainOptions,
-    exact_match,
-)
+from lightning_realloc import GRPO, ReallocStrategy, Speculation
 
 TOKENS_PER_STEP = 1.5
 """What drafts come to in every epoch but the first, where they are always as long as `ALWAYS`."""
@@ -35,9 +28,10 @@ ALWAYS = 4
 DEPTHS = (0, None, ALWAYS)
 """None, as many tokens as pay, and always four: a depth chosen for seconds does not aim at tokens per step."""
 SETTINGS = demo.Settings(
-    num_ranks=1, num_iterations=8, warm_up_layout="dp1", generate_layout="dp1", infer_layout="dp1", train_layout="dp1"
-)
-"""The demo's, with eight iterations an epoch; every epoch has the same prompts."""
+    num_prompts=256, epochs=3, num_ranks=1, warm_up_layout="dp1", generate_layout="dp1", infer_layout="dp1",
+    train_layout="dp1",
+)  # fmt: skip
+"""The demo's, with eight iterations an epoch, on one process."""
 
 
 class TokensPerStep(Callback):
@@ -56,7 +50,7 @@ class TokensPerStep(Callback):
         self.seconds.append(float(trainer.callback_metrics["seconds/actor.generate"]))
 
 
-def measure_grpo(report: BenchmarkReport, *, num_epochs: int = 3, settings: demo.Settings = SETTINGS) -> None:
+def measure_grpo(report: BenchmarkReport, settings: demo.Settings = SETTINGS) -> None:
     """Train by the demo's GRPO with earlier responses as drafts, and add an epoch's tokens per row and step.
 
     One row per depth and epoch. The first epoch drafts by finished siblings and the sample's own text alone. The target
@@ -68,10 +62,11 @@ def measure_grpo(report: BenchmarkReport, *, num_epochs: int = 3, settings: demo
         settings = replace(settings, folder=Path(folder))
         demo.write_files(settings)
         demo.warm_up(settings)
-        records = {depth: _learn(settings, depth, num_epochs) for depth in DEPTHS}
+        records = {depth: _learn(settings, depth) for depth in DEPTHS}
+    per_epoch = settings.num_iterations // settings.epochs
     for depth, record in records.items():
-        for epoch in range(num_epochs):
-            own = slice(epoch * settings.num_iterations, (epoch + 1) * settings.num_iterations)
+        for epoch in range(settings.epochs):
+            own = slice(epoch * per_epoch, (epoch + 1) * per_epoch)
             report.add_row(
                 model="grpo", batch=settings.prompts_per_iteration * settings.responses_per_prompt, drafter="history",
                 arm="adaptive" if depth is None else str(depth), epoch=epoch + 1,
@@ -84,22 +79,13 @@ def measure_grpo(report: BenchmarkReport, *, num_epochs: int = 3, settings: demo
     report.require_at_least(name, worst, TOKENS_PER_STEP)
 
 
-def _learn(settings: demo.Settings, depth: int | None, num_epochs: int) -> TokensPerStep:
+def _learn(settings: demo.Settings, depth: int | None) -> TokensPerStep:
     """Train the warmed-up model for some epochs over the same prompts."""
-    module = GRPO(
-        settings.path("warm"),
-        exact_match,
-        sampling=SamplingParams(n=settings.responses_per_prompt, max_new_tokens=settings.max_new_tokens),
-        learning_rate=settings.learning_rate,
-        lr_scheduler=demo.falling_to_zero(num_epochs * settings.num_iterations),
-        kl_coef=settings.kl_coef,
-        train_options=TrainOptions(num_minibatches=settings.steps_per_iteration),
-        speculation=Speculation(drafter="history", num_draft_tokens=depth),
-        seed=settings.seed,
-    )
-    data = PromptDataModule(settings.path("train.jsonl"), batch_size=settings.prompts_per_iteration, seed=settings.seed)
-    record = TokensPerStep()
+    speculation = Speculation(drafter="history", num_draft_tokens=depth)
+    module = demo.make_grpo(settings, partial(GRPO, speculation=speculation))
+    data, record = demo.make_prompts(settings), TokensPerStep()
     strategy = ReallocStrategy(plan=settings.plan)
-    trainer = demo.make_trainer(settings, f"grpo-{depth}", strategy, [record], max_epochs=num_epochs)
+    trainer = demo.make_trainer(settings, f"grpo-{depth}", strategy, [record], max_epochs=settings.epochs)
+    trainer.limit_val_batches = 0
     trainer.fit(module, data)
     return record

@@ -57,8 +57,9 @@ class Settings:
     warm_up_learning_rate: float = 4e-3
     warm_up_layout: str = "dp4"
 
-    # Learning from rewards: one epoch of prompts.
-    num_iterations: int = 60
+    # Learning from rewards.
+    num_prompts: int = 480
+    epochs: int = 4
     prompts_per_iteration: int = 32
     responses_per_prompt: int = 8
     steps_per_iteration: int = 2
@@ -81,6 +82,11 @@ class Settings:
             "actor.train": self.train_layout,
         }
         return {"calls": layouts}
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations of GRPO."""
+        return self.epochs * (self.num_prompts // self.prompts_per_iteration)
 
     @property
     def warm_up_steps(self) -> int:
@@ -118,7 +124,7 @@ def write_files(settings: Settings) -> None:
     for name in ("logs", "checkpoints"):  # of an earlier run
         shutil.rmtree(settings.folder / name, ignore_errors=True)
     rng = random.Random(settings.seed)
-    num_prompts = settings.num_iterations * settings.prompts_per_iteration
+    num_prompts = settings.num_prompts
     words = iter(sorting.random_words(num_prompts + settings.num_held_out + settings.num_demonstrations, rng))
     for name, count in (("train", num_prompts), ("held_out", settings.num_held_out)):
         sorting.write_jsonl(settings.folder / f"{name}.jsonl", [sorting.problem(next(words)) for _ in range(count)])
@@ -170,7 +176,20 @@ def learn_from_rewards(settings: Settings) -> Outcome:
     """Train with GRPO, and write the actor to ``trained``."""
     report.heading(f"3/3  GRPO: {settings.num_iterations} iterations on {settings.num_ranks} ranks")
     report.say("Each iteration samples answers, scores them under the warm-up model (for KL), and trains on rewards.")
-    model = GRPO(
+    model, data = make_grpo(settings), make_prompts(settings)
+    recorder = Recorder()
+    checkpoint = ModelCheckpoint(settings.path("checkpoints"), filename="last", enable_version_counter=False)
+    callbacks = [recorder, checkpoint, SaveHuggingFace(settings.path("trained"))]
+    trainer = make_trainer(settings, "grpo", ReallocStrategy(plan=settings.plan), callbacks, max_epochs=settings.epochs)
+    (before,) = trainer.validate(model, data, verbose=False)
+    trainer.fit(model, data)  # validates at the end of each epoch
+    after = float(trainer.callback_metrics["val/reward"])
+    return Outcome(before["val/reward"], after, recorder, checkpoint.best_model_path)
+
+
+def make_grpo(settings: Settings, make: Callable[..., GRPO] = GRPO) -> GRPO:
+    """Return the algorithm: a tenth of the warm-up's learning rate, and little KL, since the warm-up was wrong."""
+    return make(
         settings.path("warm"),
         exact_match,
         sampling=SamplingParams(n=settings.responses_per_prompt, max_new_tokens=settings.max_new_tokens),
@@ -181,20 +200,16 @@ def learn_from_rewards(settings: Settings) -> Outcome:
         train_options=TrainOptions(num_minibatches=settings.steps_per_iteration),
         seed=settings.seed,
     )
-    data = PromptDataModule(
+
+
+def make_prompts(settings: Settings) -> PromptDataModule:
+    """Return what it learns from, and what it is asked at the end."""
+    return PromptDataModule(
         settings.path("train.jsonl"),
         val_data=settings.path("held_out.jsonl"),
         batch_size=settings.prompts_per_iteration,
         seed=settings.seed,
     )
-    recorder = Recorder()
-    checkpoint = ModelCheckpoint(settings.path("checkpoints"), filename="last", enable_version_counter=False)
-    callbacks = [recorder, checkpoint, SaveHuggingFace(settings.path("trained"))]
-    trainer = make_trainer(settings, "grpo", ReallocStrategy(plan=settings.plan), callbacks, max_epochs=1)
-    (before,) = trainer.validate(model, data, verbose=False)
-    trainer.fit(model, data)  # validates at the end of the epoch
-    after = float(trainer.callback_metrics["val/reward"])
-    return Outcome(before["val/reward"], after, recorder, checkpoint.best_model_path)
 
 
 def make_trainer(

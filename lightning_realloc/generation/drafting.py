@@ -10,10 +10,10 @@ import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from lightning_realloc.generation.kv_cache import KVCache
-from lightning_realloc.generation.recurrences import ORDERS, Recurrences
+from lightning_realloc.generation.recurrences import NO_TOKEN, ORDERS, Recurrences
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.verification import NO_DRAFT, Draft, Verification
 
@@ -138,14 +138,13 @@ class _Lookup(Drafter, ABC):
         ]
 
     @abstractmethod
-    def _texts(self, sample: Sample) -> Sequence[tuple[str, Recurrences]]:
-        """Return where to look a sample's context up, the best first, each with its name; its own text is the last."""
+    def _texts(self, sample: Sample) -> Iterator[tuple[str, Recurrences]]:
+        """Yield where to look a sample's context up, each with its name: the best first, as far as it is asked for."""
 
     def _draft(self, sample: Sample, limit: int, chance: Chance, least_survival: float) -> Draft:
         assert self._verification is not None, "propose() before begin()"
-        texts = self._texts(sample)
-        context = texts[-1][1].end()
-        name, text, order, places = _longest(texts, context)
+        context = _end_of(sample)
+        name, text, order, places = _longest(self._texts(sample), context)
         if not places:
             return NO_DRAFT
         tokens: list[int] = []
@@ -171,7 +170,7 @@ class _Lookup(Drafter, ABC):
                 break
             places, order = text.behind(places, token), min(order + 1, ORDERS[0])
             if not places:
-                name, text, order, places = _longest(texts, [*context, *tokens][-ORDERS[0] :])
+                name, text, order, places = _longest(self._texts(sample), [*context, *tokens][-ORDERS[0] :])
         return Draft(tokens, kinds, laws[: len(tokens)])
 
 
@@ -190,7 +189,7 @@ class NgramDrafter(_Lookup):
     def prepare(self, running: Sequence[Sample]) -> None:
         for sample in running:
             if sample.sample_id not in self._own:
-                self._texts(sample)
+                self._own_text(sample)
 
     def finished(self, sample: Sample) -> None:
         self.forget(sample)
@@ -201,13 +200,16 @@ class NgramDrafter(_Lookup):
     def end(self, *, has_failed: bool = False) -> None:
         self._own.clear()
 
-    def _texts(self, sample: Sample) -> Sequence[tuple[str, Recurrences]]:
+    def _texts(self, sample: Sample) -> Iterator[tuple[str, Recurrences]]:
+        yield "own", self._own_text(sample)
+
+    def _own_text(self, sample: Sample) -> Recurrences:
         own = self._own.get(sample.sample_id)
         if own is None:
             own = self._own[sample.sample_id] = Recurrences()
             own.extend(sample.prompt)
         own.extend(sample.token_ids[own.num_tokens - len(sample.prompt) :])
-        return (("own", own),)
+        return own
 
 
 class HistoryDrafter(NgramDrafter):
@@ -230,12 +232,24 @@ class HistoryDrafter(NgramDrafter):
         """By index of the prompt, for those of this generation."""
         self._unread: dict[int, list[Exchange]] = {}
         """By index of the prompt: finished siblings that are indexed once somebody looks something up there."""
+        self._drafted_for: set[int] = set()
+        self._asked: set[int] = set()
+        """Samples of this generation that something was looked up for, and those of them for which that was done in
+        their own text, too."""
+        self._needs_own = True
+        """Whether it was for most of the last generation: else own texts are indexed once they are asked for."""
+
+    def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
+        super().begin(samples, verification, num_slots)
+        self._drafted_for.clear()
+        self._asked.clear()
 
     def prepare(self, running: Sequence[Sample]) -> None:
         for sample in running:
             if sample.prompt_number in self._unread:
                 self._siblings(sample)
-        super().prepare(running)
+        if self._needs_own:
+            super().prepare(running)
 
     def finished(self, sample: Sample) -> None:
         super().finished(sample)
@@ -270,9 +284,14 @@ class HistoryDrafter(NgramDrafter):
         super().end(has_failed=has_failed)
         self._indexed.clear()
         self._unread.clear()
+        if self._drafted_for:
+            self._needs_own = 2 * len(self._asked) > len(self._drafted_for)
 
-    def _texts(self, sample: Sample) -> Sequence[tuple[str, Recurrences]]:
-        return (("history", self._siblings(sample)), *super()._texts(sample))
+    def _texts(self, sample: Sample) -> Iterator[tuple[str, Recurrences]]:
+        self._drafted_for.add(sample.sample_id)
+        yield "history", self._siblings(sample)
+        self._asked.add(sample.sample_id)
+        yield "own", self._own_text(sample)
 
     def _siblings(self, sample: Sample) -> Recurrences:
         siblings = self._indexed.get(sample.prompt_number)
@@ -290,18 +309,23 @@ def _index(texts: Recurrences, prompt: Sequence[int], response: Sequence[int]) -
     texts.extend(response)
 
 
+def _end_of(sample: Sample) -> list[int]:
+    """Return a sample's last tokens, as many as tell contexts apart."""
+    stop = sample.position + 1
+    tokens = sample.tokens(max(stop - ORDERS[0], 0), stop)
+    return [NO_TOKEN] * (ORDERS[0] - len(tokens)) + tokens
+
+
 def _longest(
-    texts: Sequence[tuple[str, Recurrences]], context: list[int]
+    texts: Iterator[tuple[str, Recurrences]], context: list[int]
 ) -> tuple[str, Recurrences, int, Sequence[int]]:
     """Return the name and the text with the longest context, its length and the places; of equals the first text's."""
-    name, text = texts[0]
+    name, text = next(texts)
     order, places = text.find(context)
-    for other_name, other in texts[1:]:
-        if order == ORDERS[0]:
-            break
-        other_order, other_places = other.find(context)
+    while order < ORDERS[0] and (following := next(texts, None)) is not None:
+        other_order, other_places = following[1].find(context)
         if other_order > order:
-            name, text, order, places = other_name, other, other_order, other_places
+            (name, text), order, places = following, other_order, other_places
     return name, text, order, places
 
 

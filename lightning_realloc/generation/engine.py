@@ -106,7 +106,7 @@ class GenerationEngine:
         check_counts(optional=True, max_length=max_length)
         check_counts(Real, optional=True, max_cache_bytes=max_cache_bytes)
         check_tokenizer(tokenizer)
-        _check_parts(speculation, drafter, peers)
+        _check_parts(speculation, drafter, peers, lockstep)
         self._model = model
         self._tokenizer = tokenizer
         self._max_slots = max_slots
@@ -129,17 +129,8 @@ class GenerationEngine:
         """Where callers may hand on what is finished before a call is over; None: nobody waits for that."""
         self.waiting_calls: WaitingCalls | None = None
         """What this rank may do instead while others generate, where samples move between ranks."""
-        if peers is not None and lockstep is not None:
-            raise GenerationError(
-                "ranks whose forwards wait for each other make every step together, so moving samples between them "
-                "gains nothing; leave peers or lockstep out"
-            )
-        if agree is None and self._is_tensor_parallel and (self._speculator.adapts or peers is not None):
-            raise GenerationError(
-                "ranks in tensor parallelism have to decide alike how much to draft, and which samples move, and each "
-                "would go by its own clock; pass GenerationEngine(agree=...), which gives all ranks one rank's "
-                "numbers, or draft a fixed number of tokens: Speculation(num_draft_tokens=4)"
-            )
+        if agree is None:
+            self._check_decides_alone(peers)
         self._migration = Migration(peers, agree=agree, clock=clock) if peers is not None and peers.others else None
 
     @property
@@ -322,6 +313,15 @@ class GenerationEngine:
     def _is_tensor_parallel(self) -> bool:
         return any(hasattr(module, "tp_group") for module in self._model.modules())
 
+    def _check_decides_alone(self, peers: Peers | None) -> None:
+        """Raise GenerationError where other ranks would decide otherwise about what they do together."""
+        if self._is_tensor_parallel and (self._speculator.adapts or peers is not None):
+            raise GenerationError(
+                "ranks in tensor parallelism have to decide alike how much to draft, and which samples move, and each "
+                "would go by its own clock; pass GenerationEngine(agree=...), which gives all ranks one rank's "
+                "numbers, or draft a fixed number of tokens: Speculation(num_draft_tokens=4)"
+            )
+
 
 def _warn_of_failures(samples: Sequence[Sample]) -> None:
     errors = [sample.error for sample in samples if sample.error is not None]
@@ -332,12 +332,17 @@ def _warn_of_failures(samples: Sequence[Sample]) -> None:
         )  # fmt: skip
 
 
-def _check_parts(speculation: object, drafter: object, peers: object) -> None:
-    """Raise GenerationError where one is given and is something else: YAML takes a mapping, Python does not."""
+def _check_parts(speculation: object, drafter: object, peers: object, lockstep: object) -> None:
+    """Raise GenerationError where one is given and is something else, and where two exclude each other."""
     for name, given, kind in (("speculation", speculation, Speculation), ("peers", peers, Peers)):
         if given is not None and not isinstance(given, kind):
             raise GenerationError(f"{name}={given!r} is a {type(given).__name__}; write {kind.__name__}(...)")
     if drafter is not None and not isinstance(drafter, Drafter):
         raise GenerationError(
             f"drafter={drafter!r} must be a Drafter; name one by speculation=Speculation(drafter=...) instead"
+        )
+    if peers is not None and lockstep is not None:
+        raise GenerationError(
+            "ranks whose forwards wait for each other make every step together, so moving samples between them "
+            "gains nothing; leave peers or lockstep out"
         )

@@ -30,6 +30,9 @@ _SAMPLES = 2
 """That are replayed at a time."""
 _STRETCH = 64
 """Most tokens of each that are replayed at a time."""
+_WHOLE = 64
+"""Tokens, at most, of responses that are replayed from the first one once they are over, between two times that seconds
+are told: where responses are short, hardly any would be replayed else, and longer ones are anyway."""
 _NAMES = -(1 << 62)
 """Copies are called as no sample is: by numbers below it."""
 _LONGEST = 48
@@ -62,13 +65,15 @@ class DraftOutcome(NamedTuple):
 class _Replay:
     """Goes through what a sample got, from draft to draft."""
 
-    def __init__(self, sample: Sample, name: int) -> None:
-        """Begin behind the sample's last token; ``name``: no sample's `sample_id`."""
+    def __init__(self, sample: Sample, name: int, *, begin: int) -> None:
+        """Begin behind so many of the sample's tokens; ``name``: no sample's `sample_id`."""
         self.sample = sample
         self.copy = Sample(name, sample.prompt_number, sample.prompt, sample.max_new_tokens, sample.key)
-        self.begin = len(sample.token_ids)
+        self.begin = begin
         self._resumed: bool | None = None
-        """Whether the next draft goes on where one was cut off; None: it hardly would begin where it does."""
+        """Whether the next draft goes on where one was cut off; None: there is none before it."""
+        self._is_told = not begin
+        """Whether the next draft would begin where it does."""
         self.open: list[DraftOutcome] = []
         """What is known of a draft whose end is not."""
         self._pass(self.begin)
@@ -87,31 +92,34 @@ class _Replay:
         sample, copy = self.sample, self.copy
         num_known = len(sample.token_ids)
         if len(copy.token_ids) < num_known - _STRETCH:
-            self._pass(num_known - _STRETCH - len(copy.token_ids))
-            self._resumed = None
+            self._pass_over(num_known - _STRETCH - len(copy.token_ids))
         while (place := len(copy.token_ids)) < num_known:
             limit = limits_of([copy], most)[0]
             tokens = self._turn(place, limit + 1)
             if not tokens:
-                self._pass(1)
-                self._resumed = None
+                self._pass_over(1)
                 continue
             (draft,) = drafter.propose([copy], [limit], chance, [0.0])
             outcome = DraftOutcome(draft.without_laws(), tokens, limit, self._resumed)
             num_stood = min(outcome.num_stood(), depth)
-            told = [] if self._resumed is None else [outcome]
+            told = [outcome] if self._is_told else []
             may_go_on = num_stood == len(tokens) and place + len(tokens) == num_known
             if may_go_on and sample.finish_reason is None:  # where the next one begins is not known
                 self.open = told
                 return
             yield from told
-            self._resumed = num_stood == depth
+            self._resumed, self._is_told = num_stood == depth, True
             self._pass(min(num_stood + 1, len(tokens)))
 
     def _turn(self, place: int, most: int) -> list[int]:
         """Return the tokens from a place on that the model chose, up to the first one that it did not."""
         mask = self.sample.model_mask[place : place + most]
         return self.sample.token_ids[place : place + (mask.index(False) if False in mask else most)]
+
+    def _pass_over(self, num_tokens: int) -> None:
+        """Let the copy get the sample's next tokens, behind which no draft may have begun."""
+        self._pass(num_tokens)
+        self._resumed, self._is_told = None, False
 
     def _pass(self, num_tokens: int) -> None:
         """Let the copy get the sample's next tokens."""
@@ -139,6 +147,8 @@ class Foresight:
         """What may be spent still, of the share that trying may take; less than nothing where more was spent."""
         self._num_replays = 0
         self._replays: list[_Replay] = []
+        self._num_whole = 0
+        """Tokens of responses that were replayed from the first one since seconds were told."""
 
     def begin(self) -> None:
         """Start a generation."""
@@ -156,6 +166,7 @@ class Foresight:
 
     def spend(self, looked_s: float, passed_s: float) -> None:
         """Take the seconds of steps without drafts, and those of looking up in them."""
+        self._num_whole = 0
         self._saved_s += COST_OF_TRYING * passed_s
         if self._num_times > _FREE:
             self._saved_s -= looked_s
@@ -174,18 +185,26 @@ class Foresight:
         others = {id(replay.sample) for replay in self._replays}
         free = [sample for sample in samples if id(sample) not in others]
         while free and len(self._replays) < _SAMPLES:
-            self._num_replays += 1
-            sample = free.pop(int(len(free) * (self._num_replays * GOLDEN % 1.0)))
-            self._replays.append(_Replay(sample, _NAMES - self._num_replays))
+            sample = free.pop(int(len(free) * ((1 + self._num_replays) * GOLDEN % 1.0)))
+            self._replays.append(self._begin(sample, len(sample.token_ids)))
         return told
 
     def finish(self, sample: Sample, chance: Chance) -> list[DraftOutcome]:
         """Return what drafts for a sample would have come to up to its end, before the drafter knows of it."""
         told: list[DraftOutcome] = []
-        for replay in [replay for replay in self._replays if replay.sample is sample]:
+        replays = [replay for replay in self._replays if replay.sample is sample]
+        num_tokens = len(sample.token_ids)
+        if not replays and self._num_whole + num_tokens <= _WHOLE and self._saved_s >= 0.0:
+            self._num_whole += num_tokens
+            replays = [self._begin(sample, 0)]
+        for replay in replays:
             told += self._go_on(replay, chance)
             self._stop(replay)
         return told
+
+    def _begin(self, sample: Sample, begin: int) -> _Replay:
+        self._num_replays += 1
+        return _Replay(sample, _NAMES - self._num_replays, begin=begin)
 
     def _go_on(self, replay: _Replay, chance: Chance) -> Iterator[DraftOutcome]:
         return replay.go_on(self._drafter, depth=self.depth, most=self._max_draft_tokens, chance=chance)
@@ -196,7 +215,8 @@ class Foresight:
 
     def _stop(self, replay: _Replay) -> None:
         self._drafter.forget(replay.copy)
-        self._replays.remove(replay)
+        if replay in self._replays:
+            self._replays.remove(replay)
 
 
 def limits_of(samples: Sequence[Sample], most: int) -> list[int]:

@@ -36,6 +36,16 @@ class Segment:
         """Position behind the last token."""
         return self.begin + self.stop - self.start
 
+    def slot_runs(self) -> list[slice]:
+        """Return the slots as runs of neighbours: those of a prompt's samples mostly are."""
+        runs: list[slice] = []
+        for slot in sorted(self.slots):
+            if runs and runs[-1].stop == slot:
+                runs[-1] = slice(runs[-1].start, slot + 1)
+            else:
+                runs.append(slice(slot, slot + 1))
+        return runs
+
 
 @dataclass(frozen=True, slots=True)
 class Places:
@@ -289,7 +299,7 @@ class SlotPlaces:
     def __init__(self, cache: SlotCache, places: Places) -> None:
         """Find the rows' tokens in the cache seen as (slots * capacity, …)."""
         self._cache = cache
-        self._segments = places.segments
+        self._runs = [(segment, run) for segment in places.segments for run in segment.slot_runs()]
         self._num_prefill = places.num_prefill
         self._num_rows = places.num_rows
         self._indices = places.slots * cache.capacity + places.positions
@@ -300,9 +310,8 @@ class SlotPlaces:
         """Keep the packed row's keys and values; return the layer's storage."""
         stored = self._cache.layer(layer, key, value)
         for storage, new in zip(stored, (key, value), strict=True):
-            for segment in self._segments:
-                for slot in segment.slots:
-                    storage[slot, segment.begin : segment.end] = new[segment.start : segment.stop]
+            for segment, run in self._runs:
+                storage[run, segment.begin : segment.end] = new[segment.start : segment.stop]
             storage.flatten(0, 1).index_copy_(0, self._indices, new[self._num_prefill :])
         return stored
 

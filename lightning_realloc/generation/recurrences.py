@@ -15,7 +15,7 @@ _STEM = 3
 """Tokens by which places are chained."""
 _MOST_PLACES = 32
 """Places that are looked at along a chain, the latest ones: what follows common tokens is told well by so many."""
-_NO_TOKEN = -1
+NO_TOKEN = -1
 """Stands between texts, which no token's context crosses."""
 
 
@@ -24,7 +24,7 @@ class Recurrences:
 
     def __init__(self) -> None:
         """Hold no text."""
-        self._tokens = [_NO_TOKEN] * ORDERS[0]  # before the first token, so that there are contexts of every length
+        self._tokens = [NO_TOKEN] * ORDERS[0]  # before the first token, so that there are contexts of every length
         # Numbers and tuples of numbers alone, which the garbage collector does not visit; 0: no such place.
         self._behind_stem: dict[tuple[int, ...], int] = {}
         """The last place behind these three tokens."""
@@ -40,7 +40,7 @@ class Recurrences:
 
     def begin(self, context: Sequence[int]) -> None:
         """Begin another text, behind tokens that are not known to follow what is before them."""
-        self._tokens += (_NO_TOKEN, *context)
+        self._tokens += (NO_TOKEN, *context)
         places = [0] * (1 + len(context))
         self._before_stem += places
         self._before_token += places
@@ -58,10 +58,6 @@ class Recurrences:
             behind_token[third] = place
             first, second, third = second, third, token
         self._tokens += tokens
-
-    def end(self) -> list[int]:
-        """Return the last tokens, as many as tell contexts apart."""
-        return self._tokens[-ORDERS[0] :]
 
     def find(self, context: list[int]) -> tuple[int, list[int]]:
         """Return the places behind the longest end of ``context`` that is known, the latest ones first.
@@ -93,7 +89,7 @@ class Recurrences:
     def behind(self, places: Sequence[int], token: int) -> list[int]:
         """Return the places behind those of them where this token stands, but for ends of texts."""
         own, stop = self._tokens, len(self._tokens) - 1
-        return [place + 1 for place in places if own[place] == token and place < stop and own[place + 1] != _NO_TOKEN]
+        return [place + 1 for place in places if own[place] == token and place < stop and own[place + 1] != NO_TOKEN]
 
 
 def _chain(place: int, before: Sequence[int]) -> list[int]:

@@ -300,12 +300,9 @@ class GenerationRun:
         if not math.isfinite(sum(sum(logprobs) for _, logprobs in emitted)):
             _raise_not_finite(emitted, running)
         for slot, (sample, (tokens, logprobs)) in enumerate(zip(running, emitted, strict=True)):
-            for token, logprob in zip(tokens, logprobs, strict=True):
-                sample.append(token, logprob)
-                self._num_generated += 1
-                if self._stop.update(sample):
-                    self._end_turn(slot, sample)
-                    break
+            self._num_generated += self._stop.take(sample, tokens, logprobs)
+            if sample.finish_reason is not None:
+                self._end_turn(slot, sample)
 
     def _end_turn(self, slot: int, sample: Sample) -> None:
         """Ask the environment what follows, or finish the response."""

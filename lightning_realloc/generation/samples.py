@@ -94,6 +94,15 @@ class Sample:
         self.position += 1
         self.num_read = self.position
 
+    def grow(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """As `append`, of one or more tokens."""
+        self.token_ids += tokens
+        self.logprobs += logprobs
+        self.model_mask += [True] * len(tokens)
+        self.last_token = tokens[-1]
+        self.position += len(tokens)
+        self.num_read = self.position
+
     def extend(self, tokens: Sequence[int]) -> None:
         """Take tokens that the model did not choose; its next turn begins behind them."""
         self.token_ids.extend(tokens)

@@ -1,4 +1,4 @@
-"""The loop of speculative decoding: draft, plan what to verify, learn from the outcome."""
+"""The loop of speculative decoding: draft, verify what the plan says, hand what came of it to the learner."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.acceptance import AcceptanceRates
+from lightning_realloc.generation.draft_learner import DraftLearner
 from lightning_realloc.generation.draft_planner import MOST_PLAN_STEPS, PLAN_STEPS, TRY_STEPS, DraftPlan, DraftPlanner
 from lightning_realloc.generation.draft_step import DraftStep
 from lightning_realloc.generation.draft_worth import Payoff
 from lightning_realloc.generation.drafting import Drafter
-from lightning_realloc.generation.foresight import GOLDEN, DraftOutcome, Foresight, limits_of
+from lightning_realloc.generation.foresight import DraftOutcome, Foresight, limits_of
 from lightning_realloc.generation.remaining_lengths import RemainingLengths
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.sampling import SamplingParams
 from lightning_realloc.generation.speculation import Speculation
-from lightning_realloc.generation.step_costs import LEAST_S, effective_tokens, look_ups_of
 from lightning_realloc.generation.verification import NO_DRAFT, Draft, Verification
 
-_SETTLED = 6
-"""Plain steps in a row after which another one takes as long as it does among its like: right behind verifying ones it
-takes up to a fifth longer."""
 _MOST_LEFT = 0.6
 """Share of a plan's samples that have to be left for it to go on. With 0.7, of five plans of a generation one was made
 that chose what the one before it did."""
@@ -30,30 +26,6 @@ _LOOK_AHEAD_EVERY = 16
 _AHEAD_OF_ROWS = 2
 """Steps after which more is drafted than verified, at least, and for each sample that runs at most: so it is learnt
 whether deeper and unlikelier tokens stand. Many samples tell as much at once, and take the last one ahead no more."""
-_FEW = 2
-"""Samples that are learnt from in a step of all of them, and fewer in a step of fewer: each sample's outcomes are to
-count alike, and not those most of samples that run with few others, late in their responses. One for every step made
-the tokens of n-gram drafts for 32 samples look 3 to 7 % more than they were."""
-_MANY = 8
-_MANY_STEPS = 64
-"""The same in the first steps of an engine, since so few drafts tell too little of what depths come to: the second
-generation of 16 samples took four tokens ahead for 6 % more than they were."""
-_FEWER = 4
-"""Times fewer of a step at most: in a long tail it is still learnt."""
-_MOST_TOGETHER = 2
-"""Times fewer samples than at most, down to which it is told from a step how uneven they are: the last ones are drafted
-for as no others are."""
-_COUNTED_EVERY = 4
-"""Steps of which one is counted for that."""
-_FEW_STEPS = 256
-"""Steps of an engine that are all learnt from; half as many are once drafting begins anew, and from two samples each.
-Behind those one sample tells enough of look-ups."""
-_TELLING_FOR = 8
-"""Steps in a row that are learnt from, or are not."""
-_FREE_TRIES = 5
-"""Behind the first generation, whatever they lose: it says too little of what steps take."""
-_RESTED = 24
-"""Plain steps in a row that are all learnt from: more than a pause has."""
 
 
 @dataclass(slots=True)
@@ -69,7 +41,7 @@ class SpeculationStats:
 
 
 class Speculator:
-    """Drafts for the running samples in every step, and learns what drafts and steps come to. One per engine.
+    """Drafts for the running samples in every step. One per engine, for its `DraftLearner` knows its steps.
 
     Ranks that share a tensor-parallel model decide alike: they run the same samples, and ``agree`` gives all of them
     one rank's measured seconds.
@@ -89,29 +61,20 @@ class Speculator:
         self.drafter = drafter
         self.drafter.clock = clock
         self._speculation = speculation
-        self._agree = agree
-        self._rates = AcceptanceRates()
         self._planner = DraftPlanner(speculation.most_ahead, costs_a_forward=drafter.costs_a_forward)
         self._foresight = Foresight(drafter, speculation.max_draft_tokens)
         self._payoff = Payoff()
+        self._learner = DraftLearner(
+            self._planner, self._payoff, self._foresight, costs_a_forward=drafter.costs_a_forward, agree=agree
+        )
         self._lengths = RemainingLengths()
         self._num_steps = 0
         self._step = DraftStep(0, ())
-        self._last: DraftStep | None = None
-        """The last step whose drafts were learnt from."""
-        self._untaught: list[DraftStep] = []
-        """Steps whose drafts are learnt from before the next plan."""
-        self._untold: list[DraftStep] = []
-        """Steps whose seconds are, once they are agreed on."""
         self._plan: DraftPlan | None = None
         self._planned: Sequence[Sample] = ()
         """The samples that the plan is for."""
-        self._most_rows = 0
-        """Most samples that ran at a time in this generation."""
         self._plan_rows = self._plan_until = 0
         """How many they were when it was made, and number of the first step that needs another one."""
-        self._is_first = True
-        """Whether this is the first generation, or before it."""
         self._try_until = 0
         """Number of the first step that tries no more what its plan does not do."""
         self._last_plans: dict[int, tuple[int, int]] = {}
@@ -121,12 +84,6 @@ class Speculator:
         """Of this step, behind its forward: what drafts for samples that are over would have come to."""
         self._preparing_s = 0.0
         """Since the last step whose seconds were taken."""
-        self._num_plain = 0
-        """Steps in a row that verified nothing."""
-        self._num_not_told = 0
-        """Plain ones of them since the last one that was told of."""
-        self._num_drafted = 0
-        """Steps that verified something since there were many in a row that did not."""
 
     @property
     def adapts(self) -> bool:
@@ -149,10 +106,11 @@ class Speculator:
         self.stats = SpeculationStats()
         self._lengths = self._lengths.for_next()
         self._plan = None
-        self._most_rows = 0
+        self._learner.begin()
         if self.drafter.costs_a_forward:
             self._last_plans.clear()
         self._anticipates = rule.anticipates
+        self._may_foresee = self.adapts and rule.anticipates and not self.drafter.costs_a_forward
         self._foresight.begin()
         self.drafter.begin(samples, rule, num_slots)
         return rule
@@ -166,9 +124,9 @@ class Speculator:
         ``being_read``: slots whose prompts this step reads; how long it takes will say nothing about drafting.
         """
         self._num_steps += 1
-        self._most_rows = max(self._most_rows, len(running))
         self._foreseeing_s = 0.0
         step = self._step = DraftStep(self._num_steps, running, being_read)
+        self._learner.begin_step(step)
         if self._speculation.num_draft_tokens is not None:
             chosen = self._draft_fixed(step, self._speculation.num_draft_tokens)
         else:
@@ -186,18 +144,10 @@ class Speculator:
             self.stats.accepted_tokens += sum(map(len, emitted)) - len(emitted)
         if not self.adapts:
             return
-        step.emitted, step.lengths, step.drafted_before = emitted, lengths, not self._num_plain
-        if num_verified:
-            self._num_drafted = 1 if self._num_plain > _RESTED else self._num_drafted + 1
-            self._num_plain = 0
-            if not step.is_try:
-                self._foresight.rest()
-        else:
-            self._num_plain += 1
-        step.is_settled = self._num_plain > _SETTLED
-        if step.drafts and (self.drafter.costs_a_forward or self._is_telling(step)):
-            step.drafts = [draft.without_laws() for draft in step.drafts]
-            self._untaught.append(step)
+        step.emitted, step.lengths = emitted, lengths
+        if num_verified and not step.is_try:
+            self._foresight.rest()
+        self._learner.keep_outcome(step)
 
     def time_step(self, seconds: float) -> None:
         """Take the seconds of the step that was learnt from last, if it read no prompts, drafting aside."""
@@ -206,21 +156,9 @@ class Speculator:
         step = self._step
         step.seconds = seconds - self._foreseeing_s
         step.preparing_s, self._preparing_s = self._preparing_s, 0.0
-        is_alone = self._agree is None
-        if is_alone and not self._is_telling(step):
-            if step.depth:
-                self._planner.costs.take_preparing(step.preparing_s)
-            else:
-                self._num_not_told += 1
-            return
-        if not step.depth:
-            step.stands_for, self._num_not_told = 1 + self._num_not_told, 0
-        self._untold.append(step)
-        # Ranks agree on several at once; what may not pay is judged step by step.
-        most = 3 * PLAN_STEPS if is_alone else PLAN_STEPS
-        if len(self._untold) >= most or (is_alone and self._is_doubtful(step)):
+        if self._learner.keep_seconds(step):
             begin = self.clock()
-            self._take_seconds()
+            self._learner.learn_seconds()
             taken_s = self.clock() - begin
             self.stats.planning_s += taken_s
             self._preparing_s += taken_s
@@ -229,8 +167,8 @@ class Speculator:
         """Take a sample that has its last token."""
         self._lengths.finish(sample.prompt_number, len(sample.token_ids), is_cut=sample.is_full)
         begin = self.clock()
-        if not self._step.depth:  # in a step with drafts, its seconds would be taken for theirs
-            foreseeing_s = self._take_foreseen(self._foresight.finish(sample, self._rates), begin)
+        if self._may_foresee and not self._step.depth:  # in a step with drafts, its seconds would be taken for theirs
+            foreseeing_s = self._take_foreseen(self._foresight.finish(sample, self._learner.rates), begin)
             self._foreseeing_s += foreseeing_s
             begin += foreseeing_s
         self.drafter.finished(sample)
@@ -239,20 +177,14 @@ class Speculator:
     def end(self, *, has_failed: bool = False) -> None:
         """End the generation."""
         begin = self.clock()
-        self._take_outcomes()
-        self._planner.unevenness.end_generation()
-        if self._is_first and self._most_rows:  # when code and kernels ran for the first time
-            self._is_first = False
-            if not self.drafter.costs_a_forward:
-                self._planner.costs.doubt()
-                self._payoff.allow(_FREE_TRIES * TRY_STEPS)
+        self._learner.end()
         self.stats.planning_s += self.clock() - begin
         self.drafter.end(has_failed=has_failed)
 
     def _draft_fixed(self, step: DraftStep, depth: int) -> Sequence[Draft]:
         begin = self.clock()
         limits = self._limits(step, depth)
-        step.drafts = self.drafter.propose(step.running, limits, self._rates, [0.0] * len(limits))
+        step.drafts = self.drafter.propose(step.running, limits, self._learner.rates, [0.0] * len(limits))
         self.stats.drafting_s += self.clock() - begin
         return step.drafts
 
@@ -289,9 +221,7 @@ class Speculator:
 
     def _make_plan(self, step: DraftStep, num_missed: int, is_tail: bool) -> DraftPlan:
         """Return a new plan, from what is known by now."""
-        self._take_outcomes()
-        if self._agree is None:
-            self._take_seconds()
+        self._learner.learn()
         num_rows = len(step.running)
         plan = self._planner.plan(
             self._left(step.running), is_tail=is_tail, num_missed=num_missed, may_lose_s=self._payoff.saved_s
@@ -317,12 +247,12 @@ class Speculator:
         elif plan.deeper > plan.depth and not step.number % plan.look_every:
             step.depth, step.looks, least = plan.deeper, True, [0.0] * num_rows
         most = step.depth
-        look_every = max(_LOOK_AHEAD_EVERY, _AHEAD_OF_ROWS * self._most_rows)
+        look_every = max(_LOOK_AHEAD_EVERY, _AHEAD_OF_ROWS * self._learner.most_rows)
         if self._anticipates and not self.drafter.costs_a_forward and not step.number % look_every:
             most, least = min(2 * most, self._speculation.max_draft_tokens), [0.0] * num_rows
             step.looks = True
         step.limits = self._limits(step, most)
-        step.drafts = self.drafter.propose(step.running, step.limits, self._rates, least)
+        step.drafts = self.drafter.propose(step.running, step.limits, self._learner.rates, least)
         if most == step.depth:
             return step.drafts
         return [draft.cut(step.depth) if len(draft) > step.depth else draft for draft in step.drafts]
@@ -336,53 +266,21 @@ class Speculator:
 
     def _foresee(self, step: DraftStep) -> None:
         """Learn what drafts would have come to that were not made."""
-        if self.drafter.costs_a_forward or not self._anticipates:
+        if not self._may_foresee:
             return
         if step.being_read or not self._foresight.is_due(step.number):  # steps that read prompts are not timed
             return
         begin = self.clock()
-        self._take_foreseen(self._foresight.look(step.number, step.running, self._rates), begin)
+        self._take_foreseen(self._foresight.look(step.number, step.running, self._learner.rates), begin)
 
     def _take_foreseen(self, outcomes: Sequence[DraftOutcome], begin: float) -> float:
         """Learn from drafts that were not made; count and return the seconds since ``begin`` as those of this step."""
         for outcome in outcomes:
-            outcome.teach(self._rates, self._planner.profile)
+            outcome.teach(self._learner.rates, self._planner.profile)
         foreseeing_s = self.clock() - begin
         self._step.drafting_s += foreseeing_s
         self.stats.drafting_s += foreseeing_s
         return foreseeing_s
-
-    def _is_telling(self, step: DraftStep) -> bool:
-        """Return whether it is learnt from this step: half of them say enough where drafting pays, and a quarter where
-        it rests for long."""
-        if self._is_new or step.looks or step.is_try or step.num_missed:
-            return True
-        num_rows, turn = len(step.running), step.number // _TELLING_FOR
-        if step.depth:
-            return not turn % 2 or not self._payoff.pays(num_rows)
-        return not turn % 4 or self._num_plain <= _RESTED or step.drafting_s > 0.0 or self._is_doubtful(step)
-
-    @property
-    def _is_new(self) -> bool:
-        """Whether little is known: of steps, or of what drafts come to by now."""
-        return self._num_steps < _FEW_STEPS or (not self._num_plain and self._num_drafted < _FEW_STEPS // 2)
-
-    def _is_doubtful(self, step: DraftStep) -> bool:
-        """Return whether the next step depends on what this one took."""
-        num_rows = len(step.running)
-        return self._payoff.is_doubtful(num_rows) if step.depth else not self._planner.costs.plain.knows(num_rows)
-
-    def _take_outcomes(self) -> None:
-        """Learn from what drafts came to since the last time."""
-        for step in self._untaught:
-            few = self._num_told_of(step)
-            for row in range(len(step.drafts)) if step.looks or step.is_try else self._some(step, few):
-                step.outcome(row, self._last).teach(self._rates, self._planner.profile)
-            self._last = step
-            is_even = _MOST_TOGETHER * len(step.running) >= self._most_rows
-            if is_even and step.number % _COUNTED_EVERY == 1 and any(step.lengths):
-                self._planner.unevenness.count(step.running, step.emitted)
-        self._untaught.clear()
 
     def _held_plan(self, running: Sequence[Sample]) -> DraftPlan | None:
         """Return the plan that still holds; None where it is time for another one.
@@ -405,78 +303,3 @@ class Speculator:
         expected = self._lengths.expected
         return [expected(sample.prompt_number, len(sample.token_ids), max_new_tokens=sample.max_new_tokens)
                 for sample in running]  # fmt: skip
-
-    def _take_seconds(self) -> None:
-        """Learn from what the last steps took."""
-        seconds = [
-            value for step in self._untold for value in (step.seconds, step.drafting_s, step.preparing_s, step.first_s)
-        ]
-        agreed = iter(seconds if self._agree is None else self._agree(seconds))
-        looked_up_s = num_look_ups = rows_of_look_ups = 0.0
-        for step in self._untold:
-            step_s, drafting_s, preparing_s, first_s = (max(next(agreed), least) for least in (LEAST_S, 0.0, 0.0, 0.0))
-            if step.is_try and step.depth:
-                self._payoff.take_try(step.gained_s(), step_s + drafting_s + preparing_s)
-            elif step.depth and not step.num_missed:  # what is missed is read once, however long drafting goes on
-                # What prepares many steps is spread over them: else the first ones of a generation would not pay.
-                shared_s = self._planner.costs.take_preparing(preparing_s)
-                self._payoff.learn(len(step.running), step.gained_s(), step_s + drafting_s + shared_s)
-            elif not step.depth:
-                self._foresight.spend(drafting_s, step.stands_for * step_s)
-                self._payoff.save(len(step.running), step_s, num_steps=step.stands_for)
-            self._take_step_costs(step, step_s)
-            if self.drafter.costs_a_forward:
-                self._take_drafting_costs(step, drafting_s, first_s)
-            elif step.drafted_before and step.drafts:
-                looked_up_s += drafting_s
-                own = look_ups_of(len(step.running), sum(map(len, step.drafts)))
-                num_look_ups += own
-                rows_of_look_ups += own * len(step.running)
-        if num_look_ups:
-            self._planner.costs.drafting.observe(rows_of_look_ups / num_look_ups, looked_up_s / num_look_ups)
-        self._untold.clear()
-
-    def _take_step_costs(self, step: DraftStep, step_s: float) -> None:
-        """Learn what reading so many tokens takes."""
-        costs, num_rows = self._planner.costs, len(step.running)
-        if any(step.lengths):
-            if not step.drafted_before and self._planner.costs.verifying.known:
-                return  # it pays for the change
-            size = effective_tokens(num_rows, num_rows + sum(step.lengths), max(step.lengths))
-            costs.verifying.observe(size, step_s)
-        elif step.is_settled or not costs.plain.knows(num_rows):
-            costs.plain.observe(num_rows, step_s)
-
-    def _take_drafting_costs(self, step: DraftStep, drafting_s: float, first_s: float) -> None:
-        """Learn what drafting so many tokens takes a model."""
-        costs, num_rows = self._planner.costs, len(step.running)
-        drafted = [len(draft) for draft in step.drafts]
-        if not any(drafted):
-            return
-        further = max(drafted) - 1
-        if further:
-            costs.drafting.observe(num_rows, (drafting_s - first_s) / further)
-        if step.num_missed:
-            costs.catching_up.observe(step.num_missed, first_s - costs.first_s(num_rows))
-        elif step.drafted_before:
-            costs.first.observe(num_rows, first_s)
-
-    def _num_told_of(self, step: DraftStep) -> int:
-        """Return how many samples are learnt from in a step of all of them."""
-        if step.number < _MANY_STEPS:
-            return _MANY
-        return _FEW if self._is_new or self.drafter.costs_a_forward else 1
-
-    def _some(self, step: DraftStep, most: int) -> range:
-        """Return samples to learn from in this step, ``most`` of them if all run, others in every step."""
-        num_rows = len(step.running)
-        return _spread(step.number, num_rows, -(-min(self._most_rows, _FEWER * num_rows) // most))
-
-
-def _spread(step: int, num_rows: int, stride: int) -> range:
-    """Return one sample of every ``stride``, others in every step; now and then none where there are fewer.
-
-    What is done every so many steps must not see the same ones each time: multiples of the golden ratio spread evenly
-    whichever of them are taken.
-    """
-    return range(int(stride * (step * GOLDEN % 1.0)), num_rows, stride)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Sequence, Sized
 from typing import Protocol
 
 from torch import nn
@@ -53,6 +53,23 @@ class StopRule:
         elif sample.is_full:
             sample.finish_reason = "length"
         return sample.finish_reason is not None
+
+    def take(self, sample: Sample, tokens: Sequence[int], logprobs: Sequence[float]) -> int:
+        """Give the sample tokens that the model chose, up to the one that ends its turn; return how many these are.
+
+        Its finish reason is then set as by :meth:`update`.
+        """
+        if not self._strings:  # what ends it can be seen before
+            count = min(len(tokens), sample.max_new_tokens - len(sample.token_ids))
+            count = next((i + 1 for i in range(count) if tokens[i] in self.token_ids), count)
+            sample.grow(tokens[:count], logprobs[:count])
+            self.update(sample)
+            return count
+        for count, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True), start=1):
+            sample.append(token, logprob)
+            if self.update(sample):
+                return count
+        return len(tokens)
 
     def already_ends(self, sample: Sample) -> bool:
         """As :meth:`update`, for a response that was begun in another call."""

@@ -102,8 +102,8 @@ def test_other_tokens_than_without_speculation_are_an_error() -> None:
 def run_grpo() -> BenchmarkReport:
     """Return what two epochs of one iteration say of a model that is hardly warmed up."""
     report = BenchmarkReport("speculative")
-    small = replace(GRPO_SETTINGS, num_demonstrations=128, warm_up_epochs=1, num_iterations=1, prompts_per_iteration=2)
-    measure_grpo(report, num_epochs=2, settings=small)
+    few = {"num_prompts": 2, "prompts_per_iteration": 2, "epochs": 2}
+    measure_grpo(report, replace(GRPO_SETTINGS, num_demonstrations=128, warm_up_epochs=1, **few))
     return report
 
 

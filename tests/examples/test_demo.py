@@ -23,7 +23,7 @@ from examples.demo import Settings, run
 if __name__ == "__main__":
     run(Settings(
         folder=Path("demo"), num_ranks=2, num_demonstrations=32, demonstrations_per_step=16, warm_up_epochs=1,
-        warm_up_layout="dp2", num_iterations=2, prompts_per_iteration=4, responses_per_prompt=2, num_held_out=6,
+        warm_up_layout="dp2", num_prompts=8, epochs=1, prompts_per_iteration=4, responses_per_prompt=2, num_held_out=6,
         generate_layout="tp2", infer_layout="dp2", train_layout="fsdp2",
     ))
 """
@@ -62,6 +62,7 @@ def test_the_configuration_file_is_the_demo() -> None:
     model, data = config["model"]["init_args"], config["data"]["init_args"]
     assert config["trainer"]["strategy"]["init_args"]["plan"] == settings.plan
     assert config["trainer"]["devices"] == settings.num_ranks
+    assert config["trainer"]["max_epochs"] == settings.epochs
     assert model["actor"] == settings.path("warm")
     assert model["sampling"] == {"n": settings.responses_per_prompt, "max_new_tokens": settings.max_new_tokens}
     assert model["learning_rate"] == settings.learning_rate

@@ -254,5 +254,42 @@ def test_samples_that_are_over_are_replaced_and_forgotten() -> None:
             assert len(drafter.known) <= 2
         sample.finish_reason = "stop"
         num_told += len(foresight.finish(sample, AcceptanceRates()))
-        assert not drafter.known and not foresight.finish(sample, AcceptanceRates())
+        assert not drafter.known
     assert num_told > 20
+
+
+def short(number: int, length: int = 12) -> Sample:
+    """Return a response that is over after ``length`` tokens of a text."""
+    sample = Sample(number, number % len(TEXTS), (RIGHT,), length, key=number)
+    for place in range(length):
+        sample.append(RIGHT if TEXTS[sample.prompt_number][place] else OTHER, 0.0)
+    sample.finish_reason = "length"
+    return sample
+
+
+def test_short_responses_are_replayed_as_if_all_of_them_had_been_drafted_for() -> None:
+    foresight = Foresight(Seer(guesses=True), DEPTH)
+    foresight.depth = 2
+    sample = short(0)
+    told = foresight.finish(sample, AcceptanceRates())
+    right, place, expected = TEXTS[0], 0, []
+    while place < 12:
+        limit = min(DEPTH, 12 - place - 1)
+        expected.append((place, limit, min(num_right(right, place, limit), 2)))
+        place += expected[-1][-1] + 1
+    assert [outcome.limit for outcome in told] == [limit for _, limit, _ in expected]
+    assert [min(outcome.num_stood(), 2) for outcome in told] == [stood for *_, stood in expected]
+    assert [outcome.resumed for outcome in told] == [None, *(stood == 2 for *_, stood in expected[:-1])]
+
+
+def test_no_more_short_responses_are_replayed_than_seconds_allow() -> None:
+    foresight = Foresight(Seer(guesses=True), DEPTH)
+    foresight._num_times = 1000  # of which the first ones do not count
+    told = [bool(foresight.finish(short(number), AcceptanceRates())) for number in range(100)]
+    assert sum(told) == 64 // 12  # until it is known what they took
+    foresight.spend(1.0, 1.0)
+    assert not foresight.finish(short(0), AcceptanceRates())
+    foresight.spend(0.0, 1000.0)
+    assert foresight.finish(short(0), AcceptanceRates())
+    foresight.spend(0.0, 1000.0)
+    assert not foresight.finish(short(0, 65), AcceptanceRates())  # who is long is replayed while it runs

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lightning_realloc.generation.kv_cache import LayerShape, SlotCache
+from lightning_realloc.generation.kv_cache import LayerShape, Segment, SlotCache
 
 
 def _cache(num_slots: int, capacity: int, *, layers: int = 3) -> SlotCache:
@@ -41,3 +43,10 @@ def test_a_cache_that_never_ran_takes_the_shapes_of_another() -> None:
     assert empty.describe() == ours.describe()
     assert torch.equal(empty.read(0, 0, 6), ours.read(1, 0, 6))
     assert shapes[0].num_bytes == 2 * 8 * 2 + 2 * 4 * 4
+
+
+@given(st.sets(st.integers(0, 12), min_size=1))
+def test_runs_of_slots_are_all_slots_once_and_as_few_as_can_be(slots: set[int]) -> None:
+    runs = Segment(0, 1, tuple(slots)).slot_runs()
+    assert [slot for run in runs for slot in range(run.start, run.stop)] == sorted(slots)
+    assert len(runs) == sum(slot - 1 not in slots for slot in slots)

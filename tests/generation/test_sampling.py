@@ -92,6 +92,7 @@ def test_uniforms_are_splitmix64_of_seed_sample_and_position(seed: int, sample: 
     key = sample_key(seed, sample)
     expected = splitmix64(key + (position + 1) * 0x9E3779B97F4A7C15) >> 11
     assert keyed_uniforms([key], [position]) == [expected / 2**53]
+    assert keyed_uniforms([key] * 64, [position] * 64) == [expected / 2**53] * 64  # as an array
 
 
 def test_splitmix64_gives_its_published_first_number() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -24,6 +26,30 @@ def end_of(rule: StopRule, prompt: int, tokens: Sequence[int]) -> int | None:
         if rule.update(sample):
             return count
     return None
+
+
+def took(rule: StopRule, prompt: int, tokens: Sequence[int], most: int) -> tuple[int, Sample]:
+    """Return how many of the tokens a sample took at once, and the sample."""
+    sample = Sample(0, 0, (prompt,), most, key=0)
+    return rule.take(sample, tokens, [float(token) for token in tokens]), sample
+
+
+@given(st.lists(st.integers(97, 101), min_size=1, max_size=6), st.integers(1, 8), st.sets(st.integers(97, 101)))
+@pytest.mark.parametrize("strings", [(), ("bc",)])
+def test_tokens_taken_at_once_are_those_taken_one_by_one(
+    strings: tuple[str, ...], tokens: list[int], most: int, ends: set[int]
+) -> None:
+    tokenizer = byte_tokenizer()
+    tokens, ends = ([tokenizer.encode(chr(c), add_special_tokens=False)[0] for c in given] for given in (tokens, ends))
+    rule = StopRule(token_ids=frozenset(ends), strings=strings, tokenizer=tokenizer)
+    count, sample = took(rule, 5, tokens, most)
+    alone = Sample(0, 0, (5,), most, key=0)
+    for token in tokens:
+        alone.append(token, float(token))
+        if rule.update(alone):
+            break
+    assert sample == alone
+    assert count == len(alone.token_ids)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""Does the demo's own GRPO learn the same with everything on as with everything off, and in fewer seconds?
+
+As `everything`, with the demo's files, model, rewards and plan: four ranks that generate as ``dp2.tp2``, a model of
+107,000 weights whose steps are mostly Python, responses of six tokens, and prompts that come again in every epoch.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from benchmarks.everything import ARMS, Readings, Run, be_quiet, collect, conclude, fit, recorded_grpo, take_turns
+from benchmarks.harness import BenchmarkReport, make_parser
+from benchmarks.ranks import answers_of_ranks
+from examples import report as demo_report
+from examples.demo import Settings, make_grpo, make_prompts
+from examples.sorting import read_jsonl
+
+RATIO_TO = "proximal"
+"""As in `everything`: ratios to the trained model's own log-probabilities, which no draft and no move rounds."""
+_LOADING = {"epochs": 1, "prompts_per_iteration": 240, "responses_per_prompt": 2}
+"""Two iterations, which load kernels."""
+
+
+def run_arm(arm: str, settings: Settings) -> Run:
+    """Train the demo's model on this rank and the others, and return what all noted."""
+    noted = Readings()
+    make = partial(recorded_grpo(noted, **ARMS[arm]), ratio_to=RATIO_TO)
+    calls = settings.plan["calls"] | {"actor.infer": settings.infer_layout}  # whose log-probabilities ratios are to
+    return fit(make_grpo(settings, make), make_prompts(settings), noted, calls, epochs=settings.epochs)
+
+
+def work_on(rank: int, settings: Settings, turns: int, answers: Connection) -> None:
+    """Run every turn of both arms on this rank; the first one sends them on."""
+    be_quiet()
+    demo_report.silence_hints()
+    for arm in ARMS:
+        run_arm(arm, replace(settings, **_LOADING))
+    take_turns(rank, lambda arm: run_arm(arm, settings), turns, answers)
+
+
+def prepare(settings: Settings) -> None:
+    """Write the demo's files and its warmed-up model, in processes of their own, as a user does."""
+    command = [sys.executable, "-m", "examples.demo", "--prepare-only", "--folder", str(settings.folder)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run both arms in turn; return 1 where they are not the same."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--turns", type=int, default=4, help="runs of each arm, the arms taking turns")
+    parser.add_argument(
+        "--prepared", type=Path, help="where `python -m examples.demo --prepare-only` has written; else it is run first"
+    )
+    options = parser.parse_args(arguments)
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Settings(folder=options.prepared or Path(folder))
+        if options.prepared is None:
+            prepare(settings)
+        num_prompts = len(read_jsonl(settings.folder / "train.jsonl"))
+        if num_prompts != settings.num_prompts:
+            parser.error(f"{settings.folder} holds {num_prompts} prompts and not the demo's {settings.num_prompts}")
+        report = BenchmarkReport("everything_demo", seeds=(settings.seed,), settings={"ratio_to": RATIO_TO})
+        report.settings |= asdict(settings) | {"folder": None}
+        answers = answers_of_ranks(work_on, settings, options.turns, world_size=settings.num_ranks)
+        collect(report, answers, ranks=settings.num_ranks)
+    return conclude(report, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
