@@ -17,5 +17,5 @@ if __name__ == "__main__":
         learning_rate=5e-4,
     )
     data = PromptDataModule("runs/demo/train.jsonl", val_data="runs/demo/held_out.jsonl", batch_size=32)
-    trainer = L.Trainer(strategy="realloc", accelerator="cpu", devices=4, max_epochs=1)
+    trainer = L.Trainer(strategy="realloc", accelerator="cpu", devices=4, max_epochs=4)
     trainer.fit(model, data)

@@ -1,19 +1,19 @@
 """What steps tell of drafts: what these come to, what steps take, and whether drafting pays.
 
-Not every step is learnt from, and never right behind its forward, where the caches are full of weights and the same
-takes twice as long: many are at once, before the next plan. Which ones, and for how many others each stands, is decided
-here.
+Not every step is learnt from, and outcomes never right behind a forward, where the caches are full of weights and the
+same takes twice as long: many steps are at once, before the next plan. Which ones, and for how many others each stands,
+is decided here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from lightning_realloc.generation.acceptance import AcceptanceRates
 from lightning_realloc.generation.draft_planner import PLAN_STEPS, TRY_STEPS, DraftPlanner
 from lightning_realloc.generation.draft_step import DraftStep
 from lightning_realloc.generation.draft_worth import Payoff
-from lightning_realloc.generation.foresight import GOLDEN, Foresight
+from lightning_realloc.generation.foresight import GOLDEN, DraftOutcome, Foresight
 from lightning_realloc.generation.step_costs import LEAST_S, effective_tokens, look_ups_of
 
 _SETTLED = 6
@@ -35,7 +35,7 @@ _MOST_TOGETHER = 2
 """Times fewer samples than at most, down to which it is told from a step how uneven they are: the last ones are drafted
 for as no others are."""
 _COUNTED_EVERY = 4
-"""Steps of which one is counted for that."""
+"""Steps of which one is counted to tell how uneven samples are."""
 _FEW_STEPS = 256
 """Steps of an engine that are all learnt from; half as many are once drafting begins anew, and from two samples each.
 Behind those one sample tells enough of look-ups."""
@@ -51,11 +51,11 @@ class DraftLearner:
     """Learns from steps as they run, for one engine.
 
     Args:
-        planner: Plans by what drafts and steps are told to come to.
-        payoff: Is told what drafting gained.
-        foresight: Is told what steps without drafts took.
+        planner: Whose costs, depth profile and unevenness learn.
+        payoff: Learns what drafting gained; it is learnt from more steps while that is in doubt.
+        foresight: Learns what it may spend, from the seconds of steps without drafts.
         costs_a_forward: Whether a token ahead takes a forward of a model.
-        agree: Where ranks share a tensor-parallel model: returns the first one's numbers.
+        agree: Where ranks share a tensor-parallel model: returns the first one's numbers; None: this rank's own count.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class DraftLearner:
         """Steps that verified something since there were many in a row that did not."""
 
     def begin(self) -> None:
-        """Start a generation."""
+        """A generation starts."""
         self.most_rows = 0
 
     def begin_step(self, step: DraftStep) -> None:
@@ -109,14 +109,15 @@ class DraftLearner:
         else:
             self._num_plain += 1
         step.is_settled = self._num_plain > _SETTLED
-        if step.drafts and (self._costs_a_forward or self._is_telling(step)):
+        step.is_told = self._is_telling(step)
+        if step.drafts and (self._costs_a_forward or step.is_told):
             step.drafts = [draft.without_laws() for draft in step.drafts]
             self._untaught.append(step)
 
     def keep_seconds(self, step: DraftStep) -> bool:
         """Take a step whose seconds are known; return whether it is time to learn from those that were kept."""
         is_alone = self._agree is None
-        if is_alone and not self._is_telling(step):
+        if is_alone and not step.is_told:
             if step.depth:
                 self._planner.costs.take_preparing(step.preparing_s)
             else:
@@ -129,8 +130,8 @@ class DraftLearner:
         most = 3 * PLAN_STEPS if is_alone else PLAN_STEPS
         return len(self._untold) >= most or (is_alone and self._is_doubtful(step))
 
-    def learn(self) -> None:
-        """Learn from all that was kept, before a plan; ranks that agree on seconds do so in other steps."""
+    def learn_before_plan(self) -> None:
+        """Learn from all that was kept; ranks that agree on seconds do so in other steps, all in the same ones."""
         self.learn_outcomes()
         if self._agree is None:
             self.learn_seconds()
@@ -145,12 +146,16 @@ class DraftLearner:
                 self._planner.costs.doubt()
                 self._payoff.allow(_FREE_TRIES * TRY_STEPS)
 
+    def teach(self, outcomes: Iterable[DraftOutcome]) -> None:
+        """Learn from what drafts came to, or would have."""
+        for outcome in outcomes:
+            outcome.teach(self.rates, self._planner.profile)
+
     def learn_outcomes(self) -> None:
         """Learn from what drafts came to since the last time."""
         for step in self._untaught:
-            few = self._num_told_of(step)
-            for row in range(len(step.drafts)) if step.looks or step.is_try else self._some(step, few):
-                step.outcome(row, self._last).teach(self.rates, self._planner.profile)
+            rows = range(len(step.drafts)) if step.looks or step.is_try else self._some(step, self._num_told_of(step))
+            self.teach(step.outcome(row, self._last) for row in rows)
             self._last = step
             is_even = _MOST_TOGETHER * len(step.running) >= self.most_rows
             if is_even and step.number % _COUNTED_EVERY == 1 and any(step.lengths):

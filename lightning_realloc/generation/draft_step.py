@@ -48,6 +48,8 @@ class DraftStep:
     """Whether the step before it verified drafts, too: else a drafter first takes in what came since."""
     stands_for: int = 1
     """Plain steps whose seconds its own tell."""
+    is_told: bool = False
+    """Whether it is learnt from what it took, where no ranks have to agree on that."""
     is_settled: bool = False
     """Whether it is one of many plain steps in a row."""
     lengths: Sequence[int] = ()

@@ -130,7 +130,7 @@ class GenerationEngine:
         self.waiting_calls: WaitingCalls | None = None
         """What this rank may do instead while others generate, where samples move between ranks."""
         if agree is None:
-            self._check_decides_alone(peers)
+            self._check_agreement(peers)
         self._migration = Migration(peers, agree=agree, clock=clock) if peers is not None and peers.others else None
 
     @property
@@ -313,7 +313,7 @@ class GenerationEngine:
     def _is_tensor_parallel(self) -> bool:
         return any(hasattr(module, "tp_group") for module in self._model.modules())
 
-    def _check_decides_alone(self, peers: Peers | None) -> None:
+    def _check_agreement(self, peers: Peers | None) -> None:
         """Raise GenerationError where other ranks would decide otherwise about what they do together."""
         if self._is_tensor_parallel and (self._speculator.adapts or peers is not None):
             raise GenerationError(
@@ -333,7 +333,10 @@ def _warn_of_failures(samples: Sequence[Sample]) -> None:
 
 
 def _check_parts(speculation: object, drafter: object, peers: object, lockstep: object) -> None:
-    """Raise GenerationError where one is given and is something else, and where two exclude each other."""
+    """Raise GenerationError where one is given and is something else, or two exclude each other.
+
+    YAML takes a mapping for a dataclass, Python does not.
+    """
     for name, given, kind in (("speculation", speculation, Speculation), ("peers", peers, Peers)):
         if given is not None and not isinstance(given, kind):
             raise GenerationError(f"{name}={given!r} is a {type(given).__name__}; write {kind.__name__}(...)")

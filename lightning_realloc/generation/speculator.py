@@ -20,8 +20,8 @@ from lightning_realloc.generation.speculation import Speculation
 from lightning_realloc.generation.verification import NO_DRAFT, Draft, Verification
 
 _MOST_LEFT = 0.6
-"""Share of a plan's samples that have to be left for it to go on. With 0.7, of five plans of a generation one was made
-that chose what the one before it did."""
+"""Share of a plan's samples that have to be left for it to go on. With 0.7, a generation took a plan more, of about
+five, that was mostly the one before it again."""
 _LOOK_AHEAD_EVERY = 16
 _AHEAD_OF_ROWS = 2
 """Steps after which more is drafted than verified, at least, and for each sample that runs at most: so it is learnt
@@ -41,7 +41,7 @@ class SpeculationStats:
 
 
 class Speculator:
-    """Drafts for the running samples in every step. One per engine, for its `DraftLearner` knows its steps.
+    """Drafts for the running samples in every step. One per engine: what it learnt outlives a generation.
 
     Ranks that share a tensor-parallel model decide alike: they run the same samples, and ``agree`` gives all of them
     one rank's measured seconds.
@@ -221,7 +221,7 @@ class Speculator:
 
     def _make_plan(self, step: DraftStep, num_missed: int, is_tail: bool) -> DraftPlan:
         """Return a new plan, from what is known by now."""
-        self._learner.learn()
+        self._learner.learn_before_plan()
         num_rows = len(step.running)
         plan = self._planner.plan(
             self._left(step.running), is_tail=is_tail, num_missed=num_missed, may_lose_s=self._payoff.saved_s
@@ -275,8 +275,7 @@ class Speculator:
 
     def _take_foreseen(self, outcomes: Sequence[DraftOutcome], begin: float) -> float:
         """Learn from drafts that were not made; count and return the seconds since ``begin`` as those of this step."""
-        for outcome in outcomes:
-            outcome.teach(self._learner.rates, self._planner.profile)
+        self._learner.teach(outcomes)
         foreseeing_s = self.clock() - begin
         self._step.drafting_s += foreseeing_s
         self.stats.drafting_s += foreseeing_s

@@ -19,7 +19,7 @@ def fit_from_yaml(folder: str) -> None:
     from lightning_realloc import cli
 
     os.chdir(folder)
-    few = ["--data.batch_size", "2", "--trainer.enable_progress_bar", "false"]
+    few = ["--data.batch_size", "2", "--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false"]
     # The model was not warmed up and earns no rewards: fresh adapters, which begin as nothing, would stay nothing.
     few += ["--model.init_args.peft_config", "{peft_type: LORA, target_modules: all-linear, init_lora_weights: false}"]
     sys.argv = ["lightning-realloc", "fit", "--config", str(ROOT / "examples/lora.yaml"), *few]

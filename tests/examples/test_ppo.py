@@ -61,7 +61,7 @@ def fit_from_yaml(folder: str) -> None:
     from lightning_realloc import cli
 
     os.chdir(folder)
-    few = ["--data.batch_size", "2", "--trainer.enable_progress_bar", "false"]
+    few = ["--data.batch_size", "2", "--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false"]
     sys.argv = ["lightning-realloc", "fit", "--config", str(CONFIG), *few]
     cli.run(sys.argv[1:])
 
