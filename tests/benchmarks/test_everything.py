@@ -23,6 +23,13 @@ def test_an_iteration_takes_as_long_as_its_slowest_rank() -> None:
     assert merge([first, second]) == RUN
 
 
+def test_what_ranks_in_tensor_parallelism_accepted_together_counts_once() -> None:
+    ranks = [Readings([0.25], [{0: (5, 6), 1: (7,)}], [1.0], [0.5], accepted=2, weights="ab") for _ in range(2)]
+    assert merge(ranks).accepted == 2
+    ranks[1].tokens = [{2: (5, 6), 3: (7,)}]
+    assert merge(ranks).accepted == 4
+
+
 def test_the_first_difference_is_found_in_tokens_then_rewards_then_weights() -> None:
     assert compare(RUN, RUN) is None
     assert compare(replace(RUN, weights="cd"), RUN) == "weights alone, at the end"
