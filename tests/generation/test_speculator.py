@@ -236,6 +236,53 @@ def test_a_plan_goes_on_while_few_of_its_samples_are_over(monkeypatch: pytest.Mo
     assert all(later <= 0.7 * earlier for earlier, later in pairwise(planned))
 
 
+def drafted_lengths(
+    pretence: Pretence, agree: Callable[[Sequence[float]], Sequence[float]], shares: Sequence[float]
+) -> list[list[int]]:
+    """Return the lengths of drafts in every step of generations in which such shares of drafted tokens are right."""
+    drafter = pretence.drafter
+    speculation = Speculation(drafter="none", max_draft_tokens=pretence.max_draft_tokens)
+    speculator = Speculator(speculation, drafter, agree=agree, clock=lambda: drafter.now_s)
+    lengths: list[list[int]] = []
+
+    class Noting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(speculator, name)
+
+        def propose(self, running: Sequence[Sample], **told: Any) -> Sequence[Draft]:
+            drafts = speculator.propose(running, **told)
+            lengths.append([len(draft) for draft in drafts])
+            return drafts
+
+    pretence.speculator = Noting()  # type: ignore[assignment]
+    for drafter.right in shares:
+        pretence.generate()
+    return lengths
+
+
+@pytest.mark.parametrize("costs_a_forward", [False, True])
+def test_ranks_that_go_by_one_ranks_seconds_draft_alike(costs_a_forward: bool) -> None:
+    shares = [0.0] * 4 + [0.9] * 6
+    told: list[list[float]] = []
+
+    def first(numbers: Sequence[float]) -> Sequence[float]:
+        told.append(list(numbers))
+        return told[-1]
+
+    def other(numbers: Sequence[float]) -> Sequence[float]:
+        agreed = next(heard)
+        assert len(agreed) == len(numbers)
+        return agreed
+
+    slow = Pretence(Foreteller(costs_a_forward=costs_a_forward), gentle, num_samples=8, fewer_each=14)
+    lengths = drafted_lengths(slow, first, shares)
+    assert any(map(any, lengths))
+    heard = iter(told)
+    fast = Pretence(Foreteller(costs_a_forward=costs_a_forward), lambda _: 0.003, num_samples=8, fewer_each=14)
+    assert drafted_lengths(fast, other, shares) == lengths
+    assert next(heard, None) is None
+
+
 def test_drafts_that_never_stand_cost_a_percent_at_most() -> None:
     drafter = Foreteller()
     pretence = Pretence(drafter, steep)
