@@ -8,20 +8,18 @@ from dataclasses import dataclass
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.draft_learner import DraftLearner
-from lightning_realloc.generation.draft_planner import MOST_PLAN_STEPS, PLAN_STEPS, TRY_STEPS, DraftPlan, DraftPlanner
+from lightning_realloc.generation.draft_planner import DraftPlan, DraftPlanner
 from lightning_realloc.generation.draft_step import DraftStep
 from lightning_realloc.generation.draft_worth import Payoff
 from lightning_realloc.generation.drafting import Drafter
 from lightning_realloc.generation.foresight import DraftOutcome, Foresight, limits_of
+from lightning_realloc.generation.held_plan import HeldPlan
 from lightning_realloc.generation.remaining_lengths import RemainingLengths
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.sampling import SamplingParams
 from lightning_realloc.generation.speculation import Speculation
 from lightning_realloc.generation.verification import NO_DRAFT, Draft, Verification
 
-_MOST_LEFT = 0.6
-"""Share of a plan's samples that have to be left for it to go on. With 0.7, a generation took a plan more, of about
-five, that was mostly the one before it again."""
 _LOOK_AHEAD_EVERY = 16
 _AHEAD_OF_ROWS = 2
 """Steps after which more is drafted than verified, at least, and for each sample that runs at most: so it is learnt
@@ -70,16 +68,7 @@ class Speculator:
         self._lengths = RemainingLengths()
         self._num_steps = 0
         self._step = DraftStep(0, ())
-        self._plan: DraftPlan | None = None
-        self._planned: Sequence[Sample] = ()
-        """The samples that the plan is for."""
-        self._plan_rows = self._plan_until = 0
-        """How many they were when it was made, and number of the first step that needs another one."""
-        self._try_until = 0
-        """Number of the first step that tries no more what its plan does not do."""
-        self._last_plans: dict[int, tuple[int, int]] = {}
-        """Depth of the last plan and the steps that it was made for, by the power of two of the number of samples.
-        Where drafts cost a forward, none in a new generation: nobody looked what they come to by now."""
+        self._held = HeldPlan()
         self._foreseeing_s = 0.0
         """Of this step, behind its forward: what drafts for samples that are over would have come to."""
         self._preparing_s = 0.0
@@ -105,10 +94,9 @@ class Speculator:
             )
         self.stats = SpeculationStats()
         self._lengths = self._lengths.for_next()
-        self._plan = None
+        # Where drafts cost a forward, nobody looked what they come to by now.
+        self._held.let_go(and_forget=self.drafter.costs_a_forward)
         self._learner.begin()
-        if self.drafter.costs_a_forward:
-            self._last_plans.clear()
         self._anticipates = rule.anticipates
         self._may_foresee = self.adapts and rule.anticipates and not self.drafter.costs_a_forward
         self._foresight.begin()
@@ -193,20 +181,20 @@ class Speculator:
         begin = self.clock()
         num_rows = len(step.running)
         rests = not self._planner.costs.plain.knows(num_rows) or self._payoff.rests(num_rows)
-        plan = None if rests else self._held_plan(step.running)
-        is_idle = plan is not None and not plan.depth and step.number >= self._try_until
+        plan = None if rests else self._held.of(step)
+        is_idle = plan is not None and not plan.depth and not self._held.tries(step)
         if rests or is_idle or (step.being_read and not self._payoff.pays(num_rows)):
             self._foresee(step)
             return [NO_DRAFT] * num_rows
         most_in_a_step = num_rows * (1 + self._speculation.max_draft_tokens)
         num_missed = max(self.drafter.num_unread(step.running) - most_in_a_step, 0)
         if plan is None:
-            plan = self._plan = self._make_plan(step, num_missed, is_tail)
+            plan = self._make_plan(step, num_missed, is_tail)
         planned = self.clock()
         self.stats.planning_s += planned - begin
         step.is_try = plan.is_try or not plan.depth
         # Where the drafter's model has to catch up first, one step tells too little for what it takes.
-        if not plan.depth and (num_missed or step.number >= self._try_until):
+        if not plan.depth and (num_missed or not self._held.tries(step)):
             self._foresee(step)
             return [NO_DRAFT] * num_rows
         self.drafter.prepare(step.running)
@@ -226,14 +214,8 @@ class Speculator:
         plan = self._planner.plan(
             self._left(step.running), is_tail=is_tail, num_missed=num_missed, may_lose_s=self._payoff.saved_s
         )
-        depth_before, steps_before = self._last_plans.get(num_rows.bit_length(), (None, 0))
-        num_steps = TRY_STEPS if plan.is_try else PLAN_STEPS if plan.depth != depth_before else 2 * steps_before
-        num_steps = min(num_steps, MOST_PLAN_STEPS)
-        self._last_plans[num_rows.bit_length()] = plan.depth, num_steps
-        self._planned, self._plan_rows, self._plan_until = step.running, num_rows, step.number + num_steps
+        self._held.hold(plan, step, may_try=self._payoff.saved_s >= 0.0)
         self._foresight.depth = plan.best_draft
-        # The first step of a try pays for what comes with the change.
-        self._try_until = step.number + (TRY_STEPS if not plan.depth and self._payoff.saved_s >= 0.0 else 0)
         if plan.is_untried:
             self._payoff.forgive(num_rows)
         return plan
@@ -280,22 +262,6 @@ class Speculator:
         self._step.drafting_s += foreseeing_s
         self.stats.drafting_s += foreseeing_s
         return foreseeing_s
-
-    def _held_plan(self, running: Sequence[Sample]) -> DraftPlan | None:
-        """Return the plan that still holds; None where it is time for another one.
-
-        It goes on without samples that are over, as long as most of them are left.
-        """
-        if self._plan is None or self._num_steps >= self._plan_until:
-            return None
-        if len(running) != len(self._planned):
-            rows = {id(sample): row for row, sample in enumerate(self._planned)}
-            left = [rows[id(sample)] for sample in running if id(sample) in rows]
-            if len(left) < len(running) or len(left) <= _MOST_LEFT * self._plan_rows:
-                return None
-            self._plan = self._plan.of(left)
-            self._planned = running
-        return self._plan
 
     def _left(self, running: Sequence[Sample]) -> list[float]:
         """Return how many tokens each sample is expected to get still."""
