@@ -186,25 +186,25 @@ class Foresight:
         free = [sample for sample in samples if id(sample) not in others]
         while free and len(self._replays) < _SAMPLES:
             sample = free.pop(int(len(free) * ((1 + self._num_replays) * GOLDEN % 1.0)))
-            self._replays.append(self._begin(sample, len(sample.token_ids)))
+            self._begin(sample, len(sample.token_ids))
         return told
 
     def finish(self, sample: Sample, chance: Chance) -> list[DraftOutcome]:
         """Return what drafts for a sample would have come to up to its end, before the drafter knows of it."""
         told: list[DraftOutcome] = []
-        replays = [replay for replay in self._replays if replay.sample is sample]
         num_tokens = len(sample.token_ids)
-        if not replays and self._num_whole + num_tokens <= _WHOLE and self._saved_s >= 0.0:
+        is_replayed = any(replay.sample is sample for replay in self._replays)
+        if not is_replayed and self._num_whole + num_tokens <= _WHOLE and self._saved_s >= 0.0:
             self._num_whole += num_tokens
-            replays = [self._begin(sample, 0)]
-        for replay in replays:
+            self._begin(sample, 0)
+        for replay in [replay for replay in self._replays if replay.sample is sample]:
             told += self._go_on(replay, chance)
             self._stop(replay)
         return told
 
-    def _begin(self, sample: Sample, begin: int) -> _Replay:
+    def _begin(self, sample: Sample, begin: int) -> None:
         self._num_replays += 1
-        return _Replay(sample, _NAMES - self._num_replays, begin=begin)
+        self._replays.append(_Replay(sample, _NAMES - self._num_replays, begin=begin))
 
     def _go_on(self, replay: _Replay, chance: Chance) -> Iterator[DraftOutcome]:
         return replay.go_on(self._drafter, depth=self.depth, most=self._max_draft_tokens, chance=chance)
@@ -215,8 +215,7 @@ class Foresight:
 
     def _stop(self, replay: _Replay) -> None:
         self._drafter.forget(replay.copy)
-        if replay in self._replays:
-            self._replays.remove(replay)
+        self._replays.remove(replay)
 
 
 def limits_of(samples: Sequence[Sample], most: int) -> list[int]:

@@ -87,12 +87,7 @@ class Sample:
 
     def append(self, token: int, logprob: float) -> None:
         """Take the next token of the response, the model's choice after reading all that is before it."""
-        self.token_ids.append(token)
-        self.logprobs.append(logprob)
-        self.model_mask.append(True)
-        self.last_token = token
-        self.position += 1
-        self.num_read = self.position
+        self.grow((token,), (logprob,))
 
     def grow(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """As `append`, of one or more tokens."""

@@ -97,7 +97,6 @@ class Speculator:
         # Where drafts cost a forward, nobody looked what they come to by now.
         self._held.let_go(and_forget=self.drafter.costs_a_forward)
         self._learner.begin()
-        self._anticipates = rule.anticipates
         self._may_foresee = self.adapts and rule.anticipates and not self.drafter.costs_a_forward
         self._foresight.begin()
         self.drafter.begin(samples, rule, num_slots)
@@ -230,7 +229,7 @@ class Speculator:
             step.depth, step.looks, least = plan.deeper, True, [0.0] * num_rows
         most = step.depth
         look_every = max(_LOOK_AHEAD_EVERY, _AHEAD_OF_ROWS * self._learner.most_rows)
-        if self._anticipates and not self.drafter.costs_a_forward and not step.number % look_every:
+        if self._may_foresee and not step.number % look_every:
             most, least = min(2 * most, self._speculation.max_draft_tokens), [0.0] * num_rows
             step.looks = True
         step.limits = self._limits(step, most)
