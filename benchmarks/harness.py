@@ -74,15 +74,19 @@ class BenchmarkReport:
             "targets": [asdict(target) for target in self.targets],
         }
 
+    def write(self, path: Path | None) -> None:
+        """Write what there is so far as JSON; a path of None: nothing is written."""
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self.as_json(), indent=2) + "\n")
+
     def finish(self, options: argparse.Namespace) -> int:
         """Print the tables, write the JSON that ``--json`` asks for, and return the process's exit code."""
         console = Console(width=None if os.isatty(1) else 160)
         console.print(_rows_table(self.name, self.rows))
         if self.targets:
             console.print(_targets_table(self.targets))
-        if options.json is not None:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(self.as_json(), indent=2) + "\n")
+        self.write(options.json)
         missed = [target.name for target in self.targets if not target.met]
         if missed:
             console.print(f"{len(missed)} of {len(self.targets)} targets missed: {', '.join(missed)}", style="bold red")

@@ -27,6 +27,8 @@ _MANY = 8
 """The most of them: in the first `_MANY_STEPS` steps of an engine, since few drafts tell too little of what depths come
 to (the second generation of 16 samples took four tokens ahead for 6 % more than they were), and in long steps."""
 _MANY_STEPS = 64
+_ALL_OF = 4
+"""Samples of which a model's drafts are all told of: they are few, and each takes long."""
 _PER_SECOND = 100
 """Samples that are learnt from in a step, for every second that a plain one takes: that takes 0.15 % as long."""
 _FEWER = 4
@@ -110,7 +112,7 @@ class DraftLearner:
             self._num_plain += 1
         step.is_settled = self._num_plain > _SETTLED
         step.is_told = self._is_telling(step)
-        if step.drafts and (self._costs_a_forward or step.is_told):
+        if step.drafts and (step.is_told or (self._costs_a_forward and len(step.running) <= _ALL_OF)):
             step.drafts = [draft.without_laws() for draft in step.drafts]
             self._untaught.append(step)
 

@@ -32,6 +32,8 @@ class DraftStep:
     """Most tokens that each of them might have had."""
     looks: bool = False
     """Whether it drafts deeper than seems best, to see what that comes to."""
+    begins: Sequence[int] = ()
+    """How many tokens each sample had, where its draft is longer than what is verified of it."""
     is_try: bool = False
     """Whether nothing seems to pay: it is drafted to see whether that is true."""
     num_missed: int = 0
@@ -66,10 +68,13 @@ class DraftStep:
     def outcome(self, row: int, last: DraftStep | None) -> DraftOutcome:
         """Return what a draft came to: a token that was cut off was right, too, where the target drew the same.
 
-        ``last``: the last step before this one that drafted.
+        As far as it is known by now: what was cut off stands or falls in later steps. ``last``: the last step before
+        this one that drafted.
         """
-        resumed = last.is_resumed(row, self.running[row]) if last and last.number + 1 == self.number else None
-        return DraftOutcome(self.drafts[row], self.emitted[row], self.limits[row], resumed)
+        sample, limit = self.running[row], self.limits[row]
+        resumed = last.is_resumed(row, sample) if last and last.number + 1 == self.number else None
+        tokens = sample.chosen(self.begins[row], limit + 1) if self.begins else self.emitted[row]
+        return DraftOutcome(self.drafts[row], tokens, limit, resumed)
 
     def is_resumed(self, row: int, sample: Sample) -> bool | None:
         """Return whether a sample's next draft goes on where this one stood to the last token that it might have had.

@@ -95,7 +95,7 @@ class _Replay:
             self._pass_over(num_known - _STRETCH - len(copy.token_ids))
         while (place := len(copy.token_ids)) < num_known:
             limit = limits_of([copy], most)[0]
-            tokens = self._turn(place, limit + 1)
+            tokens = sample.chosen(place, limit + 1)
             if not tokens:
                 self._pass_over(1)
                 continue
@@ -110,11 +110,6 @@ class _Replay:
             yield from told
             self._resumed, self._is_told = num_stood == depth, True
             self._pass(min(num_stood + 1, len(tokens)))
-
-    def _turn(self, place: int, most: int) -> list[int]:
-        """Return the tokens from a place on that the model chose, up to the first one that it did not."""
-        mask = self.sample.model_mask[place : place + most]
-        return self.sample.token_ids[place : place + (mask.index(False) if False in mask else most)]
 
     def _pass_over(self, num_tokens: int) -> None:
         """Let the copy get the sample's next tokens, behind which no draft may have begun."""

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from lightning_realloc.generation.draft_planner import MOST_PLAN_STEPS, PLAN_STEPS, TRY_STEPS, DraftPlan
 from lightning_realloc.generation.draft_step import DraftStep
 from lightning_realloc.generation.samples import Sample
 
-_MOST_LEFT = 0.6
+_LEAST_LEFT = 0.5
 """Share of a plan's samples that have to be left for it to go on. With 0.7, a generation took a plan more, of about
 five, that was mostly the one before it again."""
 
 
+@dataclass(slots=True)
+class _Kept:
+    """The last plan for about so many samples."""
+
+    plan: DraftPlan
+    num_steps: int
+    """That it was made for."""
+    num_left: int
+    """Of them."""
+
+
 class HeldPlan:
-    """The plan in use. It goes on without samples that are over, as long as most of them are left."""
+    """The plan in use. It goes on without samples that are over, as long as most of them are left.
+
+    A plan that drafts holds for so many steps of about so many samples, whichever these are: where a generation
+    follows another one of the same size, few plans are made in it.
+    """
 
     def __init__(self) -> None:
         """Hold none."""
@@ -22,32 +38,51 @@ class HeldPlan:
         self._samples: Sequence[Sample] = ()
         """Those that it is for."""
         self._num_samples = 0
-        """How many they were when it was made."""
-        self._until = 0
-        """Number of the first step that needs another plan."""
+        """How many they were when it began."""
+        self._kept: dict[int, _Kept] = {}
+        """By the power of two of the number of samples."""
         self._try_until = 0
         """Number of the first step that tries no more what the plan does not do."""
-        self._last: dict[int, tuple[int, int]] = {}
-        """Depth of the last plan and the steps that it was made for, by the power of two of the number of samples."""
 
     def let_go(self, *, and_forget: bool) -> None:
-        """Hold none any more; ``and_forget``: the next one holds no longer for being like those before it."""
+        """Hold none any more; ``and_forget``: nor know that nothing was drafted by those before it."""
         self._plan = None
         if and_forget:
-            self._last.clear()
+            self._kept = {size: kept for size, kept in self._kept.items() if kept.plan.depth}
+
+    def expire(self, step: DraftStep) -> None:
+        """Take that drafting rests in a step: once it goes on, another plan is made from what plain steps told."""
+        kept = self._kept.get(len(step.running).bit_length())
+        if kept is not None:
+            kept.num_left = 0
+        self._plan = None
 
     def of(self, step: DraftStep) -> DraftPlan | None:
         """Return the plan for the samples of a step; None where it is time for another one."""
-        if self._plan is None or step.number >= self._until:
+        if self._plan is None:
+            return None
+        kept = self._kept[self._num_samples.bit_length()]
+        kept.num_left -= 1
+        if kept.num_left < 0:
             return None
         running = step.running
         if len(running) != len(self._samples):
             rows = {id(sample): row for row, sample in enumerate(self._samples)}
             left = [rows[id(sample)] for sample in running if id(sample) in rows]
-            if len(left) < len(running) or len(left) <= _MOST_LEFT * self._num_samples:
+            if len(left) < len(running) or len(left) < _LEAST_LEFT * self._num_samples:
                 return None
             self._plan, self._samples = self._plan.of(left), running
         return self._plan
+
+    def earlier(self, step: DraftStep) -> DraftPlan | None:
+        """Return a plan that drafts, for about as many samples as run in a step, which holds for some steps still."""
+        kept = self._kept.get(len(step.running).bit_length())
+        return kept.plan if kept is not None and kept.num_left > 0 and kept.plan.depth else None
+
+    def resume(self, plan: DraftPlan, step: DraftStep) -> None:
+        """Use an earlier plan, made anew for these samples, from this step on."""
+        self._begin(plan, step)
+        self._kept[self._num_samples.bit_length()].num_left -= 1
 
     def hold(self, plan: DraftPlan, step: DraftStep, *, may_try: bool) -> None:
         """Use a plan from this step on: the longer, the more often the ones before it drafted as deep.
@@ -55,15 +90,17 @@ class HeldPlan:
         ``may_try``: whether a few steps draft all the same where it drafts nothing.
         """
         size = len(step.running).bit_length()
-        depth_before, steps_before = self._last.get(size, (None, 0))
-        num_steps = TRY_STEPS if plan.is_try else PLAN_STEPS if plan.depth != depth_before else 2 * steps_before
-        num_steps = min(num_steps, MOST_PLAN_STEPS)
-        self._last[size] = plan.depth, num_steps
-        self._plan, self._samples, self._num_samples = plan, step.running, len(step.running)
-        self._until = step.number + num_steps
+        last = self._kept.get(size)
+        num_steps = PLAN_STEPS if last is None or plan.depth != last.plan.depth else 2 * last.num_steps
+        num_steps = TRY_STEPS if plan.is_try else min(num_steps, MOST_PLAN_STEPS)
+        self._kept[size] = _Kept(plan, num_steps, num_steps - 1)
+        self._begin(plan, step)
         # The first step of a try pays for what comes with the change.
         self._try_until = step.number + (TRY_STEPS if not plan.depth and may_try else 0)
 
     def tries(self, step: DraftStep) -> bool:
         """Whether this step drafts though the plan drafts nothing."""
         return step.number < self._try_until
+
+    def _begin(self, plan: DraftPlan, step: DraftStep) -> None:
+        self._plan, self._samples, self._num_samples = plan, step.running, len(step.running)

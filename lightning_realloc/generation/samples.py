@@ -127,6 +127,11 @@ class Sample:
         length = len(self.prompt)
         return self.prompt[position] if position < length else self.token_ids[position - length]
 
+    def chosen(self, begin: int, most: int) -> list[int]:
+        """Return ``most`` tokens of the response from a place on, as far as the model chose one after the other."""
+        mask = self.model_mask[begin : begin + most]
+        return self.token_ids[begin : begin + (mask.index(False) if False in mask else most)]
+
     def completion(self, version: int) -> Completion:
         """Return the response as it is; ``version`` is that of the weights it was taken further with."""
         assert self.finish_reason is not None, f"sample {self.sample_id} is not finished"

@@ -20,9 +20,9 @@ from lightning_realloc.generation.sampling import SamplingParams
 from lightning_realloc.generation.speculation import Speculation
 from lightning_realloc.generation.verification import NO_DRAFT, Draft, Verification
 
-_LOOK_AHEAD_EVERY = 16
+_LOOK_AHEAD_EVERY = 8
 _AHEAD_OF_ROWS = 2
-"""Steps after which more is drafted than verified, at least, and for each sample that runs at most: so it is learnt
+"""Steps after which more is drafted than verified, and so many more for each sample that runs at most: so it is learnt
 whether deeper and unlikelier tokens stand. Many samples tell as much at once, and take the last one ahead no more."""
 
 
@@ -180,7 +180,9 @@ class Speculator:
         begin = self.clock()
         num_rows = len(step.running)
         rests = not self._planner.costs.plain.knows(num_rows) or self._payoff.rests(num_rows)
-        plan = None if rests else self._held.of(step)
+        if rests:
+            self._held.expire(step)
+        plan = self._held.of(step)
         is_idle = plan is not None and not plan.depth and not self._held.tries(step)
         if rests or is_idle or (step.being_read and not self._payoff.pays(num_rows)):
             self._foresee(step)
@@ -207,12 +209,15 @@ class Speculator:
         return chosen
 
     def _make_plan(self, step: DraftStep, num_missed: int, is_tail: bool) -> DraftPlan:
-        """Return a new plan, from what is known by now."""
+        """Return another plan: the earlier one for about as many samples, or one from what is known by now."""
+        left, num_rows = self._left(step.running), len(step.running)
+        earlier = self._held.earlier(step)
+        if earlier is not None and not num_missed and self._payoff.pays(num_rows):
+            plan = self._planner.renew(earlier, left, is_tail=is_tail)
+            self._held.resume(plan, step)
+            return plan
         self._learner.learn_before_plan()
-        num_rows = len(step.running)
-        plan = self._planner.plan(
-            self._left(step.running), is_tail=is_tail, num_missed=num_missed, may_lose_s=self._payoff.saved_s
-        )
+        plan = self._planner.plan(left, is_tail=is_tail, num_missed=num_missed, may_lose_s=self._payoff.saved_s)
         self._held.hold(plan, step, may_try=self._payoff.saved_s >= 0.0)
         self._foresight.depth = plan.best_draft
         if plan.is_untried:
@@ -228,7 +233,7 @@ class Speculator:
         elif plan.deeper > plan.depth and not step.number % plan.look_every:
             step.depth, step.looks, least = plan.deeper, True, [0.0] * num_rows
         most = step.depth
-        look_every = max(_LOOK_AHEAD_EVERY, _AHEAD_OF_ROWS * self._learner.most_rows)
+        look_every = _LOOK_AHEAD_EVERY + _AHEAD_OF_ROWS * self._learner.most_rows
         if self._may_foresee and not step.number % look_every:
             most, least = min(2 * most, self._speculation.max_draft_tokens), [0.0] * num_rows
             step.looks = True
@@ -236,6 +241,7 @@ class Speculator:
         step.drafts = self.drafter.propose(step.running, step.limits, self._learner.rates, least)
         if most == step.depth:
             return step.drafts
+        step.begins = [len(sample.token_ids) for sample in step.running]
         return [draft.cut(step.depth) if len(draft) > step.depth else draft for draft in step.drafts]
 
     def _limits(self, step: DraftStep, most: int) -> list[int]:

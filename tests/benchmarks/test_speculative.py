@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import speculative
 from benchmarks.harness import BenchmarkReport
-from benchmarks.speculative import ADAPTIVE, NONE, Arm, Cell, Models, Settings, judge, run
+from benchmarks.speculative import ADAPTIVE, NONE, Arm, Cell, Models, Settings, judge, judge_cell, run
 from benchmarks.speculative_grpo import SETTINGS as GRPO_SETTINGS
 from benchmarks.speculative_grpo import measure_grpo
 from benchmarks.speculative_models import CHANCES, RECIPES, markov_text, train
@@ -40,6 +40,16 @@ def test_every_drafter_and_arm_has_a_row_and_the_tokens_of_no_speculation(tiny_r
     assert by_arm["model", "2"]["drafting_share"] > 0.1
     assert all(by_arm[drafter, "0"]["tokens_per_row_step"] == 1.0 for drafter in speculative.DRAFTERS)
     assert len(report.targets) == 2 * len(cells) + 1  # the best drafter's is of batches 1 and 4 only
+
+
+def test_what_a_cell_came_to_is_reported_before_the_next_one_is_measured(tiny_recipes: None) -> None:
+    report = BenchmarkReport("speculative")
+    reported: list[tuple[int, int]] = []
+    run(
+        SETTINGS, report, only=["ngram", "history"],
+        after_cell=lambda cell: reported.append((len(report.rows), len(report.targets))),
+    )  # fmt: skip
+    assert reported == [(3, 2), (6, 4)]  # three arms and two targets a cell
 
 
 def test_history_holds_the_response_of_the_turn_before_alone_and_turns_differ(tiny_recipes: None) -> None:
@@ -82,6 +92,7 @@ def test_targets_compare_the_adaptive_arm_with_the_fastest_fixed_depth_turn_by_t
     assert cell.over_none(ADAPTIVE) == pytest.approx((4 / 2.5 + 8 / 4) / 2)
     assert cell.over_best_fixed() == pytest.approx((2 / 2.5 + 4 / 4) / 2)  # depth 2
     report = BenchmarkReport("speculative")
+    judge_cell(cell, report)
     judge([cell], report)
     met = {target.name: target.met for target in report.targets}
     assert met == {

@@ -96,6 +96,29 @@ def test_many_samples_are_looked_at_more_seldom(num_rows: int, every: int) -> No
     assert plan.depth and plan.look_every == every
 
 
+@pytest.mark.parametrize(("num_drafts", "depth"), [(0, 3), (4, 3), (300, 2)])
+def test_a_deeper_draft_that_promises_a_little_less_is_made_while_little_is_known_of_it(
+    num_drafts: int, depth: int
+) -> None:
+    planner = DraftPlanner(4, costs_a_forward=False)
+    for _ in range(num_drafts):
+        planner.profile.learn(4, 4, depth=4, room=5)
+    seconds = [2.0, 1.01, 1.0, 1.02, 1.04]  # of no draft, of one token, of two and so on
+    assert planner._deepest_in_doubt(2, seconds) == depth
+
+
+def test_a_plan_made_anew_for_other_samples_drafts_as_deep_and_tells_tokens_by_what_they_are_worth_now() -> None:
+    planner = planner_that_knows(6, 0.6, CURVES["flat"])
+    plan = planner.plan([NEW_TOKENS] * 6, is_tail=True)
+    for left in ([96.0, 10.0, 96.0, 50.0], [96.0] * 6):
+        renewed = planner.renew(plan, left, is_tail=True)
+        assert renewed.depth == plan.depth > 0
+        assert len(renewed.worths) == len(renewed.least_survivals) == len(left)
+    assert renewed == plan
+    behind = planner.renew(plan, [96.0, 10.0], is_tail=True).least_survivals
+    assert behind[0] <= behind[1]
+
+
 def test_steps_that_were_seen_while_all_was_new_count_for_little() -> None:
     def learnt(*, is_doubted: bool) -> float:
         costs = SpeculationCosts(costs_a_forward=False)

@@ -9,6 +9,7 @@ from statistics import fmean
 import pytest
 
 from lightning_realloc.generation.acceptance import AcceptanceRates, DepthOutcome, DepthProfile
+from lightning_realloc.generation.draft_step import DraftStep
 from lightning_realloc.generation.drafting import Chance, Drafter
 from lightning_realloc.generation.foresight import DraftOutcome, Foresight
 from lightning_realloc.generation.samples import Sample
@@ -293,3 +294,18 @@ def test_no_more_short_responses_are_replayed_than_seconds_allow() -> None:
     assert foresight.finish(short(0), AcceptanceRates())
     foresight.spend(0.0, 1000.0)
     assert not foresight.finish(short(0, 65), AcceptanceRates())  # who is long is replayed while it runs
+
+
+def test_a_draft_of_which_less_was_verified_is_told_by_what_came_later_up_to_what_the_model_did_not_choose() -> None:
+    sample = Sample(0, 0, (1,), 100, key=0)
+    sample.grow([7, 8], [0.0, 0.0])
+    draft = Draft((9, 10, 11, 12, 13), ("any",) * 5)
+    step = DraftStep(1, [sample], depth=2, drafts=[draft], limits=[6], begins=[2], emitted=[[9, 10, 11]])
+    sample.grow([9, 10, 11], [0.0] * 3)
+    assert step.outcome(0, None).num_stood() == 3
+    sample.grow([12], [0.0])
+    outcome = step.outcome(0, None)
+    assert outcome.num_stood() == 4 and list(outcome.tokens) == [9, 10, 11, 12]
+    sample.extend([13])  # the environment's
+    sample.grow([14], [0.0])
+    assert list(step.outcome(0, None).tokens) == [9, 10, 11, 12]
