@@ -212,7 +212,7 @@ class Speculator:
         """Return another plan: the earlier one for about as many samples, or one from what is known by now."""
         left, num_rows = self._left(step.running), len(step.running)
         earlier = self._held.earlier(step)
-        if earlier is not None and not num_missed and self._payoff.pays(num_rows):
+        if earlier is not None and not num_missed and not self._payoff.is_doubtful(num_rows):
             plan = self._planner.renew(earlier, left, is_tail=is_tail)
             self._held.resume(plan, step)
             return plan
