@@ -80,8 +80,8 @@ class HeldPlan:
         return kept.plan if kept is not None and kept.num_left > 0 and kept.plan.depth else None
 
     def resume(self, plan: DraftPlan, step: DraftStep) -> None:
-        """Use an earlier plan, made anew for these samples, from this step on."""
-        self._begin(plan, step)
+        """Use the plan that is kept for about so many samples, made for these, from this step on."""
+        self._plan, self._samples, self._num_samples = plan, step.running, len(step.running)
         self._kept[self._num_samples.bit_length()].num_left -= 1
 
     def hold(self, plan: DraftPlan, step: DraftStep, *, may_try: bool) -> None:
@@ -93,14 +93,11 @@ class HeldPlan:
         last = self._kept.get(size)
         num_steps = PLAN_STEPS if last is None or plan.depth != last.plan.depth else 2 * last.num_steps
         num_steps = TRY_STEPS if plan.is_try else min(num_steps, MOST_PLAN_STEPS)
-        self._kept[size] = _Kept(plan, num_steps, num_steps - 1)
-        self._begin(plan, step)
+        self._kept[size] = _Kept(plan, num_steps, num_steps)
+        self.resume(plan, step)
         # The first step of a try pays for what comes with the change.
         self._try_until = step.number + (TRY_STEPS if not plan.depth and may_try else 0)
 
     def tries(self, step: DraftStep) -> bool:
         """Whether this step drafts though the plan drafts nothing."""
         return step.number < self._try_until
-
-    def _begin(self, plan: DraftPlan, step: DraftStep) -> None:
-        self._plan, self._samples, self._num_samples = plan, step.running, len(step.running)
