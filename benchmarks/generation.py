@@ -129,9 +129,9 @@ def draw_workload(samples: int, vocabulary: int, seed: int) -> Workload:
 class _OwnLimits(StoppingCriteria):
     """Ends each row of a padded batch after its own number of tokens."""
 
-    def __init__(self, prompt_length: int, lengths: tuple[int, ...]) -> None:
+    def __init__(self, prompt_length: int, lengths: tuple[int, ...], device: torch.device) -> None:
         self._prompt_length = prompt_length
-        self._lengths = torch.tensor(lengths)
+        self._lengths = torch.tensor(lengths, device=device)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return input_ids.shape[1] - self._prompt_length >= self._lengths
@@ -143,11 +143,12 @@ def run_generate(model: PreTrainedModel, work: Workload, batch: int) -> int:
     for begin in range(0, len(work.prompts), batch):
         prompts, lengths = work.prompts[begin : begin + batch], work.lengths[begin : begin + batch]
         width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+        ids = torch.tensor(padded, device=model.device)
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]).to(model.device)
         output = model.generate(
             ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=None,
-            pad_token_id=0, stopping_criteria=StoppingCriteriaList([_OwnLimits(width, lengths)]),
+            pad_token_id=0, stopping_criteria=StoppingCriteriaList([_OwnLimits(width, lengths, model.device)]),
         )  # fmt: skip
         made += sum(min(output.shape[1] - width, length) for length in lengths)
     return made

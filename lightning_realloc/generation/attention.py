@@ -21,9 +21,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.attention_scores import Scores
-from lightning_realloc.generation.kv_cache import KVCache, Places, Segment, StepPlaces
+from lightning_realloc.generation.kv_cache import Segment, StepPlaces
 from lightning_realloc.generation.token_grid import Overhang, TokenGrid
 from lightning_realloc.runtime.model_terms import rotary_bounds, why_experts_fail, why_no_response
+from lightning_realloc.runtime.varlen import attend_varlen, can_attend_varlen
 
 IMPLEMENTATION = "realloc_slots"
 STEP_ARGUMENT = "realloc_step"
@@ -42,34 +43,39 @@ _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 class PackedStep:
     """What the layers of one forward have in common."""
 
-    cache: KVCache
-    segments: tuple[Segment, ...]
-    num_prefill: int
-    """Tokens of segments at the front of the row; behind them come the tokens of slot 0, then those of slot 1 …"""
+    cached: StepPlaces
+    """Where tokens are written to the cache, and how slots are read."""
     positions: Tensor
-    """(N,) position of each of these tokens."""
+    """(N,) position of each token of the rows: those of slot 0, then those of slot 1 …"""
     counts: Sequence[int]
     """How many of them are each slot's: one, or more where drafted tokens follow it."""
     row_lengths: Sequence[int]
     """Positions of each of these slots, with those of its tokens."""
     max_length: int
     """Largest position + 1."""
+    segments: tuple[Segment, ...] = ()
+    num_prefill: int = 0
+    """Tokens of segments, which stand in front of the rows'."""
     grid: TokenGrid = field(init=False)
-    cached: StepPlaces = field(init=False)
-    """Where tokens are written to the cache, and how slots are read."""
     attended: set[int] = field(default_factory=set, init=False)
     """Layers that attended by it."""
-    _masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict, init=False)
+    _segment_bounds: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        device, num_slots = self.positions.device, len(self.counts)
-        slots = torch.arange(num_slots, device=device)
-        if len(self.positions) > num_slots:
-            slots = slots.repeat_interleave(torch.tensor(self.counts, device=device), output_size=len(self.positions))
-        self.cached = self.cache.places(
-            Places(self.segments, self.num_prefill, slots, self.positions, num_slots, self.row_lengths, self.max_length)
-        )
-        self.grid = TokenGrid(self.counts, device)
+        self.grid = TokenGrid(self.counts, self.positions.device)
+
+    @property
+    def reads_from_the_beginning(self) -> bool:
+        """Whether there are segments, all of them a sequence's first tokens."""
+        return bool(self.segments) and not any(segment.begin for segment in self.segments)
+
+    def segment_bounds(self) -> Tensor:
+        """Return where segments begin, and where the last one ends: (segments + 1,) int32, made once per forward."""
+        if self._segment_bounds is None:
+            bounds = [0, *(segment.stop for segment in self.segments)]
+            self._segment_bounds = torch.tensor(bounds, dtype=torch.int32, device=self.positions.device)
+        return self._segment_bounds
 
     def decode_mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
         """Return the additive mask (slots, 1, repeats * width, attended length), made once per forward.
@@ -171,12 +177,18 @@ def attend_slots(
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     stored = step.cached.store(module.layer_idx, keys, values)  # type: ignore[arg-type]
     attended = []
-    for segment in step.segments:
-        span = slice(segment.start, segment.stop)
-        whole = (keys[span], values[span])
-        if segment.begin:
-            whole = step.cached.sequence(stored, segment.slots[0], segment.end)
-        attended.append(_read(queries[span], whole, scores, sliding_window))
+    if step.reads_from_the_beginning and scores.are_plain and can_attend_varlen(query, value):
+        longest = max(segment.end for segment in step.segments)
+        read = attend_varlen(
+            queries[:split], keys[:split], values[:split], step.segment_bounds(), longest,
+            scaling=scores.scaling, window=sliding_window,
+        )  # fmt: skip
+        attended.append(read)
+    else:
+        attended.extend(
+            _read_segment(segment, queries, keys, values, stored, step, scores, sliding_window)
+            for segment in step.segments
+        )
     if step.counts:
         attended.append(_decode(queries[split:], stored, step, scores, sliding_window))
     # As torch's own attention does: some layers (AFMoE) take a view of it.
@@ -293,6 +305,24 @@ def _decode_grid(grid: Tensor, stored: Any, step: PackedStep, scores: Scores, wi
         blocks.append(attended.reshape(count, groups, heads // groups, width, -1).permute(0, 3, 1, 2, 4))
     by_token = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
     return by_token.reshape(rows * width, heads, -1)
+
+
+def _read_segment(
+    segment: Segment,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    stored: Any,
+    step: PackedStep,
+    scores: Scores,
+    window: int | None,
+) -> Tensor:
+    """Attend from a segment's tokens to these and to what its slot holds before them; return (T, H, D_v)."""
+    span = slice(segment.start, segment.stop)
+    whole = (keys[span], values[span])
+    if segment.begin:
+        whole = step.cached.sequence(stored, segment.slots[0], segment.end)
+    return _read(queries[span], whole, scores, window)
 
 
 def _read(queries: Tensor, contents: tuple[Tensor, Tensor], scores: Scores, window: int | None) -> Tensor:

@@ -26,9 +26,11 @@ from lightning_realloc.generation.distillation import Distillation
 from lightning_realloc.generation.drafting import Chance, Drafter, Exchange
 from lightning_realloc.generation.kv_cache import KVCache, SlotCache
 from lightning_realloc.generation.model_facts import text_config_of, vocabulary_of
+from lightning_realloc.generation.packed_rows import Prefill, Row
 from lightning_realloc.generation.paged_cache import PagedCache
-from lightning_realloc.generation.runner import ModelRunner, Prefill, Row
+from lightning_realloc.generation.runner import ModelRunner
 from lightning_realloc.generation.samples import Sample
+from lightning_realloc.generation.step_graphs import StepGraphs
 from lightning_realloc.generation.verification import Draft, Verification
 from lightning_realloc.runtime.structure import find_blocks
 
@@ -45,6 +47,7 @@ class _DrawingDrafter(Drafter, ABC):
     costs_a_forward = True
 
     _cache: KVCache
+    _graphs: StepGraphs | None = None
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -54,7 +57,7 @@ class _DrawingDrafter(Drafter, ABC):
         longest = max((len(sample.prompt) + sample.max_new_tokens for sample in samples), default=1)
         check_supported(self.model, max_length=longest)
         self._context = getattr(text_config_of(self.model), "max_position_embeddings", longest)
-        self._runner = ModelRunner(self.model, self._cache, num_slots=num_slots, longest=longest)
+        self._runner = ModelRunner(self.model, self._cache, num_slots=num_slots, longest=longest, graphs=self._graphs)
 
     def propose(
         self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
@@ -114,6 +117,8 @@ class BlocksDrafter(_DrawingDrafter):
 
     def share_cache(self, cache: KVCache) -> None:
         self._cache = cache
+        if self._graphs is None and isinstance(cache, SlotCache):
+            self._graphs = StepGraphs(self.model, cache)
 
     def _read_what_is_new(self, running: Sequence[Sample]) -> Tensor:
         return self._runner.forward([], [Row((sample.last_token,), sample.position) for sample in running])
@@ -142,7 +147,8 @@ class ModelDrafter(_DrawingDrafter):
                 f"ids, so give a draft model of the target's own tokenizer, or draft by 'history' or 'ngram'"
             )
         super().__init__(model)
-        self._cache = SlotCache()
+        self._cache = cache = SlotCache()
+        self._graphs = StepGraphs(model, cache)
         self._distillation = distillation
         self._finished: list[Exchange] = []
         self._session = ExitStack()
@@ -153,7 +159,7 @@ class ModelDrafter(_DrawingDrafter):
 
     def share_cache(self, cache: KVCache) -> None:
         if isinstance(cache, PagedCache):
-            self._cache = cache.for_drafts()
+            self._cache, self._graphs = cache.for_drafts(), None
             with slot_attention(self.model):
                 ModelRunner(self.model, self._cache, num_slots=1, longest=1).forward([], [])
 

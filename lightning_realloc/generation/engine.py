@@ -39,6 +39,7 @@ from lightning_realloc.generation.scheduler import Prompt, Scheduler
 from lightning_realloc.generation.shipping import Peers
 from lightning_realloc.generation.speculation import Speculation
 from lightning_realloc.generation.speculator import Speculator
+from lightning_realloc.generation.step_graphs import StepGraphs
 from lightning_realloc.generation.stopping import StopRule, Tokenizer, check_possible, check_tokenizer, stop_rule_of
 
 _log = logging.getLogger(__name__)
@@ -65,6 +66,9 @@ class GenerationEngine:
             the group go by, such as the first one's.
         pack_weights: Let long generations on CPU copy linear layers' weights into the order that their products are
             fastest with, and drop the copies at the end; False: it saves the memory of the copies.
+        cuda_graphs: Capture steps that read no prompts and replay them, with one launch each; False: it saves the
+            graphs' memory. Without effect on CPU, under ``lockstep`` or ``max_cache_bytes``, in tensor parallelism, and
+            for models whose forwards cannot be captured, of which a warning tells.
         clock: Tells the seconds by which depths are planned and ``stats`` are counted; on a machine shared with others
             ``time.process_time`` says more about this process.
         max_prefill_tokens: Bounds what one step reads besides the tokens of running samples; longer prompts are read in
@@ -89,6 +93,7 @@ class GenerationEngine:
         drafter: Drafter | None = None,
         agree: Callable[[Sequence[float]], Sequence[float]] | None = None,
         pack_weights: bool = True,
+        cuda_graphs: bool = True,
         clock: Callable[[], float] = time.perf_counter,
         max_prefill_tokens: int = 8192,
         max_cache_bytes: int | None = None,
@@ -118,6 +123,9 @@ class GenerationEngine:
         self._version = 0
         self._possible_strings: set[str] = set()
         self._cache = SlotCache() if max_cache_bytes is None else PagedCache(int(max_cache_bytes))
+        self._graphs = None
+        if cuda_graphs and lockstep is None and isinstance(self._cache, SlotCache):
+            self._graphs = StepGraphs(model, self._cache)
         self._pack_weights = pack_weights
         speculation = speculation or Speculation(drafter="none", num_draft_tokens=0)
         self._most_ahead = speculation.most_ahead
@@ -151,8 +159,10 @@ class GenerationEngine:
         self._version = next_version(self._version, version)
 
     def release(self) -> None:
-        """Give the cache's storage back; the next call allocates it again."""
+        """Give the storage of cache and CUDA graphs back; the next call allocates it again."""
         self._cache.release()
+        if self._graphs is not None:
+            self._graphs.release()
 
     @torch.no_grad()  # not inference_mode: its tensors break a later training forward under FSDP
     def generate(
@@ -225,7 +235,9 @@ class GenerationEngine:
         longest = max(map(longest_of, samples), default=1)
         check_supported(self._model, max_length=longest)
         num_own, num_slots = max(1, len(samples)), self._num_slots(samples)
-        runner = ModelRunner(self._model, self._cache, num_slots=min(num_slots, num_own), longest=longest)
+        runner = ModelRunner(
+            self._model, self._cache, num_slots=min(num_slots, num_own), longest=longest, graphs=self._graphs
+        )
         return GenerationRun(
             runner, self._scheduler(waiting, samples, runner, num_slots), samples, requests.params, stop,
             self._speculator, conversations, budget, num_slots=num_slots, may_pause=self._lockstep is None,

@@ -197,6 +197,8 @@ class SlotCache:
         self.num_slots = 0
         self.capacity = 0
         """Positions that one slot can hold."""
+        self.num_allocations = 0
+        """Grows whenever storage is another one than before."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -227,10 +229,15 @@ class SlotCache:
         """Give the storage back."""
         self._layers.clear()
         self.num_slots = self.capacity = 0
+        self.num_allocations += 1
 
     def places(self, places: Places) -> SlotPlaces:
         """Return how a forward of these tokens writes and reads."""
-        return SlotPlaces(self, places)
+        rounded = -(-places.max_length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+        return SlotPlaces(
+            self, places.slots * self.capacity + places.positions, num_rows=places.num_rows,
+            attended_length=min(self.capacity, rounded), segments=places.segments, num_prefill=places.num_prefill,
+        )  # fmt: skip
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the storage of a layer that brings ``key`` and ``value`` (…, heads, head size)."""
@@ -287,6 +294,7 @@ class SlotCache:
         return [layer for _, layer in sorted(self._layers.items())]
 
     def _allocate(self, like: Tensor) -> Tensor:
+        self.num_allocations += 1
         # Zeros, not empty: attention gives positions beyond a sequence's end the weight 0, and 0 times NaN is NaN.
         return torch.zeros(
             self.num_slots, self.capacity, like.shape[-2], like.shape[-1], dtype=like.dtype, device=like.device
@@ -296,15 +304,28 @@ class SlotCache:
 class SlotPlaces:
     """One forward's places in a `SlotCache`."""
 
-    def __init__(self, cache: SlotCache, places: Places) -> None:
-        """Find the rows' tokens in the cache seen as (slots * capacity, …)."""
+    def __init__(
+        self,
+        cache: SlotCache,
+        indices: Tensor,
+        *,
+        num_rows: int,
+        attended_length: int,
+        segments: Sequence[Segment] = (),
+        num_prefill: int = 0,
+    ) -> None:
+        """Write the rows' tokens to ``indices`` (N,) of the cache seen as (slots * capacity, …)."""
         self._cache = cache
-        self._runs = [(segment, run) for segment in places.segments for run in segment.slot_runs()]
-        self._num_prefill = places.num_prefill
-        self._num_rows = places.num_rows
-        self._indices = places.slots * cache.capacity + places.positions
-        rounded = -(-places.max_length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
-        self.attended_length = min(cache.capacity, rounded)
+        self._indices = indices
+        self._num_rows = num_rows
+        self.attended_length = attended_length
+        self._runs = [(segment, run) for segment in segments for run in segment.slot_runs()]
+        self._num_prefill = num_prefill
+        self._sources: Tensor | None = None
+        """Where kernels are launched: tokens of the packed row that ``indices`` are of; None: the rows', and runs
+        are copied one by one."""
+        if segments and indices.device.type != "cpu":
+            self._write_at_once(segments)
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keep the packed row's keys and values; return the layer's storage."""
@@ -312,8 +333,20 @@ class SlotPlaces:
         for storage, new in zip(stored, (key, value), strict=True):
             for segment, run in self._runs:
                 storage[run, segment.begin : segment.end] = new[segment.start : segment.stop]
-            storage.flatten(0, 1).index_copy_(0, self._indices, new[self._num_prefill :])
+            own = new[self._num_prefill :] if self._sources is None else new.index_select(0, self._sources)
+            storage.flatten(0, 1).index_copy_(0, self._indices, own)
         return stored
+
+    def _write_at_once(self, segments: Sequence[Segment]) -> None:
+        """Let one call per layer write what segments and rows bring, where launching many costs more than that."""
+        spans = [(segment, slot * self._cache.capacity) for segment in segments for slot in segment.slots]
+        rows = torch.arange(self._num_prefill, self._num_prefill + len(self._indices))
+        sources = [*(torch.arange(segment.start, segment.stop) for segment, _ in spans), rows]
+        targets = [torch.arange(first + segment.begin, first + segment.end) for segment, first in spans]
+        self._sources = torch.cat(sources).to(self._indices.device)
+        if targets:
+            self._indices = torch.cat([torch.cat(targets).to(self._indices.device), self._indices])
+        self._runs = []
 
     def sequence(self, stored: tuple[Tensor, Tensor], slot: int, end: int) -> tuple[Tensor, Tensor]:
         """Return a slot's first positions: views of the storage."""

@@ -180,7 +180,7 @@ class PagedScheduler(Scheduler):
         """Return who gets slots and pages, and what of their prompts is read at once."""
         admissions, parts = [], []
         holes = deque(slot for slot, sample in enumerate(self._slots) if sample is None)
-        while self._queue:
+        while self._queue and not self._waits_on:
             prompt = self._queue[0]
             entry = self._entry(prompt)
             if entry is None or not self._may_read(

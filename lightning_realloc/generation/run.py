@@ -18,7 +18,9 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.budget import Budget
 from lightning_realloc.generation.conversation import Conversations
 from lightning_realloc.generation.kv_cache import LayerShape
-from lightning_realloc.generation.runner import ModelRunner, Prefill, Row
+from lightning_realloc.generation.packed_rows import Prefill, Row
+from lightning_realloc.generation.refill import Refill
+from lightning_realloc.generation.runner import ModelRunner
 from lightning_realloc.generation.samples import FinishReason, Sample
 from lightning_realloc.generation.sampling import Forbidden, SamplingParams
 from lightning_realloc.generation.scheduler import Move, Prompt, Scheduler, Step, Swap
@@ -90,6 +92,7 @@ class GenerationRun:
         self._num_slots = num_slots
         self._may_pause = may_pause
         self._longest_pause_s = longest_pause_s
+        self._refill = Refill()
         self._away: set[int] = set()
         """Samples that are on another rank."""
         self._is_over = False
@@ -118,6 +121,7 @@ class GenerationRun:
     def step(self) -> None:
         """Take every running sample a token or more further; where all wait for the environment, wait with them."""
         self._take_answers()
+        self._hold_back()
         prefills = self._carry_out(self._scheduler.next_step())
         running = [self._samples[index] for index in self._scheduler.running if index is not None]
         if prefills or running or not self._may_pause:
@@ -247,8 +251,20 @@ class GenerationRun:
         emitted = self._verification.emit(logits, running, drafts, self._forbidden(running, drafts))
         self._take_tokens(emitted, running)
         self._speculator.learn(drafts, [tokens for tokens, _ in emitted])
-        if not prefills:
+        if not prefills and self._runner.was_usual:
             self._speculator.time_step(self._speculator.clock() - begin)
+
+    def _hold_back(self) -> None:
+        """Let waiting samples wait on where reading few prompts takes as long as reading many."""
+        scheduler = self._scheduler
+        scheduler.holds_back = (
+            self._runner.replays_steps
+            and scheduler.reads_to_admit
+            and scheduler.num_free > 0
+            and self._refill.holds_back(
+                num_running=sum(index is not None for index in scheduler.running), num_free=scheduler.num_free
+            )
+        )
 
     def _carry_out(self, step: Step) -> list[Prefill]:
         """Copy and move what the scheduler's step says, and return what has to be computed."""

@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
-from lightning_realloc.generation.attention import STEP_ARGUMENT, PackedStep, StepArgument, check_attended, segments_of
-from lightning_realloc.generation.kv_cache import KVCache, LayerShape
-
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """Tokens of a sequence whose keys and values are to be computed, and nothing else."""
-
-    tokens: Sequence[int]
-    slots: tuple[int, ...]
-    """Every slot that is to hold them."""
-    begin: int = 0
-    """Position of the first of them; the slots hold what is before it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Tokens that one slot's sample reads in this forward."""
-
-    tokens: Sequence[int]
-    """At least one."""
-    position: int
-    """Of the first of them."""
+from lightning_realloc.generation.attention import PackedStep, segments_of
+from lightning_realloc.generation.kv_cache import KVCache, LayerShape, Places
+from lightning_realloc.generation.packed_rows import Prefill, Row, run_packed
+from lightning_realloc.generation.step_graphs import StepGraphs
 
 
 class ModelRunner:
@@ -40,13 +20,28 @@ class ModelRunner:
     Rolling back needs no call: positions behind a sample's last token are masked, and overwritten when it gets there.
     """
 
-    def __init__(self, model: nn.Module, cache: KVCache, *, num_slots: int, longest: int) -> None:
+    def __init__(
+        self, model: nn.Module, cache: KVCache, *, num_slots: int, longest: int, graphs: StepGraphs | None = None
+    ) -> None:
         """Remember the model; ``longest`` bounds the positions that a slot will ever need."""
         self.cache = cache
         self._model = model
         self._device = next(model.parameters()).device
         self._num_slots = num_slots
         self._longest = longest
+        self._graphs = graphs
+        if graphs is not None:
+            graphs.begin()
+
+    @property
+    def replays_steps(self) -> bool:
+        """Whether steps that read no prompts are CUDA graphs, most of them."""
+        return self._graphs is not None and self._graphs.is_active
+
+    @property
+    def was_usual(self) -> bool:
+        """Whether the last forward took as long as its like will: not where a graph is still to be made, or was."""
+        return self._graphs is None or not self._graphs.is_active or self._graphs.was_replayed
 
     def forward(self, prefills: Sequence[Prefill], rows: Sequence[Row]) -> Tensor:
         """Return the logits (N, V) of the rows' tokens, those of row 0 first.
@@ -63,6 +58,10 @@ class ModelRunner:
             1,
         )
         self.make_room(max_length, max(len(rows), *(max(p.slots, default=-1) + 1 for p in prefills), 0))
+        if self._graphs is not None:
+            replayed = self._graphs.forward([] if prefills else rows, max_length)
+            if replayed is not None:
+                return replayed
         segments = segments_of(
             lengths, [prefill.slots for prefill in prefills], [prefill.begin for prefill in prefills]
         )
@@ -75,17 +74,16 @@ class ModelRunner:
             )
         )
         ids, places = torch.tensor([[tokens], [positions]], device=self._device).unbind()
-        step = PackedStep(self.cache, segments, num_prefill, places[0, num_prefill:], counts, row_lengths, max_length)
+        own = places[0, num_prefill:]
+        cached = self.cache.places(
+            Places(segments, num_prefill, _slots_of(counts, self._device), own, len(rows), row_lengths, max_length)
+        )
+        step = PackedStep(cached, own, counts, row_lengths, max_length, segments, num_prefill)
         num_row_tokens = len(tokens) - num_prefill
         # Indices copy the rows; a slice behind prompts has gaps that cost `linear` a copy of the vocabulary's weights.
         # A number of 0 would mean all rows, so without rows the last one is kept and thrown away.
         kept = torch.arange(num_prefill, len(tokens), device=self._device) if num_prefill and num_row_tokens else None
-        output = self._model(
-            input_ids=ids, position_ids=places, use_cache=False,
-            logits_to_keep=max(1, num_row_tokens) if kept is None else kept, **{STEP_ARGUMENT: StepArgument(step)},
-        )  # fmt: skip
-        check_attended(self._model, step)
-        logits: Tensor = output.logits[0]
+        logits = run_packed(self._model, ids, places, step, kept=max(1, num_row_tokens) if kept is None else kept)
         return logits[len(logits) - num_row_tokens :]
 
     def may_need(self, longest: int) -> None:
@@ -96,7 +94,8 @@ class ModelRunner:
         """Have so many positions in every slot, and at least so many slots."""
         if num_slots > self._num_slots:
             self._num_slots = max(num_slots, self._num_slots * 3 // 2)
-        self.cache.make_room(self._num_slots, length, longest=self._longest)
+        spare = int(self.replays_steps)  # a position for what fills a graph up
+        self.cache.make_room(self._num_slots, length + spare, longest=self._longest + spare)
 
     def write(self, slot: int, parts: Sequence[tuple[int, int, Tensor]], shapes: Sequence[LayerShape]) -> None:
         """Put keys and values (begin, end, content) that another rank computed into a slot; ``shapes`` of its cache."""
@@ -104,3 +103,11 @@ class ModelRunner:
         self.cache.prepare(shapes, self._device)
         for begin, end, content in parts:
             self.cache.write(slot, begin, end, content)
+
+
+def _slots_of(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return the slot (N,) of every token of the rows."""
+    slots = torch.arange(len(counts), device=device)
+    if all(count == 1 for count in counts):
+        return slots
+    return slots.repeat_interleave(torch.tensor(counts, device=device), output_size=sum(counts))

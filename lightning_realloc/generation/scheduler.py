@@ -112,6 +112,8 @@ class Scheduler:
         self._num_running = 0
         self._parked: set[int] = set()
         self._unread: deque[Unread] = deque()
+        self.holds_back = False
+        """Whether prompts go on waiting, though slots are free; one whose other samples run already does not."""
 
     @property
     def running(self) -> Sequence[int | None]:
@@ -140,9 +142,19 @@ class Scheduler:
         return self._num_slots - sum(sample is not None for sample in self._slots)
 
     @property
+    def reads_to_admit(self) -> bool:
+        """Whether the next step reads prompts if it admits samples, and otherwise nothing."""
+        return bool(self._queue) and not self._begun and not self._unread
+
+    @property
     def has_work(self) -> bool:
         """Whether any sample holds a slot or waits for one."""
         return bool(self._queue) or any(sample is not None for sample in self._slots)
+
+    @property
+    def _waits_on(self) -> bool:
+        # Samples of a prompt that others read copy it from their slots, as long as one of these holds it.
+        return self.holds_back and not self._begun
 
     def finish(self, slot: int) -> None:
         """Take the sample out of ``slot``. What the slot holds stays usable until the next step's moves."""
@@ -205,7 +217,7 @@ class Scheduler:
 
     def next_step(self) -> Step:
         """Read on, admit whom there is room for, and put those who run into the first slots."""
-        may_admit = self._queue and len(self._slots) < self._num_slots
+        may_admit = self._queue and len(self._slots) < self._num_slots and not self._waits_on
         if not (may_admit or self._parked or None in self._slots):
             return Step()
         unread = tuple(self._unread)
@@ -240,7 +252,7 @@ class Scheduler:
         """
         admissions, parts = [], []
         holes = deque(slot for slot, sample in enumerate(self._slots) if sample is None)
-        while self._queue:
+        while self._queue and not self._waits_on:
             prompt = self._queue[0]
             room = len(holes) + self._num_slots - len(self._slots)
             may_begin = prompt.samples[0] not in being_read if self._begun else self._may_read(prompt, budget)

@@ -7,7 +7,6 @@ which refuses a model that does not pass them on.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import operator
@@ -15,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.model_terms import counts_positions_by_padding, rotary_bounds, why_experts_fail
 from lightning_realloc.runtime.packing import PackedBatch
+from lightning_realloc.runtime.varlen import attend_varlen, can_attend_varlen
 
 ATTENTION = "realloc_packed"
 """The name under which the attention function is registered with transformers."""
@@ -212,7 +212,7 @@ def segment_attention(
             f"{type(module).__name__} looks ahead, so what it says about a prompt depends on the response, and "
             f"responses cannot share it; set share_prompts=False on the algorithm"
         )
-    use_varlen = not any(packed_segments.shared) and _can_use_varlen(query, key, value, settings)
+    use_varlen = not any(packed_segments.shared) and _can_use_varlen(query, value, settings)
     attend = _attend_varlen if use_varlen else _attend_by_segment
     return attend(query, key, value, packed_segments, settings), None
 
@@ -284,37 +284,13 @@ def _mask(query: Tensor, num_keys: int, segments: Segments, settings: _Attention
     return segments.masks[name]
 
 
-def _can_use_varlen(query: Tensor, key: Tensor, value: Tensor, settings: _Attention) -> bool:
-    if query.device.type != "cuda" or settings.dropout > 0.0 or not settings.causal:
-        return False
-    same_width = query.shape[-1] == value.shape[-1] <= 256
-    return same_width and _half_dtype(value) is not None and "enable_gqa" in _varlen_options()
-
-
-def _half_dtype(value: Tensor) -> torch.dtype | None:
-    """Return the 16-bit type that attention computes in: autocast's where it is on, else the values' own."""
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else value.dtype
-    return dtype if dtype in (torch.bfloat16, torch.float16) else None
-
-
-@functools.cache
-def _varlen_options() -> frozenset[str]:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:  # torch built without it, or older than 2.10
-        return frozenset()
-    return frozenset(inspect.signature(varlen_attn).parameters)
+def _can_use_varlen(query: Tensor, value: Tensor, settings: _Attention) -> bool:
+    return settings.dropout == 0.0 and settings.causal and can_attend_varlen(query, value)
 
 
 def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, settings: _Attention) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    dtype = _half_dtype(value)
-    q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
-    longest = max(segments.lengths)
-    window = -1 if settings.sliding_window is None else settings.sliding_window - 1
-    output = varlen_attn(
-        q, k, v, segments.cu_seqlens, segments.cu_seqlens, longest, longest,
-        scale=settings.scaling, window_size=(window, 0), enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
-    return cast(Tensor, output).unsqueeze(0)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    attended = attend_varlen(
+        q, k, v, segments.cu_seqlens, max(segments.lengths), scaling=settings.scaling, window=settings.sliding_window
+    )
+    return attended.unsqueeze(0)

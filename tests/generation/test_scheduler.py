@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hypothesis import given
@@ -64,8 +64,12 @@ def play(
     num_slots: int,
     max_prefill_tokens: int,
     pauses: Mapping[int, Pause] | None = None,
+    holds: Sequence[bool] = (False,),
 ) -> list[list[int]]:
-    """Run every sample for ``lengths[sample]`` steps, checking every promise; return who ran in each step."""
+    """Run every sample for ``lengths[sample]`` steps, checking every promise; return who ran in each step.
+
+    ``holds`` tells in turn whether prompts wait on, where others run.
+    """
     scheduler = Scheduler(prompts, num_slots=num_slots, max_prefill_tokens=max_prefill_tokens)
     slots, pauses = Slots(prompts), dict(pauses or {})
     left, waiting = dict(lengths), dict[int, Pause]()
@@ -78,7 +82,10 @@ def play(
                 slots.sequences[sample] += [("sample", sample)] * pause.num_tokens
                 scheduler.read(sample, begin, begin + pause.num_tokens)
                 del waiting[sample]
+        holds_back = holds[len(history) % len(holds)] and any(sample is not None for sample in scheduler.running)
+        reads_to_admit, scheduler.holds_back = scheduler.reads_to_admit, holds_back
         step = scheduler.next_step()
+        assert not (holds_back and reads_to_admit and step.reads), "what waits for more to be read is not read alone"
         slots.carry_out(step, max_prefill_tokens)
         running = [sample for sample in scheduler.running if sample is not None]
         assert len(running) == len(scheduler.running), "running samples fill the first slots"
@@ -123,7 +130,8 @@ def test_every_sample_runs_to_its_end_and_every_prompt_is_computed_once(
     lengths = data.draw(st.lists(st.integers(1, 6), min_size=total, max_size=total))
     pause = st.builds(Pause, after=st.integers(1, 4), num_steps=st.integers(0, 5), num_tokens=st.integers(1, 12))
     pauses = data.draw(st.dictionaries(st.integers(0, total - 1), pause))
-    history = play(make_prompts(sizes, n), dict(enumerate(lengths)), num_slots, max_prefill_tokens, pauses)
+    holds = data.draw(st.lists(st.booleans(), min_size=1, max_size=9))
+    history = play(make_prompts(sizes, n), dict(enumerate(lengths)), num_slots, max_prefill_tokens, pauses, holds)
     assert sum(map(len, history)) == sum(lengths)  # nobody runs a step longer than its response
 
 

@@ -29,7 +29,7 @@ from lightning_realloc.generation.distillation import Distillation
 from lightning_realloc.generation.draft_model import BlocksDrafter, ModelDrafter, first_blocks
 from lightning_realloc.generation.drafting import Chance, Drafter, HistoryDrafter, NgramDrafter
 from lightning_realloc.generation.noise import sample_key
-from lightning_realloc.generation.runner import Prefill
+from lightning_realloc.generation.packed_rows import Prefill
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.speculator import Speculator
 from lightning_realloc.generation.verification import Draft, Rejection

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_realloc.generation import token_grid
 from lightning_realloc.generation.attention import PackedStep, _decode
 from lightning_realloc.generation.attention_scores import Scores
-from lightning_realloc.generation.kv_cache import SlotCache
+from lightning_realloc.generation.kv_cache import Places, SlotCache
 from lightning_realloc.generation.token_grid import TokenGrid, best_width
 
 COUNTS = st.lists(st.integers(1, 9), min_size=1, max_size=12)
@@ -66,11 +66,13 @@ def test_attention_is_the_same_whatever_hangs_over(scores: Scores, window: int |
     query, key, value = (torch.randn(len(positions), heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
     for stored in cache.layer(0, key, value):
         stored.normal_()
+    slots = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    cached = cache.places(Places((), 0, slots, positions, len(counts), lengths, max(lengths)))
     attended, num_overhangs = [], []
     for call_in_tokens in (1e9, 0.0, 6.0):
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(token_grid._CALL_IN_TOKENS, "cpu", call_in_tokens)
-            step = PackedStep(cache, (), 0, positions, counts, lengths, max(lengths))
+            step = PackedStep(cached, positions, counts, lengths, max(lengths))
         stored_step = step.cached.store(0, key, value)
         attended.append(_decode(query, stored_step, step, scores, window))
         num_overhangs.append(len(step.grid.overhangs))

@@ -1,0 +1,73 @@
+"""Causal attention of packed sequences in one call: torch's own flash kernels, in half precision on CUDA."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+_WIDEST_HEAD = 256
+
+
+def can_attend_varlen(query: Tensor, value: Tensor) -> bool:
+    """Whether the kernels take such queries (…, D) and values (…, D_v), and this torch has them."""
+    same_width = query.shape[-1] == value.shape[-1] <= _WIDEST_HEAD
+    return query.device.type == "cuda" and same_width and _half_dtype(value) is not None and bool(_varlen_options())
+
+
+def attend_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    *,
+    scaling: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Return (N, H, D): what the tokens of each sequence find in those before them, and in themselves.
+
+    Args:
+        query: (N, H, D), the sequences one after another.
+        key: (N, H_kv, D).
+        value: (N, H_kv, D).
+        cu_seqlens: (sequences + 1,) int32, where each of them begins, and where the last one ends.
+        longest: Tokens of the longest one.
+        scaling: Of the products; None: one over the square root of D.
+        window: The last tokens that each one sees, itself among them; None: all.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    dtype = _half_dtype(value)
+    q, k, v = (tensor.to(dtype) for tensor in (query, key, value))
+    options: dict[str, Any] = {}
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in _varlen_options():
+            options["enable_gqa"] = True
+        else:  # torch 2.11
+            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
+    output = varlen_attn(
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest,
+        scale=scaling, window_size=(-1 if window is None else window - 1, 0), **options,
+    )  # fmt: skip
+    return cast(Tensor, output)
+
+
+def _half_dtype(value: Tensor) -> torch.dtype | None:
+    """Return the 16-bit type that attention computes in: autocast's where it is on, else the values' own."""
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else value.dtype
+    return dtype if dtype in (torch.bfloat16, torch.float16) else None
+
+
+@functools.cache
+def _varlen_options() -> frozenset[str]:
+    """Return the parameters of torch's function that this module may need; none: it lacks what it always needs."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # torch built without it, or older than 2.10
+        return frozenset()
+    options = frozenset(inspect.signature(varlen_attn).parameters)
+    return options if {"scale", "window_size"} <= options else frozenset()
