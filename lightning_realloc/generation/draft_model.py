@@ -57,7 +57,8 @@ class _DrawingDrafter(Drafter, ABC):
         longest = max((len(sample.prompt) + sample.max_new_tokens for sample in samples), default=1)
         check_supported(self.model, max_length=longest)
         self._context = getattr(text_config_of(self.model), "max_position_embeddings", longest)
-        self._runner = ModelRunner(self.model, self._cache, num_slots=num_slots, longest=longest, graphs=self._graphs)
+        graphs = self._graphs if self.cuda_graphs else None
+        self._runner = ModelRunner(self.model, self._cache, num_slots=num_slots, longest=longest, graphs=graphs)
 
     def propose(
         self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]

@@ -54,6 +54,9 @@ class Drafter:
     reads_target_cache: bool = False
     """Whether nothing can be proposed for a sample that is being read, since the target's keys and values say what."""
 
+    cuda_graphs: bool = True
+    """Whether forwards of a model may be captured and replayed."""
+
     def share_cache(self, cache: KVCache) -> None:
         """The target keeps its keys and values here in the next generation.
 

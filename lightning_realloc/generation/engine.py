@@ -132,6 +132,7 @@ class GenerationEngine:
         self._speculator = Speculator(
             speculation, drafter or build_drafter(speculation, model), agree=agree, clock=clock
         )
+        self._speculator.drafter.cuda_graphs = cuda_graphs and lockstep is None
         self._stats = GenerationStats()
         self.outlet: Outlet | None = None
         """Where callers may hand on what is finished before a call is over; None: nobody waits for that."""

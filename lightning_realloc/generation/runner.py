@@ -41,7 +41,7 @@ class ModelRunner:
     @property
     def was_usual(self) -> bool:
         """Whether the last forward took as long as its like will: not where a graph is still to be made, or was."""
-        return self._graphs is None or not self._graphs.is_active or self._graphs.was_replayed
+        return self._graphs is None or self._graphs.was_usual
 
     def forward(self, prefills: Sequence[Prefill], rows: Sequence[Row]) -> Tensor:
         """Return the logits (N, V) of the rows' tokens, those of row 0 first.

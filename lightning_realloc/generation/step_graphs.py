@@ -113,8 +113,8 @@ class StepGraphs:
         self._window = getattr(getattr(model, "config", None), "sliding_window", None)
         self.is_active = False
         """Whether steps of this generation are captured."""
-        self.was_replayed = False
-        """Whether the last step was a graph's that had been made before."""
+        self.was_usual = True
+        """Whether the last step took as long as its like will: not where a graph is still to be made, or was."""
 
     def begin(self) -> None:
         """Look whether this generation's steps can be captured, and whether earlier graphs still hold."""
@@ -153,7 +153,7 @@ class StepGraphs:
 
         The cache has room for one position more than ``max_length``, the rows' most.
         """
-        self.was_replayed = False
+        self.was_usual = True
         shape = self._shape_of(rows, max_length) if self.is_active and rows else None
         if shape is None:
             return None
@@ -162,7 +162,7 @@ class StepGraphs:
             self._num_allocations = self._cache.num_allocations
         self._num_steps[shape] += 1
         graph = self._graph_for(shape)
-        self.was_replayed = graph is not None
+        self.was_usual = graph is not None
         if graph is None and self._num_steps[shape] > 1:
             graph = self._capture(shape)
         if graph is None:

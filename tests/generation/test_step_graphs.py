@@ -16,6 +16,8 @@ from torch import nn
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation
 from lightning_realloc.generation import draft_model as draft_model_module
 from lightning_realloc.generation import engine as engine_module
+from lightning_realloc.generation.attention import slot_attention
+from lightning_realloc.generation.kv_cache import SlotCache
 from lightning_realloc.generation.packed_rows import Prefill, Row
 from lightning_realloc.generation.refill import Refill
 from lightning_realloc.generation.runner import ModelRunner
@@ -233,13 +235,32 @@ def test_prompts_are_read_several_at_a_time_where_steps_are_replayed(
     assert replayed < plain / 2
 
 
+def test_steps_that_are_never_captured_are_usual_and_others_once_they_are_replayed() -> None:
+    cache = SlotCache()
+    cache.make_room(128, 40, longest=40)
+    model = tiny_model("llama")
+    graphs = StepGraphs(model, cache, make_record=Recorder, device_type="cpu")
+    graphs.begin()
+    runner = ModelRunner(model, cache, num_slots=128, longest=40, graphs=graphs)
+    with slot_attention(model):
+        usual = []
+        for num_rows, width in ((4, 2), (4, 2), (4, 2), (3, 2), (128, 5), (128, 5)):
+            runner.forward([], [Row([5] * width, 7)] * num_rows)
+            usual.append(runner.was_usual)
+    assert usual == [False, False, True, True, True, True]
+
+
 @pytest.mark.parametrize(
     "settings", [{"cuda_graphs": False}, {"max_cache_bytes": 1 << 20}, {"lockstep": lambda has_work: has_work}]
 )
 def test_what_cannot_be_captured_or_is_not_to_be_is_not(recorder: Recorder, settings: dict[str, Any]) -> None:
     engine = GenerationEngine(tiny_model("llama"), **settings)
+    drafting = GenerationEngine(
+        tiny_model("llama"), speculation=Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=2), **settings
+    )
     for _ in range(2):
         generate(engine)
+        generate(drafting)
     with torch.autocast("cpu", torch.bfloat16):
         generate(GenerationEngine(tiny_model("llama")))
     assert not recorder.num_captured
