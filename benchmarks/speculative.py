@@ -64,7 +64,7 @@ class Settings:
     new_tokens: int = LONGEST - PROMPT_TOKENS
     cell_s: float = 80.0
     """CPU-seconds for which a cell takes turns, about."""
-    least_turns: int = 8
+    least_turns: int = 12
     most_turns: int = 20
     seed: int = 1
 
