@@ -32,7 +32,8 @@ _MOST_TOKENS = 512
 _ROWS_PER_OCTAVE = 4
 _LENGTHS_PER_OCTAVE = 2
 _LEAST_LENGTH = 128
-_MOST_GRAPHS = 256
+_MOST_GRAPHS = 128
+"""Each takes about 5 MB beside what all share."""
 _OFTEN = 16
 """Steps of a shape from which on it gets a graph of its own, though a larger one would do."""
 _READING_IN_TOKENS = 256
