@@ -143,8 +143,7 @@ def run_generate(model: PreTrainedModel, work: Workload, batch: int) -> int:
     for begin in range(0, len(work.prompts), batch):
         prompts, lengths = work.prompts[begin : begin + batch], work.lengths[begin : begin + batch]
         width = max(map(len, prompts))
-        padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-        ids = torch.tensor(padded, device=model.device)
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]).to(model.device)
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]).to(model.device)
         output = model.generate(
             ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=MAX_NEW_TOKENS, eos_token_id=None,
@@ -201,7 +200,7 @@ def measure(case: Case, report: BenchmarkReport, seed: int) -> None:
         arms["generate_batch"] = lambda: run_generate_batch(model, work, case.batch)
     total = sum(work.lengths)
     run_engine(engine, draw_workload(2, model.config.vocab_size, seed), seed)  # first calls load kernels
-    seconds = interleave({name: _checked(run, total) for name, run in arms.items()}, repeats=case.repeats)
+    seconds = interleave({name: checked(run, total) for name, run in arms.items()}, repeats=case.repeats)
     for name, times in seconds.items():
         ratio = paired_ratio(seconds["generate"], times)
         best = min(times)
@@ -215,13 +214,15 @@ def measure(case: Case, report: BenchmarkReport, seed: int) -> None:
         report.require_at_least(f"{case.name}: over generate_batch", over, case.over_generate_batch)
 
 
-def _checked(run: Callable[[], int], total: int) -> Callable[[], None]:
-    def checked() -> None:
+def checked(run: Callable[[], int], total: int) -> Callable[[], None]:
+    """Return an arm that fails where ``run`` makes another number of tokens than the workload wants."""
+
+    def arm() -> None:
         made = run()
         if made != total:
             raise RuntimeError(f"an arm made {made} tokens, the workload wants {total}")
 
-    return checked
+    return arm
 
 
 def measure_beside_vllm(case: VllmCase, report: BenchmarkReport, seed: int, python: Path) -> None:
@@ -233,7 +234,7 @@ def measure_beside_vllm(case: VllmCase, report: BenchmarkReport, seed: int, pyth
         work = Workload(work.prompts, (64,) * case.samples)
     total = case.responses * sum(work.lengths)
     engine = GenerationEngine(model, max_slots=case.batch)
-    run = _checked(lambda: run_engine(engine, work, seed, case.responses), total)
+    run = checked(lambda: run_engine(engine, work, seed, case.responses), total)
     seconds: dict[str, list[float]] = {"vllm": [], "vllm, hand-over": [], "engine": []}
     with VllmArm(python, model, max_sequences=case.batch) as vllm:
         for turn in range(case.repeats + 1):

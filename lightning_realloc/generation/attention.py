@@ -60,7 +60,7 @@ class PackedStep:
     attended: set[int] = field(default_factory=set, init=False)
     """Layers that attended by it."""
     _masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict, init=False)
-    _segment_bounds: Tensor | None = field(default=None, init=False)
+    _segment_bounds: tuple[Tensor, int] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.grid = TokenGrid(self.counts, self.positions.device)
@@ -70,11 +70,15 @@ class PackedStep:
         """Whether there are segments, all of them a sequence's first tokens."""
         return bool(self.segments) and not any(segment.begin for segment in self.segments)
 
-    def segment_bounds(self) -> Tensor:
-        """Return where segments begin, and where the last one ends: (segments + 1,) int32, made once per forward."""
+    def segment_bounds(self) -> tuple[Tensor, int]:
+        """Return where segments begin, and the last one ends, (segments + 1,) int32, and the tokens of the longest one.
+
+        Made once per forward.
+        """
         if self._segment_bounds is None:
             bounds = [0, *(segment.stop for segment in self.segments)]
-            self._segment_bounds = torch.tensor(bounds, dtype=torch.int32, device=self.positions.device)
+            longest = max(segment.stop - segment.start for segment in self.segments)
+            self._segment_bounds = torch.tensor(bounds, dtype=torch.int32, device=self.positions.device), longest
         return self._segment_bounds
 
     def decode_mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
@@ -177,10 +181,9 @@ def attend_slots(
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     stored = step.cached.store(module.layer_idx, keys, values)  # type: ignore[arg-type]
     attended = []
-    if step.reads_from_the_beginning and scores.are_plain and can_attend_varlen(query, value):
-        longest = max(segment.end for segment in step.segments)
+    if scores.are_plain and can_attend_varlen(query, value) and step.reads_from_the_beginning:
         read = attend_varlen(
-            queries[:split], keys[:split], values[:split], step.segment_bounds(), longest,
+            queries[:split], keys[:split], values[:split], *step.segment_bounds(),
             scaling=scores.scaling, window=sliding_window,
         )  # fmt: skip
         attended.append(read)

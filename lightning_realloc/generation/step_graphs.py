@@ -130,10 +130,7 @@ class StepGraphs:
         if state != self._model_state:
             self.release()
             self._model_state = state
-        dtypes = {weight.dtype for weight in self._model.parameters()}
-        if dtypes != self._dtypes:
-            self._dtypes = dtypes
-            self._set_up.clear()
+            self._forget_other_dtypes()
 
     def release(self) -> None:
         """Drop all graphs, and the memory that they work in.
@@ -148,6 +145,13 @@ class StepGraphs:
     def _drop_graphs(self) -> None:
         self._graphs.clear()
         self._record = None  # the memory that graphs share goes with the last of them
+
+    def _forget_other_dtypes(self) -> None:
+        """Let shapes be set up anew where weights have other dtypes than those that they were set up for."""
+        dtypes = {weight.dtype for weight in self._model.parameters()}
+        if dtypes != self._dtypes:
+            self._dtypes = dtypes
+            self._set_up.clear()
 
     def forward(self, rows: Sequence[Row], max_length: int) -> Tensor | None:
         """Return the logits (N, V) of the rows' tokens, valid until the next call; None: not by a graph, this time.

@@ -64,10 +64,8 @@ def test_history_holds_the_response_of_the_turn_before_alone_and_turns_differ(ti
 def test_cells_are_chosen_by_any_of_several_texts_and_turns_are_multiplied() -> None:
     chosen = speculative.chosen_cells(Settings(), ["3m B=1 ", "40m B=32 ngram"])
     assert [cell.name for cell in chosen] == [*(f"3m B=1 {name}" for name in speculative.DRAFTERS), "40m B=32 ngram"]
-    more, once = Settings().with_turns(3), Settings()
-    assert (more.cell_s, more.least_turns, more.most_turns) == (
-        3 * once.cell_s, 3 * once.least_turns, 3 * once.most_turns,
-    )  # fmt: skip
+    more = Settings().with_turns(3)
+    assert (more.cell_s, more.least_turns, more.most_turns) == (240.0, 36, 60)
 
 
 def test_the_text_follows_its_table_as_often_as_it_says() -> None:
