@@ -6,9 +6,10 @@ travels while it runs on; then, between two steps, it leaves with what came sinc
 travel and the other rank reads them again. Finished samples return to the rank that was asked for them.
 
 Rounds go by the steps of the slowest rank, lie a tenth of a second apart at least, and get rarer while nothing moves; a
-rank without samples waits for the others there, one with samples goes on until it has heard all of them. Where other
-calls wait for what is finished, ranks may be freed for them: they hand over what they have, and take no part in rounds
-any more. One of those that go on tells them when everything is generated.
+rank without samples waits for the others there, one with samples goes on until it has heard all of them. The first
+reports are sent shortly before the first round, so that short calls are over without any. Where other calls wait for
+what is finished, ranks may be freed for them: they hand over what they have, and take no part in rounds any more. One
+of those that go on tells them when everything is generated.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _Planned = tuple[tuple[SampleMove, ...], tuple[int, ...], float, int]
 
 PERIOD_STEPS = 16
 """Steps of the slowest rank between two rounds."""
+TOLD_BEFORE_STEPS = 2
+"""Steps before the first round in which the first report is sent: in a call that is over by then nothing could move."""
 LEAST_PERIOD_S = 0.1
 """Seconds between them at least, however short steps are: a round takes up to a millisecond of a rank's own time."""
 REST_ROUNDS = 4
@@ -189,9 +192,10 @@ class _Call:
     def carry_out(self) -> None:
         """Make steps and rounds until every sample of every rank is over and back."""
         self._expect(rounds=1)
-        self._tell(self._others)
         while True:
             self._shipping.move_on()
+            if self._last is None and (self._steps_left <= TOLD_BEFORE_STEPS or not self._run.has_work):
+                self._tell(self._others)
             if self._run.has_work and not self._is_time_to_meet():
                 self._step()
             elif not self._run.has_work and self._shipping.expects:
