@@ -10,10 +10,10 @@ import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from lightning_realloc.generation.kv_cache import KVCache
-from lightning_realloc.generation.recurrences import NO_TOKEN, ORDERS, Recurrences
+from lightning_realloc.generation.recurrences import NO_TOKEN, ORDERS, Branch, Recurrences, SharedRecurrences
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.verification import NO_DRAFT, Draft, Verification
 
@@ -27,6 +27,8 @@ Exchange = tuple[tuple[int, ...], tuple[int, ...]]
 """A prompt and one response to it."""
 Chance = Callable[[object], float]
 """How likely a token of one kind stands, given that those before it do."""
+Found = tuple[str, int, Branch | None]
+"""What a text is called, how long an end of a context was found in it, and where."""
 
 
 class Drafter:
@@ -141,39 +143,41 @@ class _Lookup(Drafter, ABC):
         ]
 
     @abstractmethod
-    def _texts(self, sample: Sample) -> Iterator[tuple[str, Recurrences]]:
-        """Yield where to look a sample's context up, each with its name: the best first, as far as it is asked for."""
+    def _find(self, sample: Sample, context: list[int]) -> Found:
+        """Return where a sample's text, which ends with ``context``, stood before."""
 
     def _draft(self, sample: Sample, limit: int, chance: Chance, least_survival: float) -> Draft:
         assert self._verification is not None, "propose() before begin()"
         context = _end_of(sample)
-        name, text, order, places = _longest(self._texts(sample), context)
-        if not places:
+        name, order, branch = self._find(sample, context)
+        if branch is None:
             return NO_DRAFT
+        draw_among, anticipates = self._verification.draw_among, self._verification.anticipates
         tokens: list[int] = []
         kinds: list[object] = []
         laws: list[tuple[int, ...]] = []
         survival = 1.0
-        while places:
-            followers = text.followers(places)
+        while branch is not None:
+            followers = branch.followers
             is_sure = followers[0] == followers[-1]
-            index = 0 if is_sure else self._verification.draw_among(followers, sample, len(tokens))
+            index = 0 if is_sure else draw_among(followers, sample, len(tokens))
             token = followers[index]
             kind: tuple[object, ...] = (name, _ORDER_OF[order], min(len(followers), 8))
-            if self._verification.anticipates:
+            if anticipates:
                 kind += (_SHARES if is_sure else _sureness(followers, token, index),)
             else:
                 laws.append(followers)
-            survival *= chance(kind)
-            if survival < least_survival:
-                break
+            if least_survival:
+                survival *= chance(kind)
+                if survival < least_survival:
+                    break
             tokens.append(token)
             kinds.append(kind)
             if len(tokens) == limit:
                 break
-            places, order = text.behind(places, token), min(order + 1, ORDERS[0])
-            if not places:
-                name, text, order, places = _longest(self._texts(sample), [*context, *tokens][-ORDERS[0] :])
+            branch, order = branch.behind(token), min(order + 1, ORDERS[0])
+            if branch is None:
+                name, order, branch = self._find(sample, [*context, *tokens][-ORDERS[0] :])
         return Draft(tokens, kinds, laws[: len(tokens)])
 
 
@@ -203,8 +207,8 @@ class NgramDrafter(_Lookup):
     def end(self, *, has_failed: bool = False) -> None:
         self._own.clear()
 
-    def _texts(self, sample: Sample) -> Iterator[tuple[str, Recurrences]]:
-        yield "own", self._own_text(sample)
+    def _find(self, sample: Sample, context: list[int]) -> Found:
+        return "own", *self._own_text(sample).find(context)
 
     def _own_text(self, sample: Sample) -> Recurrences:
         own = self._own.get(sample.sample_id)
@@ -231,7 +235,7 @@ class HistoryDrafter(NgramDrafter):
         self._num_tokens = 0
         self._responses: dict[tuple[int, ...], deque[tuple[int, ...]]] = {}
         self._news: list[Exchange] = []
-        self._indexed: dict[int, Recurrences] = {}
+        self._indexed: dict[int, SharedRecurrences] = {}
         """By index of the prompt, for those of this generation."""
         self._unread: dict[int, list[Exchange]] = {}
         """By index of the prompt: finished siblings that are indexed once somebody looks something up there."""
@@ -290,26 +294,24 @@ class HistoryDrafter(NgramDrafter):
         if self._drafted_for:
             self._needs_own = 2 * len(self._asked) > len(self._drafted_for)
 
-    def _texts(self, sample: Sample) -> Iterator[tuple[str, Recurrences]]:
+    def _find(self, sample: Sample, context: list[int]) -> Found:
         self._drafted_for.add(sample.sample_id)
-        yield "history", self._siblings(sample)
+        order, branch = self._siblings(sample).find(context)
+        if order == ORDERS[0]:
+            return "history", order, branch
         self._asked.add(sample.sample_id)
-        yield "own", self._own_text(sample)
+        own_order, own_branch = self._own_text(sample).find(context)
+        return ("own", own_order, own_branch) if own_order > order else ("history", order, branch)
 
-    def _siblings(self, sample: Sample) -> Recurrences:
+    def _siblings(self, sample: Sample) -> SharedRecurrences:
         siblings = self._indexed.get(sample.prompt_number)
         if siblings is None:
-            siblings = self._indexed[sample.prompt_number] = Recurrences()
+            siblings = self._indexed[sample.prompt_number] = SharedRecurrences()
             for response in self._responses.get(tuple(sample.prompt), ()):
-                _index(siblings, sample.prompt, response)
-        for exchange in self._unread.pop(sample.prompt_number, ()):
-            _index(siblings, *exchange)
+                siblings.add(sample.prompt[-ORDERS[0] :], response)
+        for prompt, response in self._unread.pop(sample.prompt_number, ()):
+            siblings.add(prompt[-ORDERS[0] :], response)
         return siblings
-
-
-def _index(texts: Recurrences, prompt: Sequence[int], response: Sequence[int]) -> None:
-    texts.begin(prompt[-ORDERS[0] :])
-    texts.extend(response)
 
 
 def _end_of(sample: Sample) -> list[int]:
@@ -317,19 +319,6 @@ def _end_of(sample: Sample) -> list[int]:
     stop = sample.position + 1
     tokens = sample.tokens(max(stop - ORDERS[0], 0), stop)
     return [NO_TOKEN] * (ORDERS[0] - len(tokens)) + tokens
-
-
-def _longest(
-    texts: Iterator[tuple[str, Recurrences]], context: list[int]
-) -> tuple[str, Recurrences, int, Sequence[int]]:
-    """Return the name and the text with the longest context, its length and the places; of equals the first text's."""
-    name, text = next(texts)
-    order, places = text.find(context)
-    while order < ORDERS[0] and (following := next(texts, None)) is not None:
-        other_order, other_places = following[1].find(context)
-        if other_order > order:
-            (name, text), order, places = following, other_order, other_places
-    return name, text, order, places
 
 
 def _sureness(followers: Sequence[int], token: int, index: int) -> int:

@@ -15,6 +15,8 @@ _STEM = 3
 """Tokens by which places are chained."""
 _MOST_PLACES = 32
 """Places that are looked at along a chain, the latest ones: what follows common tokens is told well by so many."""
+_MOST_FOUND = 64
+"""Contexts whose places are kept: samples of a prompt are at about the same place of their responses."""
 NO_TOKEN = -1
 """Stands between texts, which no token's context crosses."""
 
@@ -59,11 +61,11 @@ class Recurrences:
             first, second, third = second, third, token
         self._tokens += tokens
 
-    def find(self, context: list[int]) -> tuple[int, list[int]]:
+    def find(self, context: list[int]) -> tuple[int, Branch | None]:
         """Return the places behind the longest end of ``context`` that is known, the latest ones first.
 
-        And its length, as one of `ORDERS`, or 0 where there is no such place; ``context`` has as many tokens as the
-        longest of them.
+        And its length, as one of `ORDERS`, or 0 and None where there is no such place; ``context`` has as many tokens
+        as the longest of them.
         """
         own = self._tokens
         if place := self._behind_stem.get(tuple(context[-_STEM:]), 0):
@@ -74,22 +76,71 @@ class Recurrences:
                 if not behind:
                     break
                 order, places = longer, behind
-            return order, places
+            return order, Branch(own, places)
         if place := self._behind_token.get(context[-1], 0):
             places = _chain(place, self._before_token)
             behind = [place for place in places if own[place - 2] == context[-2]]
-            return (2, behind) if behind else (1, places)
-        return 0, []
+            return (2, Branch(own, behind)) if behind else (1, Branch(own, places))
+        return 0, None
 
-    def followers(self, places: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens at these places, sorted."""
-        own = self._tokens
-        return (own[places[0]],) if len(places) == 1 else tuple(sorted([own[place] for place in places]))
 
-    def behind(self, places: Sequence[int], token: int) -> list[int]:
-        """Return the places behind those of them where this token stands, but for ends of texts."""
+class Branch:
+    """Places that stand behind the same tokens, and what follows there: as of the text when it was found."""
+
+    __slots__ = ("_known", "_places", "_tokens", "followers")
+
+    def __init__(self, tokens: list[int], places: list[int]) -> None:
+        """Look at these places of a text, one at least."""
+        self._tokens = tokens
+        self._places = places
+        self._known: dict[int, Branch | None] | None = None
+        self.followers: tuple[int, ...] = (
+            (tokens[places[0]],) if len(places) == 1 else tuple(sorted([tokens[place] for place in places]))
+        )
+        """The tokens at these places, sorted."""
+
+    def behind(self, token: int) -> Branch | None:
+        """Return the places behind those of them where this token stands, but for ends of texts; None: there are none.
+
+        Once found, they are kept: samples that were looked up together mostly go on together.
+        """
+        known = self._known
+        if known is None:
+            known = self._known = {}
+        elif token in known:
+            return known[token]
         own, stop = self._tokens, len(self._tokens) - 1
-        return [place + 1 for place in places if own[place] == token and place < stop and own[place + 1] != NO_TOKEN]
+        places = [
+            place + 1 for place in self._places if own[place] == token and place < stop and own[place + 1] != NO_TOKEN
+        ]
+        branch = known[token] = Branch(own, places) if places else None
+        return branch
+
+
+class SharedRecurrences(Recurrences):
+    """The same of texts that many samples are looked up in: what one of them found the others find at once."""
+
+    def __init__(self) -> None:
+        """Hold no text."""
+        super().__init__()
+        self._found: dict[tuple[int, ...], tuple[int, Branch | None]] = {}
+        """By context, since the last text came."""
+
+    def add(self, context: Sequence[int], text: Sequence[int]) -> None:
+        """Take in a text, and what is before it."""
+        self._found.clear()
+        self.begin(context)
+        self.extend(text)
+
+    def find(self, context: list[int]) -> tuple[int, Branch | None]:
+        """As of any text."""
+        key = tuple(context)
+        found = self._found.get(key)
+        if found is None:
+            if len(self._found) >= _MOST_FOUND:
+                self._found.clear()
+            found = self._found[key] = super().find(context)
+        return found
 
 
 def _chain(place: int, before: Sequence[int]) -> list[int]:

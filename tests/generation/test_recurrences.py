@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_realloc.generation.recurrences import NO_TOKEN, ORDERS, Recurrences
+from lightning_realloc.generation.recurrences import NO_TOKEN, ORDERS, Branch, Recurrences, SharedRecurrences
 
 LONGEST = ORDERS[0]
 TOKENS = st.lists(st.integers(0, 3), max_size=10)
@@ -19,6 +19,10 @@ def recurrences_in(texts: list[tuple[list[int], list[int]]]) -> Recurrences:
         recurrences.begin(before[-LONGEST:])
         recurrences.extend(text)
     return recurrences
+
+
+def followers_of(branch: Branch | None) -> list[int]:
+    return [] if branch is None else list(branch.followers)
 
 
 def found_by_reading(texts: list[tuple[list[int], list[int]]], context: list[int]) -> tuple[int, list[int]]:
@@ -41,9 +45,33 @@ def found_by_reading(texts: list[tuple[list[int], list[int]]], context: list[int
 def test_the_longest_known_end_of_a_context_is_found_with_all_that_followed_it(
     texts: list[tuple[list[int], list[int]]], context: list[int]
 ) -> None:
-    recurrences = recurrences_in(texts)
-    order, places = recurrences.find(context)
-    assert (order, list(recurrences.followers(places)) if places else []) == found_by_reading(texts, context)
+    order, branch = recurrences_in(texts).find(context)
+    assert (order, followers_of(branch)) == found_by_reading(texts, context)
+
+
+@given(TEXTS, st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=12))
+def test_what_is_kept_for_others_is_what_would_be_found_anew(
+    texts: list[tuple[list[int], list[int]]], tries: list[tuple[int, int]]
+) -> None:
+    shared = SharedRecurrences()
+    for number in range(1, len(texts) + 1):
+        shared.add(texts[number - 1][0][-LONGEST:], texts[number - 1][1])
+        alone = recurrences_in(texts[:number])
+        for last, token in tries:
+            context = [9] * (LONGEST - 1) + [last]
+            (order, branch), (own_order, own_branch) = shared.find(context), alone.find(context)
+            assert (order, followers_of(branch)) == (own_order, followers_of(own_branch))
+            if branch is not None and own_branch is not None:
+                assert followers_of(branch.behind(token)) == followers_of(own_branch.behind(token))
+
+
+def test_no_more_contexts_are_kept_than_samples_of_a_prompt_are_at() -> None:
+    shared = SharedRecurrences()
+    shared.add([], list(range(200)))
+    for last in range(200):
+        order, branch = shared.find([999] * (LONGEST - 1) + [last])
+        assert (order, followers_of(branch)) == ((1, [last + 1]) if last < 199 else (0, []))
+    assert len(shared._found) <= 64
 
 
 @given(st.lists(TOKENS, max_size=3))
@@ -54,7 +82,8 @@ def test_a_text_that_grows_bit_by_bit_is_one_text(bits: list[list[int]]) -> None
         by_bits.extend(bit)
     assert by_bits.num_tokens == sum(map(len, bits))
     end = [NO_TOKEN] * LONGEST + [token for bit in bits for token in bit]
-    assert by_bits.find(end[-LONGEST:]) == whole.find(end[-LONGEST:])
+    (order, branch), (whole_order, whole_branch) = by_bits.find(end[-LONGEST:]), whole.find(end[-LONGEST:])
+    assert (order, followers_of(branch)) == (whole_order, followers_of(whole_branch))
 
 
 @given(st.lists(TOKENS, max_size=4), st.integers(0, 3), st.integers(0, 3))
@@ -62,16 +91,14 @@ def test_places_behind_a_token_are_those_of_a_context_longer_by_it(
     bare: list[list[int]], last: int, token: int
 ) -> None:
     texts: list[tuple[list[int], list[int]]] = [([], text) for text in bare]
-    recurrences = recurrences_in(texts)
     context = [9] * (LONGEST - 1) + [last]
-    _, places = recurrences.find(context)
-    behind = recurrences.behind(places, token)
+    _, branch = recurrences_in(texts).find(context)
     order, followers = found_by_reading(texts, [*context[1:], token])
-    assert (list(recurrences.followers(behind)) if behind else []) == (followers if order == 2 else [])
+    assert followers_of(branch and branch.behind(token)) == (followers if order == 2 else [])
 
 
 def test_common_tokens_are_told_by_the_latest_places() -> None:
     recurrences = Recurrences()
     recurrences.extend([7, 1] * 50 + [7, 2] * 50 + [7])
-    _, places = recurrences.find([0] * 7 + [7])
-    assert recurrences.followers(places) == (2,) * 32
+    _, branch = recurrences.find([0] * 7 + [7])
+    assert followers_of(branch) == [2] * 32
