@@ -106,12 +106,20 @@ class DraftPlanner:
 
     def __init__(self, max_depth: int, *, costs_a_forward: bool) -> None:
         """Plan up to ``max_depth``; ``costs_a_forward``: a token ahead takes a forward of a model, for all samples."""
-        self.profile = DepthProfile(max_depth) if costs_a_forward else DepthProfile(max_depth, memory=LOOK_UP_MEMORY)
+        self._max_depth = max_depth
         self.costs = SpeculationCosts(costs_a_forward=costs_a_forward)
         self.unevenness = Unevenness(OF_MODELS if costs_a_forward else OF_LOOK_UPS)
         self._costs_a_forward = costs_a_forward
-        self._chosen: dict[int, int] = {}
-        """Depth in use, by the power of two of the number of samples."""
+        self._learnt: dict[bool, tuple[DepthProfile, dict[int, int]]] = {}
+        self.turn_to(acquainted=False)
+
+    def turn_to(self, *, acquainted: bool) -> None:
+        """Go on by what drafts came to for samples whose prompts were met before, or for others."""
+        if acquainted not in self._learnt:
+            memory = {} if self._costs_a_forward else {"memory": LOOK_UP_MEMORY}
+            self._learnt[acquainted] = DepthProfile(self._max_depth, **memory), {}
+        self.profile, self._chosen = self._learnt[acquainted]
+        """The second: depth in use, by the power of two of the number of samples."""
 
     def plan(self, left: Sequence[float], *, is_tail: bool, num_missed: int = 0, may_lose_s: float = 0.0) -> DraftPlan:
         """Return what to draft in the next steps.

@@ -98,11 +98,16 @@ class Payoff:
 
     def __init__(self) -> None:
         """Know nothing: plain steps come first, to compare with."""
-        self._records: dict[int, _Record] = {}
+        self._all_records: dict[bool, dict[int, _Record]] = {}
+        self.turn_to(acquainted=False)
         self.saved_s = 0.0
         """What tries may lose still, of their share of all seconds; less than nothing where they lost more."""
         self._num_free = 0
-        """Steps of tries to come whose loss does not count."""
+        """Steps of tries to come that are free."""
+
+    def turn_to(self, *, acquainted: bool) -> None:
+        """Go on by what drafting gained for samples whose prompts were met before, or for others."""
+        self._records = self._all_records.setdefault(acquainted, {})
 
     def rests(self, num_rows: int) -> bool:
         """Count a step; return whether drafting rests in it."""
@@ -129,13 +134,14 @@ class Payoff:
 
     def take_try(self, gained_s: float, spent_s: float) -> None:
         """Take a step that drafted though nothing seemed to pay: as `learn`, but nothing rests for it."""
+        lost_s = max(spent_s - gained_s, 0.0)
         if self._num_free:
             self._num_free -= 1
-        else:
-            self.saved_s -= max(spent_s - gained_s, 0.0)
+            lost_s = max(lost_s - gained_s, 0.0)
+        self.saved_s -= lost_s
 
     def allow(self, num_steps: int) -> None:
-        """Let the next tries lose what they do."""
+        """Let the next tries lose up to as much as they gain: one of many samples may lose far more."""
         self._num_free = num_steps
         self.saved_s = max(self.saved_s, 0.0)
 
@@ -174,7 +180,7 @@ class Payoff:
     def _record(self, num_rows: int) -> _Record:
         key = num_rows.bit_length()
         if key not in self._records:
-            self._records[key] = _Record(rest=0 if self._records else _PAUSE)
+            self._records[key] = _Record(rest=0 if any(self._all_records.values()) else _PAUSE)
         return self._records[key]
 
 

@@ -66,6 +66,13 @@ class Drafter:
         like.
         """
 
+    def is_acquainted(self, samples: Sequence[Sample]) -> bool:
+        """Return whether most of these samples' prompts were met before, so that there is more to draft from.
+
+        What drafts come to is told apart by that: for prompts that come again it changes all at once.
+        """
+        return False
+
     def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
         """A generation of these samples begins."""
 
@@ -245,6 +252,11 @@ class HistoryDrafter(NgramDrafter):
         their own text, too."""
         self._needs_own = True
         """Whether it was for most of the last generation: else own texts are indexed once they are asked for."""
+
+    def is_acquainted(self, samples: Sequence[Sample]) -> bool:
+        prompts = {sample.prompt_number: sample.prompt for sample in samples}
+        num_known = sum(tuple(prompt) in self._responses for prompt in prompts.values())
+        return 2 * num_known > len(prompts)
 
     def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
         super().begin(samples, verification, num_slots)

@@ -135,7 +135,9 @@ class Foresight:
         self._drafter = drafter
         self._max_draft_tokens = max_draft_tokens
         self._num_in_a_row = 0
-        self._num_times = 0
+        self._num_times = {False: 0, True: 0}
+        """That something was replayed for samples whose prompts were met before, and for others."""
+        self._acquainted = False
         self._next = 0
         """Number of the first step that may replay again."""
         self._saved_s = 0.0
@@ -145,8 +147,9 @@ class Foresight:
         self._num_whole = 0
         """Tokens of responses that were replayed from the first one since seconds were told."""
 
-    def begin(self) -> None:
-        """Start a generation."""
+    def begin(self, *, acquainted: bool = False) -> None:
+        """Start a generation of samples whose prompts were met before, or of others."""
+        self._acquainted = acquainted
         self._stop_all()
         self._next = 0  # so that first tokens count as others do
 
@@ -157,20 +160,20 @@ class Foresight:
 
     def is_due(self, step: int) -> bool:
         """Whether there is something to look up in this step without drafts."""
-        return step >= self._next and self._saved_s >= 0.0
+        return step >= self._next and self._may_spend
 
     def spend(self, looked_s: float, passed_s: float) -> None:
         """Take the seconds of steps without drafts, and those of looking up in them."""
         self._num_whole = 0
         self._saved_s += COST_OF_TRYING * passed_s
-        if self._num_times > _FREE:
+        if not self._is_free:
             self._saved_s -= looked_s
 
     def look(self, step: int, samples: Sequence[Sample], chance: Chance) -> list[DraftOutcome]:
         """Return what drafts for some samples would have come to since the last time; next, others may be chosen."""
         self._next = step + _EVERY * (1 if self._num_in_a_row < _OFTEN else _SELDOM)
         self._num_in_a_row += 1
-        self._num_times += 1
+        self._num_times[self._acquainted] += 1
         told = [outcome for replay in self._replays for outcome in self._go_on(replay, chance)]
         running = {id(sample) for sample in samples}
         for replay in self._replays[:]:
@@ -189,13 +192,28 @@ class Foresight:
         told: list[DraftOutcome] = []
         num_tokens = len(sample.token_ids)
         is_replayed = any(replay.sample is sample for replay in self._replays)
-        if not is_replayed and self._num_whole + num_tokens <= _WHOLE and self._saved_s >= 0.0:
+        if not is_replayed and self._shows_whole and self._num_whole + num_tokens <= _WHOLE and self._may_spend:
             self._num_whole += num_tokens
             self._begin(sample, 0)
         for replay in [replay for replay in self._replays if replay.sample is sample]:
             told += self._go_on(replay, chance)
             self._stop(replay)
         return told
+
+    @property
+    def _shows_whole(self) -> bool:
+        """Whether a response that is over would have been drafted for as its replay is: not where most of what is
+        drafted from came while it ran."""
+        return self._acquainted or not self._drafter.exchanges
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether seconds do not count yet for such samples."""
+        return self._num_times[self._acquainted] <= _FREE
+
+    @property
+    def _may_spend(self) -> bool:
+        return self._is_free or self._saved_s >= 0.0
 
     def _begin(self, sample: Sample, begin: int) -> None:
         self._num_replays += 1

@@ -44,11 +44,16 @@ class HeldPlan:
         self._try_until = 0
         """Number of the first step that tries no more what the plan does not do."""
 
-    def let_go(self, *, and_forget: bool) -> None:
-        """Hold none any more; ``and_forget``: nor know that nothing was drafted by those before it."""
+    def let_go(self, *, and_forget_idle: bool) -> None:
+        """Hold none any more; ``and_forget_idle``: nor know that nothing was drafted by those before it."""
         self._plan = None
-        if and_forget:
+        if and_forget_idle:
             self._kept = {size: kept for size, kept in self._kept.items() if kept.plan.depth}
+
+    def forget(self) -> None:
+        """Hold none any more, nor know of any before: they were for samples of another kind."""
+        self._plan = None
+        self._kept.clear()
 
     def expire(self, step: DraftStep) -> None:
         """Take that drafting rests in a step: once it goes on, another plan is made from what plain steps told."""

@@ -69,6 +69,7 @@ class Speculator:
         self._num_steps = 0
         self._step = DraftStep(0, ())
         self._held = HeldPlan()
+        self._is_acquainted = False
         self._foreseeing_s = 0.0
         """Of this step, behind its forward: what drafts for samples that are over would have come to."""
         self._preparing_s = 0.0
@@ -95,10 +96,10 @@ class Speculator:
         self.stats = SpeculationStats()
         self._lengths = self._lengths.for_next()
         # Where drafts cost a forward, nobody looked what they come to by now.
-        self._held.let_go(and_forget=self.drafter.costs_a_forward)
+        self._held.let_go(and_forget_idle=self.drafter.costs_a_forward)
+        self._turn_to(acquainted=self.drafter.is_acquainted(samples))
         self._learner.begin()
         self._may_foresee = self.adapts and rule.anticipates and not self.drafter.costs_a_forward
-        self._foresight.begin()
         self.drafter.begin(samples, rule, num_slots)
         return rule
 
@@ -146,9 +147,7 @@ class Speculator:
         if self._learner.keep_seconds(step):
             begin = self.clock()
             self._learner.learn_seconds()
-            taken_s = self.clock() - begin
-            self.stats.planning_s += taken_s
-            self._preparing_s += taken_s
+            self.stats.planning_s += self.clock() - begin
 
     def finished(self, sample: Sample) -> None:
         """Take a sample that has its last token."""
@@ -159,7 +158,6 @@ class Speculator:
             self._foreseeing_s += foreseeing_s
             begin += foreseeing_s
         self.drafter.finished(sample)
-        self._preparing_s += self.clock() - begin
 
     def end(self, *, has_failed: bool = False) -> None:
         """End the generation."""
@@ -167,6 +165,15 @@ class Speculator:
         self._learner.end()
         self.stats.planning_s += self.clock() - begin
         self.drafter.end(has_failed=has_failed)
+
+    def _turn_to(self, *, acquainted: bool) -> None:
+        """Go on by what was learnt of samples whose prompts were met before, or of others."""
+        self._planner.turn_to(acquainted=acquainted)
+        self._payoff.turn_to(acquainted=acquainted)
+        self._foresight.begin(acquainted=acquainted)
+        if acquainted != self._is_acquainted:
+            self._is_acquainted = acquainted
+            self._held.forget()
 
     def _draft_fixed(self, step: DraftStep, depth: int) -> Sequence[Draft]:
         begin = self.clock()
@@ -204,7 +211,7 @@ class Speculator:
         chosen = self._draft_by(plan, step)
         end = self.clock()
         self.stats.drafting_s += end - planned
-        self._preparing_s += prepared - begin
+        self._preparing_s += prepared - planned
         step.drafting_s, step.first_s = end - prepared, self.drafter.first_s
         return chosen
 

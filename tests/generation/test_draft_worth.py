@@ -166,10 +166,34 @@ def test_what_tries_that_are_allowed_lose_does_not_count(num_free: int) -> None:
     payoff.allow(num_free)
     tries = 0
     while payoff.saved_s >= 0.0:
-        payoff.take_try(1.0, 3.0)
+        payoff.take_try(1.0, 2.0)
         tries += 1
     assert tries == num_free + 1
-    assert payoff.saved_s == pytest.approx(-2.0)
+    assert payoff.saved_s == pytest.approx(-1.0)
+
+
+def test_of_a_try_that_loses_more_than_it_gains_the_rest_counts() -> None:
+    payoff = Payoff()
+    payoff.allow(20)
+    payoff.take_try(1.0, 4.5)
+    assert payoff.saved_s == pytest.approx(-2.5)
+
+
+def test_what_drafting_gained_for_prompts_met_before_says_nothing_of_others() -> None:
+    payoff = Payoff()
+    while payoff.rests(8):
+        payoff.save(8, 1.0)
+    for _ in range(40):
+        if not payoff.rests(8):
+            payoff.learn(8, 0.5, 1.0)
+    assert payoff._record(8).rest and not payoff.pays(8)
+    payoff.turn_to(acquainted=True)
+    assert not payoff.rests(8)  # what plain steps take is known
+    for _ in range(8):
+        payoff.learn(8, 1.5, 1.0)
+    assert payoff.pays(8)
+    payoff.turn_to(acquainted=False)
+    assert payoff.rests(8) and not payoff.pays(8)
 
 
 def test_a_step_that_stands_for_others_counts_as_all_of_them() -> None:

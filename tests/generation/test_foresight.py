@@ -285,7 +285,7 @@ def test_short_responses_are_replayed_as_if_all_of_them_had_been_drafted_for() -
 
 def test_no_more_short_responses_are_replayed_than_seconds_allow() -> None:
     foresight = Foresight(Seer(guesses=True), DEPTH)
-    foresight._num_times = 1000  # of which the first ones do not count
+    foresight._num_times = {False: 1000, True: 1000}  # of which the first ones do not count
     told = [bool(foresight.finish(short(number), AcceptanceRates())) for number in range(100)]
     assert sum(told) == 64 // 12  # until it is known what they took
     foresight.spend(1.0, 1.0)
@@ -294,6 +294,34 @@ def test_no_more_short_responses_are_replayed_than_seconds_allow() -> None:
     assert foresight.finish(short(0), AcceptanceRates())
     foresight.spend(0.0, 1000.0)
     assert not foresight.finish(short(0, 65), AcceptanceRates())  # who is long is replayed while it runs
+
+
+def test_where_most_to_draft_from_comes_while_a_sample_runs_its_replay_says_nothing() -> None:
+    drafter = Seer(guesses=True)
+    drafter.exchanges = True
+    foresight = Foresight(drafter, DEPTH)
+    foresight.begin(acquainted=False)
+    assert not foresight.finish(short(0), AcceptanceRates())
+    foresight.begin(acquainted=True)
+    assert foresight.finish(short(1), AcceptanceRates())
+
+
+def test_looks_are_free_again_for_prompts_that_were_met_before_whatever_was_spent() -> None:
+    foresight = Foresight(Seer(guesses=True), DEPTH)
+
+    def num_looks() -> int:
+        sample, num_due = Sample(0, 0, (RIGHT,), NUM_PLACES, key=0), 0
+        for step in range(500):
+            due = foresight.is_due(step)
+            look(foresight, sample, step)
+            foresight.spend(10.0 if due else 0.0, 1.0)
+            num_due += due
+        return num_due
+
+    assert [num_looks(), num_looks()] == [17, 0]
+    foresight.begin(acquainted=True)
+    assert num_looks() >= 16
+    assert num_looks() == 0
 
 
 def test_a_draft_of_which_less_was_verified_is_told_by_what_came_later_up_to_what_the_model_did_not_choose() -> None:

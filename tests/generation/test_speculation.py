@@ -556,6 +556,20 @@ def test_responses_are_kept_for_others_only_where_somebody_asks() -> None:
     assert drafters[1].news() == []
 
 
+def test_history_knows_whether_most_prompts_were_met_before() -> None:
+    drafter = HistoryDrafter()
+    drafter.hear([((5, 6, 7), (1, 2)), ((5, 6), (3,))])
+
+    def samples(*prompts: tuple[int, ...]) -> list[Sample]:
+        return [Sample(2 * i + j, i, prompt, 8, key=0) for i, prompt in enumerate(prompts) for j in range(2)]
+
+    assert drafter.is_acquainted(samples((5, 6, 7), (5, 6)))
+    assert drafter.is_acquainted(samples((5, 6, 7), (5, 6), (5,)))
+    assert not drafter.is_acquainted(samples((5, 6, 7), (5,)))
+    assert not drafter.is_acquainted([])
+    assert not NgramDrafter().is_acquainted(samples((5, 6, 7)))
+
+
 def test_a_draft_model_that_learns_drafts_better_and_changes_no_token() -> None:
     small = tiny_model("llama", vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
     before = {name: weight.clone() for name, weight in small.state_dict().items()}

@@ -53,6 +53,11 @@ class Foreteller(Drafter):
         """Seconds that it takes before every step in which it drafts, however few tokens."""
         self.num_prepared = 0
         """Such steps."""
+        self.acquainted = False
+        """Whether it has met the prompts of the next generation."""
+
+    def is_acquainted(self, samples: Sequence[Sample]) -> bool:
+        return self.acquainted
 
     def prepare(self, running: Sequence[Sample]) -> None:
         self.num_prepared += 1
@@ -343,6 +348,23 @@ def test_drafting_begins_soon_once_drafts_would_stand() -> None:
     drafter.right = 0.95
     rates = [pretence.generate()[1] for _ in range(8)]
     assert rates[2] > 2.5 and rates[-1] > 4.0
+
+
+@pytest.mark.parametrize("known_before", [0, 60])
+def test_prompts_that_come_again_are_drafted_for_at_once_and_others_go_on_without(known_before: int) -> None:
+    drafter = Foreteller()
+    pretence = Pretence(drafter, gentle)
+    for _ in range(known_before):
+        pretence.generate()
+    for _ in range(3):
+        drafter.acquainted, drafter.right = True, 0.95
+        pretence.generate()  # what drafts come to is seen in it
+        assert pretence.generate()[1] > 2.5
+        drafter.acquainted, drafter.right = False, 0.0
+        if known_before:
+            assert pretence.generate()[1] < 1.01
+        else:
+            pretence.generate()
 
 
 def test_drafting_stops_soon_once_drafts_stand_no_more() -> None:
