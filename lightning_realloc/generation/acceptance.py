@@ -13,7 +13,7 @@ _MEMORY = 0.99
 _PRIOR_WEIGHT = 2.0
 _START = 1.0
 """Chance of a drafted token nothing is known about: drafts must not be cut off for what was never seen to fall."""
-_DEPTH_MEMORY = 0.999
+DEPTH_MEMORY = 0.999
 """Longer than that of kinds: of two depths that are about as good, the better one is told by small differences."""
 LOOK_UP_MEMORY = 0.997
 """The same of looked-up drafts, many of which are told of: in a new epoch they may be better all at once."""
@@ -80,7 +80,7 @@ class DepthProfile:
     again; and where nearly all drafts stood at once, what the few others had come to before told of half of them.
     """
 
-    def __init__(self, max_depth: int, *, memory: float = _DEPTH_MEMORY) -> None:
+    def __init__(self, max_depth: int, *, memory: float = DEPTH_MEMORY) -> None:
         """Know nothing of depths up to ``max_depth``; each draft counts ``memory`` times as much as the next one."""
         self._memory = memory
         self._weight = 1.0

@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_realloc.generation.acceptance import LOOK_UP_MEMORY, DepthOutcome, DepthProfile
+from lightning_realloc.generation.acceptance import DEPTH_MEMORY, LOOK_UP_MEMORY, DepthOutcome, DepthProfile
 from lightning_realloc.generation.draft_worth import chances_to_be_last, token_worths
 from lightning_realloc.generation.step_costs import SpeculationCosts, look_ups_of
 from lightning_realloc.generation.unevenness import OF_LOOK_UPS, OF_MODELS, Unevenness, tokens_behind
@@ -106,20 +106,18 @@ class DraftPlanner:
 
     def __init__(self, max_depth: int, *, costs_a_forward: bool) -> None:
         """Plan up to ``max_depth``; ``costs_a_forward``: a token ahead takes a forward of a model, for all samples."""
-        self._max_depth = max_depth
+        memory = DEPTH_MEMORY if costs_a_forward else LOOK_UP_MEMORY
         self.costs = SpeculationCosts(costs_a_forward=costs_a_forward)
         self.unevenness = Unevenness(OF_MODELS if costs_a_forward else OF_LOOK_UPS)
         self._costs_a_forward = costs_a_forward
-        self._learnt: dict[bool, tuple[DepthProfile, dict[int, int]]] = {}
+        self._profiles = {acquainted: DepthProfile(max_depth, memory=memory) for acquainted in (False, True)}
+        self._all_chosen: dict[bool, dict[int, int]] = {False: {}, True: {}}
+        """Depth in use, by the power of two of the number of samples."""
         self.turn_to(acquainted=False)
 
     def turn_to(self, *, acquainted: bool) -> None:
         """Go on by what drafts came to for samples whose prompts were met before, or for others."""
-        if acquainted not in self._learnt:
-            memory = {} if self._costs_a_forward else {"memory": LOOK_UP_MEMORY}
-            self._learnt[acquainted] = DepthProfile(self._max_depth, **memory), {}
-        self.profile, self._chosen = self._learnt[acquainted]
-        """The second: depth in use, by the power of two of the number of samples."""
+        self.profile, self._chosen = self._profiles[acquainted], self._all_chosen[acquainted]
 
     def plan(self, left: Sequence[float], *, is_tail: bool, num_missed: int = 0, may_lose_s: float = 0.0) -> DraftPlan:
         """Return what to draft in the next steps.

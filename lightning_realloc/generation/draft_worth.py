@@ -98,7 +98,7 @@ class Payoff:
 
     def __init__(self) -> None:
         """Know nothing: plain steps come first, to compare with."""
-        self._all_records: dict[bool, dict[int, _Record]] = {}
+        self._all_records: dict[bool, dict[int, _Record]] = {False: {}, True: {}}
         self.turn_to(acquainted=False)
         self.saved_s = 0.0
         """What tries may lose still, of their share of all seconds; less than nothing where they lost more."""
@@ -107,7 +107,7 @@ class Payoff:
 
     def turn_to(self, *, acquainted: bool) -> None:
         """Go on by what drafting gained for samples whose prompts were met before, or for others."""
-        self._records = self._all_records.setdefault(acquainted, {})
+        self._records = self._all_records[acquainted]
 
     def rests(self, num_rows: int) -> bool:
         """Count a step; return whether drafting rests in it."""

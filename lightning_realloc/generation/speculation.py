@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Literal, get_args
@@ -67,6 +67,12 @@ class Speculation:
                     f"{'set it, or use another drafter' if wanted else f'leave it out, or set drafter={drafter!r}'}"
                 )
 
+    def __repr__(self) -> str:
+        """Return what is not as by default, and of a model no more than its class."""
+        given = ((own.name, getattr(self, own.name), own.default) for own in fields(self))
+        told = (f"{name}={_shown(value)}" for name, value, default in given if value != default)
+        return f"Speculation({', '.join(told)})"
+
     @property
     def most_ahead(self) -> int:
         """Most tokens that a step may verify behind a sample's last one."""
@@ -81,3 +87,7 @@ class Speculation:
 def _choice(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
         raise GenerationError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
+
+
+def _shown(value: object) -> str:
+    return f"{type(value).__name__}(...)" if isinstance(value, nn.Module) else repr(value)

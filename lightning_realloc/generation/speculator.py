@@ -147,7 +147,9 @@ class Speculator:
         if self._learner.keep_seconds(step):
             begin = self.clock()
             self._learner.learn_seconds()
-            self.stats.planning_s += self.clock() - begin
+            taken_s = self.clock() - begin
+            self.stats.planning_s += taken_s
+            self._preparing_s += taken_s
 
     def finished(self, sample: Sample) -> None:
         """Take a sample that has its last token."""
@@ -211,7 +213,7 @@ class Speculator:
         chosen = self._draft_by(plan, step)
         end = self.clock()
         self.stats.drafting_s += end - planned
-        self._preparing_s += prepared - planned
+        self._preparing_s += prepared - begin
         step.drafting_s, step.first_s = end - prepared, self.drafter.first_s
         return chosen
 

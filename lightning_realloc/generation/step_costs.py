@@ -28,7 +28,7 @@ _GROWTH = 0.9
 """Share of their growth so far by which steps that verify more than any did are taken to grow on: a hope, so that they
 are tried where they could pay."""
 _PREPARING_RATE = 0.02
-"""Weight of one step in what preparing takes: few steps have new samples."""
+"""Weight of one step in what preparing takes: that of one in 16 or more is all there is."""
 _SIZE_RATE = 0.05
 """Weight of a new step in the mean size of its like."""
 _MOST_OF_NEIGHBOURS = 8.0
@@ -202,7 +202,7 @@ class SpeculationCosts:
         self.catching_up = StepCosts(told_from=1)
         """Of a model that reads tokens it has missed; by tokens."""
         self.preparing_s = 0.0
-        """Of a step with drafts, what new samples need, once for many steps."""
+        """Of a step with drafts, what is done once for many of them: plans, and what new samples need."""
 
     def take_preparing(self, seconds: float) -> float:
         """Take what one step with drafts came to, most took nothing; return its share of all of them."""

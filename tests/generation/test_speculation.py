@@ -600,6 +600,12 @@ def test_distillation_learns_from_the_last_responses_and_from_them_alone() -> No
     assert distillation.learn([]) is None
 
 
+def test_settings_show_what_is_not_as_by_default_and_of_a_model_its_class_alone() -> None:
+    assert repr(Speculation()) == "Speculation()"
+    shown = repr(Speculation(drafter="model", draft_model=tiny_model("llama"), num_draft_tokens=3))
+    assert shown == "Speculation(drafter='model', num_draft_tokens=3, draft_model=LlamaForCausalLM(...))"
+
+
 # ---- what cannot work
 def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
     with pytest.raises(GenerationError, match=r"vocabulary of 128 tokens and the target one of 32; .* tokenizer"):
