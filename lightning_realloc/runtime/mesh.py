@@ -1,12 +1,14 @@
 """Which process groups does this rank take part in, and which device mesh does FSDP get?
 
 All groups are made in one place, on all ranks and in one order, and live as long as the process: groups made in
-different orders deadlock, and destroying one while others are in use confuses the names of the next.
+different orders deadlock, and destroying one while others are in use confuses the names of the next. Those of one fit
+serve the next one in the same process: every group over gloo has threads, one of which wakes a hundred times a second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -14,8 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import AXES, Coordinate, Layout
+from lightning_realloc.runtime.objects import gather_objects
 
 _GROUPED_AXES = (("pp",), ("dp",), ("fsdp",), ("tp",), ("dp", "fsdp"), AXES)
+_Groups = dict[tuple[int, ...], dist.ProcessGroup | None]
+_made: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()
+"""Groups of fewer than all ranks, by the group of all and by their ordered ranks."""
+
+
+def forget_groups() -> None:
+    """Let the next fit make its own groups: a rank that failed may have left some in the middle of a collective."""
+    _made.clear()
 
 
 class MeshRegistry:
@@ -24,7 +35,7 @@ class MeshRegistry:
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.rank = dist.get_rank()
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._groups: _Groups = {}
         self._meshes: dict[tuple[tuple[int, ...], ...], DeviceMesh] = {}
 
     def create(self, layouts: Iterable[Layout]) -> None:
@@ -33,8 +44,14 @@ class MeshRegistry:
         Collective: every rank of the world calls it with the same layouts, those outside them too.
         """
         wanted = {ranks for layout in layouts for ranks in _rank_groups(layout)}
+        made = _made_everywhere()
         for ranks in sorted(wanted - self._groups.keys()):
-            self._groups[ranks] = self._new_group(ranks)
+            if ranks == tuple(range(dist.get_world_size())):
+                self._groups[ranks] = dist.group.WORLD
+                continue
+            if ranks not in made:
+                made[ranks] = self._new_group(ranks)
+            self._groups[ranks] = made[ranks]
 
     def new_host_group(self) -> dist.ProcessGroup | None:
         """Return a new group of all ranks over gloo, for data in host memory; None for a single rank. Collective."""
@@ -83,13 +100,20 @@ class MeshRegistry:
         return group
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        if ranks == tuple(range(dist.get_world_size())):
-            return dist.group.WORLD
         if list(ranks) == sorted(ranks):
             group = dist.new_group(list(ranks))
         else:  # FSDP and our own gathers take a rank's place in its group for its place in the layout
             group = dist.new_group(list(ranks), sort_ranks=False)
         return group if self.rank in ranks else None
+
+
+def _made_everywhere() -> _Groups:
+    """Return the groups that all ranks have made already, or none, where some have forgotten theirs. Collective."""
+    assert dist.group.WORLD is not None, "there are ranks"
+    made = _made.setdefault(dist.group.WORLD, {})
+    if any(known != sorted(made) for known in gather_objects(sorted(made))):
+        made.clear()
+    return made
 
 
 def _rank_groups(layout: Layout) -> Iterable[tuple[int, ...]]:

@@ -31,6 +31,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.runtime.host_memory import keep_freed_memory
 from lightning_realloc.runtime.last_words import explain, forget_last_words
+from lightning_realloc.runtime.mesh import forget_groups
 from lightning_realloc.seeds import global_seed
 from lightning_realloc.strategies.data_parallel import average_gradients
 from lightning_realloc.strategies.failures import dismiss_observer, end_with_parent, report_failures
@@ -201,6 +202,7 @@ class ProcessStrategy(ModelParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Let the other ranks know, and this one, where all it knows is that another one is gone."""
         super().on_exception(exception)
+        forget_groups()
         dismiss_observer(self._launcher)
         if self.world_size > 1 and dist.is_initialized():
             explain(exception, self.global_rank, self.world_size)
