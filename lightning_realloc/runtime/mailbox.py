@@ -82,7 +82,6 @@ class Mailbox:
         self._failures: dict[int, tuple[bool, str, str]] = {}
         self._on_the_way: list[tuple[int, dist.Work, Tensor]] = []
         self._freight: Freight | None = None
-        self._is_closed = False
         self.seconds_waited = 0.0
 
     @property
@@ -132,18 +131,6 @@ class Mailbox:
         """Wait for all ranks."""
         if self._group is not None:
             dist.barrier(group=self._group)
-
-    def close(self) -> None:
-        """Wait for all ranks, and end the group that carried the frames; nothing can be sent any more.
-
-        To be called once all that was sent was received.
-        """
-        if self._group is None or self.has_failed:
-            return
-        self.meet()
-        group, self._group, self._freight, self._on_the_way = self._group, None, None, []
-        self._is_closed = True
-        dist.destroy_process_group(group)
 
     @property
     def has_failed(self) -> bool:
@@ -200,7 +187,6 @@ class Mailbox:
         raise ReallocError(f"rank {failed[0]} failed with {name}: {message}") from own
 
     def _start(self, tensor: Tensor, to: int, tag: int, run: int) -> None:
-        assert not self._is_closed, "a mailbox that is closed sends nothing"
         try:
             work = dist.isend(tensor, to, group=self._group, tag=tag)
         except RuntimeError as error:
@@ -210,7 +196,6 @@ class Mailbox:
 
     def _take_in(self, timeout: timedelta | None) -> None:
         """Receive the next frame, whoever sent it."""
-        assert not self._is_closed, "a mailbox that is closed receives nothing"
         header = torch.empty(5, dtype=torch.int64)
         work = dist.irecv(header, group=self._group, tag=_HEADER_TAG)
         self._wait(work, timeout)

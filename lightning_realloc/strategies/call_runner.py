@@ -198,10 +198,6 @@ class CallRunner:
         self._generators.hear()
         self._mailbox.let_go(self._run)
 
-    def close(self) -> None:
-        """End what carries data between ranks; no call can be run any more. Collective, after :meth:`finish`."""
-        self._mailbox.close()
-
     # ---- one walk through the calls
     def _begin(
         self, batch: Samples, calls: Sequence[ModelFunctionCall], iteration: int, *, generates_ahead: bool = False

@@ -393,7 +393,6 @@ class ReallocStrategy(SteppingStrategy):
         """Take in what ranks sent each other last."""
         if self._runner is not None:
             self._runner.finish()
-            self._runner.close()
 
     def bring_back(self) -> None:
         """Have everything that the plan offloads on the device until the next call begins."""
