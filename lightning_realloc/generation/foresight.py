@@ -136,7 +136,7 @@ class Foresight:
         self._max_draft_tokens = max_draft_tokens
         self._num_in_a_row = 0
         self._num_times = {False: 0, True: 0}
-        """That something was replayed for samples whose prompts were met before, and for others."""
+        """That something was replayed: for samples whose prompts were met before (True), and for others."""
         self._acquainted = False
         self._next = 0
         """Number of the first step that may replay again."""

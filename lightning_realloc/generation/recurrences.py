@@ -104,17 +104,14 @@ class Branch:
 
         Once found, they are kept: samples that were looked up together mostly go on together.
         """
-        known = self._known
-        if known is None:
-            known = self._known = {}
-        elif token in known:
-            return known[token]
-        own, stop = self._tokens, len(self._tokens) - 1
-        places = [
-            place + 1 for place in self._places if own[place] == token and place < stop and own[place + 1] != NO_TOKEN
-        ]
-        branch = known[token] = Branch(own, places) if places else None
-        return branch
+        if self._known is None:
+            self._known = {}
+        if token not in self._known:
+            own, stop = self._tokens, len(self._tokens) - 1
+            here = [place for place in self._places if own[place] == token and place < stop]
+            places = [place + 1 for place in here if own[place + 1] != NO_TOKEN]
+            self._known[token] = Branch(own, places) if places else None
+        return self._known[token]
 
 
 class SharedRecurrences(Recurrences):

@@ -154,11 +154,9 @@ class Speculator:
     def finished(self, sample: Sample) -> None:
         """Take a sample that has its last token."""
         self._lengths.finish(sample.prompt_number, len(sample.token_ids), is_cut=sample.is_full)
-        begin = self.clock()
         if self._may_foresee and not self._step.depth:  # in a step with drafts, its seconds would be taken for theirs
-            foreseeing_s = self._take_foreseen(self._foresight.finish(sample, self._learner.rates), begin)
-            self._foreseeing_s += foreseeing_s
-            begin += foreseeing_s
+            begin = self.clock()
+            self._foreseeing_s += self._take_foreseen(self._foresight.finish(sample, self._learner.rates), begin)
         self.drafter.finished(sample)
 
     def end(self, *, has_failed: bool = False) -> None:

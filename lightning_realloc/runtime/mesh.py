@@ -44,11 +44,14 @@ class MeshRegistry:
         Collective: every rank of the world calls it with the same layouts, those outside them too.
         """
         wanted = {ranks for layout in layouts for ranks in _rank_groups(layout)}
+        everyone = tuple(range(dist.get_world_size()))
+        if everyone in wanted:  # not among those made here, which it would keep alive beyond its end
+            self._groups[everyone] = dist.group.WORLD
+        missing = sorted(wanted - self._groups.keys())
+        if not missing:
+            return
         made = _made_everywhere()
-        for ranks in sorted(wanted - self._groups.keys()):
-            if ranks == tuple(range(dist.get_world_size())):
-                self._groups[ranks] = dist.group.WORLD
-                continue
+        for ranks in missing:
             if ranks not in made:
                 made[ranks] = self._new_group(ranks)
             self._groups[ranks] = made[ranks]
