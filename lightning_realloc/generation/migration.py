@@ -7,9 +7,9 @@ travel and the other rank reads them again. Finished samples return to the rank 
 
 Rounds go by the steps of the slowest rank, lie a tenth of a second apart at least, and get rarer while nothing moves; a
 rank without samples waits for the others there, one with samples goes on until it has heard all of them. The first
-reports are sent shortly before the first round, so that short calls are over without any. Where other calls wait for
-what is finished, ranks may be freed for them: they hand over what they have, and take no part in rounds any more. One
-of those that go on tells them when everything is generated.
+reports are sent shortly before the first round: short calls are over without any, and send each other nothing else.
+Where other calls wait for what is finished, ranks may be freed for them: they hand over what they have, and take no
+part in rounds any more. One of those that go on tells them when everything is generated.
 """
 
 from __future__ import annotations
@@ -266,6 +266,7 @@ class _Call:
             return False
         if not self._round:
             _check_distinct(reports)
+            self._expect(rounds=1)
         self._expected.hear(report.evidence for report in reports)
         self._shipping.let_go({told.rank: told.expected_since for told in reports if told.rank != self._peers.rank})
         self._shipping.hand_over_all()  # nobody waits longer than a round for a sample
@@ -299,8 +300,9 @@ class _Call:
         return moves, freed, cost.bytes_per_s * own_s, max(1, round(period_s / own_s))
 
     def _tell(self, others: Iterable[int]) -> None:
-        """Send this rank's report, and begin to receive what is told in the round after."""
-        self._expect(rounds=2)
+        """Send this rank's report, and begin to receive what is told in the round after, if there is one surely."""
+        if self._round:
+            self._expect(rounds=2)
         self._last = self._report()
         while self._told and len(self._told) >= 2 * len(self._others):  # of two rounds ago: all have told of one since
             self._told.popleft().wait()
@@ -308,6 +310,8 @@ class _Call:
 
     def _take_leave(self) -> dict[int, Parcel]:
         """Send a last word to those who receive it already; return theirs, which are on the way."""
+        if not self._round:
+            return {}
         last_words = self._on_the_way.popleft()
         self._send(last_words, {"leaves": self._peers.rank})
         return last_words

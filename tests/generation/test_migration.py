@@ -353,8 +353,9 @@ def test_ranks_do_not_meet_more_often_for_short_steps(workers: WorkerPool) -> No
     assert seldom <= often - 3
 
 
-def _told_in_calls(lengths: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Return of calls with responses of these lengths how many rounds each has, and the samples in each report."""
+def _told_in_calls(lengths: Sequence[int]) -> list[tuple[int, list[int], int]]:
+    """Return of calls with responses of these lengths how many rounds each has, the samples in each report, and how
+    many messages each rank sends to another."""
     peers, rank, found = _peers(), dist.get_rank(), []
     engine = GenerationEngine(tiny_model("llama"), peers=peers)
     report, told = migration._Call._report, []
@@ -367,8 +368,9 @@ def _told_in_calls(lengths: Sequence[int]) -> list[tuple[int, list[int]]]:
     with mock.patch.object(migration._Call, "_report", note):
         for length in lengths:
             params = SamplingParams(max_new_tokens=length, ignore_eos=True)
+            before = peers.num_reports
             engine.generate([[5], [6]], params, sample_ids=[2 * rank, 2 * rank + 1])
-            found.append((engine.migration_stats.num_rounds, told.copy()))
+            found.append((engine.migration_stats.num_rounds, told.copy(), peers.num_reports - before))
             told.clear()
     peers.mailbox.let_go(0)
     return found
@@ -376,10 +378,11 @@ def _told_in_calls(lengths: Sequence[int]) -> list[tuple[int, list[int]]]:
 
 def test_calls_too_short_for_a_move_have_no_rounds(workers: WorkerPool) -> None:
     for short, longer in workers.run(_told_in_calls, [13, 30], world_size=2, deadline_s=15.0):
-        assert short == (0, [0])
-        num_rounds, told = longer
+        assert short == (0, [0], 1)
+        num_rounds, told, num_messages = longer
         assert num_rounds >= 1
         assert told[0] == 2
+        assert num_messages == len(told) + 1  # and a last word
 
 
 def _one_fails() -> str:
