@@ -153,9 +153,10 @@ def attend_slots(
     """Attend with queries (1, H, N, D), keys and values (1, H_kv, N, D) of one packed row; return (1, N, H, D)."""
     if realloc_step is None:
         raise GenerationError(
-            f"{type(module).__name__} does not hand keyword arguments on to its attention function, which in-process "
-            f"generation needs: {_OTHER_ENGINE}. Or its model was run by something else while an engine generates from "
-            "it, or from another model with the same config object: do so before or after generate()"
+            f"{type(module).__name__} was run without what an engine hands on to attention. Either something else ran "
+            "its model (an environment, on_finished, a hook), or another one with the same config object, while an "
+            "engine generates: run it before or after generate(), or a copy. Or its model does not hand keyword "
+            f"arguments on to its attention function, which in-process generation needs: {_OTHER_ENGINE}"
         )
     step = realloc_step.step
     if module.layer_idx in step.attended:

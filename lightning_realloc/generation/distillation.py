@@ -46,7 +46,8 @@ class Distillation:
     def learn(self, exchanges: Sequence[Exchange]) -> float | None:
         """Take one pass over the responses and return the mean loss per token, None without any."""
         total, count = 0.0, 0
-        with torch.enable_grad():
+        # Callers may generate in inference mode, whose tensors cannot be learnt from.
+        with torch.inference_mode(False), torch.enable_grad():
             for tokens, is_response in self._batches(exchanges):
                 logits = self._model(input_ids=tokens, use_cache=False).logits[:, :-1]
                 targets, learnt = tokens[:, 1:], is_response[:, 1:]

@@ -34,9 +34,10 @@ def build_drafter(
         dtype = next(target.parameters()).dtype if rate is None else torch.float32
         source = speculation.draft_model
         assert source is not None, "drafter='model' needs one, which Speculation checks"
-        model = deepcopy(source) if isinstance(source, nn.Module) else _load(source)
-        check_loaded(model)
-        model.to(next(target.parameters()).device, dtype).eval().requires_grad_(False)
+        with torch.inference_mode(False):  # a model of inference tensors could never learn
+            model = deepcopy(source) if isinstance(source, nn.Module) else _load(source)
+            check_loaded(model)
+            model.to(next(target.parameters()).device, dtype).eval().requires_grad_(False)
         distillation = None if rate is None else Distillation(model, learning_rate=rate, spread=spread)
         return ModelDrafter(model, target, distillation=distillation)
     if speculation.drafter == "blocks":

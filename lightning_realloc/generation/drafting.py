@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.kv_cache import KVCache
 from lightning_realloc.generation.recurrences import NO_TOKEN, ORDERS, Branch, Recurrences, SharedRecurrences
 from lightning_realloc.generation.samples import Sample
@@ -27,6 +28,8 @@ Exchange = tuple[tuple[int, ...], tuple[int, ...]]
 """A prompt and one response to it."""
 Chance = Callable[[object], float]
 """How likely a token of one kind stands, given that those before it do."""
+Propose = Callable[[Sequence[Sample], Sequence[int], Chance, Sequence[float]], Sequence[Draft]]
+"""As `Drafter.propose`."""
 Found = tuple[str, int, Branch | None]
 """What a text is called, how long an end of a context was found in it, and where."""
 
@@ -122,6 +125,53 @@ class Drafter:
 
     def hear(self, news: Sequence[Exchange]) -> None:
         """Take in prompts and responses finished elsewhere."""
+
+
+def check_drafts(
+    drafts: Sequence[Draft], limits: Sequence[int], drafter: Drafter, *, vocabulary: int | None, need_laws: bool
+) -> None:
+    """Refuse what a drafter may not propose: behind this, nothing is asked of drafts any more.
+
+    Args:
+        drafts: What it proposed.
+        limits: Most tokens of each.
+        drafter: For its name.
+        vocabulary: How many tokens there are; None: not known.
+        need_laws: Whether the verification rule has to know what tokens were drawn from.
+
+    Raises:
+        GenerationError: naming the first one that cannot be verified.
+    """
+    name = type(drafter).__name__
+    if len(drafts) != len(limits):
+        raise GenerationError(
+            f"{name}.propose returned {len(drafts)} drafts for {len(limits)} running samples; return one for each, "
+            "Draft() where nothing is proposed"
+        )
+    for row, (draft, limit) in enumerate(zip(drafts, limits, strict=True)):
+        if draft is NO_DRAFT:
+            continue
+        if not isinstance(draft, Draft):
+            raise GenerationError(
+                f"{name}.propose returned a {type(draft).__name__} for sample {row}; return Draft(tokens) for each"
+            )
+        tokens = draft.tokens
+        if len(tokens) > limit:
+            raise GenerationError(
+                f"{name}.propose returned {len(tokens)} tokens for sample {row}, whose limit is {limit}; return "
+                "draft.cut(limit)"
+            )
+        if vocabulary is not None and tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            raise GenerationError(
+                f"{name}.propose returned tokens {min(tokens)} to {max(tokens)} for sample {row}, and the vocabulary "
+                f"has {vocabulary}; draft with the target's own tokenizer"
+            )
+        if need_laws and len(draft.laws) != len(tokens):
+            raise GenerationError(
+                f"verification='reject' has to know what each drafted token was drawn from, and {name}.propose gave "
+                f"{len(draft.laws)} laws for {len(tokens)} tokens; return Draft(tokens, kinds, laws), or use "
+                "verification='match'"
+            )
 
 
 class NoDrafts(Drafter):

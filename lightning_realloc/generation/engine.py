@@ -40,7 +40,14 @@ from lightning_realloc.generation.shipping import Peers
 from lightning_realloc.generation.speculation import Speculation
 from lightning_realloc.generation.speculator import Speculator
 from lightning_realloc.generation.step_graphs import StepGraphs
-from lightning_realloc.generation.stopping import StopRule, Tokenizer, check_possible, check_tokenizer, stop_rule_of
+from lightning_realloc.generation.stopping import (
+    StopRule,
+    Tokenizer,
+    check_possible,
+    check_tokenizer,
+    respelled,
+    stop_rule_of,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +67,8 @@ class GenerationEngine:
         max_length: Bounds prompt plus response, besides the model's own context.
         lockstep: For models whose forward is collective: called before every step with "this rank has work", it returns
             whether any rank has, and a rank without work then joins with a dummy token.
-        speculation: Drafts tokens ahead and verifies several at once; None: one token at a time.
+        speculation: Drafts tokens ahead and verifies several at once; None: one token at a time, or, with a
+            ``drafter``, as many as pay.
         drafter: Takes the place of the one that ``speculation`` names.
         agree: For models in tensor parallelism: given this rank's measured seconds, it returns those that all ranks of
             the group go by, such as the first one's.
@@ -127,11 +135,12 @@ class GenerationEngine:
         if cuda_graphs and lockstep is None and isinstance(self._cache, SlotCache):
             self._graphs = StepGraphs(model, self._cache)
         self._pack_weights = pack_weights
-        speculation = speculation or Speculation(drafter="none", num_draft_tokens=0)
+        speculation = speculation or Speculation(drafter="none", num_draft_tokens=None if _drafts(drafter) else 0)
         self._most_ahead = speculation.most_ahead
         self._speculator = Speculator(
-            speculation, drafter or build_drafter(speculation, model), agree=agree, clock=clock
-        )
+            speculation, drafter or build_drafter(speculation, model), agree=agree, clock=clock,
+            vocabulary=vocabulary_of(model),
+        )  # fmt: skip
         self._speculator.drafter.cuda_graphs = cuda_graphs and lockstep is None
         self._stats = GenerationStats()
         self.outlet: Outlet | None = None
@@ -319,6 +328,12 @@ class GenerationEngine:
         unchecked = set(params.stop_strings) - self._possible_strings
         if unchecked and self._tokenizer is not None:
             check_possible(unchecked, self._tokenizer)
+            if unlikely := respelled(unchecked, self._tokenizer):
+                _log.warning(
+                    "stop_strings become others when the tokenizer encodes and decodes them, so that responses may "
+                    "never hold them: %s; spell them as it does",
+                    ", ".join(f"{string!r} becomes {text!r}" for string, text in sorted(unlikely.items())),
+                )
             self._possible_strings |= unchecked
         return rule
 
@@ -343,6 +358,11 @@ def _warn_of_failures(samples: Sequence[Sample]) -> None:
             "%d of %d responses were ended by a failure of their environment; the first one: %s",
             len(errors), len(samples), errors[0],
         )  # fmt: skip
+
+
+def _drafts(drafter: Drafter | None) -> bool:
+    """Return whether it ever proposes anything."""
+    return drafter is not None and type(drafter).propose is not Drafter.propose
 
 
 def _check_parts(speculation: object, drafter: object, peers: object, lockstep: object) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from lightning_realloc.generation.acceptance import AcceptanceRates, DepthProfile
 from lightning_realloc.generation.draft_worth import COST_OF_TRYING
-from lightning_realloc.generation.drafting import Chance, Drafter
+from lightning_realloc.generation.drafting import Chance, Drafter, Propose
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.verification import Draft
 
@@ -83,7 +83,7 @@ class _Replay:
         """Whether another sample should be gone through."""
         return len(self.copy.token_ids) - self.begin >= _LONGEST
 
-    def go_on(self, drafter: Drafter, *, depth: int, most: int, chance: Chance) -> Iterator[DraftOutcome]:
+    def go_on(self, propose: Propose, *, depth: int, most: int, chance: Chance) -> Iterator[DraftOutcome]:
         """Yield what drafts of ``most`` tokens came to, each begun where one of ``depth`` tokens before it ended.
 
         As far as it is known by now; where that is much, for the last of it alone.
@@ -99,7 +99,7 @@ class _Replay:
             if not tokens:
                 self._pass_over(1)
                 continue
-            (draft,) = drafter.propose([copy], [limit], chance, [0.0])
+            (draft,) = propose([copy], [limit], chance, [0.0])
             outcome = DraftOutcome(draft.without_laws(), tokens, limit, self._resumed)
             num_stood = min(outcome.num_stood(), depth)
             told = [outcome] if self._is_told else []
@@ -128,11 +128,12 @@ class _Replay:
 class Foresight:
     """Drafts for copies of some samples that nothing is drafted for, and tells what that would have come to."""
 
-    def __init__(self, drafter: Drafter, max_draft_tokens: int) -> None:
-        """Know nothing."""
+    def __init__(self, drafter: Drafter, max_draft_tokens: int, *, propose: Propose | None = None) -> None:
+        """Know nothing; ``propose`` takes the place of the drafter's own."""
         self.depth = 1
         """Tokens of a draft behind which the next one begins."""
         self._drafter = drafter
+        self._propose = propose or drafter.propose
         self._max_draft_tokens = max_draft_tokens
         self._num_in_a_row = 0
         self._num_times = {False: 0, True: 0}
@@ -220,7 +221,7 @@ class Foresight:
         self._replays.append(_Replay(sample, _NAMES - self._num_replays, begin=begin))
 
     def _go_on(self, replay: _Replay, chance: Chance) -> Iterator[DraftOutcome]:
-        return replay.go_on(self._drafter, depth=self.depth, most=self._max_draft_tokens, chance=chance)
+        return replay.go_on(self._propose, depth=self.depth, most=self._max_draft_tokens, chance=chance)
 
     def _stop_all(self) -> None:
         for replay in self._replays[:]:

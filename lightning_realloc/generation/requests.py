@@ -69,6 +69,11 @@ class Requests:
             raise GenerationError(
                 f"prompts must be a list of lists of token ids; it is a {type(self.prompts).__name__}"
             )
+        if not isinstance(self.resume, Sequence):
+            raise GenerationError(
+                f"resume must be a list of unfinished completions of an earlier call; it is a "
+                f"{type(self.resume).__name__}"
+            )
         if not all(isinstance(completion, Completion) for completion in self.resume):
             kinds = sorted({type(completion).__name__ for completion in self.resume})
             raise GenerationError(f"resume must hold completions of an earlier call; it holds {', '.join(kinds)}")

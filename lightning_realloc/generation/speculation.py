@@ -54,10 +54,14 @@ class Speculation:
         check_kind("draft_model", self.draft_model, kinds, "a name, a folder or a model", optional=True)
         rate = self.draft_learning_rate
         check_kind("draft_learning_rate", rate, Real, "a number", optional=True)
-        if rate is not None and (self.drafter != "model" or not 0 < rate < math.inf):
+        if rate is not None and self.drafter != "model":
             raise GenerationError(
-                f"draft_learning_rate={rate} with drafter={self.drafter!r}: a draft model learns at a rate above 0; "
-                f"use drafter='model', or leave the rate out"
+                f"drafter={self.drafter!r} has no use for draft_learning_rate={rate}: a draft model learns; leave it "
+                f"out, or set drafter='model'"
+            )
+        if rate is not None and not 0 < rate < math.inf:
+            raise GenerationError(
+                f"draft_learning_rate={rate} must be a finite number above 0; None: the draft model stays as it is"
             )
         for name, drafter in (("draft_model", "model"), ("draft_blocks", "blocks")):
             given, wanted = getattr(self, name) is not None, self.drafter == drafter

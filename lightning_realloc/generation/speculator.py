@@ -11,7 +11,7 @@ from lightning_realloc.generation.draft_learner import DraftLearner
 from lightning_realloc.generation.draft_planner import DraftPlan, DraftPlanner
 from lightning_realloc.generation.draft_step import DraftStep
 from lightning_realloc.generation.draft_worth import Payoff
-from lightning_realloc.generation.drafting import Drafter
+from lightning_realloc.generation.drafting import Chance, Drafter, check_drafts
 from lightning_realloc.generation.foresight import DraftOutcome, Foresight, limits_of
 from lightning_realloc.generation.held_plan import HeldPlan
 from lightning_realloc.generation.remaining_lengths import RemainingLengths
@@ -52,15 +52,21 @@ class Speculator:
         *,
         agree: Callable[[Sequence[float]], Sequence[float]] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        vocabulary: int | None = None,
     ) -> None:
-        """Draft with ``drafter``; ``clock`` tells seconds."""
+        """Draft with ``drafter``; ``clock`` tells seconds; ``vocabulary``: how many tokens the target knows."""
         self.clock = clock
+        self._vocabulary = vocabulary
+        self._needs_laws = False
+        # The package's own drafters are right, and asking in every step would take as long as planning does.
+        is_own = type(drafter).__module__.partition(".")[0] == __name__.partition(".")[0]
+        self._propose = drafter.propose if is_own else self._propose_checked
         self.stats = SpeculationStats()
         self.drafter = drafter
         self.drafter.clock = clock
         self._speculation = speculation
         self._planner = DraftPlanner(speculation.most_ahead, costs_a_forward=drafter.costs_a_forward)
-        self._foresight = Foresight(drafter, speculation.max_draft_tokens)
+        self._foresight = Foresight(drafter, speculation.max_draft_tokens, propose=self._propose)
         self._payoff = Payoff()
         self._learner = DraftLearner(
             self._planner, self._payoff, self._foresight, costs_a_forward=drafter.costs_a_forward, agree=agree
@@ -99,6 +105,7 @@ class Speculator:
         self._held.let_go(and_forget_idle=self.drafter.costs_a_forward)
         self._turn_to(acquainted=self.drafter.is_acquainted(samples))
         self._learner.begin()
+        self._needs_laws = not rule.anticipates
         self._may_foresee = self.adapts and rule.anticipates and not self.drafter.costs_a_forward
         self.drafter.begin(samples, rule, num_slots)
         return rule
@@ -178,7 +185,7 @@ class Speculator:
     def _draft_fixed(self, step: DraftStep, depth: int) -> Sequence[Draft]:
         begin = self.clock()
         limits = self._limits(step, depth)
-        step.drafts = self.drafter.propose(step.running, limits, self._learner.rates, [0.0] * len(limits))
+        step.drafts = self._propose(step.running, limits, self._learner.rates, [0.0] * len(limits))
         self.stats.drafting_s += self.clock() - begin
         return step.drafts
 
@@ -245,11 +252,18 @@ class Speculator:
             most, least = min(2 * most, self._speculation.max_draft_tokens), [0.0] * num_rows
             step.looks = True
         step.limits = self._limits(step, most)
-        step.drafts = self.drafter.propose(step.running, step.limits, self._learner.rates, least)
+        step.drafts = self._propose(step.running, step.limits, self._learner.rates, least)
         if most == step.depth:
             return step.drafts
         step.begins = [len(sample.token_ids) for sample in step.running]
         return [draft.cut(step.depth) if len(draft) > step.depth else draft for draft in step.drafts]
+
+    def _propose_checked(
+        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
+    ) -> Sequence[Draft]:
+        drafts = self.drafter.propose(running, limits, chance, least_survivals)
+        check_drafts(drafts, limits, self.drafter, vocabulary=self._vocabulary, need_laws=self._needs_laws)
+        return drafts
 
     def _limits(self, step: DraftStep, most: int) -> list[int]:
         """Return how many tokens may be drafted for each sample."""

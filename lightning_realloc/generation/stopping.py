@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence, Sized
 from typing import Protocol
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.model_facts import eos_ids_of, vocabulary_of
@@ -176,3 +177,15 @@ def check_possible(strings: Iterable[str], tokenizer: Tokenizer) -> None:
             f"stop_strings {impossible!r} can never occur: no token of the tokenizer holds {sorted(missing)}; spell "
             "them as the tokenizer does (its case, its quotes), or leave them out"
         )
+
+
+def respelled(strings: Iterable[str], tokenizer: Tokenizer) -> dict[str, str]:
+    """Return stop strings that hardly ever occur, and what becomes of each when it is encoded and decoded again.
+
+    So it is where a tokenizer puts spaces between tokens, or knows lower case alone. Only what can encode is asked.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return {}
+    spelled = {string: tokenizer.encode(string, add_special_tokens=False) for string in strings}
+    texts = {string: tokenizer.decode(ids, skip_special_tokens=False) for string, ids in spelled.items()}
+    return {string: text for string, text in texts.items() if string not in text}

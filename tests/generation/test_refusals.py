@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from transformers import (
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Conversation, GenerationEngine, HFEngine, SamplingParams, Speculation, Turn
+from lightning_realloc.generation.drafting import Chance, Drafter, HistoryDrafter
+from lightning_realloc.generation.samples import Sample
+from lightning_realloc.generation.verification import Draft
 from tests.models import SIZES, tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0)
@@ -42,6 +46,7 @@ GREEDY = SamplingParams(max_new_tokens=20, temperature=0)
         ([[5], [6]], {"token_limits": [3, 0]}, r"token_limits\[1\]=0 must be at least 1"),
         (None, {}, "prompts must be a list of lists of token ids; it is a NoneType"),
         ([[5]], {"resume": [{"sample_id": 3}]}, "resume must hold completions of an earlier call; it holds dict"),
+        ([[5]], {"resume": 5}, "resume must be a list of unfinished completions of an earlier call; it is a int"),
         ([[5]], {"environment": 5}, "environment=5 cannot be called with a Turn"),
         ([[5]], {"environment": Conversation}, "environment=<class .*Conversation'> cannot be called with a Turn"),
         ([[5]], {"environment": print, "conversation": 5}, r"conversation=5 is a int; write Conversation\(...\)"),
@@ -207,7 +212,10 @@ def test_layers_of_a_kind_the_cache_does_not_hold_are_refused() -> None:
     ("given", "message"),
     [
         ({"drafter": "model", "draft_model": "x", "draft_learning_rate": "a"}, "rate='a' must be a number or None"),
-        ({"drafter": "model", "draft_model": "x", "draft_learning_rate": math.inf}, "draft_learning_rate=inf with"),
+        (
+            {"drafter": "model", "draft_model": "x", "draft_learning_rate": math.inf},
+            "rate=inf must be a finite number above 0",
+        ),
         ({"drafter": "blocks", "draft_blocks": "1"}, "draft_blocks='1' must be a whole number"),
         ({"drafter": "blocks", "draft_blocks": 0}, "draft_blocks=0 must be at least 1"),
     ],
@@ -215,6 +223,50 @@ def test_layers_of_a_kind_the_cache_does_not_hold_are_refused() -> None:
 def test_settings_of_drafts_are_checked_where_they_are_written(given: dict[str, Any], message: str) -> None:
     with pytest.raises(GenerationError, match=message):
         Speculation(**given)
+
+
+class Proposing(Drafter):
+    """Proposes the same for each running sample, whatever the limits are; ``missing`` samples are left out."""
+
+    def __init__(self, draft: Any, *, missing: int = 0) -> None:
+        self._draft, self._missing = draft, missing
+
+    def propose(
+        self, running: Sequence[Sample], limits: Sequence[int], chance: Chance, least_survivals: Sequence[float]
+    ) -> list[Draft]:
+        return [self._draft] * (len(running) - self._missing)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [3, None])
+@pytest.mark.parametrize(
+    ("drafter", "verification", "message"),
+    [
+        (Proposing([5]), "match", r"Proposing.propose returned a list for sample 0; return Draft\(tokens\)"),
+        (Proposing(Draft([5] * 30)), "match", r"returned 30 tokens for sample 0, whose limit is \d+; .*draft.cut\("),
+        (Proposing(Draft([5, 128])), "match", "returned tokens 5 to 128 for sample 0, and the vocabulary has 128"),
+        (Proposing(Draft([-1])), "match", "returned tokens -1 to -1 for sample 0, and the vocabulary has 128"),
+        (Proposing(Draft([5]), missing=1), "match", r"returned \d drafts for \d running samples; return one for each"),
+        (Proposing(Draft([5])), "reject", "has to know what each drafted token was drawn from, .* 0 laws for 1 tokens"),
+    ],
+)
+def test_what_a_drafter_may_not_propose_is_named(
+    drafter: Drafter, verification: Any, message: str, num_draft_tokens: int | None
+) -> None:
+    if verification == "reject" and num_draft_tokens is None:
+        message = "estimates of Proposing do"
+    speculation = Speculation(drafter="none", num_draft_tokens=num_draft_tokens, verification=verification)
+    engine = GenerationEngine(tiny_model("llama"), drafter=drafter, speculation=speculation)
+    with pytest.raises(GenerationError, match=message):
+        engine.generate([[5], [6]], SamplingParams(max_new_tokens=100, ignore_eos=True))
+
+
+def test_a_drafter_is_used_without_a_word_on_how() -> None:
+    engine = GenerationEngine(tiny_model("llama"), drafter=HistoryDrafter(), pack_weights=False)
+    params = SamplingParams(max_new_tokens=100, temperature=0, ignore_eos=True)
+    plain = [made.token_ids for made in GenerationEngine(tiny_model("llama")).generate([[5], [6]], params)]
+    for _ in range(2):
+        assert [made.token_ids for made in engine.generate([[5], [6]], params)] == plain
+    assert engine.stats.drafted_tokens > 0
 
 
 def test_what_is_no_drafter_or_no_version_is_refused() -> None:

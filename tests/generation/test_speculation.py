@@ -528,6 +528,16 @@ def test_weights_that_were_learnt_are_spread_over_ranks_that_draft_alike() -> No
     assert [tensor.data_ptr() for tensor in spread] == [weight.data_ptr() for weight in model.parameters()]
 
 
+def test_a_draft_model_learns_though_all_goes_on_in_inference_mode() -> None:
+    small = tiny_model("llama", vocab_size=VOCABULARY)
+    learning = Speculation(drafter="model", draft_model=small, draft_learning_rate=1e-2, num_draft_tokens=2)
+    with torch.inference_mode():
+        engine = GenerationEngine(target(), speculation=learning)
+        engine.generate(prompts_of(3), SamplingParams(max_new_tokens=6))
+    learnt: Any = engine._speculator.drafter
+    assert any(not torch.equal(weight, small.state_dict()[name]) for name, weight in learnt.model.state_dict().items())
+
+
 def test_nothing_is_learnt_from_a_generation_that_failed() -> None:
     small = tiny_model("llama", vocab_size=VOCABULARY)
     learning = Speculation(drafter="model", draft_model=small, draft_learning_rate=1e-2, num_draft_tokens=2)
@@ -631,8 +641,8 @@ def test_a_drafter_of_all_or_no_blocks_is_refused(count: int) -> None:
             "drafter='history' has no use for draft_model; leave it out, or set drafter='model'",
         ),
         ({"drafter": "blocks"}, "drafter='blocks' needs draft_blocks"),
-        ({"draft_learning_rate": 1e-4}, "draft_learning_rate=0.0001 with drafter='history'"),
-        ({"drafter": "model", "draft_model": "m", "draft_learning_rate": 0.0}, "learns at a rate above 0"),
+        ({"draft_learning_rate": 1e-4}, "drafter='history' has no use for draft_learning_rate=0.0001"),
+        ({"drafter": "model", "draft_model": "m", "draft_learning_rate": 0.0}, "must be a finite number above 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:

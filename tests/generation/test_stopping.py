@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
@@ -81,6 +81,18 @@ def test_a_stop_string_may_end_in_a_space_that_the_tokenizer_drops_from_a_token_
     assert tokenizer.decode([1]) == "two"
     rule = StopRule(token_ids=frozenset(), strings=("two ",), tokenizer=tokenizer)
     assert end_of(rule, 0, [0, 1, 2, 0]) == 3
+
+
+def test_a_stop_string_that_the_tokenizer_spells_otherwise_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    letters = Tokenizer(WordLevel({letter: index for index, letter in enumerate("?abcdefgh")}, "?"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    spaced = PreTrainedTokenizerFast(tokenizer_object=letters)  # which decodes with a space between its tokens
+    for tokenizer, warnings in ((spaced, ["'abc' becomes 'a b c'"]), (byte_tokenizer(), [])):
+        caplog.clear()
+        engine = GenerationEngine(tiny_model("llama", vocab_size=259), tokenizer=tokenizer)
+        for _ in range(2):
+            engine.generate([[5]], SamplingParams(max_new_tokens=2, stop_strings=("abc", "d")))
+        assert [message.split(": ")[1].split(";")[0] for message in caplog.messages] == warnings
 
 
 def test_stop_tokens_that_the_model_does_not_know_are_refused() -> None:
