@@ -245,10 +245,16 @@ class NgramDrafter(_Lookup):
         """Know nothing yet."""
         super().__init__()
         self._own: dict[int, Recurrences] = {}
+        """By sample id: its prompt and response."""
+        self._prompts: dict[int, Recurrences] = {}
+        """By index of the prompt, where several samples have the same one."""
+        self._shares_prompts = False
 
     def begin(self, samples: Sequence[Sample], verification: Verification, num_slots: int) -> None:
         super().begin(samples, verification, num_slots)
         self._own.clear()
+        self._prompts.clear()
+        self._shares_prompts = len({sample.prompt_number for sample in samples}) < len(samples)
 
     def prepare(self, running: Sequence[Sample]) -> None:
         for sample in running:
@@ -263,6 +269,7 @@ class NgramDrafter(_Lookup):
 
     def end(self, *, has_failed: bool = False) -> None:
         self._own.clear()
+        self._prompts.clear()
 
     def _find(self, sample: Sample, context: list[int]) -> Found:
         return "own", *self._own_text(sample).find(context)
@@ -270,10 +277,20 @@ class NgramDrafter(_Lookup):
     def _own_text(self, sample: Sample) -> Recurrences:
         own = self._own.get(sample.sample_id)
         if own is None:
-            own = self._own[sample.sample_id] = Recurrences()
-            own.extend(sample.prompt)
+            own = self._own[sample.sample_id] = self._prompt(sample)
         own.extend(sample.token_ids[own.num_tokens - len(sample.prompt) :])
         return own
+
+    def _prompt(self, sample: Sample) -> Recurrences:
+        """Return a sample's prompt, to go on with its response: copied where it is known, which is quicker."""
+        known = self._prompts.get(sample.prompt_number)
+        if known is not None:
+            return known.copy()
+        prompt = Recurrences()
+        prompt.extend(sample.prompt)
+        if self._shares_prompts:
+            self._prompts[sample.prompt_number] = prompt.copy()
+        return prompt
 
 
 class HistoryDrafter(NgramDrafter):

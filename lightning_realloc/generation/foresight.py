@@ -190,6 +190,8 @@ class Foresight:
 
     def finish(self, sample: Sample, chance: Chance) -> list[DraftOutcome]:
         """Return what drafts for a sample would have come to up to its end, before the drafter knows of it."""
+        if not (self._shows_whole or self._replays):
+            return []
         told: list[DraftOutcome] = []
         num_tokens = len(sample.token_ids)
         is_replayed = any(replay.sample is sample for replay in self._replays)

@@ -35,6 +35,14 @@ class Recurrences:
         self._behind_token: dict[int, int] = {}
         self._before_token = [0] * ORDERS[0]
 
+    def copy(self) -> Recurrences:
+        """Return the same texts once more, to go on with in another way."""
+        other = Recurrences()
+        other._tokens = self._tokens.copy()
+        other._behind_stem, other._before_stem = self._behind_stem.copy(), self._before_stem.copy()
+        other._behind_token, other._before_token = self._behind_token.copy(), self._before_token.copy()
+        return other
+
     @property
     def num_tokens(self) -> int:
         """Number of tokens, if this is one text."""

@@ -9,6 +9,7 @@ survival data with covariates", Annals of Statistics 10, 1982).
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import exp
@@ -47,6 +48,8 @@ class RemainingLengths:
         """Responses that ended in each span."""
         self._exposure = [0.0] * len(_SPANS)
         """Tokens of finished responses that lie in each span."""
+        self._ended: list[tuple[int, bool]] = []
+        """Responses that are in neither yet: their tokens, and whether they were cut off."""
         self._growing: Sequence[int] = ()
         self._is_shared = is_shared
         self._common_rate: float | None = None
@@ -56,13 +59,12 @@ class RemainingLengths:
 
     def finish(self, prompt: int, num_tokens: int, *, is_cut: bool = False) -> None:
         """Learn from a response of ``num_tokens`` to ``prompt`` that is over; ``is_cut``: it did not end by itself."""
-        if not is_cut:
-            self._events[_span_of(max(num_tokens - 1, 0))] += 1
-        _expose(self._exposure, num_tokens)
+        self._ended.append((num_tokens, is_cut))
         self._expected_at_edges = None
 
     def for_next(self) -> RemainingLengths:
         """Return what is known before the next generation: responses of this one count half, and so on."""
+        self._settle()
         after = RemainingLengths(is_shared=self._is_shared)
         after._events = [events / 2 for events in self._events]
         after._exposure = [tokens / 2 for tokens in self._exposure]
@@ -76,6 +78,7 @@ class RemainingLengths:
     @property
     def evidence(self) -> tuple[float, float]:
         """Responses that are over, and the tokens of all: what others may judge by, too."""
+        self._settle()
         return sum(self._events), sum(self._exposure) + sum(self._growing)
 
     @property
@@ -95,6 +98,7 @@ class RemainingLengths:
         The mean of what longer earlier responses to the prompt had beyond ``num_tokens``; without any, what responses
         of this call that got so far come to; before any is over, half of what ``max_new_tokens`` leaves.
         """
+        self._settle()
         left = max(max_new_tokens - num_tokens, 0)
         earlier = self._history.get(prompt)
         mean = earlier.mean_above(num_tokens) if earlier is not None else None
@@ -103,6 +107,16 @@ class RemainingLengths:
         if self._common_rate is None and (self._is_shared or not any(self._exposure)):
             return left / 2
         return min(self._expected_of_all(num_tokens), left)
+
+    def _settle(self) -> None:
+        """Take in what ended: of many responses, those of one length at once."""
+        if not self._ended:
+            return
+        for (num_tokens, is_cut), count in Counter(self._ended).items():
+            if not is_cut:
+                self._events[_span_of(max(num_tokens - 1, 0))] += count
+            _expose(self._exposure, num_tokens, count)
+        self._ended.clear()
 
     def _expected_of_all(self, num_tokens: int) -> float:
         if self._expected_at_edges is None:
@@ -140,11 +154,11 @@ def _span_of(num_tokens: int) -> int:
     return min(bisect_right(_EDGES, num_tokens) - 1, len(_SPANS) - 1)
 
 
-def _expose(exposure: list[float], num_tokens: int) -> None:
+def _expose(exposure: list[float], num_tokens: int, count: int = 1) -> None:
     for span, (begin, end) in enumerate(_SPANS):
         if num_tokens <= begin:
             return
-        exposure[span] += min(num_tokens, end) - begin
+        exposure[span] += count * (min(num_tokens, end) - begin)
 
 
 class _Lengths:
