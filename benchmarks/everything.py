@@ -167,7 +167,6 @@ def fit(module: Any, data: Any, noted: Readings, calls: Mapping[str, Any], *, ep
 
     from lightning_realloc import ReallocStrategy
 
-    gc.collect()  # or the garbage of all runs before is gone through in one: in that whose objects fill the measure
     strategy = ReallocStrategy(plan={"calls": calls})
     trainer = L.Trainer(
         accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, callbacks=[make_meter(noted)],

@@ -284,13 +284,13 @@ class NgramDrafter(_Lookup):
     def _prompt(self, sample: Sample) -> Recurrences:
         """Return a sample's prompt, to go on with its response: copied where it is known, which is quicker."""
         known = self._prompts.get(sample.prompt_number)
-        if known is not None:
-            return known.copy()
-        prompt = Recurrences()
-        prompt.extend(sample.prompt)
-        if self._shares_prompts:
-            self._prompts[sample.prompt_number] = prompt.copy()
-        return prompt
+        if known is None:
+            known = Recurrences()
+            known.extend(sample.prompt)
+            if not self._shares_prompts:
+                return known
+            self._prompts[sample.prompt_number] = known
+        return known.copy()
 
 
 class HistoryDrafter(NgramDrafter):

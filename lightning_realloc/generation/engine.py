@@ -137,11 +137,9 @@ class GenerationEngine:
         self._pack_weights = pack_weights
         speculation = speculation or Speculation(drafter="none", num_draft_tokens=None if _drafts(drafter) else 0)
         self._most_ahead = speculation.most_ahead
-        self._speculator = Speculator(
-            speculation, drafter or build_drafter(speculation, model), agree=agree, clock=clock,
-            vocabulary=vocabulary_of(model),
-        )  # fmt: skip
-        self._speculator.drafter.cuda_graphs = cuda_graphs and lockstep is None
+        drafter = drafter or build_drafter(speculation, model)
+        drafter.cuda_graphs = cuda_graphs and lockstep is None
+        self._speculator = Speculator(speculation, drafter, agree=agree, clock=clock, vocabulary=vocabulary_of(model))
         self._stats = GenerationStats()
         self.outlet: Outlet | None = None
         """Where callers may hand on what is finished before a call is over; None: nobody waits for that."""

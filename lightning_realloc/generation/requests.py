@@ -71,7 +71,7 @@ class Requests:
             )
         if not isinstance(self.resume, Sequence):
             raise GenerationError(
-                f"resume must be a list of unfinished completions of an earlier call; it is a "
+                "resume must be a list of unfinished completions of an earlier call; it is a "
                 f"{type(self.resume).__name__}"
             )
         if not all(isinstance(completion, Completion) for completion in self.resume):
