@@ -5,8 +5,9 @@ Pure: outcomes are told, never measured here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 _MEMORY = 0.99
@@ -31,9 +32,9 @@ class AcceptanceRates:
 
     def __init__(self) -> None:
         """Know nothing: every kind is taken to stand."""
-        self._counts: dict[object, list[float]] = {}
+        self._counts: dict[object, tuple[float, float]] = {}
         """Stood and tried, older ones counting less."""
-        self._all = [_START * _PRIOR_WEIGHT, _PRIOR_WEIGHT]
+        self._all = (_START * _PRIOR_WEIGHT, _PRIOR_WEIGHT)
         self._chances: dict[object, float] = {}
         """As last learnt."""
 
@@ -44,15 +45,14 @@ class AcceptanceRates:
 
     def learn(self, kinds: Sequence[object], stood: int) -> None:
         """Take the outcome of a draft whose first ``stood`` tokens stood; those behind the first fallen say nothing."""
+        all_stood, all_tried = self._all
         for index, kind in enumerate(kinds[: stood + 1]):
-            counts = self._counts.get(kind)
-            if counts is None:
-                counts = self._counts[kind] = [0.0, 0.0]
-            for pair in (counts, self._all):
-                pair[0] = _MEMORY * pair[0] + (index < stood)
-                pair[1] = _MEMORY * pair[1] + 1.0
-            overall = self._all[0] / self._all[1]
-            self._chances[kind] = (counts[0] + _PRIOR_WEIGHT * overall) / (counts[1] + _PRIOR_WEIGHT)
+            own_stood, own_tried = self._counts.get(kind, (0.0, 0.0))
+            own_stood, own_tried = _MEMORY * own_stood + (index < stood), _MEMORY * own_tried + 1.0
+            all_stood, all_tried = _MEMORY * all_stood + (index < stood), _MEMORY * all_tried + 1.0
+            self._counts[kind] = own_stood, own_tried
+            self._chances[kind] = (own_stood + _PRIOR_WEIGHT * all_stood / all_tried) / (own_tried + _PRIOR_WEIGHT)
+        self._all = all_stood, all_tried
 
 
 class DepthOutcome(NamedTuple):
@@ -85,11 +85,9 @@ class DepthProfile:
         self._memory = memory
         self._weight = 1.0
         """Of the last draft: later ones count more, which is as if all earlier counts faded with each."""
-        self._all = _Counts(max_depth)
-        self._fresh = _Counts(max_depth)
-        """Of drafts behind a token that was not foreseen."""
-        self._resumed = _Counts(max_depth)
-        """Of those that go on where the one before was cut off."""
+        self._fresh, self._resumed, self._others = (_Counts(max_depth) for _ in range(3))
+        """Of drafts behind a token that was not foreseen, of those that go on where the one before was cut off, and of
+        those of which that is not known."""
 
     def learn(self, length: int, stood: int, *, depth: int, room: int, resumed: bool | None = None) -> None:
         """Take the outcome of a draft that might have had ``depth`` tokens.
@@ -103,32 +101,31 @@ class DepthProfile:
                 None if that is not known.
         """
         self._fade()
-        known = min(depth, room)
-        self._all.learn(length, stood, depth=depth, known=known, weight=self._weight)
-        if resumed is not None:
-            own = self._resumed if resumed else self._fresh
-            own.learn(length, stood, depth=depth, known=known, weight=self._weight)
+        own = self._others if resumed is None else self._resumed if resumed else self._fresh
+        own.learn(length, stood, depth=depth, known=min(depth, room), weight=self._weight)
 
     def _fade(self) -> None:
         """Take that another draft was made."""
         self._weight /= self._memory
         if self._weight > _MOST_WEIGHT:
-            for counts in (self._all, self._fresh, self._resumed):
+            for counts in (self._fresh, self._resumed, self._others):
                 counts.scale(1.0 / self._weight)
             self._weight = 1.0
 
     def num_tried(self, depth: int) -> float:
         """Return how many drafts were right so far that their token at this depth might stand, of the last ones."""
-        return self._all.stood[depth - 1][1] / self._weight
+        return sum(sum(counts.tried[depth:]) for counts in (self._fresh, self._resumed, self._others)) / self._weight
 
     def outcomes(self) -> list[DepthOutcome]:
         """Return what drafts of at most 1, 2, 3 … tokens come to."""
         pooled, fresh, resumed = (_Reckoning(_FIRST_CHANCE) for _ in range(3))
         outcomes, unit = [], self._weight
-        for depth in range(1, len(self._fresh.stood) + 1):
-            pooled.extend(self._all, depth, pooled, prior=_DEPTH_PRIOR_WEIGHT * unit, unit=unit)
-            fresh.extend(self._fresh, depth, pooled, prior=_POOLED_WEIGHT * unit, unit=unit)
-            resumed.extend(self._resumed, depth, pooled, prior=_POOLED_WEIGHT * unit, unit=unit)
+        counts = (self._fresh, self._resumed, self._others)
+        counted = zip(_by_depth(*counts), _by_depth(self._fresh), _by_depth(self._resumed), strict=True)
+        for depth, (of_all, of_fresh, of_resumed) in enumerate(counted, start=1):
+            pooled.extend(of_all, depth, pooled, prior=_DEPTH_PRIOR_WEIGHT * unit, unit=unit)
+            fresh.extend(of_fresh, depth, pooled, prior=_POOLED_WEIGHT * unit, unit=unit)
+            resumed.extend(of_resumed, depth, pooled, prior=_POOLED_WEIGHT * unit, unit=unit)
             # The share of steps whose draft is resumed, if each kind is so often followed by a resumed one.
             share = fresh.survival / (1.0 - resumed.survival + fresh.survival)
             tokens = _mixed(fresh.tokens, resumed.tokens, share)
@@ -138,23 +135,30 @@ class DepthProfile:
 
 
 class _Counts:
-    """What became of drafts that began at places of one kind."""
+    """What became of drafts that began at places of one kind.
+
+    A draft counts once, where it ended, and not at every depth up to there: drafts are learnt from far more often than
+    asked about.
+    """
 
     def __init__(self, max_depth: int) -> None:
-        self.stood = [[0.0, 0.0] for _ in range(max_depth)]
-        """By depth: how often a token stood, of the times that all before it did, and these times."""
-        self.reached = [[0.0, 0.0] for _ in range(max_depth)]
-        """By depth: how many drafts had a token there, of those that might have had one, and these."""
+        """Know of no draft of up to ``max_depth`` tokens."""
+        self.stood, self.tried, self.reached, self.might = self.ends = [[0.0] * (max_depth + 1) for _ in range(4)]
+        """By number of tokens, from 0: drafts of which so many stood; so many are known to have stood or fallen; that
+        had so many; that might have had so many."""
 
     def scale(self, factor: float) -> None:
         """Multiply all counts."""
-        for pair in (*self.stood, *self.reached):
-            pair[:] = [factor * count for count in pair]
+        for counts in self.ends:
+            counts[:] = [factor * count for count in counts]
 
     def learn(self, length: int, stood: int, *, depth: int, known: int, weight: float) -> None:
         """Count a draft of ``length`` tokens, of ``depth`` at most, whose first ``stood`` stood, of ``known`` ones."""
-        _count(self.reached, length, depth, weight)
-        _count(self.stood, stood, min(stood + 1, known), weight)
+        tried = min(stood + 1, known)
+        self.stood[min(stood, tried)] += weight
+        self.tried[tried] += weight
+        self.reached[min(length, depth)] += weight
+        self.might[depth] += weight
 
 
 @dataclass(slots=True)
@@ -172,12 +176,12 @@ class _Reckoning:
     """Expected number of tokens of a step, and of its square."""
     drafted: float = 0.0
 
-    def extend(self, counts: _Counts, depth: int, like: _Reckoning, *, prior: float, unit: float) -> None:
+    def extend(self, counted: tuple[float, ...], depth: int, like: _Reckoning, *, prior: float, unit: float) -> None:
         """Take in one depth more: as ``like`` where nothing was counted.
 
         ``prior``, ``unit``: how much the chance of that and its reach count beside what was counted.
         """
-        (stood, tried), (reached, might) = counts.stood[depth - 1], counts.reached[depth - 1]
+        stood, tried, reached, might = counted
         self.chance = (stood + prior * like.chance) / (tried + prior)
         self.survival *= self.chance
         self.reach = min(self.reach, (reached + unit * like.reach) / (might + unit))
@@ -186,15 +190,19 @@ class _Reckoning:
         self.drafted += self.reach
 
 
+def _by_depth(*kinds: _Counts) -> Iterator[tuple[float, ...]]:
+    """Yield for each depth, from 1: how many tokens stood there and how many were tried, of all drafts that were right
+    up to it; how many drafts had a token there and how many might have."""
+    of_all = zip(*(counts.ends for counts in kinds), strict=True)
+    return zip(*map(_sums_from_behind, of_all), strict=True)
+
+
+def _sums_from_behind(ends: Sequence[Sequence[float]]) -> list[float]:
+    """Return how many drafts, of all kinds, ended at 1 or later, at 2 or later, and so on."""
+    together = ends[0] if len(ends) == 1 else list(map(sum, zip(*ends, strict=True)))
+    return list(accumulate(together[:0:-1]))[::-1]
+
+
 def _mixed(first: float, second: float, share: float) -> float:
     """Return the mean of two, of which the second has this share."""
     return first + share * (second - first)
-
-
-def _count(by_depth: Sequence[list[float]], num_won: int, num_tried: int, weight: float) -> None:
-    """Add a try at each depth up to ``num_tried``, won up to ``num_won``."""
-    for index in range(num_tried):
-        pair = by_depth[index]
-        if index < num_won:
-            pair[0] += weight
-        pair[1] += weight
