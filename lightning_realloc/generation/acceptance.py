@@ -47,9 +47,10 @@ class AcceptanceRates:
         """Take the outcome of a draft whose first ``stood`` tokens stood; those behind the first fallen say nothing."""
         all_stood, all_tried = self._all
         for index, kind in enumerate(kinds[: stood + 1]):
+            has_stood = index < stood
             own_stood, own_tried = self._counts.get(kind, (0.0, 0.0))
-            own_stood, own_tried = _MEMORY * own_stood + (index < stood), _MEMORY * own_tried + 1.0
-            all_stood, all_tried = _MEMORY * all_stood + (index < stood), _MEMORY * all_tried + 1.0
+            own_stood, own_tried = _MEMORY * own_stood + has_stood, _MEMORY * own_tried + 1.0
+            all_stood, all_tried = _MEMORY * all_stood + has_stood, _MEMORY * all_tried + 1.0
             self._counts[kind] = own_stood, own_tried
             self._chances[kind] = (own_stood + _PRIOR_WEIGHT * all_stood / all_tried) / (own_tried + _PRIOR_WEIGHT)
         self._all = all_stood, all_tried
@@ -85,7 +86,7 @@ class DepthProfile:
         self._memory = memory
         self._weight = 1.0
         """Of the last draft: later ones count more, which is as if all earlier counts faded with each."""
-        self._fresh, self._resumed, self._others = (_Counts(max_depth) for _ in range(3))
+        self._counts = {resumed: _Counts(max_depth) for resumed in (False, True, None)}
         """Of drafts behind a token that was not foreseen, of those that go on where the one before was cut off, and of
         those of which that is not known."""
 
@@ -101,27 +102,26 @@ class DepthProfile:
                 None if that is not known.
         """
         self._fade()
-        own = self._others if resumed is None else self._resumed if resumed else self._fresh
-        own.learn(length, stood, depth=depth, known=min(depth, room), weight=self._weight)
+        self._counts[resumed].learn(length, stood, depth=depth, known=min(depth, room), weight=self._weight)
 
     def _fade(self) -> None:
         """Take that another draft was made."""
         self._weight /= self._memory
         if self._weight > _MOST_WEIGHT:
-            for counts in (self._fresh, self._resumed, self._others):
+            for counts in self._counts.values():
                 counts.scale(1.0 / self._weight)
             self._weight = 1.0
 
     def num_tried(self, depth: int) -> float:
         """Return how many drafts were right so far that their token at this depth might stand, of the last ones."""
-        return sum(sum(counts.tried[depth:]) for counts in (self._fresh, self._resumed, self._others)) / self._weight
+        return sum(sum(counts.tried[depth:]) for counts in self._counts.values()) / self._weight
 
     def outcomes(self) -> list[DepthOutcome]:
         """Return what drafts of at most 1, 2, 3 … tokens come to."""
         pooled, fresh, resumed = (_Reckoning(_FIRST_CHANCE) for _ in range(3))
         outcomes, unit = [], self._weight
-        counts = (self._fresh, self._resumed, self._others)
-        counted = zip(_by_depth(*counts), _by_depth(self._fresh), _by_depth(self._resumed), strict=True)
+        counts = self._counts
+        counted = zip(_by_depth(*counts.values()), _by_depth(counts[False]), _by_depth(counts[True]), strict=True)
         for depth, (of_all, of_fresh, of_resumed) in enumerate(counted, start=1):
             pooled.extend(of_all, depth, pooled, prior=_DEPTH_PRIOR_WEIGHT * unit, unit=unit)
             fresh.extend(of_fresh, depth, pooled, prior=_POOLED_WEIGHT * unit, unit=unit)
@@ -199,7 +199,7 @@ def _by_depth(*kinds: _Counts) -> Iterator[tuple[float, ...]]:
 
 def _sums_from_behind(ends: Sequence[Sequence[float]]) -> list[float]:
     """Return how many drafts, of all kinds, ended at 1 or later, at 2 or later, and so on."""
-    together = ends[0] if len(ends) == 1 else list(map(sum, zip(*ends, strict=True)))
+    together: list[float] = [sum(counts) for counts in zip(*ends, strict=True)]
     return list(accumulate(together[:0:-1]))[::-1]
 
 
