@@ -26,6 +26,7 @@ from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.agreement import TransportName
+from lightning_realloc.runtime.garbage import RareCollection
 from lightning_realloc.runtime.host_memory import give_back_freed_memory
 from lightning_realloc.runtime.mailbox import Mailbox
 from lightning_realloc.runtime.profile_subject import Machine
@@ -125,6 +126,7 @@ class ReallocStrategy(SteppingStrategy):
         self._pool: ModelPool | None = None
         self._runner: CallRunner | None = None
         self._offloader: Offloader | None = None
+        self._collection = RareCollection()
         self._placed_module: nn.Module | None = None
         self._overlap: Overlap = overlap
         self.num_shown = 0
@@ -380,11 +382,14 @@ class ReallocStrategy(SteppingStrategy):
         return self.runner.run_calls(batch, calls)
 
     def on_train_start(self) -> None:
-        """Leave out the broadcast before every batch by which Lightning spreads a SIGTERM: all ranks would meet in it.
+        """Look for garbage seldom, since iterations leave none, and all ranks wait for the one that looks.
 
+        And leave out the broadcast before every batch by which Lightning spreads a SIGTERM: all ranks would meet in it.
         Whoever ends a run signals every process, and each one that was signalled ends it.
         """
         super().on_train_start()
+        if self.dataflow is not None:
+            self._collection.start()
         if self.dataflow is not None and self._overlap == "iterations":
             epoch_loop: Any = self.lightning_module.trainer.fit_loop.epoch_loop  # type: ignore[union-attr]
             epoch_loop._broadcast_sigterm_tensor = lambda: None
@@ -401,6 +406,7 @@ class ReallocStrategy(SteppingStrategy):
 
     def teardown(self) -> None:
         """Leave whole models behind."""
+        self._collection.stop()
         if self._offloader is not None:
             self._offloader.close()
             self._offloader = None
