@@ -176,7 +176,7 @@ class _Call:
         self._told: deque[Dispatch] = deque()
         self._steps = [(run.counts, 0.0)]
         """Counts after each step and its seconds, from the last one on that was learnt from. That is done in rounds,
-        many at once: right behind a forward the same takes twice as long."""
+        many at once, as learning from responses is: right behind a forward the same takes twice as long."""
         self._round = self._num_ended = self._num_quiet = 0
         self._steps_left = PERIOD_STEPS
         self._waited_s = 0.0
@@ -231,15 +231,16 @@ class _Call:
         self._steps.append((run.counts, self._clock() - begin))
         # Where all samples wait for their environments there is time to look around.
         self._steps_left = self._steps_left - 1 if run.counts != before else 0
-        for sample in run.ended[self._num_ended :]:
-            self._expected.finish(sample.prompt_number, len(sample.token_ids), is_cut=sample.is_full)
-            self._book.keep(sample)
-        self._num_ended = len(run.ended)
         if self._follow is not None:
             self._follow(run.ended)
 
     def _learn_steps(self) -> None:
-        """Learn what steps since the last time took."""
+        """Learn what steps since the last time took, and how long the responses are that ended in them."""
+        ended = self._run.ended
+        for sample in ended[self._num_ended :]:
+            self._expected.finish(sample.prompt_number, len(sample.token_ids), is_cut=sample.is_full)
+            self._book.keep(sample)
+        self._num_ended = len(ended)
         for (before, _), (after, seconds) in pairwise(self._steps):
             rows, read, generated = (now - then for now, then in zip(after, before, strict=True))
             self._pace.take_step(rows=rows, read=read, generated=generated, seconds=seconds)
