@@ -278,7 +278,9 @@ class NgramDrafter(_Lookup):
         own = self._own.get(sample.sample_id)
         if own is None:
             own = self._own[sample.sample_id] = self._prompt(sample)
-        own.extend(sample.token_ids[own.num_tokens - len(sample.prompt) :])
+        num_known = own.num_tokens - len(sample.prompt)
+        if num_known < len(sample.token_ids):
+            own.extend(sample.token_ids[num_known:])
         return own
 
     def _prompt(self, sample: Sample) -> Recurrences:

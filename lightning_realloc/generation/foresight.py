@@ -139,24 +139,31 @@ class Foresight:
         self._num_times = {False: 0, True: 0}
         """That something was replayed: for samples whose prompts were met before (True), and for others."""
         self._acquainted = False
+        self._shows_whole = not drafter.exchanges
+        """Whether a response that is over would have been drafted for as its replay is, and tells of others. Not where
+        most of what is drafted from came while it ran. Nor where drafts were made for it or others: who is over in a
+        step without drafts is hard to draft for then, or would have been over before."""
         self._next = 0
         """Number of the first step that may replay again."""
         self._saved_s = 0.0
         """What may be spent still, of the share that trying may take; less than nothing where more was spent."""
         self._num_replays = 0
-        self._replays: list[_Replay] = []
+        self._replays: dict[int, _Replay] = {}
+        """By identity of the sample."""
         self._num_whole = 0
         """Tokens of responses that were replayed from the first one since seconds were told."""
 
     def begin(self, *, acquainted: bool = False) -> None:
         """Start a generation of samples whose prompts were met before, or of others."""
         self._acquainted = acquainted
+        self._shows_whole = acquainted or not self._drafter.exchanges
         self._stop_all()
         self._next = 0  # so that first tokens count as others do
 
     def rest(self) -> None:
         """Take that drafts are verified: behind them, it is looked often again."""
         self._num_in_a_row = 0
+        self._shows_whole = False
         self._stop_all()
 
     def is_due(self, step: int) -> bool:
@@ -175,39 +182,35 @@ class Foresight:
         self._next = step + _EVERY * (1 if self._num_in_a_row < _OFTEN else _SELDOM)
         self._num_in_a_row += 1
         self._num_times[self._acquainted] += 1
-        told = [outcome for replay in self._replays for outcome in self._go_on(replay, chance)]
+        told = [outcome for replay in self._replays.values() for outcome in self._go_on(replay, chance)]
         running = {id(sample) for sample in samples}
-        for replay in self._replays[:]:
-            if replay.is_long or id(replay.sample) not in running:
+        for name, replay in list(self._replays.items()):
+            if replay.is_long or name not in running:
                 told += replay.open  # without it, drafts would look shorter than they are
                 self._stop(replay)
-        others = {id(replay.sample) for replay in self._replays}
-        free = [sample for sample in samples if id(sample) not in others]
+        free = [sample for sample in samples if id(sample) not in self._replays]
         while free and len(self._replays) < _SAMPLES:
             sample = free.pop(int(len(free) * ((1 + self._num_replays) * GOLDEN % 1.0)))
             self._begin(sample, len(sample.token_ids))
         return told
 
+    def heeds_end_of(self, sample: Sample) -> bool:
+        """Whether `finish` has something to tell of this sample."""
+        if id(sample) in self._replays:
+            return True
+        return self._shows_whole and self._num_whole + len(sample.token_ids) <= _WHOLE and self._may_spend
+
     def finish(self, sample: Sample, chance: Chance) -> list[DraftOutcome]:
         """Return what drafts for a sample would have come to up to its end, before the drafter knows of it."""
-        if not (self._shows_whole or self._replays):
+        if not self.heeds_end_of(sample):
             return []
-        told: list[DraftOutcome] = []
-        num_tokens = len(sample.token_ids)
-        is_replayed = any(replay.sample is sample for replay in self._replays)
-        if not is_replayed and self._shows_whole and self._num_whole + num_tokens <= _WHOLE and self._may_spend:
-            self._num_whole += num_tokens
-            self._begin(sample, 0)
-        for replay in [replay for replay in self._replays if replay.sample is sample]:
-            told += self._go_on(replay, chance)
-            self._stop(replay)
+        replay = self._replays.get(id(sample))
+        if replay is None:
+            self._num_whole += len(sample.token_ids)
+            replay = self._begin(sample, 0)
+        told = list(self._go_on(replay, chance))
+        self._stop(replay)
         return told
-
-    @property
-    def _shows_whole(self) -> bool:
-        """Whether a response that is over would have been drafted for as its replay is: not where most of what is
-        drafted from came while it ran."""
-        return self._acquainted or not self._drafter.exchanges
 
     @property
     def _is_free(self) -> bool:
@@ -218,20 +221,21 @@ class Foresight:
     def _may_spend(self) -> bool:
         return self._is_free or self._saved_s >= 0.0
 
-    def _begin(self, sample: Sample, begin: int) -> None:
+    def _begin(self, sample: Sample, begin: int) -> _Replay:
         self._num_replays += 1
-        self._replays.append(_Replay(sample, _NAMES - self._num_replays, begin=begin))
+        replay = self._replays[id(sample)] = _Replay(sample, _NAMES - self._num_replays, begin=begin)
+        return replay
 
     def _go_on(self, replay: _Replay, chance: Chance) -> Iterator[DraftOutcome]:
         return replay.go_on(self._propose, depth=self.depth, most=self._max_draft_tokens, chance=chance)
 
     def _stop_all(self) -> None:
-        for replay in self._replays[:]:
+        for replay in list(self._replays.values()):
             self._stop(replay)
 
     def _stop(self, replay: _Replay) -> None:
         self._drafter.forget(replay.copy)
-        self._replays.remove(replay)
+        del self._replays[id(replay.sample)]
 
 
 def limits_of(samples: Sequence[Sample], most: int) -> list[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.draft_learner import DraftLearner
-from lightning_realloc.generation.draft_planner import DraftPlan, DraftPlanner
+from lightning_realloc.generation.draft_planner import LOOK_BACK_EVERY, DraftPlan, DraftPlanner
 from lightning_realloc.generation.draft_step import DraftStep
 from lightning_realloc.generation.draft_worth import Payoff
 from lightning_realloc.generation.drafting import Chance, Drafter, check_drafts
@@ -161,7 +161,8 @@ class Speculator:
     def finished(self, sample: Sample) -> None:
         """Take a sample that has its last token."""
         self._lengths.finish(sample.prompt_number, len(sample.token_ids), is_cut=sample.is_full)
-        if self._may_foresee and not self._step.depth:  # in a step with drafts, its seconds would be taken for theirs
+        # In a step with drafts, its seconds would be taken for theirs.
+        if self._may_foresee and not self._step.depth and self._foresight.heeds_end_of(sample):
             begin = self.clock()
             self._foreseeing_s += self._take_foreseen(self._foresight.finish(sample, self._learner.rates), begin)
         self.drafter.finished(sample)
@@ -224,8 +225,11 @@ class Speculator:
 
     def _make_plan(self, step: DraftStep, num_missed: int, is_tail: bool) -> DraftPlan:
         """Return another plan: the earlier one for about as many samples, or one from what is known by now."""
-        left, num_rows = self._left(step.running), len(step.running)
-        earlier = self._held.earlier(step)
+        num_rows, earlier = len(step.running), self._held.earlier(step)
+        if earlier is not None and not earlier.depth:
+            self._held.resume(earlier, step)
+            return earlier
+        left = self._left(step.running)
         if earlier is not None and not num_missed and not self._payoff.is_doubtful(num_rows):
             plan = self._planner.renew(earlier, left, is_tail=is_tail)
             self._held.resume(plan, step)
@@ -246,6 +250,8 @@ class Speculator:
             step.depth, least = plan.best_draft, [0.0] * num_rows
         elif plan.deeper > plan.depth and not step.number % plan.look_every:
             step.depth, step.looks, least = plan.deeper, True, [0.0] * num_rows
+        elif plan.shallower and step.number % LOOK_BACK_EVERY == LOOK_BACK_EVERY // 2:
+            step.depth = plan.shallower
         most = step.depth
         look_every = _LOOK_AHEAD_EVERY + _AHEAD_OF_ROWS * self._learner.most_rows
         if self._may_foresee and not step.number % look_every:
@@ -292,5 +298,7 @@ class Speculator:
     def _left(self, running: Sequence[Sample]) -> list[float]:
         """Return how many tokens each sample is expected to get still."""
         expected = self._lengths.expected
-        return [expected(sample.prompt_number, len(sample.token_ids), max_new_tokens=sample.max_new_tokens)
-                for sample in running]  # fmt: skip
+        places = [(len(sample.token_ids), sample.max_new_tokens) for sample in running]
+        # Of no prompt anything is known that is not of all.
+        left = {place: expected(0, place[0], max_new_tokens=place[1]) for place in set(places)}
+        return [left[place] for place in places]

@@ -306,6 +306,16 @@ def test_where_most_to_draft_from_comes_while_a_sample_runs_its_replay_says_noth
     assert foresight.finish(short(1), AcceptanceRates())
 
 
+def test_what_ends_without_drafts_says_nothing_where_others_were_drafted_for() -> None:
+    foresight = Foresight(Seer(guesses=True), DEPTH)
+    foresight.begin()
+    assert foresight.heeds_end_of(short(0)) and foresight.finish(short(0), AcceptanceRates())
+    foresight.rest()
+    assert not foresight.heeds_end_of(short(1)) and not foresight.finish(short(1), AcceptanceRates())
+    foresight.begin()
+    assert foresight.finish(short(2), AcceptanceRates())
+
+
 def test_looks_are_free_again_for_prompts_that_were_met_before_whatever_was_spent() -> None:
     foresight = Foresight(Seer(guesses=True), DEPTH)
 

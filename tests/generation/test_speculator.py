@@ -282,6 +282,19 @@ def test_where_nothing_is_drafted_every_generation_makes_a_plan(monkeypatch: pyt
     assert len(made) >= 4
 
 
+def test_where_nothing_is_drafted_in_short_steps_a_plan_holds_for_the_next_generations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, made = noting_plans(monkeypatch)
+    pretence = Pretence(Foreteller(), lambda tokens: steep(tokens) / 20_000, num_samples=4)
+    for _ in range(8):
+        pretence.generate()
+    made.clear()
+    for _ in range(8):  # of 120 steps each
+        assert pretence.generate()[1] < 1.1
+    assert 8 * NEW_TOKENS / 64 <= len(made) <= 8 * (NEW_TOKENS / 64 + 0.5)
+
+
 def drafted_lengths(
     pretence: Pretence, agree: Callable[[Sequence[float]], Sequence[float]], shares: Sequence[float]
 ) -> list[list[int]]:
@@ -304,6 +317,14 @@ def drafted_lengths(
     for drafter.right in shares:
         pretence.generate()
     return lengths
+
+
+def test_half_of_a_models_depth_is_seen_now_and_then_where_it_may_be_as_good() -> None:
+    drafter = Foreteller(costs_a_forward=True)
+    pretence = Pretence(drafter, flat, max_draft_tokens=4)
+    lengths = drafted_lengths(pretence, lambda numbers: numbers, [0.9] * 6)[-64:]
+    depths = [max(own) for own in lengths if len(own) == 4]
+    assert depths.count(2) == len(depths) // 16 + 1 and depths.count(4) == len(depths) - depths.count(2)
 
 
 @pytest.mark.parametrize("costs_a_forward", [False, True])
