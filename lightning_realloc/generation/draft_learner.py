@@ -169,10 +169,12 @@ class DraftLearner:
         seconds = [
             value for step in self._untold for value in (step.seconds, step.drafting_s, step.preparing_s, step.first_s)
         ]
-        agreed = iter(seconds if self._agree is None else self._agree(seconds))
+        # No less than 0, where a clock went back.
+        agreed = iter([max(value, 0.0) for value in (seconds if self._agree is None else self._agree(seconds))])
         looked_up_s = num_look_ups = rows_of_look_ups = 0.0
-        for step in self._untold:
-            step_s, drafting_s, preparing_s, first_s = (max(next(agreed), least) for least in (LEAST_S, 0.0, 0.0, 0.0))
+        of_steps = zip(agreed, agreed, agreed, agreed, strict=True)
+        for step, (measured_s, drafting_s, preparing_s, first_s) in zip(self._untold, of_steps, strict=True):
+            step_s = max(measured_s, LEAST_S)
             if step.is_try and step.depth:
                 self._payoff.take_try(step.gained_s(), step_s + drafting_s + preparing_s)
             elif step.depth and not step.num_missed:  # what is missed is read once, however long drafting goes on
