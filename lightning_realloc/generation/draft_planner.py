@@ -201,8 +201,8 @@ class DraftPlanner:
         is_known = self.profile.num_tried(deeper) >= _SURE or seconds[deeper] > most_s
         least, of_rows = (_SURE_LOOK_EVERY, _SURE_OF_ROWS) if is_known else (_LOOK_EVERY, _OF_ROWS)
         look_every = max(least, of_rows * len(plan.worths))
-        half = (plan.depth + 1) // 2
-        shallower = half if half < plan.depth and seconds[half] <= most_s else 0
+        half = _half_of(plan.depth)
+        shallower = half if seconds[half] <= most_s else 0
         return replace(plan, deeper=deeper, look_every=look_every, shallower=shallower)
 
     def _tail_s(
@@ -227,7 +227,7 @@ class DraftPlanner:
         another kernel takes over. It is not worth reading so many tokens first (``catching_up_s``) that this takes
         longer than the half may save of ``plain_s``, the seconds without drafts.
         """
-        half = (in_use + 1) // 2 if in_use > 1 else 0  # rounded up: 2 is looked at on the way from any to 1
+        half = _half_of(in_use)
         might_pay = catching_up_s + plain_s / outcomes[half].tokens < plain_s
         return half if might_pay and not self._knows(num_rows, half, outcomes) else 0
 
@@ -256,6 +256,11 @@ class DraftPlanner:
             verifying_s = self.costs.verifying_s(num_rows)
             token_s += (verifying_s(drafted, depth) - verifying_s(fewer, depth)) / (drafted - fewer)
         return token_s
+
+
+def _half_of(depth: int) -> int:
+    """Return half of a depth, 0 of one token, rounded up: 2 is looked at on the way from any to 1."""
+    return (depth + 1) // 2 if depth > 1 else 0
 
 
 def _worths(chances: Sequence[float], num_rows: int, plain_s: float, row_s: float) -> list[float]:

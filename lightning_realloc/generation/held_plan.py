@@ -44,8 +44,6 @@ class HeldPlan:
         """How many they were when it began."""
         self._kept: dict[int, _Kept] = {}
         """By the power of two of the number of samples."""
-        self._current: _Kept | None = None
-        """The one of these that is in use, where any is."""
         self._try_until = 0
         """Number of the first step that tries no more what the plan does not do."""
 
@@ -72,11 +70,11 @@ class HeldPlan:
 
     def of(self, step: DraftStep) -> DraftPlan | None:
         """Return the plan for the samples of a step; None where it is time for another one."""
-        current = self._current
-        if self._plan is None or current is None:
+        if self._plan is None:
             return None
-        current.num_left -= 1
-        if current.num_left < 0:
+        kept = self._kept[self._num_samples.bit_length()]
+        kept.num_left -= 1
+        if kept.num_left < 0:
             return None
         running = step.running
         if not self._plan.depth and not self.tries(step):  # nothing in it is about single samples
@@ -99,8 +97,7 @@ class HeldPlan:
         """Use the plan that is kept for about so many samples, made for these, from this step on."""
         self._plan, self._samples, self._num_samples = plan, step.running, len(step.running)
         self._try_until = 0
-        self._current = current = self._kept[self._num_samples.bit_length()]
-        current.num_left -= 1
+        self._kept[self._num_samples.bit_length()].num_left -= 1
 
     def hold(self, plan: DraftPlan, step: DraftStep, *, may_try: bool) -> None:
         """Use a plan from this step on: the longer, the more often the ones before it drafted as deep.

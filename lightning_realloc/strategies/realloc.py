@@ -388,9 +388,10 @@ class ReallocStrategy(SteppingStrategy):
         Whoever ends a run signals every process, and each one that was signalled ends it.
         """
         super().on_train_start()
-        if self.dataflow is not None:
-            self._collection.start()
-        if self.dataflow is not None and self._overlap == "iterations":
+        if self.dataflow is None:
+            return
+        self._collection.start()
+        if self._overlap == "iterations":
             epoch_loop: Any = self.lightning_module.trainer.fit_loop.epoch_loop  # type: ignore[union-attr]
             epoch_loop._broadcast_sigterm_tensor = lambda: None
 
