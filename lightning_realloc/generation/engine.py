@@ -221,7 +221,7 @@ class GenerationEngine:
             announcer.follow(run.ended)
             return may_stop is None or may_stop()
 
-        with nullcontext() if self._migration is None else self._migration.expected():
+        with nullcontext() if self._migration is None else self._migration.expected(requests.params.max_new_tokens):
             check_idle(self._model)
             samples = requests.samples()
             num_own = len(samples)

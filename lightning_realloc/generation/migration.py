@@ -8,6 +8,7 @@ travel and the other rank reads them again. Finished samples return to the rank 
 Rounds go by the steps of the slowest rank, lie a tenth of a second apart at least, and get rarer while nothing moves; a
 rank without samples waits for the others there, one with samples goes on until it has heard all of them. The first
 reports are sent shortly before the first round: short calls are over without any, and send each other nothing else.
+Where calls were that short that no move could pay, most of the next ones of their kind are made without even that.
 Where other calls wait for what is finished, ranks may be freed for them: they hand over what they have, and take no
 part in rounds any more. One of those that go on tells them when everything is generated.
 """
@@ -31,6 +32,7 @@ from lightning_realloc.generation.rank_load import LiveSample, MoveCost, RankLoa
 from lightning_realloc.generation.run import GenerationRun
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.shipping import Peers, Shipping
+from lightning_realloc.generation.short_calls import ShortCalls
 from lightning_realloc.runtime.exchange import decode_message, encode_message
 from lightning_realloc.runtime.freight import Dispatch, Parcel
 from lightning_realloc.runtime.mailbox import FrameKind
@@ -45,6 +47,8 @@ TOLD_BEFORE_STEPS = 2
 """Steps before the first round in which the first report is sent: in a call that is over by then nothing could move."""
 LEAST_PERIOD_S = 0.1
 """Seconds between them at least, however short steps are: a round takes up to a millisecond of a rank's own time."""
+SHORT_CALL_PERIODS = 2
+"""Of the least length, within which a call is over that is short: a plan needs one to be made and one to be of use."""
 REST_ROUNDS = 4
 """In which a sample that moved stays where it is."""
 LONGEST_PAUSE_S = 0.05
@@ -100,11 +104,21 @@ class Migration:
         self.clock = clock
         self.pace = Pace()
         self.lengths = LengthBook()
+        self._short_calls = ShortCalls()
+        self._kind = (0, 0)
+        """Of the call that is made: which one it is in the dataflow, and the tokens of its longest responses."""
+        self._is_apart = False
+        """Whether it is taken to be short: ranks send each other nothing."""
         self._has_begun = False
 
     @contextmanager
-    def expected(self) -> Iterator[None]:
-        """What goes on in here leads to :meth:`carry_out`; where it fails before, leave nobody waiting for it."""
+    def expected(self, max_new_tokens: int) -> Iterator[None]:
+        """What goes on in here leads to :meth:`carry_out`; where it fails before, leave nobody waiting for it.
+
+        ``max_new_tokens`` bounds the responses of all ranks.
+        """
+        self._kind = self.peers.call, max_new_tokens
+        self._is_apart = self._short_calls.takes_next(self._kind)
         self._has_begun = False
         try:
             yield
@@ -132,7 +146,11 @@ class Migration:
         call = _Call(self, run, dict(enumerate(hints or ())), follow, waiting_calls)
         self._has_begun = True
         try:
-            call.carry_out()
+            if self._is_apart:
+                call.carry_out_apart()
+            else:
+                call.carry_out()
+                self._short_calls.look_at(self._kind, was_short=call.was_short)
         except BaseException:
             call.abandon()
             raise
@@ -179,7 +197,9 @@ class _Call:
         many at once, as learning from responses is: right behind a forward the same takes twice as long."""
         self._round = self._num_ended = self._num_quiet = 0
         self._steps_left = PERIOD_STEPS
-        self._waited_s = 0.0
+        self._steps_s = self._waited_s = 0.0
+        self.was_short = False
+        """Once the call is over: whether no move could have paid in it, on whatever rank."""
 
     def stats(self) -> MigrationStats:
         """Return the counts so far."""
@@ -216,6 +236,12 @@ class _Call:
             if sample.finish_reason != "unfinished":
                 self._book.keep(sample)
 
+    def carry_out_apart(self) -> None:
+        """Make steps until every sample of this rank is over, as the other ranks do with theirs."""
+        while self._run.has_work:
+            self._step()
+        self._learn_steps()
+
     def abandon(self) -> None:
         """Leave nobody waiting for a rank that failed; of the failure itself the mailbox tells."""
         self._shipping.abandon()
@@ -228,9 +254,10 @@ class _Call:
         run, (before, _) = self._run, self._steps[-1]
         begin = self._clock()
         run.step()
-        self._steps.append((run.counts, self._clock() - begin))
+        after = run.counts
+        self._steps.append((after, self._clock() - begin))
         # Where all samples wait for their environments there is time to look around.
-        self._steps_left = self._steps_left - 1 if run.counts != before else 0
+        self._steps_left = self._steps_left - 1 if after != before else 0
         if self._follow is not None:
             self._follow(run.ended)
 
@@ -264,6 +291,8 @@ class _Call:
         """Plan by what all ranks told in the last round, and tell again; return whether there is a next round."""
         reports = self._wait(self._hear)
         if not any(report.live for report in reports):
+            longest_s = max(report.steps_s for report in reports)
+            self.was_short = longest_s < SHORT_CALL_PERIODS * LEAST_PERIOD_S and not self._shipping.any_moves
             return False
         if not self._round:
             _check_distinct(reports)
@@ -342,7 +371,10 @@ class _Call:
         return told
 
     def _report(self) -> Report:
+        num_steps = len(self._steps) - 1
         self._learn_steps()
+        pace = self._pace.agreed(self._agree)
+        self._steps_s += num_steps * pace.step_s
         run, incoming, outgoing = self._run, self._shipping.incoming, self._shipping.outgoing
         movable, held = run.movable, run.held
         self._expected.watch(len(run.samples[index].token_ids) for index in (*movable, *held))
@@ -356,7 +388,8 @@ class _Call:
             incoming=tuple(as_moved(sample, self._round) for sample in incoming.values()),
             free_slots=run.free_slots,
             bytes_per_token=sum(shape.num_bytes for shape in run.describe_cache()),
-            pace=self._pace.agreed(self._agree),
+            pace=pace,
+            steps_s=self._steps_s,
             evidence=self._expected.evidence,
             waiting_call_s=0.0 if self._waiting_calls is None else self._waiting_calls.seconds(),
             expected_since=self._shipping.expected_since(self._round),

@@ -111,6 +111,8 @@ class Report:
     bytes_per_token: int
     """Of its cache; 0 before the first step."""
     pace: Told
+    steps_s: float = 0.0
+    """Of all steps in this call so far."""
     evidence: tuple[float, float] = (0.0, 0.0)
     """Of lengths, see `RemainingLengths`."""
     waiting_call_s: float = 0.0
@@ -130,6 +132,7 @@ class Report:
             **{name: [_entry(sample) for sample in getattr(self, name)] for name in _SAMPLES},
             "free_slots": self.free_slots,
             "bytes_per_token": self.bytes_per_token,
+            "steps_s": self.steps_s,
             "evidence": self.evidence,
             "waiting_call_s": self.waiting_call_s,
             "expected_since": self.expected_since,
@@ -145,7 +148,7 @@ class Report:
         pace = Told(tuple((size, seconds) for size, seconds in knots), *numbers)
         return cls(
             told["rank"], running, waiting, incoming, told["free_slots"], told["bytes_per_token"], pace,
-            tuple(told["evidence"]), told["waiting_call_s"], told["expected_since"],
+            told["steps_s"], tuple(told["evidence"]), told["waiting_call_s"], told["expected_since"],
         )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from lightning_realloc.generation.migration import MigrationStats, WaitingCalls
 from lightning_realloc.generation.rank_load import MoveCost, RankLoad, SampleMove
 from lightning_realloc.generation.run import GenerationRun, foreign_prompt, prompt_of_one
 from lightning_realloc.generation.shipping import Peers
-from lightning_realloc.runtime.mailbox import FAILURE_DEADLINE_S, Mailbox
+from lightning_realloc.runtime.mailbox import FAILURE_DEADLINE_S, FrameKind, Mailbox
 from tests.generation.random_moves import at_random, moving
 from tests.models import tiny_model
 from tests.workers import WorkerPool
@@ -385,23 +385,67 @@ def test_calls_too_short_for_a_move_have_no_rounds(workers: WorkerPool) -> None:
         assert num_messages == len(told) + 1  # and a last word
 
 
+def _told_of(error: Exception, mailbox: Mailbox) -> str:
+    """Return what the others hear of an error; where it is theirs, what this rank has heard."""
+    if mailbox.has_failed:
+        return str(error)
+    try:
+        mailbox.fail(error)
+    except Exception as heard:
+        return str(heard)
+
+
+def _in_short_calls(limits: Sequence[int], fails_in: int | None = None) -> list[tuple[int, tuple[int, ...]]] | str:
+    """Return of calls with responses of these lengths, all of which count as short, how many messages each rank sends
+    to another one and what it generates; or what is heard where one of them fails on the second rank."""
+    peers, rank, found = _peers(), dist.get_rank(), []
+    model = tiny_model("llama")
+    engine = GenerationEngine(model, peers=peers)
+    with mock.patch.object(migration, "LEAST_PERIOD_S", 100.0):
+        try:
+            for number, length in enumerate(limits):
+                if rank and number == fails_in:
+                    with torch.no_grad():
+                        next(model.parameters()).fill_(float("nan"))
+                before = peers.num_reports
+                params = SamplingParams(max_new_tokens=length, ignore_eos=True)
+                (made,) = engine.generate([[5]], params, sample_ids=[rank])
+                found.append((peers.num_reports - before, made.token_ids))
+            peers.mailbox.receive(FrameKind.ROWS, 0, 0, 1 - rank) if fails_in is not None else peers.mailbox.let_go(0)
+        except Exception as error:
+            return _told_of(error, peers.mailbox)
+    return found
+
+
+def test_short_calls_are_followed_by_others_without_a_word(workers: WorkerPool) -> None:
+    limits = [8] * 12 + [9, 8]
+    (ours, theirs), alone = workers.run(_in_short_calls, limits, world_size=2, deadline_s=20.0), tiny_model("llama")
+    for rank, made in enumerate((ours, theirs)):
+        assert [num_messages for num_messages, _ in made] == [1, 0, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0]
+        for length, (_, tokens) in zip(limits, made, strict=True):
+            params = SamplingParams(max_new_tokens=length, ignore_eos=True)
+            assert tokens == GenerationEngine(alone).generate([[5]], params, sample_ids=[rank])[0].token_ids
+
+
+def test_a_failure_without_a_word_reaches_the_others(workers: WorkerPool) -> None:
+    for heard in workers.run(_in_short_calls, [8] * 6, 4, world_size=2, deadline_s=20.0):
+        assert "not finite" in heard
+
+
 def _one_fails() -> str:
     peers = _peers()
     model = tiny_model("llama")
     engine = GenerationEngine(model, peers=peers, max_slots=4)
     rank, params = dist.get_rank(), SamplingParams(max_new_tokens=100, ignore_eos=True)
+    ids, limits = range(4 * rank, 4 * rank + 4), [40 + 60 * rank] * 4
     try:
-        engine.generate([[5]] * 4, params, sample_ids=range(4 * rank, 4 * rank + 4), token_limits=[40 + 60 * rank] * 4)
-        with torch.no_grad():
-            next(model.parameters()).fill_(float("nan") if rank else 0.0)
-        engine.generate([[5]] * 4, params, sample_ids=range(4 * rank, 4 * rank + 4))
+        with mock.patch.object(migration, "LEAST_PERIOD_S", 0.0):  # no call is short
+            engine.generate([[5]] * 4, params, sample_ids=ids, token_limits=limits)
+            with torch.no_grad():
+                next(model.parameters()).fill_(float("nan") if rank else 0.0)
+            engine.generate([[5]] * 4, params, sample_ids=ids)
     except Exception as error:
-        if peers.mailbox.has_failed:
-            return str(error)
-        try:
-            peers.mailbox.fail(error)
-        except Exception as heard:
-            return str(heard)
+        return _told_of(error, peers.mailbox)
     return "nothing"
 
 
@@ -413,10 +457,7 @@ def _one_cannot_begin() -> str:
     try:
         engine.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True), sample_ids=[rank])
     except GenerationError as error:
-        try:
-            peers.mailbox.fail(error)
-        except GenerationError as heard:
-            return str(heard)
+        return _told_of(error, peers.mailbox)
     return "nothing"
 
 
@@ -451,12 +492,7 @@ def _one_fails_while_it_sends(stage: int) -> tuple[str, float]:
             engine.generate([[5]], params, sample_ids=[rank])
         except Exception as error:
             begin = time.monotonic()
-            if peers.mailbox.has_failed:
-                return str(error), 0.0
-            try:
-                peers.mailbox.fail(error)
-            except Exception as heard:
-                return str(heard), time.monotonic() - begin
+            return _told_of(error, peers.mailbox), time.monotonic() - begin
     return "nothing", 0.0
 
 
