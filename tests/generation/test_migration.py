@@ -432,6 +432,26 @@ def test_a_failure_without_a_word_reaches_the_others(workers: WorkerPool) -> Non
         assert "not finite" in heard
 
 
+def _messages_where_samples_move() -> list[tuple[int, int]]:
+    """Return of calls that are over soon, in which samples move all the same, how many leave and what is told."""
+    peers, rank, found = _peers(), dist.get_rank(), []
+    engine = GenerationEngine(tiny_model("llama"), peers=peers, max_slots=8)
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    with moving(every=2, plan_balance=at_random), mock.patch.object(migration, "LEAST_PERIOD_S", 100.0):
+        for _ in range(3):
+            before = peers.num_reports
+            engine.generate([[5]] * 4, params, sample_ids=range(4 * rank, 4 * rank + 4))
+            found.append((engine.migration_stats.num_sent, peers.num_reports - before))
+    peers.mailbox.let_go(0)
+    return found
+
+
+def test_calls_in_which_samples_move_are_not_short(workers: WorkerPool) -> None:
+    ours, theirs = workers.run(_messages_where_samples_move, world_size=2, deadline_s=20.0)
+    assert all(num_messages > 1 for _, num_messages in (*ours, *theirs))
+    assert sum(sent for sent, _ in (*ours, *theirs)) > 0
+
+
 def _one_fails() -> str:
     peers = _peers()
     model = tiny_model("llama")
