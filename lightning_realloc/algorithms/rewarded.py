@@ -164,7 +164,8 @@ class RewardedModule(PolicyModule):
 
     def first_walk(self, batch: Samples) -> Samples:
         """Return judged responses to a batch, the same on every rank, sorted by id."""
-        samples: Samples = self._strategy.run_calls(self.prepare_batch(batch), self.evaluation_calls)
+        prepared = self.prepare_batch(batch)
+        samples: Samples = self._strategy.run_calls(prepared, self.evaluation_calls, are_of_next=True)
         return samples.to("cpu").sorted_by_id()
 
     def setup(self, stage: str) -> None:

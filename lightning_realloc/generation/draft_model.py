@@ -313,6 +313,11 @@ def first_blocks(model: nn.Module, count: int) -> nn.Module:
     names = [name for name, _ in find_blocks(model)]
     path, _, _ = names[0].rpartition(".") if names else ("", "", "")
     blocks = model.get_submodule(path) if path else None
+    if len(names) < 2:
+        raise GenerationError(
+            f"drafter='blocks' needs a model of two blocks at least to draft by the first of them, and "
+            f"{type(model).__name__} has {len(names)}; draft by 'history', 'ngram' or a draft model"
+        )
     if not isinstance(blocks, nn.ModuleList) or not 1 <= count < len(blocks):
         raise GenerationError(
             f"draft_blocks={count} must lie between 1 and {len(names) - 1}, below the number of blocks of "

@@ -11,11 +11,13 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from numbers import Integral
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.kv_cache import KVCache
 from lightning_realloc.generation.recurrences import NO_TOKEN, ORDERS, Branch, Recurrences, SharedRecurrences
 from lightning_realloc.generation.samples import Sample
+from lightning_realloc.generation.sampling import is_of_kind
 from lightning_realloc.generation.verification import NO_DRAFT, Draft, Verification
 
 _SHARES = 4
@@ -143,6 +145,10 @@ def check_drafts(
         GenerationError: naming the first one that cannot be verified.
     """
     name = type(drafter).__name__
+    if not isinstance(drafts, Sequence):
+        raise GenerationError(
+            f"{name}.propose returned a {type(drafts).__name__}; return a list with a Draft for each running sample"
+        )
     if len(drafts) != len(limits):
         raise GenerationError(
             f"{name}.propose returned {len(drafts)} drafts for {len(limits)} running samples; return one for each, "
@@ -161,6 +167,8 @@ def check_drafts(
                 f"{name}.propose returned {len(tokens)} tokens for sample {row}, whose limit is {limit}; return "
                 "draft.cut(limit)"
             )
+        if not all(is_of_kind(token, Integral) for token in tokens):
+            raise GenerationError(f"{name}.propose returned {list(tokens)[:8]} for sample {row}; return token ids")
         if vocabulary is not None and tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
             raise GenerationError(
                 f"{name}.propose returned tokens {min(tokens)} to {max(tokens)} for sample {row}, and the vocabulary "

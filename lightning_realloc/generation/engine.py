@@ -30,7 +30,7 @@ from lightning_realloc.generation.packed_linear import packed_linears
 from lightning_realloc.generation.page_names import SampleLengths, longest_of
 from lightning_realloc.generation.paged_cache import PagedCache
 from lightning_realloc.generation.paged_scheduler import PagedScheduler
-from lightning_realloc.generation.requests import Requests, next_version
+from lightning_realloc.generation.requests import Requests, check_callables, next_version
 from lightning_realloc.generation.run import GenerationRun, GenerationStats
 from lightning_realloc.generation.runner import ModelRunner
 from lightning_realloc.generation.samples import Completion, Sample
@@ -43,9 +43,8 @@ from lightning_realloc.generation.step_graphs import StepGraphs
 from lightning_realloc.generation.stopping import (
     StopRule,
     Tokenizer,
-    check_possible,
+    check_stop_strings,
     check_tokenizer,
-    respelled,
     stop_rule_of,
 )
 
@@ -211,6 +210,7 @@ class GenerationEngine:
         Raises:
             GenerationError: for what cannot be generated from, and for logits that are not finite.
         """
+        check_callables(on_finished=on_finished, may_stop=may_stop)
         requests = Requests(
             prompts=prompts, resume=resume, params=SamplingParams() if params is None else params,
             sample_ids=sample_ids, length_hints=length_hints, token_limits=token_limits,
@@ -325,13 +325,7 @@ class GenerationEngine:
         rule = stop_rule_of(self._model, params, self._tokenizer)
         unchecked = set(params.stop_strings) - self._possible_strings
         if unchecked and self._tokenizer is not None:
-            check_possible(unchecked, self._tokenizer)
-            if unlikely := respelled(unchecked, self._tokenizer):
-                _log.warning(
-                    "stop_strings become others when the tokenizer encodes and decodes them, so that responses may "
-                    "never hold them: %s; spell them as it does",
-                    ", ".join(f"{string!r} becomes {text!r}" for string, text in sorted(unlikely.items())),
-                )
+            check_stop_strings(unchecked, self._tokenizer)
             self._possible_strings |= unchecked
         return rule
 

@@ -24,11 +24,11 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.engine import GenerationEngine
 from lightning_realloc.generation.model_facts import length_bounds, vocabulary_of
 from lightning_realloc.generation.outlet import Announcer, Outlet
-from lightning_realloc.generation.requests import Requests, next_version
+from lightning_realloc.generation.requests import Requests, check_callables, next_version
 from lightning_realloc.generation.run import DIVERGED, GenerationStats, not_finite
 from lightning_realloc.generation.samples import Completion, Sample
 from lightning_realloc.generation.sampling import SamplingParams, check_counts, token_logprobs
-from lightning_realloc.generation.stopping import StopRule, Tokenizer, check_possible, check_tokenizer, stop_rule_of
+from lightning_realloc.generation.stopping import StopRule, Tokenizer, check_stop_strings, check_tokenizer, stop_rule_of
 from lightning_realloc.runtime.model_terms import why_experts_fail, why_no_response
 
 _log = logging.getLogger(__name__)
@@ -116,6 +116,7 @@ class HFEngine:
         if failing is not None:
             raise GenerationError(f"{type(self._model).__name__} cannot generate: {'; '.join(failing)}")
         params = SamplingParams() if params is None else params
+        check_callables(on_finished=on_finished)
         requests = Requests(
             prompts=prompts, resume=(), params=params, sample_ids=sample_ids, length_hints=length_hints,
             token_limits=token_limits, vocabulary=vocabulary_of(self._model),
@@ -124,7 +125,7 @@ class HFEngine:
         samples = requests.samples()
         stop = stop_rule_of(self._model, params, self._tokenizer)
         if self._tokenizer is not None:
-            check_possible(params.stop_strings, self._tokenizer)
+            check_stop_strings(params.stop_strings, self._tokenizer)
         hints = [prompt.length_hint for prompt in requests.queue(samples)]
         order = sorted(samples, key=lambda sample: -hints[sample.prompt_number])
         stats = GenerationStats()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
+
+from torch import Tensor
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.noise import sample_key
 from lightning_realloc.generation.samples import Completion, Sample
-from lightning_realloc.generation.sampling import SamplingParams, check_kind
+from lightning_realloc.generation.sampling import SamplingParams, check_kind, is_of_kind
 from lightning_realloc.generation.scheduler import Prompt
 from lightning_realloc.generation.token_ids import as_token_ids, check_vocabulary
 
@@ -43,7 +46,11 @@ class Requests:
         n = self.params.n
         ids = self._sample_ids()
         cut: Counter[str] = Counter()
-        limits = self._per_request("token_limits", self.token_limits, self.params.max_new_tokens)
+        limits = _whole_numbers(
+            "token_limits",
+            self._per_request("token_limits", self.token_limits, self.params.max_new_tokens),
+            "one for each prompt",
+        )
         samples = []
         for index, given in enumerate(self.prompts):
             prompt = self._check_prompt(f"prompt {index}", given)
@@ -82,6 +89,11 @@ class Requests:
         """Return what the scheduler starts with: whoever was begun before comes first among equal hints."""
         n, num_fresh = self.params.n, len(self.prompts)
         hints = self._per_request("length_hints", self.length_hints, 0)
+        for index, hint in enumerate(hints):
+            if not is_of_kind(hint, Real) or not math.isfinite(hint):
+                raise GenerationError(
+                    f"length_hints[{index}]={hint!r} must be a number of tokens, 0 where none is known"
+                )
         begun = [Prompt(num_fresh + index, samples[place].position, (place,), hints[num_fresh + index])
                  for index, place in enumerate(range(num_fresh * n, len(samples)))]  # fmt: skip
         fresh = [Prompt(index, samples[index * n].position, tuple(range(index * n, (index + 1) * n)), hints[index])
@@ -95,7 +107,7 @@ class Requests:
             first = max(taken, default=-1) + 1
             ids = list(range(first, first + total))
         else:
-            ids = [int(sample_id) for sample_id in self.sample_ids]
+            ids = list(_whole_numbers("sample_ids", self.sample_ids, "one for each new completion"))
         if len(ids) != total or len(set(ids)) != total:
             raise GenerationError(
                 f"{len(self.prompts)} prompts with n={self.params.n} need {total} distinct sample_ids, "
@@ -150,12 +162,21 @@ class Requests:
         num_prompts, total = len(self.prompts), len(self.prompts) + len(self.resume)
         if given is None:
             return [default] * total
+        if not hasattr(given, "__len__"):
+            raise GenerationError(f"{name}={given!r} must be a list with one number for each prompt")
         if len(given) != total:
             also = f" and {len(self.resume)} resumed completions" if self.resume else ""
             raise GenerationError(
                 f"{name} must hold one number per prompt: got {len(given)} for {num_prompts} prompts{also}"
             )
-        return given
+        return given.tolist() if isinstance(given, Tensor) else given
+
+
+def _whole_numbers(name: str, given: Any, wanted: str) -> tuple[int, ...]:
+    try:
+        return as_token_ids(given)
+    except TypeError as error:
+        raise GenerationError(f"{name}={given!r} must be a list of whole numbers, {wanted}") from error
 
 
 def _token_ids(name: str, given: Any) -> tuple[int, ...]:
@@ -167,6 +188,13 @@ def _token_ids(name: str, given: Any) -> tuple[int, ...]:
             f"{name} must be a list of token ids; it is {text if len(text) <= 60 else text[:57] + '...'}, "
             f'turn text into ids first: tokenizer(texts)["input_ids"]'
         ) from error
+
+
+def check_callables(**given: object) -> None:
+    """Raise GenerationError for the first that is neither a function nor None, before anything is generated."""
+    for name, function in given.items():
+        if function is not None and not callable(function):
+            raise GenerationError(f"{name}={function!r} must be a function or None")
 
 
 def next_version(last: int, given: int | None) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+import logging
+from collections.abc import Collection, Iterable, Sequence, Sized
 from typing import Protocol
 
 from torch import nn
@@ -12,6 +13,8 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.model_facts import eos_ids_of, vocabulary_of
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.sampling import SamplingParams
+
+_log = logging.getLogger(__name__)
 
 
 class Tokenizer(Protocol):
@@ -154,6 +157,21 @@ def _eos_ids_of_text(tokenizer: Tokenizer | None) -> frozenset[int]:
     """Return the tokenizer's end-of-sequence token, if it has one."""
     eos = getattr(tokenizer, "eos_token_id", None)
     return frozenset({eos}) if isinstance(eos, int) else frozenset()
+
+
+def check_stop_strings(strings: Collection[str], tokenizer: Tokenizer) -> None:
+    """Refuse stop strings that can never occur, and warn of those that hardly ever do.
+
+    Raises:
+        GenerationError: naming the characters that no token holds.
+    """
+    check_possible(strings, tokenizer)
+    if unlikely := respelled(strings, tokenizer):
+        _log.warning(
+            "stop_strings become others when the tokenizer encodes and decodes them, so that responses may never hold "
+            "them: %s; spell them as it does, and leave out what it has no tokens for",
+            ", ".join(f"{string!r} becomes {text!r}" for string, text in sorted(unlikely.items())),
+        )
 
 
 def check_possible(strings: Iterable[str], tokenizer: Tokenizer) -> None:

@@ -122,6 +122,8 @@ class CallRunner:
             mailbox, rank=rank, world_size=world_size, may_be_late=overlap == "iterations"
         )
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._facts_of_next: dict[str, float] = {}
+        """What calls measured that were run for the next iteration before it."""
         self.counts: defaultdict[str, int] = defaultdict(int)
 
     def run_iteration(
@@ -156,13 +158,17 @@ class CallRunner:
             self._idle.end()
         return results
 
-    def run_calls(self, batch: Samples, calls: Sequence[ModelFunctionCall]) -> Samples:
-        """Run calls without training, and return all samples with everything that they made. Collective."""
+    def run_calls(self, batch: Samples, calls: Sequence[ModelFunctionCall], *, are_of_next: bool = False) -> Samples:
+        """Run calls without training, and return all samples with everything that they made. Collective.
+
+        ``are_of_next``: whether what they measured belongs to the next iteration.
+        """
         with self._failing_together():
             data = self._begin(batch, calls, iteration=0)
             self._work_on(data, data.routes.calls)
-            if _has_notes(calls):
-                data.receive_notes()
+            facts = data.receive_notes() if _has_notes(calls) else {}
+            if are_of_next:
+                self._facts_of_next = facts
             self._generators.hear()
             self._mailbox.let_go(self._run)
         return data.gather(self._device)
@@ -250,6 +256,7 @@ class CallRunner:
         """Run what is left to do of a batch, training included, and gather what every rank is to know."""
         self._work_on(data, data.routes.later())
         facts = data.receive_notes() if _has_notes(data.routes.calls) else {}
+        facts, self._facts_of_next = self._facts_of_next | facts, {}
         known = data.known()
         metrics = with_rates(merge_idle_shares(facts), num_tokens=self._num_tokens)
         if self._max_staleness:

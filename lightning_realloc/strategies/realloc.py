@@ -374,12 +374,15 @@ class ReallocStrategy(SteppingStrategy):
         self.count_iteration()
         return tuple(result.samples.lengths_only() for result in results)
 
-    def run_calls(self, batch: Samples, names: tuple[str, ...]) -> Samples:
-        """Run some calls on a batch, in the dataflow's order, without training; every rank gets all of the results."""
+    def run_calls(self, batch: Samples, names: tuple[str, ...], *, are_of_next: bool = False) -> Samples:
+        """Run some calls on a batch, in the dataflow's order, without training; every rank gets all of the results.
+
+        ``are_of_next``: whether they are the beginning of the next iteration, with which what they measured is logged.
+        """
         calls = [call for call in self.pool.dataflow.calls if call.name in names]
         if len(calls) < len(names):
             raise PlanError(f"{', '.join(set(names) - {c.name for c in calls})} is no call of this algorithm")
-        return self.runner.run_calls(batch, calls)
+        return self.runner.run_calls(batch, calls, are_of_next=are_of_next)
 
     def on_train_start(self) -> None:
         """Look for garbage seldom, since iterations leave none, and all ranks wait for the one that looks.

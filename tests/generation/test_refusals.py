@@ -44,6 +44,27 @@ GREEDY = SamplingParams(max_new_tokens=20, temperature=0)
         ([[5], [6]], {"sample_ids": [3, 3]}, "got 2 of which 1 distinct"),
         ([[5], [6]], {"length_hints": [3]}, "length_hints must hold one number per prompt: got 1 for 2"),
         ([[5], [6]], {"token_limits": [3, 0]}, r"token_limits\[1\]=0 must be at least 1"),
+        ([[5], [6]], {"token_limits": ["a", 2]}, r"token_limits=\['a', 2\] must be a list of whole numbers, one for"),
+        (
+            [[5], [6]],
+            {"token_limits": [2.0, 3.0]},
+            r"token_limits=\[2.0, 3.0\] must be a list of whole numbers, one for",
+        ),
+        ([[5], [6]], {"token_limits": 5}, "token_limits=5 must be a list with one number for each prompt"),
+        (
+            [[5], [6]],
+            {"length_hints": [3, None]},
+            r"length_hints\[1\]=None must be a number of tokens, 0 where none is",
+        ),
+        ([[5], [6]], {"length_hints": [math.nan, 3]}, r"length_hints\[0\]=nan must be a number of tokens"),
+        (
+            [[5], [6]],
+            {"sample_ids": [1.7, 2.2]},
+            r"sample_ids=\[1.7, 2.2\] must be a list of whole numbers, one for each",
+        ),
+        ([[5], [6]], {"sample_ids": 5}, "sample_ids=5 must be a list of whole numbers, one for each new completion"),
+        ([[5]], {"on_finished": 5}, "on_finished=5 must be a function or None"),
+        ([[5]], {"may_stop": 5}, "may_stop=5 must be a function or None"),
         (None, {}, "prompts must be a list of lists of token ids; it is a NoneType"),
         ([[5]], {"resume": [{"sample_id": 3}]}, "resume must hold completions of an earlier call; it holds dict"),
         ([[5]], {"resume": 5}, "resume must be a list of unfinished completions of an earlier call; it is a int"),
@@ -237,6 +258,16 @@ class Proposing(Drafter):
         return [self._draft] * (len(running) - self._missing)
 
 
+class Forgetful(Drafter):
+    """Returns what is no list of drafts: nothing, or a generator."""
+
+    def __init__(self, returned: Any) -> None:
+        self._returned = returned
+
+    def propose(self, *_: Any) -> Any:
+        return self._returned
+
+
 @pytest.mark.parametrize("num_draft_tokens", [3, None])
 @pytest.mark.parametrize(
     ("drafter", "verification", "message"),
@@ -246,6 +277,14 @@ class Proposing(Drafter):
         (Proposing(Draft([5, 128])), "match", "returned tokens 5 to 128 for sample 0, and the vocabulary has 128"),
         (Proposing(Draft([-1])), "match", "returned tokens -1 to -1 for sample 0, and the vocabulary has 128"),
         (Proposing(Draft([5]), missing=1), "match", r"returned \d drafts for \d running samples; return one for each"),
+        (Proposing(Draft(["a"])), "match", r"Proposing.propose returned \['a'\] for sample 0; return token ids"),
+        (Proposing(Draft([5.5])), "match", r"Proposing.propose returned \[5.5\] for sample 0; return token ids"),
+        (
+            Forgetful(None),
+            "match",
+            "Forgetful.propose returned a NoneType; return a list with a Draft for each running",
+        ),
+        (Forgetful(iter([])), "match", "Forgetful.propose returned a list_iterator; return a list with a Draft for"),
         (Proposing(Draft([5])), "reject", "has to know what each drafted token was drawn from, .* 0 laws for 1 tokens"),
     ],
 )

@@ -628,6 +628,12 @@ def test_a_drafter_of_all_or_no_blocks_is_refused(count: int) -> None:
         first_blocks(target(), count)
 
 
+def test_a_model_of_one_block_has_no_first_ones() -> None:
+    one = tiny_model("llama", num_hidden_layers=1)
+    with pytest.raises(GenerationError, match=r"two blocks at least .* LlamaForCausalLM has 1; draft by 'history'"):
+        GenerationEngine(one, speculation=Speculation(drafter="blocks", draft_blocks=1))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from lightning_realloc import BestOfN, DynamicSampling
 from lightning_realloc.generation import SamplingParams, Speculation
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
@@ -106,6 +107,43 @@ def test_earlier_responses_draft_better_than_the_samples_own_text(workers: Worke
     # From the second epoch on, every prompt was answered before, half of the time on the other rank.
     assert min(by_history[2:]) > max(by_own_text[2:])
     assert sum(by_history[2:]) / 4 > 1.5
+
+
+@dataclass
+class Logged(Callback):
+    """Names of what is logged with every iteration."""
+
+    names: list[set[str]] = field(default_factory=list)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Read what was logged."""
+        self.names.append(set(trainer.logged_metrics))
+
+
+def run_choosing(dynamic: bool) -> list[set[str]]:
+    """Return what is logged where a first walk generates and a second one trains."""
+    settings: dict[str, Any] = {
+        "sampling": SamplingParams(n=2, max_new_tokens=8),
+        "tokenizer": byte_tokenizer(),
+        "speculation": Speculation(drafter="ngram", num_draft_tokens=2),
+        "sample_reallocation": True,
+        "max_cache_bytes": 300_000,
+    }
+    if dynamic:
+        module: Any = runs.grpo(**settings, dynamic_sampling=DynamicSampling())
+    else:
+        module = BestOfN(tiny_model("llama"), runs.low_tokens, **settings)
+    record = Logged()
+    runs.train(module, plan_of(module, "dp2"), 2, Batches(2), max_epochs=1, callbacks=[record])
+    return record.names
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_a_first_walk_measured_is_logged_with_its_step(workers: WorkerPool, dynamic: bool) -> None:
+    wanted = {f"{name}/actor.generate" for name in ("seconds", "tokens_per_step", "moved_samples", "preemptions")}
+    for names in workers.run(run_choosing, dynamic, world_size=2, init_process_group=False):
+        of_steps = [of_batch for of_batch in names if "actor/loss" in of_batch]  # else more prompts are waited for
+        assert of_steps and all(wanted <= of_step for of_step in of_steps)
 
 
 def test_a_draft_model_of_another_vocabulary_ends_the_run_by_name(workers: WorkerPool, tmp_path: Any) -> None:
