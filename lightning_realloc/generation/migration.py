@@ -325,7 +325,8 @@ class _Call:
             moves, freed = choice.moves, choice.freed
         else:
             moves = plan_balance(loads, cost, least_gap_s=least_period_s, rest_steps=REST_ROUNDS, step=self._round)
-        self._num_quiet = self._num_quiet + 1 if self._expected.knows_ends and not (moves or freed) else 0
+        num_quiet = self._num_quiet + 1 if self._expected.knows_ends else 1  # that lengths differ is to be seen soon
+        self._num_quiet = 0 if moves or freed else num_quiet
         period_s = next_round_s(loads, least_period_s, self._num_quiet)
         return moves, freed, cost.bytes_per_s * own_s, max(1, round(period_s / own_s))
 

@@ -22,7 +22,7 @@ _OF_ONE_ROW = 0.5
 """What a step of one row is taken to cost of the smallest step made so far: a guess, and a move or two correct it."""
 _RAREST = 4
 """Periods between two rounds, at most, while nothing moves."""
-_UNTIL_THE_FIRST_END = 0.25
+_UNTIL_THE_FIRST_END = 0.4
 """Share of the seconds until the first rank is expected to have nothing left that may pass without a round."""
 _RESPONSES_PER_PROMPT = 8
 _MOST_PROMPTS = 65_536
@@ -205,7 +205,7 @@ def next_round_s(loads: Sequence[RankLoad], period_s: float, num_quiet: int) -> 
     Args:
         loads: Of all ranks.
         period_s: Seconds between two rounds while samples move.
-        num_quiet: Rounds in a row in which lengths were known and nothing moved.
+        num_quiet: Rounds in a row in which nothing moved.
     """
     if not num_quiet:
         return period_s

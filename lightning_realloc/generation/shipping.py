@@ -229,9 +229,9 @@ class Shipping:
 
     def move_on(self) -> None:
         """Go on with shipments for which nobody has to be waited for."""
-        shipments = [*self._leaving, *self._arriving]
-        if not shipments:
+        if not (self._leaving or self._arriving):
             return
+        shipments = [*self._leaving, *self._arriving]
         for shipment in self._leaving:
             shipment.steps_left -= 1
         ready = [float(shipment.is_ready) for shipment in shipments]

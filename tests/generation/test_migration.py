@@ -340,7 +340,7 @@ def _num_rounds(least_period_s: float) -> int:
 
     model.register_forward_pre_hook(take_time)
     engine = GenerationEngine(model, peers=peers, clock=lambda: now)
-    with moving(), mock.patch.object(migration, "LEAST_PERIOD_S", least_period_s):
+    with moving(every=8), mock.patch.object(migration, "LEAST_PERIOD_S", least_period_s):
         for _ in range(2):  # steps' seconds are known from the second time on
             engine.generate([[5]], SamplingParams(max_new_tokens=100, ignore_eos=True), sample_ids=[dist.get_rank()])
     peers.mailbox.let_go(0)

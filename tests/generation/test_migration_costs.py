@@ -23,7 +23,7 @@ def test_rounds_get_rarer_while_nothing_moves(num_quiet: int, seconds: float) ->
 
 
 def test_a_rank_that_will_soon_be_idle_is_met_in_time() -> None:
-    assert next_round_s(loads(160.0, 900.0), 16.0, num_quiet=5) == 40.0  # a quarter of what is left
+    assert next_round_s(loads(160.0, 900.0), 16.0, num_quiet=5) == 64.0  # two fifths of what is left
     assert next_round_s(loads(20.0, 900.0), 16.0, num_quiet=5) == 16.0
     assert next_round_s(loads(0.0, 900.0), 16.0, num_quiet=5) == 16.0
 
