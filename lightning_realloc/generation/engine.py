@@ -210,7 +210,6 @@ class GenerationEngine:
         Raises:
             GenerationError: for what cannot be generated from, and for logits that are not finite.
         """
-        check_callables(on_finished=on_finished, may_stop=may_stop)
         requests = Requests(
             prompts=prompts, resume=resume, params=SamplingParams() if params is None else params,
             sample_ids=sample_ids, length_hints=length_hints, token_limits=token_limits,
@@ -221,8 +220,9 @@ class GenerationEngine:
             announcer.follow(run.ended)
             return may_stop is None or may_stop()
 
-        with nullcontext() if self._migration is None else self._migration.expected(requests.params.max_new_tokens):
+        with nullcontext() if self._migration is None else self._migration.expected():
             check_idle(self._model)
+            check_callables(on_finished=on_finished, may_stop=may_stop)
             samples = requests.samples()
             num_own = len(samples)
             announcer = Announcer(samples, on_finished, lambda sample: sample.completion(self._version))
@@ -258,8 +258,9 @@ class GenerationEngine:
             with slot_attention(self._model), self._packed_weights(run.samples, requests.params), run:
                 if self._migration is not None:
                     self._migration.carry_out(
-                        run, requests.length_hints, follow=announcer.follow, waiting_calls=self.waiting_calls
-                    )
+                        run, requests.length_hints, max_new_tokens=requests.params.max_new_tokens,
+                        follow=announcer.follow, waiting_calls=self.waiting_calls,
+                    )  # fmt: skip
                 while self._anybody_has_work(run.has_work):
                     run.step()
                     announcer.follow(run.ended)

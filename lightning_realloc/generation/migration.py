@@ -105,20 +105,11 @@ class Migration:
         self.pace = Pace()
         self.lengths = LengthBook()
         self._short_calls = ShortCalls()
-        self._kind = (0, 0)
-        """Of the call that is made: which one it is in the dataflow, and the tokens of its longest responses."""
-        self._is_apart = False
-        """Whether it is taken to be short: ranks send each other nothing."""
         self._has_begun = False
 
     @contextmanager
-    def expected(self, max_new_tokens: int) -> Iterator[None]:
-        """What goes on in here leads to :meth:`carry_out`; where it fails before, leave nobody waiting for it.
-
-        ``max_new_tokens`` bounds the responses of all ranks.
-        """
-        self._kind = self.peers.call, max_new_tokens
-        self._is_apart = self._short_calls.takes_next(self._kind)
+    def expected(self) -> Iterator[None]:
+        """What goes on in here leads to :meth:`carry_out`; where it fails before, leave nobody waiting for it."""
         self._has_begun = False
         try:
             yield
@@ -132,6 +123,7 @@ class Migration:
         run: GenerationRun,
         hints: Sequence[int] | None = None,
         *,
+        max_new_tokens: int,
         follow: Callable[[Sequence[Sample]], None] | None = None,
         waiting_calls: WaitingCalls | None = None,
     ) -> None:
@@ -140,17 +132,19 @@ class Migration:
         Args:
             run: What this rank begins with.
             hints: Expected response length per prompt, 0 where it is not known.
+            max_new_tokens: What bounds the responses of all ranks: calls of the dataflow are told apart by it.
             follow: Called after every step with all samples that ended here so far.
             waiting_calls: What this rank may be freed for.
         """
         call = _Call(self, run, dict(enumerate(hints or ())), follow, waiting_calls)
         self._has_begun = True
+        kind = self.peers.call, max_new_tokens
         try:
-            if self._is_apart:
+            if self._short_calls.takes_next(kind):
                 call.carry_out_apart()
             else:
                 call.carry_out()
-                self._short_calls.look_at(self._kind, was_short=call.was_short)
+                self._short_calls.look_at(kind, was_short=call.was_short)
         except BaseException:
             call.abandon()
             raise
