@@ -42,8 +42,8 @@ from lightning_realloc.generation.speculator import Speculator
 from lightning_realloc.generation.step_graphs import StepGraphs
 from lightning_realloc.generation.stopping import (
     StopRule,
+    StopStringCheck,
     Tokenizer,
-    check_stop_strings,
     check_tokenizer,
     stop_rule_of,
 )
@@ -128,7 +128,7 @@ class GenerationEngine:
         self._agree = agree
         self._wall_clock = wall_clock
         self._version = 0
-        self._possible_strings: set[str] = set()
+        self._check_stop_strings = StopStringCheck(tokenizer)
         self._cache = SlotCache() if max_cache_bytes is None else PagedCache(int(max_cache_bytes))
         self._graphs = None
         if cuda_graphs and lockstep is None and isinstance(self._cache, SlotCache):
@@ -324,10 +324,7 @@ class GenerationEngine:
 
     def _stop_rule(self, params: SamplingParams) -> StopRule:
         rule = stop_rule_of(self._model, params, self._tokenizer)
-        unchecked = set(params.stop_strings) - self._possible_strings
-        if unchecked and self._tokenizer is not None:
-            check_stop_strings(unchecked, self._tokenizer)
-            self._possible_strings |= unchecked
+        self._check_stop_strings(params.stop_strings)
         return rule
 
     @property

@@ -28,7 +28,7 @@ from lightning_realloc.generation.requests import Requests, check_callables, nex
 from lightning_realloc.generation.run import DIVERGED, GenerationStats, not_finite
 from lightning_realloc.generation.samples import Completion, Sample
 from lightning_realloc.generation.sampling import SamplingParams, check_counts, token_logprobs
-from lightning_realloc.generation.stopping import StopRule, Tokenizer, check_stop_strings, check_tokenizer, stop_rule_of
+from lightning_realloc.generation.stopping import StopRule, StopStringCheck, Tokenizer, check_tokenizer, stop_rule_of
 from lightning_realloc.runtime.model_terms import why_experts_fail, why_no_response
 
 _log = logging.getLogger(__name__)
@@ -73,6 +73,7 @@ class HFEngine:
         check_tokenizer(tokenizer)
         self._model: Any = model
         self._tokenizer = tokenizer
+        self._check_stop_strings = StopStringCheck(tokenizer)
         self._max_slots = max_slots
         self._max_length = max_length
         self._version = 0
@@ -124,8 +125,7 @@ class HFEngine:
         )  # fmt: skip
         samples = requests.samples()
         stop = stop_rule_of(self._model, params, self._tokenizer)
-        if self._tokenizer is not None:
-            check_stop_strings(params.stop_strings, self._tokenizer)
+        self._check_stop_strings(params.stop_strings)
         hints = [prompt.length_hint for prompt in requests.queue(samples)]
         order = sorted(samples, key=lambda sample: -hints[sample.prompt_number])
         stats = GenerationStats()

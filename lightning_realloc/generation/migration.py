@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from math import inf
 from typing import Any, Protocol, TypeVar
 
@@ -33,6 +32,7 @@ from lightning_realloc.generation.run import GenerationRun
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.shipping import Peers, Shipping
 from lightning_realloc.generation.short_calls import ShortCalls
+from lightning_realloc.generation.steps_taken import StepsTaken
 from lightning_realloc.runtime.exchange import decode_message, encode_message
 from lightning_realloc.runtime.freight import Dispatch, Parcel
 from lightning_realloc.runtime.mailbox import FrameKind
@@ -186,10 +186,9 @@ class _Call:
         """What others tell in the next two rounds, by who tells it. Receiving begins a round early: gloo keeps those
         who begin to receive what the other end has sent already until its own thread gets a core."""
         self._told: deque[Dispatch] = deque()
-        self._steps = [(run.counts, 0.0)]
-        """Counts after each step and its seconds, from the last one on that was learnt from. That is done in rounds,
-        many at once, as learning from responses is: right behind a forward the same takes twice as long."""
-        self._round = self._num_ended = self._num_quiet = 0
+        self._steps = StepsTaken(run, pace, self._book, self._expected, migration.clock)
+        """Learnt from in rounds."""
+        self._round = self._num_quiet = 0
         self._steps_left = PERIOD_STEPS
         self._steps_s = self._waited_s = 0.0
         self.was_short = False
@@ -222,7 +221,7 @@ class _Call:
         for other, parcel in last_words.items():
             self._wait(partial(self._read, parcel, other))
         self._tell_freed({"reports": self._peers.num_reports, "shipments": self._peers.num_shipments})
-        self._learn_steps()
+        self._steps.learn()
         back = self._shipping.bring_back()
         for sent in self._told:
             sent.wait()
@@ -234,7 +233,7 @@ class _Call:
         """Make steps until every sample of this rank is over, as the other ranks do with theirs."""
         while self._run.has_work:
             self._step()
-        self._learn_steps()
+        self._steps.learn()
 
     def abandon(self) -> None:
         """Leave nobody waiting for a rank that failed; of the failure itself the mailbox tells."""
@@ -245,27 +244,10 @@ class _Call:
 
     # ---- steps
     def _step(self) -> None:
-        run, (before, _) = self._run, self._steps[-1]
-        begin = self._clock()
-        run.step()
-        after = run.counts
-        self._steps.append((after, self._clock() - begin))
         # Where all samples wait for their environments there is time to look around.
-        self._steps_left = self._steps_left - 1 if after != before else 0
+        self._steps_left = self._steps_left - 1 if self._steps.step() else 0
         if self._follow is not None:
-            self._follow(run.ended)
-
-    def _learn_steps(self) -> None:
-        """Learn what steps since the last time took, and how long the responses are that ended in them."""
-        ended = self._run.ended
-        for sample in ended[self._num_ended :]:
-            self._expected.finish(sample.prompt_number, len(sample.token_ids), is_cut=sample.is_full)
-            self._book.keep(sample)
-        self._num_ended = len(ended)
-        for (before, _), (after, seconds) in pairwise(self._steps):
-            rows, read, generated = (now - then for now, then in zip(after, before, strict=True))
-            self._pace.take_step(rows=rows, read=read, generated=generated, seconds=seconds)
-        del self._steps[:-1]
+            self._follow(self._run.ended)
 
     def _wait(self, wait: Callable[[], _T]) -> _T:
         begin = self._clock()
@@ -366,8 +348,7 @@ class _Call:
         return told
 
     def _report(self) -> Report:
-        num_steps = len(self._steps) - 1
-        self._learn_steps()
+        num_steps = self._steps.learn()
         pace = self._pace.agreed(self._agree)
         self._steps_s += num_steps * pace.step_s
         run, incoming, outgoing = self._run, self._shipping.incoming, self._shipping.outgoing

@@ -112,7 +112,7 @@ class Report:
     """Of its cache; 0 before the first step."""
     pace: Told
     steps_s: float = 0.0
-    """Of all steps in this call so far."""
+    """Seconds of all its steps in this call so far."""
     evidence: tuple[float, float] = (0.0, 0.0)
     """Of lengths, see `RemainingLengths`."""
     waiting_call_s: float = 0.0

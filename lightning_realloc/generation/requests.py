@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -193,8 +193,7 @@ def _token_ids(name: str, given: Any) -> tuple[int, ...]:
 def check_callables(**given: object) -> None:
     """Raise GenerationError for the first that is neither a function nor None, before anything is generated."""
     for name, function in given.items():
-        if function is not None and not callable(function):
-            raise GenerationError(f"{name}={function!r} must be a function or None")
+        check_kind(name, function, Callable, "a function", optional=True)  # type: ignore[arg-type]
 
 
 def next_version(last: int, given: int | None) -> int:

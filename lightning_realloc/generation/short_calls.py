@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 MOST_IN_A_ROW = 8
+"""Calls behind which one is looked at again, at most: lengths change while a policy learns."""
 
 
 class ShortCalls:

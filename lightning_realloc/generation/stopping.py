@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from typing import Protocol
 
 from torch import nn
@@ -159,19 +159,31 @@ def _eos_ids_of_text(tokenizer: Tokenizer | None) -> frozenset[int]:
     return frozenset({eos}) if isinstance(eos, int) else frozenset()
 
 
-def check_stop_strings(strings: Collection[str], tokenizer: Tokenizer) -> None:
-    """Refuse stop strings that can never occur, and warn of those that hardly ever do.
+class StopStringCheck:
+    """Refuses stop strings that can never occur, and warns of those that hardly ever do; of each of them once."""
 
-    Raises:
-        GenerationError: naming the characters that no token holds.
-    """
-    check_possible(strings, tokenizer)
-    if unlikely := respelled(strings, tokenizer):
-        _log.warning(
-            "stop_strings become others when the tokenizer encodes and decodes them, so that responses may never hold "
-            "them: %s; spell them as it does, and leave out what it has no tokens for",
-            ", ".join(f"{string!r} becomes {text!r}" for string, text in sorted(unlikely.items())),
-        )
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        """Check by this tokenizer; without one there are no stop strings."""
+        self._tokenizer = tokenizer
+        self._possible: set[str] = set()
+
+    def __call__(self, strings: Iterable[str]) -> None:
+        """Check those that were not checked before.
+
+        Raises:
+            GenerationError: naming the characters that no token holds.
+        """
+        unchecked = set(strings) - self._possible
+        if not unchecked or self._tokenizer is None:
+            return
+        check_possible(unchecked, self._tokenizer)
+        if unlikely := respelled(unchecked, self._tokenizer):
+            _log.warning(
+                "stop_strings become others when the tokenizer encodes and decodes them, so that responses may never "
+                "hold them: %s; spell them as it does, and leave out what it has no tokens for",
+                ", ".join(f"{string!r} becomes {text!r}" for string, text in sorted(unlikely.items())),
+            )
+        self._possible |= unchecked
 
 
 def check_possible(strings: Iterable[str], tokenizer: Tokenizer) -> None:

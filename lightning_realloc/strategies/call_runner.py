@@ -122,9 +122,9 @@ class CallRunner:
             mailbox, rank=rank, world_size=world_size, may_be_late=overlap == "iterations"
         )
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.counts: defaultdict[str, int] = defaultdict(int)
         self._facts_of_next: dict[str, float] = {}
         """What calls measured that were run for the next iteration before it."""
-        self.counts: defaultdict[str, int] = defaultdict(int)
 
     def run_iteration(
         self, batch: Samples, calls: Sequence[ModelFunctionCall], *, iteration: int, is_last: bool, num_shown: int = 0
