@@ -31,6 +31,7 @@ from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.rates import count_tokens, facts_of, with_rates
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.routes import Routes
+from lightning_realloc.strategies.signals import StopRequest
 from lightning_realloc.strategies.tail import TailCalls
 from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.strategies.training_metrics import TrainingMetrics
@@ -70,6 +71,7 @@ class CallRunner:
         max_staleness: How many iterations of training a response's policy may lack of the one that learns from it.
         generation_parts: In how many portions samples go to calls on other ranks while they are generated.
         frees_copies: Whether copies of models are gone between their calls, to save memory.
+        stop: Whether the run should end; travels with the ranks' messages.
         device: Where tensors are worked on.
         rank: This process.
         world_size: All processes.
@@ -88,6 +90,7 @@ class CallRunner:
         max_staleness: int,
         generation_parts: int = 1,
         frees_copies: bool = False,
+        stop: StopRequest,
         device: torch.device,
         rank: int,
         world_size: int,
@@ -102,6 +105,7 @@ class CallRunner:
         self._max_staleness = max_staleness
         self._frees_copies = frees_copies
         self._num_parts = generation_parts
+        self._stop = stop
         self._ahead: tuple[Iteration, ...] = ()
         """Batches with responses that were not trained on yet."""
         self._version = 0
@@ -166,7 +170,7 @@ class CallRunner:
         with self._failing_together():
             data = self._begin(batch, calls, iteration=0)
             self._work_on(data, data.routes.calls)
-            facts = data.receive_notes() if _has_notes(calls) else {}
+            facts = self._receive_notes(data)
             if are_of_next:
                 self._facts_of_next = facts
             self._generators.hear()
@@ -214,7 +218,18 @@ class CallRunner:
         routes = Routes(calls, workplaces, self._world_size, self._num_parts, self._module.group_size, generates_ahead)
         data = Iteration(batch, routes, self._mailbox, rank=self._rank, run=self._run, version=self._version)
         data.facts |= self._idle.facts(self._rank)
+        if all(call.kind == "train" for call in calls):
+            self._send_notes(data)  # there is nothing to wait for
         return data
+
+    def _send_notes(self, data: Iteration) -> None:
+        data.facts |= self._stop.as_metrics()
+        data.send_notes()
+
+    def _receive_notes(self, data: Iteration) -> dict[str, float]:
+        facts = data.receive_notes()
+        self._stop.take_from(facts)
+        return facts
 
     def _work_on(self, data: Iteration, calls: Sequence[ModelFunctionCall]) -> None:
         """Run some calls of a batch."""
@@ -228,7 +243,7 @@ class CallRunner:
             for call in group:
                 self._note(data, call, seconds.get(call.name))
             if any(data.index(call) == last for call in group):
-                data.send_notes()
+                self._send_notes(data)
             if self._overlap == "none":
                 self._idle.measure(self._mailbox.meet)
 
@@ -255,7 +270,7 @@ class CallRunner:
     def _conclude(self, data: Iteration, *, is_last: bool) -> IterationResult:
         """Run what is left to do of a batch, training included, and gather what every rank is to know."""
         self._work_on(data, data.routes.later())
-        facts = data.receive_notes() if _has_notes(data.routes.calls) else {}
+        facts = self._receive_notes(data)
         facts, self._facts_of_next = self._facts_of_next | facts, {}
         known = data.known()
         metrics = with_rates(merge_idle_shares(facts), num_tokens=self._num_tokens)
@@ -373,7 +388,3 @@ class CallRunner:
         return takes_part
 
     _KINDS: ClassVar = {"generate": _generate, "infer": _infer, "compute": _compute, "train": _train}
-
-
-def _has_notes(calls: Sequence[ModelFunctionCall]) -> bool:
-    return any(call.kind != "train" for call in calls)

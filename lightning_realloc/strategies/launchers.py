@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.multiprocessing.spawn import ProcessExitedException
+
+from lightning_realloc.strategies.signals import SIGTERM_EXIT_CODE, sigterm_forwarded
 
 
 class FullStateLauncher(_MultiProcessingLauncher):
@@ -15,6 +21,27 @@ class FullStateLauncher(_MultiProcessingLauncher):
     The stock one sends rank 0's ``state_dict()`` to the main process, which has no process group and cannot rebuild a
     DTensor. This one sends full tensors; every rank takes part in gathering them.
     """
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Start the processes and wait for them; SIGTERM goes on to them, and they decide when to end."""
+        with sigterm_forwarded(self):
+            try:
+                return super().launch(function, *args, trainer=trainer, **kwargs)
+            except ProcessExitedException as error:
+                if error.exit_code != SIGTERM_EXIT_CODE:
+                    raise
+                if trainer is not None:  # callbacks have saved what they save, in the processes that hold the models
+                    trainer.callbacks = []  # type: ignore[attr-defined]
+                raise SIGTERMException(SIGTERM_EXIT_CODE) from None
+
+    def _wrapping_function(self, process_idx: int, trainer: Trainer | None, *args: Any, **kwargs: Any) -> None:
+        """Run in a started process; Lightning tells callbacks of exceptions in the process that called it alone."""
+        try:
+            super()._wrapping_function(process_idx, trainer, *args, **kwargs)
+        except SIGTERMException as error:
+            if trainer is not None:
+                _interrupt(trainer, error)
+            raise
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
         module = trainer.lightning_module

@@ -37,6 +37,7 @@ from lightning_realloc.strategies.data_parallel import average_gradients
 from lightning_realloc.strategies.failures import dismiss_observer, end_with_parent, report_failures
 from lightning_realloc.strategies.launchers import FullStateLauncher
 from lightning_realloc.strategies.precision import for_samples
+from lightning_realloc.strategies.signals import StopRequest, set_exit_code
 from lightning_realloc.tuning.dataflow import Dataflow
 
 
@@ -65,6 +66,8 @@ class ProcessStrategy(ModelParallelStrategy):
         self._start_method = start_method
         self._sync_blocked = False
         self._is_watched = False
+        self.stop = StopRequest()
+        """Whether a rank received SIGTERM, and the run ends."""
 
     @abstractmethod  # Lightning's would wipe models that are built, and a configuration shall not name this class
     def setup(self, trainer: Trainer) -> None:
@@ -114,6 +117,7 @@ class ProcessStrategy(ModelParallelStrategy):
         self._setup_distributed()
         # Ranks that seed themselves apart still draw, shuffle and build alike.
         self.run_seed = self.broadcast(global_seed())
+        self.stop.handle_sigterm(self.lightning_module.trainer)
         if self.world_size > 1:
             report_failures(rank=self.global_rank, launcher=self._launcher)
             forget_last_words(self.global_rank)
@@ -202,10 +206,17 @@ class ProcessStrategy(ModelParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Let the other ranks know, and this one, where all it knows is that another one is gone."""
         super().on_exception(exception)
+        set_exit_code(exception)
         forget_groups()
         dismiss_observer(self._launcher)
         if self.world_size > 1 and dist.is_initialized():
             explain(exception, self.global_rank, self.world_size)
+
+    def teardown(self) -> None:
+        """Let a SIGTERM end this process that came too late to end the run."""
+        super().teardown()
+        if self.stop.is_requested:
+            self.stop.resend_if_unanswered(self.lightning_module.trainer)  # type: ignore[union-attr]
 
     # ---- gradients of a LightningModule without calls
     def post_backward(self, closure_loss: Tensor) -> None:

@@ -35,6 +35,7 @@ from lightning_realloc.runtime.shards import reshard
 from lightning_realloc.strategies.call_runner import CallRunner
 from lightning_realloc.strategies.data_parallel import broadcast_module
 from lightning_realloc.strategies.estimation import lengths_of, profile_of, prospects_of
+from lightning_realloc.strategies.failures import dismiss_observer
 from lightning_realloc.strategies.fusion import check_parts
 from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.offload import Offloader
@@ -255,8 +256,8 @@ class ReallocStrategy(SteppingStrategy):
         return CallRunner(
             module, pool, mailbox, self.phase_replica, trainee, layout_of=self._layout_of, overlap=self._overlap,
             max_staleness=self.max_staleness, generation_parts=self.generation_parts,
-            frees_copies=self._reallocation is not None and self._reallocation.free_after, device=self.root_device,
-            rank=self.global_rank, world_size=self.world_size,
+            frees_copies=self._reallocation is not None and self._reallocation.free_after, stop=self.stop,
+            device=self.root_device, rank=self.global_rank, world_size=self.world_size,
         )  # fmt: skip
 
     def is_running(self) -> bool:
@@ -372,6 +373,7 @@ class ReallocStrategy(SteppingStrategy):
             module.log_dict(dict(result.metrics), batch_size=1)
             module.on_samples_carried(result.carried, num_learnt=len(result.samples))
         self.count_iteration()
+        self._stop_if_agreed()
         return tuple(result.samples.lengths_only() for result in results)
 
     def run_calls(self, batch: Samples, names: tuple[str, ...], *, are_of_next: bool = False) -> Samples:
@@ -382,21 +384,22 @@ class ReallocStrategy(SteppingStrategy):
         calls = [call for call in self.pool.dataflow.calls if call.name in names]
         if len(calls) < len(names):
             raise PlanError(f"{', '.join(set(names) - {c.name for c in calls})} is no call of this algorithm")
-        return self.runner.run_calls(batch, calls, are_of_next=are_of_next)
+        results = self.runner.run_calls(batch, calls, are_of_next=are_of_next)
+        self._stop_if_agreed()
+        return results
+
+    def _stop_if_agreed(self) -> None:
+        """Let the run end after this batch if a rank received SIGTERM; nothing stays on its way between ranks."""
+        if self.stop.is_agreed:
+            self.runner.finish()
+            dismiss_observer(self._launcher)
+            self.stop.stop_if_agreed(self.lightning_module.trainer)  # type: ignore[union-attr]
 
     def on_train_start(self) -> None:
-        """Look for garbage seldom, since iterations leave none, and all ranks wait for the one that looks.
-
-        And leave out the broadcast before every batch by which Lightning spreads a SIGTERM: all ranks would meet in it.
-        Whoever ends a run signals every process, and each one that was signalled ends it.
-        """
+        """Look for garbage seldom, since iterations leave none, and all ranks wait for the one that looks."""
         super().on_train_start()
-        if self.dataflow is None:
-            return
-        self._collection.start()
-        if self._overlap == "iterations":
-            epoch_loop: Any = self.lightning_module.trainer.fit_loop.epoch_loop  # type: ignore[union-attr]
-            epoch_loop._broadcast_sigterm_tensor = lambda: None
+        if self.dataflow is not None:
+            self._collection.start()
 
     def on_train_end(self) -> None:
         """Take in what ranks sent each other last."""
