@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.failures import Failed, Outcome
 from lightning_realloc.rewards.signatures import RewardFunction, accepted
-from lightning_realloc.rewards.texts import describe_batch, describe_completion
+from lightning_realloc.rewards.texts import describe_batch, describe_completion, shortened
+
+MAX_REWARD = (2.0 - 2.0**-23) * 2.0**127
+"""The largest float32, which rewards are kept in; larger numbers would become infinite."""
 
 
 def ask(name: str, function: RewardFunction, given: Mapping[str, Any]) -> list[Outcome]:
@@ -48,11 +51,12 @@ def checked(name: str, returned: object, given: Mapping[str, Any]) -> list[Outco
     """Return what a function returned as outcomes, one per completion.
 
     Raises:
-        RewardError: for another number of them, and for what is no finite number, None or failure.
+        RewardError: for another number of them, for what has no order of completions, and for what is no finite
+            number, None or failure.
     """
     values = returned.tolist() if hasattr(returned, "tolist") else returned
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise RewardError(f"reward function {name!r} must return a list of numbers; it returned {values!r}")
+    if isinstance(values, str | bytes | Mapping | Set) or not isinstance(values, Iterable):
+        raise RewardError(f"reward function {name!r} must return a list of numbers; it returned {shortened(values)}")
     outcomes = list(values)
     if len(outcomes) != len(given["completions"]):
         raise RewardError(
@@ -65,16 +69,22 @@ def checked(name: str, returned: object, given: Mapping[str, Any]) -> list[Outco
 def _outcome(name: str, value: Any, index: int, given: Mapping[str, Any]) -> Outcome:
     if value is None or isinstance(value, Failed):
         return value
-    try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
+    number = finite_number(value)
+    if number is None:
         raise RewardError(
-            f"reward function {name!r} must return finite numbers, or None where it does not apply; it returned "
-            f"{value!r} for {describe_completion(index, given)}"
+            f"reward function {name!r} must return finite numbers (of at most 3.4e38, in float32), or None where it "
+            f"does not apply; it returned {shortened(value)} for {describe_completion(index, given)}"
         )
     return number
+
+
+def finite_number(value: Any) -> float | None:
+    """Return what a value is as a number; None for a text, and for what is not finite in float32."""
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):  # the last for integers of hundreds of digits
+        return None
+    return number if abs(number) <= MAX_REWARD else None
 
 
 def _raised(name: str, error: Exception, given: Mapping[str, Any]) -> RewardError:

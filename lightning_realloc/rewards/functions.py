@@ -19,7 +19,7 @@ from transformers import TrainerState
 
 from lightning_realloc.data.chat import begun_answer, is_conversation
 from lightning_realloc.errors import RewardError
-from lightning_realloc.rewards.asking import ask, ask_async
+from lightning_realloc.rewards.asking import ask, ask_async, finite_number
 from lightning_realloc.rewards.event_loop import EventLoop
 from lightning_realloc.rewards.failures import Failed, Outcome
 from lightning_realloc.rewards.signatures import RewardFunction as RewardFunction
@@ -68,7 +68,7 @@ class RewardFunctions:
         _refuse_models(given)
         self.functions = tuple(resolved(item) for item in given)
         self.weights = tuple(float(weight) for weight in weights) if weights is not None else (1.0,) * len(given)
-        if len(self.weights) != len(self.functions) or not all(map(math.isfinite, self.weights)):
+        if len(self.weights) != len(self.functions) or None in map(finite_number, self.weights):
             raise RewardError(
                 f"{len(self.functions)} reward functions need as many finite weights; got {list(self.weights)}"
             )
@@ -168,6 +168,7 @@ class RewardFunctions:
         if self._alone:
             self._refuse_unjudged(values.isnan().all(dim=0) & ~masked, given)
         total = (values * torch.tensor(self.weights)[:, None]).nansum(dim=0)
+        refuse_infinite_sums(total, masked, lambda index: describe_completion(index, given))
         return Rewards(total.masked_fill(masked, math.nan), by_function, failed)
 
     def _refuse_unknown_failures(self, outcomes: Mapping[str, Sequence[Outcome]], failed: Mapping[str, Tensor]) -> None:
@@ -194,6 +195,26 @@ class RewardFunctions:
 
     def _named(self) -> Iterator[tuple[str, RewardFunction]]:
         return zip(self.names, self.functions, strict=True)
+
+
+def refuse_infinite_sums(total: Tensor, missing: Tensor, describe: Callable[[int], str]) -> None:
+    """Refuse a weighted sum of finite rewards that float32 cannot hold.
+
+    Args:
+        total: (B,) sums.
+        missing: (B,) bool: True where there is no sum.
+        describe: Names the completion at an index.
+
+    Raises:
+        RewardError: for the first such sum.
+    """
+    bad = ~total.isfinite() & ~missing
+    if bool(bad.any()):
+        index = int(bad.nonzero()[0])
+        raise RewardError(
+            f"a weighted sum of rewards must be at most 3.4e38, in float32; it is {float(total[index])} for "
+            f"{describe(index)}; lower reward_weights or the rewards"
+        )
 
 
 def listed(functions: object) -> list[Any]:

@@ -21,10 +21,12 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from lightning_realloc.errors import RewardError
+from lightning_realloc.rewards.asking import finite_number
 from lightning_realloc.rewards.event_loop import EventLoop
 from lightning_realloc.rewards.failures import Failed, FailureRule, OnFailure, Outcome
 from lightning_realloc.rewards.retries import RETRIED, Retries, retry_after_s
 from lightning_realloc.rewards.signatures import columns_alone
+from lightning_realloc.rewards.texts import shortened
 
 
 class RemoteReward:
@@ -234,9 +236,8 @@ def _rewards(content: bytes, count: int) -> list[float | None] | _Refused:
     if len(rewards) != count:
         return _Refused(f"its answer must have one reward for each of {count} completions; it has {len(rewards)}")
     for reward in rewards:
-        is_number = isinstance(reward, int | float) and math.isfinite(reward)
-        if reward is not None and not is_number:
-            return _Refused(f"rewards must be finite numbers or null; it answered {reward!r}")
+        if reward is not None and finite_number(reward) is None:
+            return _Refused(f"rewards must be finite numbers or null; it answered {shortened(reward)}")
     return [None if reward is None else float(reward) for reward in rewards]
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_realloc.errors import RewardError
+from lightning_realloc.rewards.asking import checked
 from lightning_realloc.rewards.failures import Failed, OnFailure, Outcome
 from lightning_realloc.rewards.signatures import (
     RewardFunction,
@@ -105,16 +106,15 @@ class Shaped:
     def __call__(self, **given: Any) -> Any:
         """Return the shaped outcomes, or a coroutine of them."""
         returned = self.function(**accepted(self.function, given))
-        return self._shape_later(returned) if inspect.isawaitable(returned) else self._shape(returned)
+        return self._shape_later(returned, given) if inspect.isawaitable(returned) else self._shape(returned, given)
 
-    async def _shape_later(self, returned: Any) -> list[Outcome]:
-        return self._shape(await returned)
+    async def _shape_later(self, returned: Any, given: Mapping[str, Any]) -> list[Outcome]:
+        return self._shape(await returned, given)
 
-    def _shape(self, outcomes: Any) -> list[Outcome]:
-        values = outcomes.tolist() if hasattr(outcomes, "tolist") else outcomes
+    def _shape(self, returned: Any, given: Mapping[str, Any]) -> list[Outcome]:
         return [
             outcome
             if outcome is None or isinstance(outcome, Failed)
-            else scaled_and_clipped(float(outcome), scale=self.scale, low=self.low, high=self.high)
-            for outcome in values
+            else scaled_and_clipped(outcome, scale=self.scale, low=self.low, high=self.high)
+            for outcome in checked(self.__name__, returned, given)  # before bounds make a number of infinity
         ]

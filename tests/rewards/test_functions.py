@@ -109,6 +109,13 @@ def test_a_function_may_name_just_what_it_needs() -> None:
         ([math.inf, 1.0], r"'broken' must .* finite numbers.* inf for the completion '2' of the prompt '1\+1='"),
         ([1.0, "good"], r"'broken' must return finite numbers.* 'good' for the completion ' 4\\n' of the prompt"),
         ([1.0, "1.0"], r"'broken' must return finite numbers.* '1.0' for the completion"),
+        ([1.0, 1e39], r"'broken' must return finite numbers.* 1e\+39 for the completion ' 4\\n' of the prompt '1\+2='"),
+        ([-1e300, 1.0], r"'broken' must return finite numbers.* -1e\+300 for the completion '2' of the prompt '1\+1='"),
+        (torch.tensor([1.0, 1e39], dtype=torch.float64), r"'broken' must return finite numbers.* 1e\+39 for"),
+        ([1.0, 10**400], r"'broken' must return finite numbers.* 10000.* for the completion ' 4\\n'"),
+        ({0: 1.0, 1: 0.5}, r"'broken' must return a list of numbers; it returned \{0: 1.0, 1: 0.5\}"),
+        ({1.0, 0.5}, r"'broken' must return a list of numbers; it returned \{"),
+        (b"ab", r"'broken' must return a list of numbers; it returned b'ab'"),
         ([1.0, None], r"all of \['broken'\] returned None for the completion ' 4\\n' of the prompt '1\+2='"),
         (1.0, "'broken' must return a list of numbers; it returned 1.0"),
         (None, "'broken' must return a list of numbers; it returned None"),
@@ -117,6 +124,18 @@ def test_a_function_may_name_just_what_it_needs() -> None:
 def test_what_is_no_reward_is_refused_with_function_prompt_and_completion(value: object, rule: str) -> None:
     with pytest.raises(RewardError, match=rule):
         _judge(returning(value))
+
+
+def test_the_largest_float32_is_a_reward_and_a_sum_beyond_it_is_none() -> None:
+    largest = torch.finfo(torch.float32).max
+    assert _judge(returning([largest, -largest])).total.tolist() == [largest, -largest]
+    rule = r"a weighted sum of rewards must be at most 3\.4e38, in float32; it is inf for the completion ' 4\\n' of the"
+    with pytest.raises(RewardError, match=rule):
+        RewardFunctions(returning([1.0, 1e38]), weights=[10.0])(PROMPTS, COMPLETIONS, IDS, {})
+    # One too large and one too small a part are no sum either, nor a response that nobody could judge.
+    both = [returning([1e38, 1.0]), returning([-1e38, 1.0])]
+    with pytest.raises(RewardError, match=r"it is nan for the completion '2' of the prompt"):
+        RewardFunctions(both, weights=[10.0, 10.0])(PROMPTS, COMPLETIONS, IDS, {})
 
 
 def test_a_function_that_raises_is_named_with_its_batch() -> None:
@@ -140,6 +159,7 @@ def test_a_function_that_raises_is_named_with_its_batch() -> None:
         ([], None, "at least one reward function"),
         ([length], [1.0, 2.0], "1 reward functions need as many finite weights"),
         ([length], [math.nan], "finite weights"),
+        ([length], [1e39], "finite weights"),
         (["no_such_package.reward"], None, "'no_such_package.reward' cannot be imported"),
         (["lightning_realloc.rewards:nothing"], None, "cannot be imported .*nothing"),
         (5, None, "must be callable; 5 is a int"),

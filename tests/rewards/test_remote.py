@@ -121,6 +121,8 @@ def test_a_slow_server_is_asked_again_and_given_up_in_time() -> None:
         (Answer(content={"rewards": [1.0, 2.0]}), "one reward for each of 1 completions; it has 2"),
         (Answer(content={"rewards": ["1"]}), "finite numbers or null; it answered '1'"),
         (Answer(content=b'{"rewards": [NaN]}'), "finite numbers or null; it answered nan"),
+        (Answer(content=b'{"rewards": [1e39]}'), r"finite numbers or null; it answered 1e\+39"),
+        (Answer(content={"rewards": [10**400]}), "finite numbers or null; it answered 10000"),
     ],
 )
 def test_what_repeating_cannot_mend_is_told_at_once(answer: Answer, reason: str) -> None:

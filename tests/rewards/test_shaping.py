@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
@@ -64,6 +65,15 @@ def test_rewards_are_scaled_and_then_bounded() -> None:
     assert list(rewards.by_function) == ["Judge", "later"] and list(rewards.failed) == ["Judge"]
     functions.close()
     assert judge.notes == ["start", "close"]
+
+
+@pytest.mark.parametrize("value", [[1.0, math.inf], [1.0, math.nan], [1e39, 1.0], {0: 1.0, 1: 2.0}])
+def test_bounds_make_no_reward_of_what_is_none(value: Any) -> None:
+    given = {"prompts": ["?"] * 2, "completions": ["a"] * 2, "value": value}
+    with pytest.raises(RewardError, match=r"reward function 'Judge' must return .*; it returned"):
+        Shaped(Judge(), low=0.0, high=1.0)(**given)
+    with pytest.raises(RewardError, match=r"reward function 'later' must return .*; it returned"):
+        asyncio.run(Shaped(later, low=0.0, high=1.0)(**given))
 
 
 @pytest.mark.parametrize("settings", [{"scale": math.inf}, {"low": 1.0, "high": 0.0}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,8 @@ class Kept:
         self.notes.append(f"judge {trainer_state.global_step} of {trainer_state.max_steps}")
         if self.refuses == "judge":
             raise RewardError("the server has gone")
+        if self.refuses == "overflow" and trainer_state.global_step == 1 and os.environ.get("RANK") == "1":
+            return [1e39 for _ in completion_ids]
         rewards = runs.low_tokens(completion_ids)
         pairs = zip(rewards, completion_ids, strict=True)
         return [Failed("no luck") if sum(ids) % 3 == 0 else reward for reward, ids in pairs]
@@ -94,6 +97,12 @@ def test_a_reward_is_closed_when_a_run_fails(workers: WorkerPool) -> None:
     for notes, _, _, told in workers.run(fit, runs.grpo, "judge", world_size=2, init_process_group=False):
         assert "the server has gone" in told
         assert notes == ["start", "judge 0 of 2", "close"]
+
+
+def test_a_reward_that_float32_cannot_hold_ends_a_run_on_all_ranks(workers: WorkerPool) -> None:
+    for _, logged, _, told in workers.run(fit, runs.grpo, "overflow", world_size=2, init_process_group=False):
+        assert told.startswith("reward function 'Kept' must return finite numbers") and "1e+39 for the comp" in told
+        assert len(logged) == 1 and math.isfinite(logged[0]["reward"])
 
 
 def fit_with_a_pool() -> list[int]:
