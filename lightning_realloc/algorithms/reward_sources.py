@@ -6,7 +6,6 @@ them.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +16,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.role import ModelSource, Role, is_model_source
-from lightning_realloc.algorithms.rollout import FINISH_REASONS, judged_responses
+from lightning_realloc.algorithms.rollout import FINISH_REASONS, judged_responses, response_texts
 from lightning_realloc.algorithms.settings import check_choice
 from lightning_realloc.algorithms.vocabulary import require_same_vocabulary, required_tokenizer, retokenized
 from lightning_realloc.errors import ConfigError, RewardError
-from lightning_realloc.rewards.functions import RewardFunction, RewardFunctions, Rewards, listed
+from lightning_realloc.rewards.asking import finite_number
+from lightning_realloc.rewards.functions import (
+    RewardFunction,
+    RewardFunctions,
+    Rewards,
+    listed,
+    refuse_infinite_sums,
+)
 from lightning_realloc.rewards.signatures import resolved
+from lightning_realloc.rewards.texts import shortened
 from lightning_realloc.runtime.packed_forward import sequence_scores
 from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.samples import Samples
@@ -98,7 +105,7 @@ class RewardSources:
         several: list[Any] = [reward] if is_model_source(reward) else listed(reward)
         given: list[Any] = [item if is_model_source(item) else resolved(item) for item in several]
         factors = [1.0] * len(given) if weights is None else [float(weight) for weight in weights]
-        if len(factors) != len(given) or not all(map(math.isfinite, factors)):
+        if len(factors) != len(given) or None in map(finite_number, factors):
             raise RewardError(f"{len(given)} rewards need as many finite weights; got {factors}")
         pairs = list(zip(given, factors, strict=True))
         of_models = [(source, weight) for source, weight in pairs if is_model_source(source)]
@@ -164,20 +171,38 @@ class RewardSources:
                 self._tokenizers[role.name] = own
 
     def score(self, role: str, model: nn.Module, batch: PackedBatch, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-        """Return (B,) what a reward model makes of every sequence, of tokens of the actor's ``tokenizer``."""
-        if role in self._tokenizers:
-            batch = retokenized(batch, tokenizer, self._tokenizers[role])
-        return sequence_scores(model, batch).float()
+        """Return (B,) what a reward model makes of every sequence, of tokens of the actor's ``tokenizer``.
+
+        Raises:
+            RewardError: for a score that is not finite, naming the role, the sample and its response.
+        """
+        read = retokenized(batch, tokenizer, self._tokenizers[role]) if role in self._tokenizers else batch
+        scores = sequence_scores(model, read).float()
+        bad = ~scores.isfinite()
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0])
+            end, length = int(batch.cu_seqlens[row + 1]), batch.response_lengths[row]
+            text = tokenizer.decode(batch.input_ids[0, end - length : end], skip_special_tokens=True)
+            raise RewardError(
+                f"the reward model of role {role!r} must give finite scores; it gave {float(scores[row])} for the "
+                f"completion {shortened(text)} of sample {int(batch.ids[row])}; look at its weights and precision"
+            )
+        return scores
 
     def judge(self, samples: Samples, tokenizer: PreTrainedTokenizerBase) -> Rewards:
         """Return the weighted sum of what models scored, and of what functions say now."""
         scores = {model: samples.tensor(model.column).float().cpu() for model in self.models}
         of_models = torch.zeros(len(samples)) + sum(model.weight * values for model, values in scores.items())
-        if self.functions is None:
-            return Rewards(of_models, self._named(scores, ()))
-        found = judged_responses(self.functions, samples, tokenizer)
+        found = None if self.functions is None else judged_responses(self.functions, samples, tokenizer)
+        total = of_models if found is None else found.total + of_models
+        missing = torch.zeros(len(samples), dtype=torch.bool) if found is None else found.total.isnan()
+        refuse_infinite_sums(
+            total, missing, lambda index: f"the completion {shortened(response_texts(samples, tokenizer)[index])}"
+        )
+        if found is None:
+            return Rewards(total, self._named(scores, ()))
         by_name = {**self._named(scores, found.by_function), **found.by_function}
-        return Rewards(found.total + of_models, by_name, found.failed)
+        return Rewards(total, by_name, found.failed)
 
     def _named(self, scores: Mapping[_Model, Tensor], taken: Mapping[str, Tensor] | tuple[()]) -> dict[str, Tensor]:
         return {f"{m.role}_model" if m.role in taken else m.role: values for m, values in scores.items()}

@@ -82,6 +82,29 @@ def test_each_call_scores_with_its_own_model() -> None:
         torch.testing.assert_close(method(getattr(module, role), batch), sequence_scores(model, batch).float())
 
 
+@pytest.mark.parametrize("make", [runs.grpo, runs.ppo])
+def test_a_score_that_is_not_finite_is_refused_with_role_sample_and_response(make: Callable[..., Any]) -> None:
+    module = make(reward=[tiny_scorer("llama"), tiny_scorer("llama", seed=1)])
+    module.configure_model()
+    with torch.no_grad():
+        module.reward_2.score.weight.fill_(float("nan"))
+    batch = pack(test_grpo.rollout().without_columns("ref_logprobs", "behaviour_logprobs"))
+    text = byte_tokenizer().decode(test_grpo.RESPONSES[0], skip_special_tokens=True)
+    module.score_sequences(module.reward, batch)
+    with pytest.raises(RewardError, match="the reward model of role 'reward_2' must give finite scores") as info:
+        module.score_by_reward_2(module.reward_2, batch)
+    assert f"it gave nan for the completion {text!r} of sample {int(batch.ids[0])}" in str(info.value)
+
+
+def test_a_weighted_sum_with_models_that_overflows_is_refused() -> None:
+    module = runs.grpo(reward=[tiny_scorer("llama"), test_grpo.fixed], reward_weights=[1e30, 1.0])
+    scores = torch.tensor([1.0, 1.0, 1e9, 1.0])
+    text = byte_tokenizer().decode(test_grpo.RESPONSES[2], skip_special_tokens=True)
+    with pytest.raises(RewardError, match=r"a weighted sum of rewards must be at most 3\.4e38") as info:
+        module.judge(rollout(reward_scores=scores))
+    assert f"it is inf for the completion {text!r}" in str(info.value)
+
+
 def test_a_function_may_pass_over_what_a_model_judges() -> None:
     found = runs.grpo(reward=[now_and_then, tiny_scorer("llama")]).judge(rollout(reward_scores=SCORES))
     assert found["rewards"].tolist() == [3.5, -1.0, 2.0, 0.0]
