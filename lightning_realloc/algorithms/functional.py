@@ -48,9 +48,10 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, std_eps: float | None =
     centred, counts, index = _centred(rewards, groups)
     if std_eps is None:
         return centred
-    squares = counts.new_zeros(len(counts)).index_add_(0, index, centred.nan_to_num().square())
+    exact = centred.nan_to_num().double()  # squares of rewards beyond 1e19 overflow float32
+    squares = exact.new_zeros(len(counts)).index_add_(0, index, exact.square())
     std = (squares / (counts - 1).clamp(min=1)).sqrt()
-    return centred / (std[index] + std_eps)
+    return (centred / (std[index] + std_eps)).to(rewards)
 
 
 def leave_one_out_advantages(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -70,8 +71,8 @@ def _centred(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     members, index = torch.unique(groups.to(rewards.device), return_inverse=True)
     there = ~rewards.isnan()
     counts = rewards.new_zeros(members.shape[0]).index_add_(0, index, there.to(rewards))
-    mean = rewards.new_zeros(members.shape[0]).index_add_(0, index, rewards.nan_to_num()) / counts
-    return rewards - mean[index], counts, index
+    sums = counts.new_zeros(members.shape[0], dtype=torch.float64).index_add_(0, index, rewards.nan_to_num().double())
+    return rewards - (sums / counts).to(rewards)[index], counts, index
 
 
 def clipped_policy_loss(
@@ -178,7 +179,8 @@ def whiten(values: Tensor, mask: Tensor | None = None, *, eps: float = 1e-8) -> 
     count = kept.sum().clamp(min=1)
     mean = masked_sum(values, kept) / count
     centred = torch.where(kept, values - mean, 0.0)
-    return centred / ((centred.square().sum() / count).sqrt() + eps)
+    std = (centred.double().square().sum() / count).sqrt()  # in float32 squares of values beyond 1e19 overflow
+    return (centred / (std + eps)).to(values)
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:

@@ -52,6 +52,14 @@ def test_group_advantages_are_standard_scores_within_the_group() -> None:
     assert group_advantages(rewards, groups, std_eps=0.1)[0].item() == pytest.approx(0.73817, abs=1e-5)
 
 
+def test_advantages_of_huge_rewards_are_those_of_small_ones() -> None:
+    # Their squares overflow float32, and a deviation of infinity would leave nothing to learn.
+    groups, rewards = torch.tensor([0, 0, 0, 0]), torch.tensor([1.0, 2.0, 4.0, 5.0])
+    small, huge = (group_advantages(rewards * scale, groups, std_eps=0.0) for scale in (1.0, 1e30))
+    assert huge.tolist() == pytest.approx(small.tolist(), rel=1e-5)
+    assert whiten(rewards * 1e30).tolist() == pytest.approx(whiten(rewards).tolist(), rel=1e-5)
+
+
 def test_a_group_that_agrees_and_a_group_of_one_have_no_advantage() -> None:
     advantages = group_advantages(torch.tensor([2.0, 2.0, 9.0]), torch.tensor([0, 0, 1]))
     assert advantages.tolist() == [0.0, 0.0, 0.0]
