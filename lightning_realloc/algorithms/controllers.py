@@ -33,8 +33,11 @@ class KLController(nn.Module):
         self.register_buffer("coefficient", torch.tensor(coefficient, dtype=torch.float64))
 
     def update(self, kl: Tensor) -> None:
-        """Move the weight up where the mean divergence per response is above the target, down where it is below."""
-        if self.target is None:
+        """Move the weight up where the mean divergence per response is above the target, down where it is below.
+
+        A divergence that is not finite leaves it as it is.
+        """
+        if self.target is None or not bool(kl.isfinite()):
             return
         error = ((kl.to(self.coefficient) - self.target) / self.target).clamp(-MOST_ERROR, MOST_ERROR)
         self.coefficient.mul_(1 + self.gain * error)
@@ -75,9 +78,12 @@ class RunningMoments(nn.Module):
         return other
 
     def update(self, count: Tensor | float, total: Tensor, total_squares: Tensor) -> None:
-        """Take in ``count`` more values, known by their sum and the sum of their squares."""
+        """Take in ``count`` more values, known by their sum and the sum of their squares.
+
+        Sums that are not finite are left out: they would be part of all later moments.
+        """
         count = torch.as_tensor(count).to(self.count)
-        if not bool(count > 0):
+        if not bool(count > 0) or not bool(total.isfinite() & total_squares.isfinite()):
             return
         total, total_squares = total.to(self.mean), total_squares.to(self.mean)
         mean = total / count

@@ -186,13 +186,15 @@ def whiten(values: Tensor, mask: Tensor | None = None, *, eps: float = 1e-8) -> 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     """Return ``1 - Var(returns - values) / Var(returns)``: 1 for a perfect critic, 0 for a constant one.
 
-    Zero where the returns do not vary: nothing is left to explain. NaN where there is none, as when nothing was judged.
+    Zero where the returns do not vary: nothing is left to explain. NaN where there is none, as when nothing was judged,
+    and where values or returns are NaN.
     """
     if returns.numel() == 0:  # torch would warn of a variance without degrees of freedom
         return returns.new_full((), torch.nan)
     total = returns.var(correction=0)
     left = (returns - values).var(correction=0)
-    return torch.where(total > 0, 1 - left / total.clamp(min=torch.finfo(total.dtype).tiny), 0.0)
+    explained = 1 - left / total.clamp(min=torch.finfo(total.dtype).tiny)
+    return torch.where(total == 0, 0.0, explained)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLEstimator = "k3") -> Tensor:

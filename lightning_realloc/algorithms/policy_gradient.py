@@ -178,7 +178,10 @@ class PolicyGradient(RewardedModule):
             columns["kl_k1"] = sequence_sums(self.divergences(samples))
             rewards = rewards - self.kl_coef * columns["kl_k1"].to(rewards)
         advantages = self.advantages(rewards, samples)
-        return {"advantages": advantages.masked_fill(self.left_out(samples), torch.nan), **columns}
+        advantages = advantages.masked_fill(self.left_out(samples), torch.nan)
+        # A divergence that is not finite must not pass for a reward that is missing; see never_missing.
+        broken = ~rewards.isfinite() & ~samples.tensor("rewards").isnan()
+        return {"advantages": advantages.masked_fill(broken, torch.inf), **columns}
 
     def advantages(self, rewards: Tensor, samples: Samples) -> Tensor:
         """Return (B,) how much better each of the (B,) rewards is than expected; NaN: it is not learnt from."""

@@ -336,7 +336,7 @@ class PPO(PolicyModule):
         if self.has_reference:
             self.kl_controller.update(samples.tensor("kl_k1").nanmean())
         if self.token_advantages.normalize_values:
-            sums = (samples.tensor(name).nansum() for name in ("return_sums", "return_square_sums"))
+            sums = (samples.tensor(name)[judged].sum() for name in ("return_sums", "return_square_sums"))
             self.return_moments.update(num_model_tokens(samples)[judged].sum(), *sums)
 
     def check_batch(self, batch: Samples) -> None:

@@ -33,14 +33,28 @@ def of_judged(
     Args:
         samples: B samples.
         scores: (B,), NaN where there is none.
-        compute: Makes floating-point columns of samples, sequences as long as the responses.
+        compute: Makes floating-point columns of samples, sequences as long as the responses. A NaN that it makes for
+            a token becomes infinity, see :func:`never_missing`.
     """
     missing = scores.isnan().cpu()
     if not bool(missing.any()):
-        return dict(compute(samples))
+        return {name: _computed(column) for name, column in compute(samples).items()}
     rows = (~missing).nonzero().flatten()
     made = compute(samples.select(rows))
-    return {name: _spread(column, rows, samples) for name, column in made.items()}
+    return {name: _spread(_computed(column), rows, samples) for name, column in made.items()}
+
+
+def never_missing(values: Tensor) -> Tensor:
+    """Return computed values with infinity for NaN.
+
+    NaN says that nobody judged a response. A NaN that models or overflows made must not pass for that: the response
+    would be left out without a word. A loss of infinity has a gradient that is not finite, and its step is skipped.
+    """
+    return values.masked_fill(values.isnan(), math.inf)
+
+
+def _computed(column: Column) -> Column:
+    return Ragged(never_missing(column.values), column.lengths) if isinstance(column, Ragged) else column
 
 
 def _spread(column: Column, rows: Tensor, samples: Samples) -> Column:

@@ -26,6 +26,17 @@ def test_without_a_target_the_weight_stays_and_either_is_part_of_checkpoints() -
     assert float(other.coefficient) == 0.25
 
 
+def test_what_is_not_finite_changes_no_memory() -> None:
+    controller, moments = KLController(0.5, target=1.0), RunningMoments()
+    moments.update(2, torch.tensor(3.0), torch.tensor(5.0))
+    for bad in (torch.nan, torch.inf):
+        controller.update(torch.tensor(bad))
+        moments.update(2, torch.tensor(bad), torch.tensor(1.0))
+        moments.update(2, torch.tensor(1.0), torch.tensor(bad))
+    assert float(controller.coefficient) == 0.5
+    assert (float(moments.count), float(moments.mean), float(moments.std)) == (2.0, 1.5, 0.5)
+
+
 def test_moments_merged_batch_by_batch_are_those_of_all_values() -> None:
     generator = torch.Generator().manual_seed(0)
     moments = RunningMoments()

@@ -268,6 +268,8 @@ def test_explained_variance_by_hand() -> None:
     assert explained_variance(returns, returns).item() == 1.0
     assert explained_variance(torch.zeros(2), returns).item() == 0.0
     assert explained_variance(torch.zeros(2), torch.ones(2)).item() == 0.0
+    assert explained_variance(torch.tensor([0.5, torch.nan]), returns).isnan()
+    assert explained_variance(returns, torch.tensor([0.5, torch.nan])).isnan()
 
 
 def test_where_nothing_was_judged_no_variance_is_known_and_nobody_is_warned() -> None:

@@ -112,6 +112,19 @@ def test_ppo_estimates_and_losses_are_those_of_the_judged_responses() -> None:
     assert math.isfinite(float(module.kl_controller.coefficient))
 
 
+def test_a_nan_that_a_critic_made_is_not_a_missing_score() -> None:
+    module, whole = runs.ppo(kl_coef=0.1, normalize_values=True), ppo_rollout([1.0, NAN, -1.0])
+    values = whole.ragged("values")
+    values.values[0] = NAN
+    whole = whole.with_columns(**module.estimate_advantages(whole.with_columns(values=values)))
+    for name in ("advantages", "returns"):
+        assert [math.isnan(row[0]) for row in whole.ragged(name).to_lists()] == [False, True, False]
+    loss = module.actor_loss(tiny_model("llama"), pack_columns(whole, CPU), Totals(3, 7))
+    assert not math.isfinite(loss.value.item())
+    module.on_iteration_end(whole)
+    assert float(module.return_moments.count) == 0.0
+
+
 def test_ppo_survives_an_iteration_of_which_nothing_was_judged() -> None:
     module = runs.ppo(kl_coef=0.1, kl_target=1.0, normalize_values=True)
     nothing = ppo_rollout([NAN, NAN, NAN])
