@@ -78,6 +78,8 @@ class TrainOptions:
         num_minibatches: Optimizer steps per pass; groups of samples that belong together, as pairs, are never split.
         micro_batch_tokens: Most tokens that are packed into one forward pass.
         max_grad_norm: The global norm that gradients are clipped to; None leaves them.
+        max_skipped_steps: A step whose gradient norm is not finite is skipped; so many in a row of one role end the
+            run. None: any number of them may be skipped.
         stop_above: Metric -> limit. A mini-batch whose mean of a metric, over all its samples, exceeds the limit is not
             learnt from, nor is any after it in the same iteration.
         compile: The backend of ``torch.compile`` that runs the model's blocks, ``"inductor"``; None: they run as they
@@ -88,6 +90,7 @@ class TrainOptions:
     num_minibatches: int = 1
     micro_batch_tokens: int = 8192
     max_grad_norm: float | None = 1.0
+    max_skipped_steps: int | None = 10
     stop_above: Mapping[str, float] = field(default_factory=dict)
     compile: str | None = None
 
@@ -97,6 +100,10 @@ class TrainOptions:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.max_grad_norm is not None and self.max_grad_norm <= 0:
             raise ConfigError(f"max_grad_norm={self.max_grad_norm} must be positive; use None to leave gradients alone")
+        if self.max_skipped_steps is not None and self.max_skipped_steps < 1:
+            raise ConfigError(
+                f"max_skipped_steps={self.max_skipped_steps} must be at least 1; use None to never stop the run"
+            )
         if self.compile is not None:
             check_backend(self.compile)
         for metric, limit in self.stop_above.items():

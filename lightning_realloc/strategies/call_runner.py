@@ -195,6 +195,7 @@ class CallRunner:
     def plan_changed(self) -> None:
         """Forget the models of the plan before. The pool serves another plan from now on."""
         self._generators.forget()
+        self._trainee.forget_skips()
 
     def finish(self) -> None:
         """Take in what is still on its way. Collective over all ranks, after the last iteration.

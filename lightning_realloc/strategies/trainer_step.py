@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout import AXES
 from lightning_realloc.runtime.compiled import compiled_blocks
-from lightning_realloc.runtime.gradients import clip_gradients
+from lightning_realloc.runtime.gradients import clip_gradients, first_bad_gradient
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.pipeline import PipelineStage, pipeline_train
@@ -30,6 +30,7 @@ from lightning_realloc.runtime.training_mode import set_training_mode
 from lightning_realloc.strategies.random_state import seeded
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.sample_table import Chosen, SampleTable
+from lightning_realloc.strategies.skipped_steps import SkippedSteps
 
 LossMethod = Callable[..., Loss]
 
@@ -85,6 +86,11 @@ class Trainee:
         self._share_prompts = share_prompts
         self._group_size = group_size
         self._sums_of = sums_of
+        self._skipped = SkippedSteps()
+
+    def forget_skips(self) -> None:
+        """Count skipped steps anew, since a role's next layout may have ranks that saw none of them."""
+        self._skipped = SkippedSteps()
 
     def order_seeds(self, role: str, iteration: int) -> list[int]:
         """Return what shuffles the mini-batches of every epoch of a role's training call."""
@@ -108,7 +114,7 @@ class Trainee:
                 mine = step.shares[layout.data_parallel_index(self._rank)]
                 if not self._step(method, replica, chosen, mine, totals, sums):
                     break
-        means = self._means(replica, sums)
+        means = self._means(replica, sums) | {"skipped_steps": float(sums.num_skipped)}
         if self._options_of(replica.role).stop_above:
             means["steps"] = float(sums.num_steps)
         return {f"{replica.role}/{name}": value for name, value in means.items()}
@@ -124,7 +130,10 @@ class Trainee:
         self, method: LossMethod, replica: Replica, chosen: Chosen, micro_batches: Sequence[MicroBatch],
         totals: Totals, sums: _MetricSums,
     ) -> bool:  # fmt: skip
-        """Learn from one mini-batch; False when it exceeds a limit, and nothing was learnt."""
+        """Learn from one mini-batch; False when it exceeds a limit, and nothing was learnt.
+
+        Nothing is learnt either where the gradient norm is not finite, and the next mini-batch is tried.
+        """
         options = self._options_of(replica.role)
         optimizer = self._stepper.optimizer_of(replica.role)
         optimizer.zero_grad(set_to_none=True)
@@ -143,13 +152,28 @@ class Trainee:
         if options.stop_above and self._exceeds(options, replica, measured):
             optimizer.zero_grad(set_to_none=True)
             return False
+        norm = clip_gradients(replica.model, replica.model_layout, self._meshes, options.max_grad_norm)
+        is_finite = bool(norm.isfinite())  # the one wait for the device per step
         if options.max_grad_norm is not None:
-            norm = clip_gradients(replica.model, replica.model_layout, self._meshes, options.max_grad_norm)
-            sums.add_shared("grad_norm", norm)
-        self._stepper.step(optimizer)
+            sums.add_shared("grad_norm", norm if is_finite else norm.new_full((), torch.nan))
+        if is_finite:
+            self._stepper.step(optimizer)
+            self._skipped.record_step(replica.role)
+            sums.num_steps += 1
+        else:
+            sums.num_skipped += 1
+            self._record_skip(replica, float(norm), sums.num_minibatches)
         optimizer.zero_grad(set_to_none=True)  # the calls after this one need the memory
-        sums.num_steps += 1
         return True
+
+    def _record_skip(self, replica: Replica, norm: float, minibatch: int) -> None:
+        """Say which mini-batch gave no usable gradient, and stop the run after too many. Collective over the layout."""
+        bad = first_bad_gradient(replica.model, replica.model_layout, self._meshes)
+        cause = f"its gradient norm is {norm}" + ("" if bad is None else f", the first bad parameter is {bad}")
+        self._skipped.record_skip(
+            replica.role, f"iteration {self._stepper.iteration}, mini-batch {minibatch}", cause,
+            limit=self._options_of(replica.role).max_skipped_steps, warns=self._rank == replica.layout.ranks[0],
+        )  # fmt: skip
 
     def _exceeds(self, options: TrainOptions, replica: Replica, measured: _MetricSums) -> bool:
         """Return whether a mini-batch exceeds a limit; the same on every rank of the layout, to the last bit."""
@@ -203,7 +227,10 @@ class _MetricSums:
     def __init__(self) -> None:
         self.num_steps = 0
         """Optimizer steps taken."""
-        self._num_minibatches = 0
+        self.num_skipped = 0
+        """Optimizer steps skipped because the gradient norm was not finite."""
+        self.num_minibatches = 0
+        """Mini-batches counted so far."""
         self._loss: list[Tensor] = []
         self._totals: dict[str, list[Tensor]] = {}
         self._weights: dict[str, list[Tensor]] = {}
@@ -218,14 +245,14 @@ class _MetricSums:
 
     def merge(self, minibatch: _MetricSums) -> None:
         """Count what the micro-batches of one mini-batch added."""
-        self._num_minibatches += 1
+        self.num_minibatches += 1
         self._loss += minibatch._loss
         for ours, theirs in ((self._totals, minibatch._totals), (self._weights, minibatch._weights)):
             for name, values in theirs.items():
                 ours.setdefault(name, []).extend(values)
 
     def add_shared(self, name: str, value: Tensor) -> None:
-        """Count one optimizer step's value that is already the same on all ranks."""
+        """Count one optimizer step's value that is already the same on all ranks; NaN: the step was skipped."""
         self._shared.setdefault(name, []).append(value.detach().float())
 
     def reduce(self, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, Tensor]:
@@ -239,7 +266,7 @@ class _MetricSums:
         packed = torch.stack(sums)
         if group is not None:
             dist.all_reduce(packed, group=group)
-        result = {"loss": packed[0] / max(1, self._num_minibatches)}
+        result = {"loss": packed[0] / max(1, self.num_minibatches)}
         for index, name in enumerate(names):
             result[name] = packed[1 + 2 * index] / packed[2 + 2 * index].clamp_min(1e-12)
-        return result | {name: torch.stack(values).mean() for name, values in self._shared.items()}
+        return result | {name: torch.stack(values).nanmean() for name, values in self._shared.items()}

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import Layout, ModelLayout
-from lightning_realloc.runtime.gradients import clip_gradients, global_grad_norm, num_holders
+from lightning_realloc.runtime.gradients import clip_gradients, first_bad_gradient, global_grad_norm, num_holders
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.model_spec import describe_model
 from lightning_realloc.runtime.parallelize import parallelize
@@ -75,6 +77,34 @@ def test_holders_are_replicas_and_shared_heads() -> None:
     assert num_holders(under_tp4, "model.layers.0.self_attn.k_proj.weight") == 4
     assert num_holders(under_tp4, "model.layers.0.self_attn.q_proj.weight") == 2
     assert num_holders(under_tp4, "model.norm.weight") == 8
+
+
+def _spoilt(layout_texts: list[str]) -> list[tuple[float, str | None, bool]]:
+    """Return norm, bad parameter, and whether clipping left the gradients, where the last rank has the only NaN."""
+    meshes, answers = MeshRegistry("cpu"), []
+    meshes.create([Layout.parse(text) for text in layout_texts])
+    for text in layout_texts:
+        model = tiny_model("qwen2")
+        model_layout = ModelLayout(describe_model(model), Layout.parse(text))
+        parallelize(model, model_layout, meshes)
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        assert first_bad_gradient(model, model_layout, meshes) is None
+        gradients = [local_tensor(parameter.grad) for parameter in model.parameters()]
+        if dist.get_rank() == dist.get_world_size() - 1:
+            for name in ("model.layers.1.mlp.down_proj.weight", "model.norm.weight"):
+                local_tensor(model.get_parameter(name).grad)[-1] = torch.nan
+        before = [gradient.clone() for gradient in gradients]
+        norm = clip_gradients(model, model_layout, meshes, 1e-3)
+        kept = all(torch.equal(a, b) or b.isnan().any() for a, b in zip(gradients, before, strict=True))
+        answers.append((norm.item(), first_bad_gradient(model, model_layout, meshes), kept))
+    return answers
+
+
+def test_a_bad_gradient_of_one_rank_is_named_on_all_and_the_others_stay(workers: WorkerPool) -> None:
+    for answers in workers.run(_spoilt, ["dp2", "fsdp2", "tp2"], world_size=2):
+        for norm, name, kept in answers:
+            assert math.isnan(norm) and kept
+            assert name == "model.layers.1.mlp.down_proj.weight"
 
 
 def _clip_to_nothing() -> str:

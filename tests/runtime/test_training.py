@@ -144,6 +144,7 @@ def test_another_seed_shuffles_otherwise() -> None:
         ({"num_epochs": 0}, "num_epochs=0 must be at least 1"),
         ({"num_minibatches": -1}, "num_minibatches=-1 must be at least 1"),
         ({"micro_batch_tokens": 0}, "micro_batch_tokens=0 must be at least 1"),
+        ({"max_skipped_steps": 0}, "max_skipped_steps=0 must be at least 1; use None to never stop the run"),
         ({"max_grad_norm": 0.0}, r"max_grad_norm=0\.0 must be positive; use None to leave gradients alone"),
     ],
 )

@@ -65,7 +65,8 @@ def test_ppo_is_the_same_on_one_rank_and_on_two(workers: WorkerPool) -> None:
     plain, everything = (outcome.logged for outcome, _ in alone)
     names = {"score", "reward", "kl_k1", "kl_k3", "kl_coef", "explained_variance", "response_length", "finished"}
     trained = {"actor/ratio", "actor/entropy", "actor/clip_fraction", "actor/behaviour_kl", "actor/loss",
-               "actor/grad_norm", "critic/loss", "critic/clip_fraction", "critic/grad_norm"}  # fmt: skip
+               "actor/grad_norm", "critic/loss", "critic/clip_fraction", "critic/grad_norm",
+               "actor/skipped_steps", "critic/skipped_steps"}  # fmt: skip
     assert names | trained == set(plain[0])
     # The first step is taken from the policy that drew the tokens.
     assert plain[0]["actor/ratio"] == pytest.approx(1.0, abs=1e-4)
