@@ -64,6 +64,8 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
             them end together. Tokens stay the same; log-probabilities are rounded as the other rank's batches are.
         peft_config: Adapters to train in place of whole weights: a ``LoraConfig``, the same as a mapping with
             ``peft_type: LORA``, or a folder of saved ones, for every trained role; or role -> one of these.
+        allow_missing: Whether a model's folder may lack weights that its config asks for, which are then random, or
+            hold more of them. A new head needs no permission.
         liger_kernels: Whether models run Liger's kernels, on CUDA and with the package liger-kernel.
         seed: Of random weights, sampling, dropout and mini-batch order; by default that of ``seed_everything``, else 0.
     """
@@ -101,6 +103,7 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
         max_cache_bytes: int | None = None,
         sample_reallocation: bool = False,
         peft_config: Any = None,
+        allow_missing: bool = False,
         liger_kernels: bool = False,
         seed: int | None = None,
     ) -> None:
@@ -109,7 +112,9 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
         check_kind(TrainOptions, train_options=train_options)
         check_kind(Speculation, speculation=speculation)
         check_kind(Real, max_cache_bytes=max_cache_bytes)
-        check_kind(bool, sample_reallocation=sample_reallocation, liger_kernels=liger_kernels)
+        check_kind(
+            bool, sample_reallocation=sample_reallocation, allow_missing=allow_missing, liger_kernels=liger_kernels
+        )
         self.learning_rate = learning_rate
         self.train_options = train_options or TrainOptions()
         check_engine(engine, speculation, max_cache_bytes=max_cache_bytes, sample_reallocation=sample_reallocation)
@@ -118,6 +123,7 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
         self.max_cache_bytes = max_cache_bytes
         self.sample_reallocation = sample_reallocation
         self.peft_config = peft_config
+        self.allow_missing = allow_missing
         self.liger_kernels = liger_kernels
         self._seed = seed
         self.optimizer_settings = RoleOptimizer(
@@ -274,7 +280,7 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
         self._check_named_roles()
         for role in self.roles():
             if role.shares is None and not hasattr(self, role.name):
-                model = role.build(seed=self.seed)
+                model = role.build(seed=self.seed, allow_missing=self.allow_missing)
                 if self.liger_kernels:
                     use_liger_kernels(model, role.name, self._strategy.root_device)
                 setattr(self, role.name, model)

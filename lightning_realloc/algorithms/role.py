@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
 from lightning_realloc.algorithms.adapters import Adapters, AdapterSource, check_trainable
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.adapters import adapted_layers, adapter_config, head_names, merge_for_good
+from lightning_realloc.runtime.loaded_weights import unused_weights
 from lightning_realloc.runtime.structure import copied
 
 ModelSource = str | Path | PreTrainedConfig | nn.Module
@@ -44,6 +45,9 @@ _CLASSES = {
     "sequence_classification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     "token_classification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 }
+
+_MOST_NAMED = 4
+"""Weights that an error names; it counts the others."""
 
 
 def is_model_source(source: object) -> TypeGuard[ModelSource]:
@@ -120,16 +124,21 @@ class Role:
                 f"give a Hugging Face name, or a folder with config.json and weights"
             )
 
-    def build(self, *, seed: int) -> nn.Module:
-        """Return the model with its full weights, in float32, the same on every rank.
+    def build(self, *, seed: int, allow_missing: bool = False) -> nn.Module:
+        """Return the model with its full weights, the same on every rank: a module's as they are, others in float32.
 
         A module is copied, so that two roles may name the same one; for a classifier one with another head gives its
         backbone. A new head and random weights depend on ``seed`` alone. Classifiers have one label. Weights that
         a module's owner froze stay frozen, unless all are; under adapters all are but those, and a classifier's head.
 
+        Args:
+            seed: Of random weights.
+            allow_missing: Whether a folder's weights may be others than its config asks for; what is missing is random.
+
         Raises:
-            ConfigError: for what cannot be loaded, a language model without its head, a frozen classifier whose head
-                was never trained, a quantised base, and adapters that do not fit.
+            ConfigError: for what cannot be loaded, weights that are missing or have no place in the model, a language
+                model without its head, a frozen classifier whose head was never trained, a quantised base, and
+                adapters that do not fit.
         """
         self._refuse_quantised()
         adapters = self._adapters()
@@ -140,7 +149,7 @@ class Role:
             elif isinstance(self.source, nn.Module):
                 model = self._copied(self.source)
             else:
-                model = self._load(self.source, adapters)
+                model = self._load(self.source, adapters, allow_missing=allow_missing)
             self._adapt(model, adapters)
         # Lightning warns of modules in eval mode; every call chooses its own mode.
         return model.train()
@@ -269,19 +278,37 @@ class Role:
         ]
         return any(type(model) in (known if isinstance(known, tuple) else (known,)) for known in others)
 
-    def _load(self, source: str | Path, adapters: Adapters | None) -> nn.Module:
+    def _load(self, source: str | Path, adapters: Adapters | None, *, allow_missing: bool) -> nn.Module:
         options = {} if self.task == "causal_lm" else {"num_labels": 1}
         auto: Any = _AUTO_CLASSES[self.task]
         try:
             model, found = auto.from_pretrained(source, dtype=torch.float32, output_loading_info=True, **options)
         except (OSError, ValueError, RuntimeError) as error:  # the last for a head of several labels
             raise self._not_loaded(error) from error
-        if self.task != "causal_lm":
-            brought = () if adapters is None or not adapters.weights else head_names(model)
-            self._require_head(sorted(name for name in found["missing_keys"] if not name.startswith(brought)))
-        else:
-            self._require_output(model, found["missing_keys"])
+        missing, heads = sorted(found["missing_keys"]), head_names(model)
+        if self.task == "causal_lm":
+            self._require_output(model, missing)
+        elif adapters is None or not adapters.weights:  # which bring a head
+            self._require_head([name for name in missing if name.startswith(heads)])
+        if not allow_missing:
+            self._require_complete([name for name in missing if not name.startswith(heads)])
+            self._require_known(unused_weights(model, found["unexpected_keys"]))
         return model  # type: ignore[no-any-return]
+
+    def _require_complete(self, missing: list[str]) -> None:
+        if missing:
+            raise ConfigError(
+                f"{self.name}={str(self.source)!r} has no weights for {_listed(missing)}, which would be random; give "
+                f"the complete model, or set allow_missing=True"
+            )
+
+    def _require_known(self, unused: list[str]) -> None:
+        if unused:
+            raise ConfigError(
+                f"{self.name}={str(self.source)!r} has weights that its config.json has no place for: "
+                f"{_listed(unused)}; give the config that they were saved with, or set allow_missing=True to leave "
+                f"them out"
+            )
 
     def _require_output(self, model: PreTrainedModel, missing: Iterable[str]) -> None:
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -304,3 +331,8 @@ class Role:
             f"{self.name}={str(self.source)!r} could not be loaded ({error}); "
             f"give a Hugging Face name, or a folder with config.json and weights"
         )
+
+
+def _listed(names: list[str]) -> str:
+    further = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {further} more" if further > 0 else "")

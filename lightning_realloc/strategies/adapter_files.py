@@ -116,12 +116,14 @@ def _base_weights(
             "checkpoints with ReallocStrategy(save_frozen_roles=True)"
         )
     try:
-        model = model_class.from_pretrained(source, dtype=torch.float32)
+        loaded: Any = model_class.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"the adapters' base {str(source)!r} could not be loaded ({error}); give it as base"
         ) from error
-    plain = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    model, found = loaded
+    named = model.named_parameters(remove_duplicate=False)
+    plain = {name: parameter.detach() for name, parameter in named if name not in found["missing_keys"]}
     return {
         name: plain[name.replace(".base_layer.", ".")] for name in needed if name.replace(".base_layer.", ".") in plain
     }

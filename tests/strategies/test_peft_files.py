@@ -22,6 +22,7 @@ from lightning_realloc.errors import CheckpointError
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.export import export_checkpoint
 from lightning_realloc.strategies.huggingface import write_running_model
+from tests.algorithms.test_loaded_weights import rewrite
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.peft_runs import LORA, adapted_grpo
@@ -171,6 +172,9 @@ def test_a_base_that_is_nowhere_cannot_be_merged_into(workers: WorkerPool, tmp_p
         export_checkpoint(tmp_path / "run.ckpt", tmp_path / "merged", merge=True)
     tiny_model("qwen3").save_pretrained(tmp_path / "base")
     export_checkpoint(tmp_path / "run.ckpt", tmp_path / "merged", merge=True, base=tmp_path / "base")
+    rewrite(tmp_path / "partial", lambda weights: weights.pop("model.norm.weight"), model=tiny_model("qwen3"))
+    with pytest.raises(CheckpointError, match=r"partial has no weights for model.norm.weight; give the one"):
+        export_checkpoint(tmp_path / "run.ckpt", tmp_path / "merged", merge=True, base=tmp_path / "partial")
     tiny_model("qwen3", hidden_size=32).save_pretrained(tmp_path / "other")
     with pytest.raises(CheckpointError, match="shape"):
         export_checkpoint(tmp_path / "run.ckpt", tmp_path / "merged", merge=True, base=tmp_path / "other")

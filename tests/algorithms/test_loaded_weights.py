@@ -1,0 +1,91 @@
+"""What a role makes of a folder whose weights are not those that its config asks for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightning_realloc.algorithms.role import Role
+from lightning_realloc.errors import ConfigError
+from tests.models import tiny_model
+
+Weights = dict[str, Tensor]
+
+
+def rewrite(folder: Path, change: Callable[[Weights], object], *, model: PreTrainedModel | None = None) -> Path:
+    """Save a model, llama by default, with other weights in its file."""
+    (tiny_model("llama") if model is None else model).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _lose_a_weight(weights: Weights) -> None:
+    del weights["model.layers.1.mlp.up_proj.weight"]
+
+
+def _lose_a_block(weights: Weights) -> None:
+    for name in [name for name in weights if ".layers.1." in name]:
+        del weights[name]
+
+
+def _gain_a_block(weights: Weights) -> None:
+    for name in [name for name in weights if ".layers.1." in name]:
+        weights[name.replace(".1.", ".2.")] = weights[name].clone()
+
+
+def _gain_a_bias(weights: Weights) -> None:
+    weights["model.layers.0.self_attn.q_proj.bias"] = torch.ones(64)
+
+
+def _gain_what_is_no_part_of_it(weights: Weights) -> None:
+    weights["v_head.summary.weight"] = torch.ones(1, 64)
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    weights["model.layers.0.self_attn.masked_bias"] = torch.ones(1)
+    weights["model.vision_tower.layers.0.weight"] = torch.ones(1)
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "token_classification"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_lose_a_weight, r"m' has no weights for model.layers.1.mlp.up_proj.weight, which would be random; give the c"),
+        (_lose_a_block, r"has no weights for model.layers.1.\S+, model.layers.1.\S+, \S+, \S+ and 5 more, which would"),
+        (_gain_a_block, r"m' has weights that its config.json has no place for: model.layers.2.\S+, \S+ \S+ \S+ and 5"),
+        (_gain_a_bias, r"no place for: model.layers.0.self_attn.q_proj.bias; .* or set allow_missing=True to leave"),
+    ],
+)
+def test_a_folder_of_other_weights_is_refused_unless_it_is_allowed(
+    tmp_path: Path, task: str, change: Callable[[Weights], None], message: str
+) -> None:
+    role = Role(name="actor", source=rewrite(tmp_path / "m", change), trained=True, task=task)
+    with pytest.raises(ConfigError, match=f"^actor='.*{message}"):
+        role.build(seed=0)
+    assert role.build(seed=0, allow_missing=True).config.num_hidden_layers == 2
+
+
+def test_weights_of_other_modules_and_old_buffers_are_left_out(tmp_path: Path) -> None:
+    folder = rewrite(tmp_path / "m", _gain_what_is_no_part_of_it)
+    for task, trained in (("causal_lm", False), ("token_classification", True), ("sequence_classification", True)):
+        Role(name="any", source=folder, trained=trained, task=task).build(seed=0)
+    tied = rewrite(tmp_path / "tied", lambda weights: None, model=tiny_model("qwen2"))
+    assert "lm_head.weight" not in load_file(tied / "model.safetensors")
+    assert Role(name="actor", source=tied, trained=True).build(seed=0).config.tie_word_embeddings
+
+
+def test_a_block_more_of_a_bare_backbone_is_refused_too(tmp_path: Path) -> None:
+    tiny_model("qwen2", num_hidden_layers=3).model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "num_hidden_layers": 2, "layer_types": config["layer_types"][:2]})
+    )
+    with pytest.raises(ConfigError, match=r"has no place for: \S*layers.2.input_layernorm.weight,"):
+        Role(name="actor", source=tmp_path, trained=True).build(seed=0)
