@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 from lightning_realloc.algorithms.adapters import Adapters, AdapterSource, check_trainable
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.adapters import adapted_layers, adapter_config, head_names, merge_for_good
-from lightning_realloc.runtime.loaded_weights import unused_weights
+from lightning_realloc.runtime.loaded_weights import record_untied_weights, unused_weights
 from lightning_realloc.runtime.structure import copied
 
 ModelSource = str | Path | PreTrainedConfig | nn.Module
@@ -151,6 +151,7 @@ class Role:
             else:
                 model = self._load(self.source, adapters, allow_missing=allow_missing)
             self._adapt(model, adapters)
+        record_untied_weights(model)
         # Lightning warns of modules in eval mode; every call chooses its own mode.
         return model.train()
 

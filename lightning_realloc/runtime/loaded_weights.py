@@ -1,10 +1,11 @@
-"""Compare a transformers model with the file that its weights came from: which have no place in it."""
+"""Compare a transformers model with the file that its weights came from: missing weights, unknown ones, untied ones."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_realloc.runtime.structure import find_blocks
@@ -28,3 +29,19 @@ def unused_weights(model: PreTrainedModel, unexpected: Iterable[str]) -> list[st
     prefix = f"{model.base_model_prefix}."  # which the file of a bare backbone lacks
     found = (name for name in unexpected if not _OLD_BUFFERS.search(name))
     return sorted(name for name in found if is_ours(name) or is_ours(prefix + name))
+
+
+def record_untied_weights(model: nn.Module) -> None:
+    """Set ``tie_word_embeddings=False`` in the config of a model whose weights are not tied as the config says.
+
+    ``from_pretrained`` keeps two weights apart where a file holds two different ones, and leaves the config as it is.
+    A model that is written with such a config would be read back with one of them in place of both.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return
+    named = model.named_parameters(remove_duplicate=False)
+    weights = {name.replace(".base_layer.", "."): parameter for name, parameter in named}
+    pairs = model.get_expanded_tied_weights_keys(all_submodels=True).items()
+    if any(weights.get(target) is not weights.get(source) for target, source in pairs):
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False

@@ -118,6 +118,7 @@ def write_model(
             f"the weights do not fit {model_class.__name__}: missing {left[:4]}, unknown {list(unknown)[:4]}; "
             f"use the version of transformers that they were saved with"
         )
+    _part_weights(model)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     for file in description.iterdir():
@@ -154,6 +155,18 @@ def parse_dtype(text: str | None) -> torch.dtype | None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise CheckpointError(f"dtype={text!r} is no floating-point dtype; use 'float32', 'bfloat16' or 'float16'")
     return dtype
+
+
+def _part_weights(model: nn.Module) -> None:
+    """Give parameters that share memory memory of their own, unless the model's config ties them.
+
+    ``save_pretrained`` would write one of them, and ``from_pretrained`` would not know that it stands for both.
+    """
+    seen: set[int] = set()
+    for parameter in model.parameters():  # each tied one once
+        if parameter.data_ptr() in seen:
+            parameter.data = parameter.data.clone()
+        seen.add(parameter.data_ptr())
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

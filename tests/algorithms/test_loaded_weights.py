@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_realloc.algorithms.role import Role
 from lightning_realloc.errors import ConfigError
@@ -26,6 +26,12 @@ def rewrite(folder: Path, change: Callable[[Weights], object], *, model: PreTrai
     change(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def with_a_head_of_its_own(folder: Path) -> Path:
+    """Save a model whose config ties the head to the embeddings, with another head in its file."""
+    head = 0.05 * torch.randn(128, 64, generator=torch.Generator().manual_seed(1))
+    return rewrite(folder, lambda weights: weights.update({"lm_head.weight": head}), model=tiny_model("qwen2"))
 
 
 def _lose_a_weight(weights: Weights) -> None:
@@ -89,3 +95,14 @@ def test_a_block_more_of_a_bare_backbone_is_refused_too(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"has no place for: \S*layers.2.input_layernorm.weight,"):
         Role(name="actor", source=tmp_path, trained=True).build(seed=0)
+
+
+def test_two_weights_where_the_config_ties_them_stay_two(tmp_path: Path) -> None:
+    folder = with_a_head_of_its_own(tmp_path / "m")
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokens = torch.arange(3, 20)[None]
+    for source in (folder, theirs):
+        ours = Role(name="actor", source=source, trained=True).build(seed=0).eval()
+        assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+        assert not ours.config.tie_word_embeddings
+    assert theirs.config.tie_word_embeddings  # the caller's config is not ours to change

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -17,9 +18,11 @@ from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.export import export_checkpoint
 from lightning_realloc.strategies.gather import gather_weights
 from lightning_realloc.strategies.huggingface import parse_dtype
+from tests.algorithms.test_loaded_weights import with_a_head_of_its_own
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.checkpoint_runs import Part, contents, run_parts
+from tests.strategies.peft_runs import LORA
 from tests.workers import WorkerPool
 
 
@@ -172,6 +175,50 @@ def test_weights_are_gathered_a_few_at_a_time(workers: WorkerPool) -> None:
     assert len(at_once) > 20 and torch.equal(at_once["lm_head.weight"], at_once["model.embed_tokens.weight"])
     assert _equal(one_by_one, at_once) and _equal(some, at_once)
     assert others == [[{}, {}, {}]] * 3
+
+
+def _train_two_heads(base: Path, out: Path) -> dict[str, dict[str, Tensor]]:
+    """Train a model that is tied by its config alone, whole and by adapters; write it; return the trained weights."""
+    found = {}
+    for kind, settings in (("whole", {}), ("adapted", {"peft_config": {**LORA, "exclude_modules": ["lm_head"]}})):
+        strategy = ReallocStrategy("static")
+        writer = SaveHuggingFace(out / f"{kind}-run", merge=kind == "adapted")
+        fitted = runs.trainer(strategy, 1, callbacks=[writer])
+        fitted.fit(runs.sft(actor=str(base), **settings), runs.Batches(2, responses=True))
+        fitted.save_checkpoint(out / f"{kind}.ckpt")
+        found[kind] = strategy.full_weights("actor")
+    return found
+
+
+def test_a_head_that_the_config_ties_and_the_file_does_not_reads_back(workers: WorkerPool, tmp_path: Path) -> None:
+    base = with_a_head_of_its_own(tmp_path / "base")
+    (trained,) = workers.run(_train_two_heads, base, tmp_path, world_size=1, init_process_group=False)
+    export_checkpoint(tmp_path / "whole.ckpt", tmp_path / "whole-export")
+    export_checkpoint(tmp_path / "adapted.ckpt", tmp_path / "adapted-export", merge=True)
+    export_checkpoint(tmp_path / "adapted.ckpt", tmp_path / "adapters")
+    tokens = torch.arange(3, 20)[None]
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapters")
+    whole = AutoModelForCausalLM.from_pretrained(base)  # transformers keeps both weights
+    assert not torch.equal(whole.lm_head.weight, trained["whole"]["lm_head.weight"])
+    whole.load_state_dict(trained["whole"])
+    for model, folders in ((whole, ("whole-run", "whole-export")), (adapted, ("adapted-run", "adapted-export"))):
+        for folder in folders:
+            read = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+            torch.testing.assert_close(read(tokens).logits, model.eval()(tokens).logits, rtol=0, atol=1e-5)
+            assert not read.config.tie_word_embeddings
+
+
+def _train_one_weight(folder: Path) -> dict[str, Tensor]:
+    actor = tiny_model("llama")
+    actor.lm_head.weight = actor.model.embed_tokens.weight
+    assert not actor.config.tie_word_embeddings
+    batches = runs.Batches(2, responses=True)
+    return runs.train(runs.sft(actor=actor), "static", 1, batches, callbacks=[SaveHuggingFace(folder)]).weights
+
+
+def test_a_weight_that_is_tied_although_the_config_does_not_reads_back(workers: WorkerPool, tmp_path: Path) -> None:
+    (trained,) = workers.run(_train_one_weight, tmp_path, world_size=1, init_process_group=False)
+    assert _equal(_load(tmp_path), trained)
 
 
 def test_impossible_intervals_and_dtypes_are_refused(tmp_path: Path) -> None:
