@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -162,6 +163,8 @@ class PoolBuilder:
         models = self.module.models()
         if self.master_dtype != torch.float32:
             cast_parameters(self.module, self.master_dtype)
+        elif earlier is None:
+            self._widen_masters(models)
         specs = self._specs(models, earlier)
         plan = self.plan(source, specs)
         if earlier is not None:
@@ -175,6 +178,25 @@ class PoolBuilder:
                 pool.place(role, models[role], specs[role])
         setattr(self.module, _POOL_ATTRIBUTE, pool)
         return pool
+
+    def _widen_masters(self, models: Mapping[str, nn.Module]) -> None:
+        """Cast to float32 the weights that optimizers and moving averages change: narrower ones lose small steps."""
+        found: dict[str, torch.dtype] = {}
+        for role in (*self.dataflow.trained_roles, *self.followers):
+            parameters = models[role].named_parameters() if role in models else ()
+            changing = {name: p for name, p in parameters if p.requires_grad or role in self.followers}
+            others = {
+                name: p.dtype for name, p in changing.items() if p.is_floating_point() and p.dtype != torch.float32
+            }
+            if others:
+                found[role] = next(iter(others.values()))
+                cast_parameters(models[role], torch.float32, names=others.keys())
+        if found:
+            given = ", ".join(f"{role} ({str(dtype).removeprefix('torch.')})" for role, dtype in found.items())
+            rank_zero_info(
+                f"precision={self.precision!r} trains float32 weights, so these were cast: {given}; set "
+                f"precision='bf16-true' to train bfloat16 weights"
+            )
 
     def _specs(self, models: Mapping[str, nn.Module], earlier: ModelPool | None) -> dict[str, ModelSpec]:
         self._check_sharers(models)

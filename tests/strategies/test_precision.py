@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning_realloc.callbacks import PhaseCallback
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.precision import without_gradients
+from tests.models import tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches, calls
 from tests.workers import WorkerPool
@@ -82,6 +84,47 @@ def test_mixed_precision_generates_in_the_very_replicas_that_it_trains(workers: 
     dtypes, losses, _ = found["bf16-mixed"]
     assert dtypes["actor.generate"] == "float32"  # FSDP casts them, block by block
     assert all(math.isfinite(loss) for loss in losses)
+
+
+class Log(logging.Handler):
+    """Keeps what was logged about the dtypes of given models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_dtypes: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it."""
+        self.of_dtypes += [text for text in [record.getMessage()] if "weights, so these were cast" in text]
+
+
+def train_narrow_modules() -> list[Any]:
+    """Return by precision the dtypes of weights after a run of bfloat16 modules, and how far the smallest step goes."""
+    found = []
+    for precision in PRECISIONS:
+        narrow = {"actor": tiny_model("llama").bfloat16(), "reference": tiny_model("llama", seed=1).bfloat16()}
+        module = runs.ppo(**narrow, learning_rate=1e-6)
+        trainer, log = runs.trainer(ReallocStrategy("static"), 1, precision=precision), Log()
+        logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+        logger.addHandler(log)
+        trainer.fit(module, Batches(1))
+        logger.removeHandler(log)
+        dtypes = {name: str(next(model.parameters()).dtype) for name, model in module.models().items()}
+        before, after = narrow["actor"].model.norm.weight, module.actor.model.norm.weight
+        found.append((dtypes, float((after.float() - before.float()).abs().max()), log.of_dtypes))
+    return found
+
+
+def test_trained_weights_of_a_narrow_module_are_masters_in_float32(workers: WorkerPool) -> None:
+    ((full, mixed, narrow),) = workers.run(
+        train_narrow_modules, world_size=1, init_process_group=False, deadline_s=120.0
+    )
+    for dtypes, moved, said in (full, mixed):
+        assert dtypes["actor"] == dtypes["critic"] == "torch.float32"
+        assert 1e-7 < moved < 1e-5  # a step of 1e-6, which is nothing beside a norm's 1.0 in bfloat16
+        assert len(said) == 1 and "trains float32 weights, so these were cast: actor (bfloat16); set" in said[0]
+    assert mixed[0]["reference"] == "torch.bfloat16"
+    assert set(narrow[0].values()) == {"torch.bfloat16"} and narrow[2] == []
 
 
 def autocast_by_call() -> dict[str, bool]:
