@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.adapters import ADAPTER, FILE_PREFIX, adapted_layers, head_names, saved_names
+from lightning_realloc.runtime.adapters import (
+    ADAPTER,
+    FILE_PREFIX,
+    adapted_layers,
+    head_names,
+    saved_names,
+    trained_copies,
+)
 from lightning_realloc.runtime.structure import tied_names
 
 if TYPE_CHECKING:
@@ -120,12 +128,7 @@ class Adapters:
     def _check_saved_modules(self, model: nn.Module, heads: tuple[str, ...]) -> None:
         saved = set(self.config.modules_to_save or ())  # PEFT writes every name that a head may have
         body = (name for name, _ in model.named_modules() if not f"{name}.".startswith(heads))
-        whole = sorted(saved.intersection(name.rpartition(".")[2] for name in body))
-        if whole:
-            raise ConfigError(
-                f"{self.role}: modules_to_save asks to train {', '.join(whole)} whole, and only a "
-                f"classifier's head is, which needs no naming; leave them out, or name them in target_modules"
-            )
+        _refuse_whole(sorted(saved.intersection(name.rpartition(".")[2] for name in body)), self.role)
 
     def _fill(self, peft: Any, model: nn.Module) -> None:
         ours = saved_names(model)
@@ -160,6 +163,39 @@ def check_trainable(model: nn.Module, role: str) -> None:
         )
     _check(_import_peft(role), configs[ADAPTER], role)
     _check_layers(model, role)
+
+
+def check_complete(model: nn.Module, base_name: str | None, role: str) -> None:
+    """Refuse a module with adapters that is more than its base, adapters and a head: files would lack the rest.
+
+    Args:
+        base_name: Where the base was loaded from, None for unknown.
+
+    Raises:
+        ConfigError: for other modules that are trained whole, and embeddings that were resized since.
+    """
+    _refuse_whole([name for name in trained_copies(model) if f"{name}." not in head_names(model)], role)
+    if base_name is None or not isinstance(model, PreTrainedModel):
+        return
+    try:
+        base: Any = AutoConfig.from_pretrained(base_name, local_files_only=True)
+    except (OSError, ValueError):  # a name that is not known here, or of something else
+        return
+    rows, base_rows = (getattr(c.get_text_config(), "vocab_size", None) for c in (model.config, base))
+    if rows != base_rows:
+        raise ConfigError(
+            f"{role}: its embeddings have {rows} rows and those of its base {base_name!r} {base_rows}, and adapters "
+            f"are saved without embeddings; save the resized model with save_pretrained(folder) and give that folder "
+            f"as {role}"
+        )
+
+
+def _refuse_whole(names: list[str], role: str) -> None:
+    if names:
+        raise ConfigError(
+            f"{role}: modules_to_save asks to train {', '.join(names)} whole, and only a classifier's head is, which "
+            f"needs no naming; leave them out, or name them in target_modules"
+        )
 
 
 def _check_layers(model: nn.Module, role: str) -> None:

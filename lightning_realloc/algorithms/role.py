@@ -24,9 +24,15 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
 )
 
-from lightning_realloc.algorithms.adapters import Adapters, AdapterSource, check_trainable
+from lightning_realloc.algorithms.adapters import Adapters, AdapterSource, check_complete, check_trainable
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.adapters import adapted_layers, adapter_config, head_names, merge_for_good
+from lightning_realloc.runtime.adapters import (
+    adapted_layers,
+    adapter_config,
+    head_names,
+    merge_for_good,
+    use_trained_copies,
+)
 from lightning_realloc.runtime.loaded_weights import record_untied_weights, unused_weights
 from lightning_realloc.runtime.structure import copied
 
@@ -217,6 +223,9 @@ class Role:
             check_trainable(model, self.name)
         if not self.trained:
             return merge_for_good(model).requires_grad_(False)
+        if isinstance(self.source, nn.Module) and adapted_layers(model):
+            check_complete(model, self._base_name(model), self.name)
+            use_trained_copies(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             model.requires_grad_(True)
         return model

@@ -30,6 +30,22 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def trained_copies(model: nn.Module) -> dict[str, Any]:
+    """Return name -> wrapper for every module that PEFT trains whole, in a copy next to it: ``modules_to_save``."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "original_module") and isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict)
+    }
+
+
+def use_trained_copies(model: nn.Module) -> None:
+    """Put the copies that PEFT trains whole in the places of their originals."""
+    for name, wrapper in trained_copies(model).items():
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, wrapper.modules_to_save[wrapper.active_adapters[0]])
+
+
 def adapter_config(model: nn.Module) -> Any | None:
     """Return PEFT's configuration of a model's adapters, None where there are none; also on stages without any."""
     configs: dict[str, Any] = getattr(model, "peft_config", {})
@@ -104,5 +120,6 @@ def merge_for_good(model: nn.Module) -> nn.Module:
             layer.merge()
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, layer.base_layer)
+    use_trained_copies(model)
     vars(model).pop("peft_config", None)
     return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 from lightning_realloc.algorithms.role import Role
 from lightning_realloc.errors import ConfigError, LayoutError
@@ -159,6 +160,46 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
 def test_what_cannot_be_trained_is_refused(peft: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _actor(tiny_model("qwen2"), peft).build(seed=0)
+
+
+def test_a_peft_model_that_trains_more_than_adapters_is_refused_and_a_frozen_one_merged() -> None:
+    for whole in ("lm_head", "embed_tokens"):
+        config = LoraConfig(target_modules=["q_proj"], modules_to_save=[whole], init_lora_weights=False)
+        wrapped = get_peft_model(tiny_model("qwen2"), config)
+        with torch.no_grad():
+            for name, parameter in wrapped.named_parameters():
+                if "modules_to_save" in name:
+                    parameter.mul_(1.5)
+        with pytest.raises(
+            ConfigError, match=rf"modules_to_save asks to train \S*{whole} whole, and only a classifier"
+        ):
+            _actor(wrapped).build(seed=0)
+        frozen = _actor(wrapped, name="reference", trained=False).build(seed=0)
+        torch.testing.assert_close(_logits(frozen), _logits(wrapped), rtol=0, atol=1e-5)
+        assert not any("original_module" in name for name, _ in frozen.named_parameters())
+
+
+def test_a_head_that_peft_copied_is_trained_in_its_place() -> None:
+    wrapped = get_peft_model(tiny_scorer("llama"), LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"]))
+    role = _actor(wrapped, name="reward", task="sequence_classification")
+    trained = {name for name, parameter in role.build(seed=0).named_parameters() if parameter.requires_grad}
+    assert {name for name in trained if "lora_" not in name} == {"score.weight"}
+    assert torch.equal(_logits(role.build(seed=0)), _logits(wrapped))
+    assert describe_model(role.describe()) == describe_model(role.build(seed=0))
+
+
+def test_adapters_over_resized_embeddings_are_refused_unless_they_were_saved(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.resize_token_embeddings(131, mean_resizing=False)
+    _actor(model).build(seed=0)  # trained whole it is written whole
+    model.save_pretrained(tmp_path / "resized")
+    resized = AutoModelForCausalLM.from_pretrained(tmp_path / "resized")
+    assert _actor(resized, _lora()).build(seed=0).config.vocab_size == 131
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=["q_proj"]))
+    for source, peft in ((model, _lora()), (adapted, None)):
+        with pytest.raises(ConfigError, match=r"have 131 rows and those of its base '\S+base' 128, and adapters are"):
+            _actor(source, peft).build(seed=0)
 
 
 def test_fresh_adapters_in_a_frozen_role_and_second_ones_are_refused() -> None:

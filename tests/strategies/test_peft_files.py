@@ -133,9 +133,13 @@ def test_adapters_go_from_peft_into_a_role_and_back(tmp_path: Path, task: Task, 
     torch.testing.assert_close(_logits(ours), _logits(theirs), rtol=0, atol=1e-5)
     weights = {name: parameter.detach() for name, parameter in ours.named_parameters(remove_duplicate=False)}
     write_running_model(ours, weights, None, tmp_path / "ours", role="actor")
-    saved, again = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("theirs", "ours"))
-    assert saved.keys() == again.keys()
-    assert all(torch.equal(saved[name], again[name]) for name in saved)
+    given = Role(name="actor", source=theirs, trained=True, task=task).build(seed=3)  # a PeftModel with its own head
+    theirs_too = {name: parameter.detach() for name, parameter in given.named_parameters(remove_duplicate=False)}
+    write_running_model(given, theirs_too, None, tmp_path / "given", role="actor")
+    saved, *written = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("theirs", "ours", "given"))
+    for again in written:
+        assert saved.keys() == again.keys()
+        assert all(torch.equal(saved[name], again[name]) for name in saved)
     read = PeftModel.from_pretrained(auto.from_pretrained(base, **labels), tmp_path / "ours")
     assert torch.equal(_logits(read), _logits(theirs))
     write_running_model(ours, weights, None, tmp_path / "merged", role="actor", merge=True)
