@@ -25,7 +25,9 @@ from lightning_realloc.algorithms.optimizers import NoDecay, Parameters, RoleOpt
 from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.sample_rows import sample_rows
 from lightning_realloc.algorithms.settings import EngineName, check_engine, check_kind
+from lightning_realloc.algorithms.vocabulary import check_token_ids
 from lightning_realloc.data.chat import load_tokenizer
+from lightning_realloc.data.module import RowDataModule
 from lightning_realloc.elsewhere import OF_ALGORITHMS, NamesElsewhere
 from lightning_realloc.errors import CheckpointError, ConfigError, PlanError
 from lightning_realloc.generation import Speculation
@@ -308,9 +310,26 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
         return made if made else None
 
     def on_fit_start(self) -> None:
-        """Leave out warnings that say nothing here: every call sets the mode that it needs, and changes no output."""
+        """Check the data's token ids, and leave out warnings that say nothing here.
+
+        Every call sets the mode that it needs, and changes no output.
+        """
         warnings.filterwarnings("ignore", message=r"Found \d+ module\(s\) in eval mode")
         warnings.filterwarnings("ignore", message=r".*FSDP2-wrapped module .* returned a view tensor")
+        data = getattr(self.trainer, "datamodule", None)
+        for table in data.tables.values() if isinstance(data, RowDataModule) else ():
+            self._check_token_ids(table, kinds=("generate", "infer", "train"))
+
+    def require_batch(self, batch: object) -> None:
+        """Raise DataError for what is no batch of the algorithm's, and for token ids outside a model's embeddings."""
+        super().require_batch(batch)
+        assert isinstance(batch, Samples)
+        self._check_token_ids(batch, kinds=("infer", "train"))  # the engine checks what it generates from
+
+    def _check_token_ids(self, samples: Samples, *, kinds: tuple[str, ...]) -> None:
+        models = self.models()
+        readers = {str(call.role) for call in self.dataflow.model_calls if call.kind in kinds and "batch" in call.needs}
+        check_token_ids(samples, {role: models[role] for role in readers if role in models})
 
     def training_step(self, batch: Samples, batch_idx: int) -> None:
         """Run one iteration of the dataflow."""

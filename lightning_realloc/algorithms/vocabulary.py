@@ -1,15 +1,18 @@
-"""Do two models mean the same text by the same token ids? Asked before the first step; after it nothing would tell."""
+"""Compare vocabularies: of two models that read the same token ids, and of a model and the ids that it is to read."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.role import Role
 from lightning_realloc.data.chat import load_tokenizer
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, DataError
+from lightning_realloc.generation.token_ids import check_vocabulary
 from lightning_realloc.runtime.packing import PackedBatch, pack
 from lightning_realloc.runtime.samples import Ragged, Samples
 
@@ -42,6 +45,25 @@ def require_same_vocabulary(
         raise ConfigError(
             f"{role.name} has another vocabulary than the actor: {theirs} tokens, the actor has {ours}; {way_out}"
         )
+
+
+def check_token_ids(samples: Samples, models: Mapping[str, nn.Module]) -> None:
+    """Refuse samples with token ids that one of the models, by role, has no embedding for.
+
+    Raises:
+        DataError: naming the first such sample.
+    """
+    sizes = {role: size for role, model in models.items() if (size := _size_of(getattr(model, "config", None)))}
+    if not sizes:
+        return
+    role, size = min(sizes.items(), key=lambda item: item[1])
+    for part in ("prompt", "response"):
+        ids = samples.ragged(f"{part}_ids") if f"{part}_ids" in samples else None
+        if ids is None or not ids.num_tokens or 0 <= int(ids.values.min()) <= int(ids.values.max()) < size:
+            continue
+        for sample, tokens in zip(samples.ids.tolist(), ids.to_lists(), strict=True):
+            if tokens:
+                check_vocabulary(f"the {part} of sample {sample}", tokens, size, model=role, error=DataError)
 
 
 def own_tokenizer(role: Role) -> PreTrainedTokenizerBase | None:
@@ -107,6 +129,9 @@ def _difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) 
 
 
 def _vocabulary_size(role: Role) -> int | None:
-    config = role.config()
-    size = None if config is None else getattr(config.get_text_config(), "vocab_size", None)
+    return _size_of(role.config())
+
+
+def _size_of(config: object) -> int | None:
+    size = getattr(config.get_text_config(), "vocab_size", None) if isinstance(config, PreTrainedConfig) else None
     return size if isinstance(size, int) else None

@@ -1,4 +1,4 @@
-"""Are these token ids, and of this model's vocabulary? Asked of prompts and of environments' answers alike."""
+"""Are these token ids, and of this model's vocabulary? Asked of prompts, environments' answers and data alike."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_realloc.errors import GenerationError
+from lightning_realloc.errors import GenerationError, ReallocError
 
 
 def as_token_ids(given: Any) -> tuple[int, ...]:
@@ -22,10 +22,17 @@ def _as_token_id(given: Any) -> int:
     return operator.index(given)
 
 
-def check_vocabulary(name: str, tokens: Sequence[int], vocabulary: int) -> None:
-    """Raise GenerationError where ``tokens``, at least one, are not all below ``vocabulary``; ``name`` says whose."""
+def check_vocabulary(
+    name: str,
+    tokens: Sequence[int],
+    vocabulary: int,
+    *,
+    model: str = "the model",
+    error: type[ReallocError] = GenerationError,
+) -> None:
+    """Raise ``error`` where ``tokens``, at least one, are not all below ``vocabulary``; ``name`` says whose."""
     if not 0 <= min(tokens) <= max(tokens) < vocabulary:
-        raise GenerationError(
-            f"{name} holds token ids from {min(tokens)} to {max(tokens)}, the model's vocabulary has "
-            f"{vocabulary}; use the model's own tokenizer"
+        raise error(
+            f"{name} holds token ids from {min(tokens)} to {max(tokens)}, {model}'s vocabulary has {vocabulary}; use "
+            f"the model's own tokenizer, and after adding tokens to it model.resize_token_embeddings(len(tokenizer))"
         )
