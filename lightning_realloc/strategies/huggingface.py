@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.runtime.adapters import adapter_config
@@ -62,7 +63,7 @@ def describe(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder
     if not isinstance(model, PreTrainedModel):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    model.config.save_pretrained(folder)
+    _config_with_padding(model, tokenizer).save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         # Not save_pretrained, which refuses settings that published models do have.
         model.generation_config.to_json_file(folder / GENERATION_CONFIG_FILE)
@@ -76,6 +77,29 @@ def describe(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder
     buffers = _persistent_buffers(model)
     if buffers:
         save_file(buffers, folder / BUFFERS_FILE)
+
+
+def _config_with_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedConfig:
+    """Return a model's config, of a sequence classifier with the padding token of the tokenizer next to it.
+
+    transformers scores the last token that is no padding, and without a padding token refuses batches. An end token
+    that also pads would be skipped, although its score is the one that was trained; so it is not written.
+    """
+    config: PreTrainedConfig = model.config
+    name = class_path(model).rpartition(":")[2]
+    if tokenizer is None or not name.endswith("ForSequenceClassification"):
+        return config
+    text, pad, end = config.get_text_config(), tokenizer.pad_token_id, tokenizer.eos_token_id
+    if pad is not None and pad != end and pad < text.vocab_size:
+        config = copy.deepcopy(config)
+        config.get_text_config().pad_token_id = pad
+    elif text.pad_token_id is None or text.pad_token_id == end:
+        rank_zero_warn(
+            f"the written {name} cannot score batches with padding: pad_token={tokenizer.pad_token!r} of the tokenizer "
+            f"must be neither missing, nor its end token, nor outside the model's {text.vocab_size} embeddings; give "
+            f"the tokenizer another one"
+        )
+    return config
 
 
 def write_model(

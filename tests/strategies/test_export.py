@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from lightning_realloc.algorithms.reward_model import RewardModel
 from lightning_realloc.callbacks import SaveHuggingFace
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.strategies import ReallocStrategy
@@ -19,8 +21,8 @@ from lightning_realloc.strategies.export import export_checkpoint
 from lightning_realloc.strategies.gather import gather_weights
 from lightning_realloc.strategies.huggingface import parse_dtype
 from tests.algorithms.test_loaded_weights import with_a_head_of_its_own
-from tests.models import byte_tokenizer, tiny_model
-from tests.strategies import runs
+from tests.models import byte_tokenizer, tiny_model, tiny_scorer
+from tests.strategies import preferences, runs
 from tests.strategies.checkpoint_runs import Part, contents, run_parts
 from tests.strategies.peft_runs import LORA
 from tests.workers import WorkerPool
@@ -219,6 +221,43 @@ def _train_one_weight(folder: Path) -> dict[str, Tensor]:
 def test_a_weight_that_is_tied_although_the_config_does_not_reads_back(workers: WorkerPool, tmp_path: Path) -> None:
     (trained,) = workers.run(_train_one_weight, tmp_path, world_size=1, init_process_group=False)
     assert _equal(_load(tmp_path), trained)
+
+
+def _train_unpadded_scorer(folder: Path, pads_with_end: bool) -> tuple[dict[str, Tensor], list[str]]:
+    """Train a reward model whose config has no padding token; return its weights and the warnings about padding."""
+    tokenizer, strategy = byte_tokenizer(), ReallocStrategy("static")
+    if pads_with_end:
+        tokenizer.pad_token = tokenizer.eos_token
+    module = RewardModel(tiny_scorer("llama", pad_token_id=None), tokenizer=tokenizer, learning_rate=1e-2)
+    fitted = runs.trainer(strategy, 1, callbacks=[SaveHuggingFace(folder / "run")])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitted.fit(module, preferences.pairs(1))
+    fitted.save_checkpoint(folder / "run.ckpt")
+    return strategy.full_weights("reward"), [str(w.message) for w in caught if "padding" in str(w.message)]
+
+
+def test_a_reward_model_is_written_with_the_padding_of_its_tokenizer(workers: WorkerPool, tmp_path: Path) -> None:
+    ((weights, warned),) = workers.run(_train_unpadded_scorer, tmp_path, False, world_size=1, init_process_group=False)
+    export_checkpoint(tmp_path / "run.ckpt", tmp_path / "exported", role="reward")
+    trained = tiny_scorer("llama", pad_token_id=None)
+    trained.load_state_dict(weights)
+    rows = [[5, 6, 7, 2], [8, 2]]
+    alone = torch.cat([trained(torch.tensor([row])).logits for row in rows])
+    for folder in (tmp_path / "run", tmp_path / "exported"):
+        read, tokenizer = (
+            AutoModelForSequenceClassification.from_pretrained(folder),
+            AutoTokenizer.from_pretrained(folder),
+        )
+        batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
+        torch.testing.assert_close(read(**batch).logits, alone, rtol=0, atol=1e-5)
+    assert warned == []
+
+
+def test_a_padding_token_that_ends_responses_is_not_written(workers: WorkerPool, tmp_path: Path) -> None:
+    ((_, warned),) = workers.run(_train_unpadded_scorer, tmp_path, True, world_size=1, init_process_group=False)
+    assert AutoConfig.from_pretrained(tmp_path / "run").pad_token_id is None
+    assert len(warned) == 1 and "cannot score batches with padding: pad_token='<eos>' of the tokenizer" in warned[0]
 
 
 def test_impossible_intervals_and_dtypes_are_refused(tmp_path: Path) -> None:
