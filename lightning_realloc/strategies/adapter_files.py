@@ -15,11 +15,24 @@ from transformers import PreTrainedModel
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.runtime.adapters import FILE_PREFIX, merge_for_good, saved_names
+from lightning_realloc.strategies.checkpoint_files import reading
 
+CONFIG_FILE = "config.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
-_MODEL_FILES = ("config.json", "generation_config.json", "buffers.safetensors")
+_MODEL_FILES = (CONFIG_FILE, "generation_config.json", "buffers.safetensors")
 """What is the base's, not the adapters'."""
+
+
+def read_config(model_class: type[PreTrainedModel], description: Path) -> Any:
+    """Return a model's config.
+
+    Raises:
+        CheckpointError: for a file that is missing or cannot be read.
+    """
+    with reading(description / CONFIG_FILE):
+        (description / CONFIG_FILE).stat()  # where it is missing, transformers takes the class's defaults
+        return model_class.config_class.from_pretrained(description)  # type: ignore[union-attr]
 
 
 def write_adapters(
@@ -89,8 +102,9 @@ def _with_adapters(model_class: type[PreTrainedModel], description: Path) -> Pre
     config.modules_to_save, config.inference_mode = None, False
     from peft import inject_adapter_in_model
 
+    model_config = read_config(model_class, description)
     with torch.device("meta"):
-        model = model_class(model_class.config_class.from_pretrained(description))  # type: ignore[union-attr]
+        model = model_class(model_config)
         inject_adapter_in_model(config, model)
     return model
 
@@ -102,7 +116,8 @@ def _adapter_config(description: Path) -> Any:
         raise CheckpointError(
             "adapters are written with the package peft; pip install 'lightning-realloc[peft]'"
         ) from error
-    return PeftConfig.from_pretrained(str(description))
+    with reading(description / ADAPTER_CONFIG_FILE):
+        return PeftConfig.from_pretrained(str(description))
 
 
 def _base_weights(

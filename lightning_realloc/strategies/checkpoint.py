@@ -2,7 +2,8 @@
 
 A folder:
 
-- ``realloc.json``: every role's parameters, layout and class; the plan; the number of ranks. Readable by people.
+- ``realloc.json``: every role's parameters, layout and class; the plan; the number of ranks; size and checksum of all
+  other files (see ``checkpoint_files``). Readable by people.
 - ``meta.pt``: Lightning's loops, callbacks, schedules and optimizer settings, and the random states of all ranks.
 - ``*.distcp``: every rank's regions of weights and optimizer state (see ``distributed_checkpoint``).
 - ``huggingface/<role>/``: config and tokenizer, so that ``lightning-realloc export`` needs nothing but the folder.
@@ -12,10 +13,8 @@ Of a role with adapters the base comes from its source again, as frozen roles do
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import pickle
 import shutil
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
@@ -28,9 +27,23 @@ from torch import Tensor, nn
 from lightning_realloc.callbacks.ema import AVERAGE
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.runtime.adapters import adapter_config
+from lightning_realloc.runtime.objects import gather_objects
 from lightning_realloc.runtime.shards import reshard
 from lightning_realloc.strategies import distributed_checkpoint as distributed
 from lightning_realloc.strategies import huggingface
+from lightning_realloc.strategies.checkpoint_files import (
+    FORMAT,
+    META_FILE,
+    MODELS_FOLDER,
+    DamagedCheckpoint,
+    agreed,
+    check_files,
+    file_records,
+    is_checkpoint,
+    read_description,
+    reading,
+    write_description,
+)
 from lightning_realloc.strategies.distributed_checkpoint import ShardedTensor, StoredTensor
 from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.random_state import set_random_state
@@ -44,11 +57,7 @@ from lightning_realloc.strategies.sharded_state import (
 
 log = logging.getLogger(__name__)
 
-ROLES_FILE = "realloc.json"
-META_FILE = "meta.pt"
-MODELS_FOLDER = "huggingface"
 RANDOM_STATES = "realloc_random_states"
-FORMAT = 1
 
 Broadcast = Callable[[Any], Any]
 """Gives every rank the first rank's object. Collective."""
@@ -91,7 +100,10 @@ def save(folder: Path, meta: dict[str, Any], models: TrainedModels, *, include_f
     partial = folder.with_name(folder.name + ".partial")
     on_first_rank(lambda: _make_room(folder, partial), models)
     distributed.save(state, partial)
-    on_first_rank(lambda: _finish(folder, partial, meta, models, roles), models)
+    with agreed(folder, rank=models.rank, world_size=models.world_size):
+        written = file_records(partial, distributed.files_of(partial, models.rank))
+    shards = {name: record for records in gather_objects(written) for name, record in records.items()}
+    on_first_rank(lambda: _finish(folder, partial, meta, models, roles, shards), models)
 
 
 def on_first_rank(action: Callable[[], None], models: TrainedModels) -> None:
@@ -124,7 +136,10 @@ def _make_room(folder: Path, partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _finish(folder: Path, partial: Path, meta: dict[str, Any], models: TrainedModels, roles: list[str]) -> None:
+def _finish(
+    folder: Path, partial: Path, meta: dict[str, Any], models: TrainedModels, roles: list[str],
+    shards: Mapping[str, Any],
+) -> None:  # fmt: skip
     torch.save(meta, partial / META_FILE)
     for role in roles:
         tokenizer = models.tokenizer if role in models.pool.changing_roles else None
@@ -136,7 +151,8 @@ def _finish(folder: Path, partial: Path, meta: dict[str, Any], models: TrainedMo
         "plan": models.pool.plan.to_mapping(),
         "roles": {role: _describe_role(models.pool, role, saved=role in roles) for role in models.pool.roles},
     }
-    (partial / ROLES_FILE).write_text(json.dumps(description, indent=1))
+    others = (path for path in sorted(partial.rglob("*")) if path.is_file() and path.suffix != distributed.SHARD_SUFFIX)
+    write_description(partial, description, {**shards, **file_records(partial, others)})
     # The folder is whole before it takes the other's place: whoever is killed here still has one of them.
     previous = folder.with_name(folder.name + ".previous")
     _remove(previous)
@@ -174,12 +190,16 @@ def load(
     Roles in ``averages_of`` are filled with the averages that an ``EMA`` kept, as far as there are any.
 
     Raises:
-        CheckpointError: on every rank, for what is not a checkpoint of these models, naming the first difference.
+        CheckpointError: on every rank, for what is not a checkpoint of these models, naming the first difference, and
+            for a damaged one, naming the file and the newest whole checkpoint next to it.
     """
-    description = read_description(folder)
-    check_roles(description, models, folder, resuming=resuming)
-    meta = _read_meta(folder, weights_only=weights_only)
-    stored = distributed.stored_tensors(folder)
+    with agreed(folder, rank=models.rank, world_size=models.world_size):
+        description = read_description(folder)
+        check_roles(description, models, folder, resuming=resuming)
+        check_files(folder, description, rank=models.rank, world_size=models.world_size)
+    with agreed(folder, rank=models.rank, world_size=models.world_size):
+        meta = _read_meta(folder, weights_only=weights_only)
+        stored = distributed.stored_tensors(folder)
     adapted = {role for role in models.pool.roles if adapter_config(models.pool.home(role).model) is not None}
     state: dict[str, ShardedTensor] = {}
     for role, entry in description["roles"].items():
@@ -194,7 +214,8 @@ def load(
             for group, saved in zip(optimizer.param_groups, settings[role]["param_groups"], strict=True):
                 group.update(saved)
             state |= prepare_optimizer_state(models.pool.home(role), optimizer, stored, models.rank)
-    distributed.load(state, folder)
+    with agreed(folder, rank=models.rank, world_size=models.world_size):
+        distributed.load(state, folder)
     for role in models.pool.roles:
         reshard(models.pool.home(role).model)
     if resuming:
@@ -213,11 +234,6 @@ def _averages_of(
     return {average if (average := averages[key]) in stored else key: tensor for key, tensor in weights.items()}
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is one of ours."""
-    return (folder / ROLES_FILE).is_file()
-
-
 def refuse_folder(path: Path) -> None:
     """Refuse a folder where a single file is read.
 
@@ -230,32 +246,6 @@ def refuse_folder(path: Path) -> None:
             f"{path} is {what}, and this LightningModule, which declares no calls, is read from the single file that "
             f"trainer.save_checkpoint wrote for it; give that file"
         )
-
-
-def read_description(folder: Path) -> dict[str, Any]:
-    """Return what ``realloc.json`` says.
-
-    Raises:
-        CheckpointError: for a path that is no checkpoint folder, with what it is instead.
-    """
-    if not is_checkpoint(folder):
-        if (folder / "config.json").is_file():
-            hint = "it is a Hugging Face model: give it as a model's path (actor=...) instead"
-        elif (folder / META_FILE).is_file():
-            hint = "it was written by another strategy: use the one that wrote it"
-        else:
-            kind = "a file" if folder.is_file() else "a folder without it" if folder.is_dir() else "missing"
-            hint = f"it is {kind}: give the folder that ModelCheckpoint or trainer.save_checkpoint wrote"
-        raise CheckpointError(
-            f"a checkpoint of several models is a folder with {ROLES_FILE}; {folder} cannot be read, {hint}"
-        )
-    description: dict[str, Any] = json.loads((folder / ROLES_FILE).read_text())
-    if description.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{folder} has format {description.get('format')!r}, this version reads {FORMAT}; "
-            f"read it with the version of lightning-realloc that wrote it"
-        )
-    return description
 
 
 def check_roles(description: Mapping[str, Any], models: TrainedModels, folder: Path, *, resuming: bool) -> None:
@@ -292,13 +282,11 @@ def _compare(role: str, ours: Mapping[str, list[int]], theirs: Mapping[str, list
 
 
 def _read_meta(folder: Path, *, weights_only: bool) -> dict[str, Any]:
-    try:
-        meta: dict[str, Any] = torch.load(folder / META_FILE, map_location="cpu", weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{folder / META_FILE} holds python objects, such as hyperparameters, which are refused because of "
-            f"weights_only=True; if you trust it, use ReallocStrategy(load_weights_only=False)"
-        ) from error
+    file = folder / META_FILE
+    with reading(file, if_refused="if you trust this checkpoint, use ReallocStrategy(load_weights_only=False)"):
+        meta: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
+    if not isinstance(meta, dict):
+        raise DamagedCheckpoint(f"{file} holds a {type(meta).__name__}, and Lightning's state is a dict")
     return meta
 
 

@@ -16,16 +16,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
+    LoadPlanner,
     ReadItem,
     SavePlan,
     TensorWriteData,
@@ -35,10 +38,13 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.futures import Future
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.layout.region import Region
 from lightning_realloc.layout.sharding import Piece
+from lightning_realloc.strategies.checkpoint_files import agreed, reading
+from lightning_realloc.strategies.stored_metadata import METADATA_FILE, read_metadata
 
 
 class StoredTensor(NamedTuple):
@@ -81,6 +87,8 @@ class ShardedTensor:
 
 
 State = Mapping[str, ShardedTensor]
+SHARD_SUFFIX = ".distcp"
+_MISSING = "{folder} holds no tensor {name!r}; read it with the version of lightning-realloc that wrote it"
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -108,9 +116,10 @@ class _SavePlanner(DefaultSavePlanner):
 class _LoadPlanner(DefaultLoadPlanner):
     """Reads whatever overlaps this rank's regions straight into its local tensors."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, folder: Path) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._state = state
+        self._folder = folder
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
         self.metadata = metadata
@@ -120,8 +129,9 @@ class _LoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None, "the reader supplies the checkpoint's metadata"
         items: list[ReadItem] = []
         for name, tensor in self._state.items():
-            stored = self.metadata.state_dict_metadata[name]
-            assert isinstance(stored, TensorStorageMetadata), f"{name} is stored as bytes, not as a tensor"
+            stored = self.metadata.state_dict_metadata.get(name)
+            if not isinstance(stored, TensorStorageMetadata):
+                raise CheckpointError(_MISSING.format(folder=self._folder, name=name))
             items += create_read_items_for_chunk_list(name, stored, tensor.chunks())
         return LoadPlan(items)
 
@@ -137,6 +147,33 @@ class _LoadPlanner(DefaultLoadPlanner):
         """Nothing: the view that was resolved is the destination."""
 
 
+class _Reader(FileSystemReader):
+    """Reads shards; errors name the file."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
+        self._metadata = read_metadata(folder)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            with reading(self._folder / METADATA_FILE):
+                by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            with reading(self._folder / name):
+                super().read_data(LoadPlan(items), planner)
+        return super().read_data(LoadPlan([]), planner)
+
+
+def files_of(folder: Path, rank: int) -> list[Path]:
+    """Return the files that :func:`save` wrote on a rank."""
+    return sorted(folder.glob(f"__{rank}_*{SHARD_SUFFIX}"))
+
+
 def save(state: State, folder: Path) -> None:
     """Write every rank's regions under ``folder``. Collective over all ranks, where there are several."""
     writer = FileSystemWriter(folder, single_file_per_rank=True)
@@ -146,19 +183,35 @@ def save(state: State, folder: Path) -> None:
 
 
 def load(state: State, folder: Path, *, alone: bool = False) -> None:
-    """Fill every local tensor from ``folder``. Collective over all ranks unless ``alone``."""
+    """Fill every local tensor from ``folder``. Collective over all ranks unless ``alone``.
+
+    Raises:
+        CheckpointError: on every rank, for a file that cannot be read on one of them.
+    """
     no_dist = alone or not dist.is_initialized()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
-        load_state({}, storage_reader=FileSystemReader(folder), planner=_LoadPlanner(state), no_dist=no_dist)
+    rank, world_size = (0, 1) if no_dist else (dist.get_rank(), dist.get_world_size())
+    with agreed(folder, rank=rank, world_size=world_size):
+        reader = _Reader(folder)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
+            load_state({}, storage_reader=reader, planner=_LoadPlanner(state, folder), no_dist=no_dist)
+    except CheckpointException as failed:  # no Exception, but a BaseException: it would pass by every handler
+        error = next(iter(failed.failures.values()))[0]
+        if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+            raise error from failed
+        raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {error}") from failed
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the name, global shape and dtype of everything under ``folder``."""
-    metadata = FileSystemReader(folder).read_metadata()
+    """Return the name, global shape and dtype of everything under ``folder``.
+
+    Raises:
+        CheckpointError: for a ``.metadata`` that is missing or damaged.
+    """
     return {
         name: StoredTensor(tuple(entry.size), entry.properties.dtype)
-        for name, entry in metadata.state_dict_metadata.items()
+        for name, entry in read_metadata(folder).state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
 
@@ -173,7 +226,7 @@ def read_whole(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
     state: dict[str, ShardedTensor] = {}
     for name in names:
         if name not in stored:
-            raise CheckpointError(f"{folder} holds no tensor {name!r}; is it from another version of this package?")
+            raise CheckpointError(_MISSING.format(folder=folder, name=name))
         shape, dtype = stored[name]
         whole = Piece(Region((0,) * len(shape), shape), (0,) * len(shape))
         state[name] = ShardedTensor(shape, dtype, (whole,), torch.empty(shape, dtype=dtype))

@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_realloc.callbacks.ema import AVERAGE
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.strategies import distributed_checkpoint, huggingface
-from lightning_realloc.strategies.adapter_files import ADAPTER_CONFIG_FILE
-from lightning_realloc.strategies.checkpoint import MODELS_FOLDER, read_description
+from lightning_realloc.strategies.adapter_files import ADAPTER_CONFIG_FILE, CONFIG_FILE
+from lightning_realloc.strategies.checkpoint_files import MODELS_FOLDER, agreed, check_files, read_description
 from lightning_realloc.strategies.sharded_state import optimizer_key, weight_key
 
 
@@ -40,17 +40,20 @@ def export_checkpoint(
         base: Where the base lies now; by default what the role was loaded from.
 
     Raises:
-        CheckpointError: for what is no checkpoint, a role without weights or averages in it, or a folder with other
-            files.
+        CheckpointError: for what is no checkpoint or a damaged one, a role without weights or averages in it, or a
+            folder with other files.
     """
     checkpoint, folder = Path(checkpoint), Path(folder)
-    entry = _role_entry(checkpoint, role)
-    model_class = huggingface.import_model_class(entry["class"], role)
-    check_output(folder)
-    weights = _read_weights(checkpoint, role, entry, averaged=averaged)
-    huggingface.write_model(
-        model_class, checkpoint / MODELS_FOLDER / role, weights, folder, dtype=dtype, merge=merge, base=base
-    )
+    with agreed(checkpoint):
+        description = read_description(checkpoint)
+        entry = _role_entry(checkpoint, description["roles"], role)
+        model_class = huggingface.import_model_class(entry["class"], role)
+        check_output(folder)
+        check_files(checkpoint, description)
+        weights = _read_weights(checkpoint, role, entry, averaged=averaged)
+        huggingface.write_model(
+            model_class, checkpoint / MODELS_FOLDER / role, weights, folder, dtype=dtype, merge=merge, base=base
+        )
     return folder
 
 
@@ -62,15 +65,14 @@ def check_output(folder: Path) -> None:
     """
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file; a Hugging Face model is a folder, give another path")
-    earlier = (huggingface.CONFIG_FILE, ADAPTER_CONFIG_FILE)
+    earlier = (CONFIG_FILE, ADAPTER_CONFIG_FILE)
     if folder.is_dir() and any(folder.iterdir()) and not any((folder / name).is_file() for name in earlier):
         raise CheckpointError(
             f"{folder} holds files, and no earlier export that could be overwritten; give a new or empty folder"
         )
 
 
-def _role_entry(checkpoint: Path, role: str) -> dict[str, Any]:
-    roles = read_description(checkpoint)["roles"]
+def _role_entry(checkpoint: Path, roles: dict[str, Any], role: str) -> dict[str, Any]:
     saved = [name for name, entry in roles.items() if entry["saved"]]
     if role not in saved:
         why = "it was not trained, and save_frozen_roles was off" if role in roles else "it has no such role"

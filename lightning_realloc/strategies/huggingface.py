@@ -23,9 +23,15 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.runtime.adapters import adapter_config
-from lightning_realloc.strategies.adapter_files import ADAPTER_CONFIG_FILE, merged_weights, write_adapters
+from lightning_realloc.strategies.adapter_files import (
+    ADAPTER_CONFIG_FILE,
+    CONFIG_FILE,
+    merged_weights,
+    read_config,
+    write_adapters,
+)
+from lightning_realloc.strategies.checkpoint_files import reading
 
-CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 BUFFERS_FILE = "buffers.safetensors"
 
@@ -45,7 +51,7 @@ def import_model_class(path: str, role: str) -> type[PreTrainedModel]:
     module_name, _, name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{role} is a {path}, which cannot be imported here ({error}); put its module on PYTHONPATH, or write the "
             f"model while it is trained, with the callback SaveHuggingFace"
@@ -125,16 +131,20 @@ def write_model(
     if (description / ADAPTER_CONFIG_FILE).is_file() and not merge:
         write_adapters(model_class, description, weights, folder, dtype=dtype)
         return
-    config = model_class.config_class.from_pretrained(description)  # type: ignore[union-attr]
+    config = read_config(model_class, description)
     if (description / ADAPTER_CONFIG_FILE).is_file():
         weights = merged_weights(model_class, description, weights, base)
     with torch.device("meta"):
         model = model_class(config)
     if (description / BUFFERS_FILE).is_file():
-        weights = {**weights, **load_file(description / BUFFERS_FILE)}
+        with reading(description / BUFFERS_FILE):
+            weights = {**weights, **load_file(description / BUFFERS_FILE)}
     if dtype is not None:
         weights = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
-    missing, unknown = model.load_state_dict(weights, strict=False, assign=True)
+    try:
+        missing, unknown = model.load_state_dict(weights, strict=False, assign=True)
+    except RuntimeError as error:
+        raise CheckpointError(f"the weights do not fit the sizes in {description / CONFIG_FILE}: {error}") from error
     model.tie_weights()
     left = [name for name in missing if model.get_parameter_or_buffer(name).is_meta]
     if left or unknown:

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lightning_realloc.errors import CheckpointError
+from lightning_realloc.strategies.checkpoint_files import (
+    agreed,
+    check_files,
+    newest_whole,
+    read_description,
+)
+from lightning_realloc.strategies.export import export_checkpoint
+from tests.strategies import runs
+from tests.strategies.checkpoint_runs import Part, refusals, run_parts
+from tests.workers import WorkerPool
+
+WRITTEN = {
+    "__0_0.distcp", ".metadata", "meta.pt", "realloc.json",
+    *(f"huggingface/actor/{name}.json" for name in ("config", "generation_config", "tokenizer", "tokenizer_config")),
+}  # fmt: skip
+
+
+def _saved(workers: WorkerPool, folder: Path, world_size: int = 1) -> Path:
+    layout = f"fsdp{world_size}" if world_size > 1 else "dp1"
+    part = Part(runs.calls(actor_train=layout), 1, save=folder)
+    workers.run(run_parts, [part], world_size, world_size=world_size, init_process_group=False)
+    return folder
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def _copy(folder: Path, name: str) -> Path:
+    return Path(shutil.copytree(folder, folder.parent / name))
+
+
+def _forget_checksums(folder: Path) -> None:
+    """Write ``realloc.json`` as earlier versions did."""
+    description = json.loads((folder / "realloc.json").read_text())
+    del description["files"], description["checksum"]
+    (folder / "realloc.json").write_text(json.dumps(description, indent=1))
+
+
+def _resume(workers: WorkerPool, folders: list[Path], world_size: int = 1) -> list[str | None]:
+    """Return what each checkpoint is refused with, the same on every rank; None for one that is resumed."""
+    parts = [Part("static", 2, resume=folder) for folder in folders]
+    answers = workers.run(refusals, parts, world_size, world_size=world_size, init_process_group=False)
+    assert all(answer == answers[0] for answer in answers)
+    return list(answers[0])
+
+
+def _export(folder: Path) -> str | None:
+    """Return what an export is refused with; errors of other kinds are raised."""
+    target = folder.parent / "exported"
+    shutil.rmtree(target, ignore_errors=True)
+    try:
+        export_checkpoint(folder, target)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+# ---- damage
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _zero_page(path: Path) -> None:
+    content = path.read_bytes()
+    begin = len(content) // 2
+    path.write_bytes(content[:begin] + bytes(len(content[begin : begin + 4096])) + content[begin + 4096 :])
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 10])
+
+
+def _replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "flipped": _flip,
+    "zeroed": _zero_page,
+    "truncated": _truncate,
+    "empty": lambda path: path.write_bytes(b""),
+    "garbage": lambda path: path.write_bytes(b"\x80garbage" * 50),
+    "null": lambda path: path.write_text("null"),
+    "missing": Path.unlink,
+    "a folder": _replace_by_folder,
+}
+
+
+def test_every_damage_of_every_file_is_named(workers: WorkerPool, tmp_path: Path) -> None:
+    whole = _saved(workers, tmp_path / "whole.ckpt")
+    damaged = {}
+    for name in sorted(WRITTEN):
+        for kind, damage in DAMAGE.items():
+            damaged[name, kind] = _copy(whole, f"{len(damaged)}.ckpt")
+            damage(damaged[name, kind] / name)
+    tried = [key for key in damaged if key[1] in ("flipped", "missing") and not key[0].startswith("huggingface")]
+
+    for (name, kind), folder in damaged.items():
+        refusal = _export(folder) or ""
+        assert str(folder / name) in refusal, f"{name} {kind}: {refusal}"
+        assert refusal.endswith(f"; {whole} is the newest whole checkpoint next to it"), f"{name} {kind}: {refusal}"
+    for key, refusal in zip(tried, _resume(workers, [damaged[key] for key in tried]), strict=True):
+        assert refusal == _export(damaged[key])
+
+
+def test_each_file_is_verified_by_one_rank(workers: WorkerPool, tmp_path: Path) -> None:
+    folder = _saved(workers, tmp_path / "run.ckpt", 2)
+    description = read_description(folder)
+    assert list(description["files"])[:2] == ["__0_0.distcp", "__1_0.distcp"]  # which ranks read what they wrote
+
+    for name in description["files"]:
+        before = (folder / name).read_bytes()
+        _flip(folder / name)
+        found = []
+        for rank in range(3):
+            try:
+                check_files(folder, description, rank=rank, world_size=3)
+            except CheckpointError as error:
+                assert f"{folder / name} is not as it was written: its checksum is" in str(error)
+                found.append(rank)
+        assert found == [list(description["files"]).index(name) % 3]
+        (folder / name).write_bytes(before)
+
+
+def test_damage_is_told_on_every_rank_with_the_newest_whole_checkpoint(workers: WorkerPool, tmp_path: Path) -> None:
+    older = _saved(workers, tmp_path / "older.ckpt", 2)
+    last, unverified, newer = (_copy(older, f"{name}.ckpt") for name in ("last", "unverified", "newer"))
+    for age, folder in enumerate((newer, unverified, older)):
+        os.utime(folder / "realloc.json", (1e9 - age, 1e9 - age))
+    _flip(newer / "__0_0.distcp")
+    _forget_checksums(unverified)
+    _flip(last / "__1_0.distcp")
+
+    refusal = _resume(workers, [last], 2)[0] or ""
+
+    assert refusal.startswith(f"{last / '__1_0.distcp'} is not as it was written: its checksum is")
+    assert refusal.endswith(f"; {older} is the newest whole checkpoint next to it")
+    shutil.rmtree(older)
+    assert newest_whole(last) is None
+    with pytest.raises(CheckpointError, match="no whole checkpoint lies next to it"), agreed(last):
+        check_files(last, read_description(last))
+
+
+def test_a_checkpoint_without_checksums_is_read_and_its_damage_named_too(
+    workers: WorkerPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    earlier, damaged = _saved(workers, tmp_path / "earlier.ckpt"), {}
+    _forget_checksums(earlier)
+    for name in ("__0_0.distcp", ".metadata", "meta.pt", "realloc.json", "huggingface/actor/config.json"):
+        for kind in ("truncated", "empty", "garbage", "missing"):
+            damaged[name, kind] = _copy(earlier, f"{len(damaged)}.ckpt")
+            DAMAGE[kind](damaged[name, kind] / name)
+
+    with caplog.at_level(logging.WARNING):
+        assert _export(earlier) is None
+    assert [record.message.partition(" has no checksums")[0] for record in caplog.records] == [str(earlier)]
+    resumed = _resume(workers, [earlier, *damaged.values()])
+    assert resumed[0] is None
+    for ((name, kind), folder), refusal in zip(damaged.items(), resumed[1:], strict=True):
+        if not name.startswith("huggingface"):
+            assert str(folder / name) in (refusal or ""), f"{name} {kind}: {refusal}"
+        if name != "meta.pt":
+            exported = _export(folder) or ""
+            assert str(folder / name) in exported, f"{name} {kind}: {exported}"
