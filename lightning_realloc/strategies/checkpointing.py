@@ -31,7 +31,7 @@ class CheckpointStrategy(ProcessStrategy):
 
     Args:
         save_frozen_roles: Also write roles that are never trained into checkpoints.
-        load_weights_only: Refuse checkpoints whose metadata holds more than plain data.
+        load_weights_only: Refuse checkpoints that hold more than plain data, which could run code.
         settings: Of :class:`ProcessStrategy`.
     """
 
@@ -96,12 +96,12 @@ class CheckpointStrategy(ProcessStrategy):
         Raises:
             CheckpointError: for something that is not a checkpoint of this strategy, or is one of other models.
         """
+        # Lightning drops the argument of fit(weights_only=...) for strategies that restore after their setup.
+        weights_only = self._load_weights_only if weights_only is None else weights_only
         if self.dataflow is None:
             checkpoints.refuse_folder(Path(checkpoint_path))
             return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
         self.bring_back()
-        # Lightning drops the argument of fit(weights_only=...) for strategies that restore after their setup.
-        weights_only = self._load_weights_only if weights_only is None else weights_only
         folder = Path(self.broadcast(str(checkpoint_path)))
         if not self._fitting:
             self.optimizers = []  # their state is of the weights that go

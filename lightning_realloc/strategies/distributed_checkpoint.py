@@ -148,7 +148,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class _Reader(FileSystemReader):
-    """Reads shards; errors name the file."""
+    """Reads shards, without unpickling classes that ``.metadata`` names; errors name the file."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -207,7 +207,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return the name, global shape and dtype of everything under ``folder``.
 
     Raises:
-        CheckpointError: for a ``.metadata`` that is missing or damaged.
+        CheckpointError: for a ``.metadata`` that is missing, damaged, or names classes that do not belong there.
     """
     return {
         name: StoredTensor(tuple(entry.size), entry.properties.dtype)

@@ -47,7 +47,7 @@ def export_checkpoint(
     with agreed(checkpoint):
         description = read_description(checkpoint)
         entry = _role_entry(checkpoint, description["roles"], role)
-        model_class = huggingface.import_model_class(entry["class"], role)
+        model_class = huggingface.import_model_class(entry["class"], role, checkpoint=checkpoint)
         check_output(folder)
         check_files(checkpoint, description)
         weights = _read_weights(checkpoint, role, entry, averaged=averaged)

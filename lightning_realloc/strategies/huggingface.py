@@ -11,6 +11,7 @@ import importlib
 import shutil
 import tempfile
 from collections.abc import Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,19 @@ def class_path(model: nn.Module) -> str:
     return f"{original.__module__}:{original.__qualname__}"
 
 
-def import_model_class(path: str, role: str) -> type[PreTrainedModel]:
+def import_model_class(path: str, role: str, *, checkpoint: Path | None = None) -> type[PreTrainedModel]:
     """Return the class that :func:`class_path` named.
 
     Raises:
-        CheckpointError: when it cannot be imported here, or is no transformers model.
+        CheckpointError: when it cannot be imported here, is no transformers model, or lies in the ``checkpoint`` that
+            names it, which would run code that came with a checkpoint.
     """
     module_name, _, name = path.partition(":")
+    if checkpoint is not None and _lies_in(module_name, checkpoint.resolve()):
+        raise CheckpointError(
+            f"{role} is a {path}, whose module lies in the checkpoint {checkpoint} itself; if you trust it, move the "
+            f"module to another folder on PYTHONPATH"
+        )
     try:
         found = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
@@ -62,6 +69,21 @@ def import_model_class(path: str, role: str) -> type[PreTrainedModel]:
             f"lightning_realloc.strategies.distributed_checkpoint.read_whole"
         )
     return found
+
+
+def _lies_in(module_name: str, folder: Path) -> bool:
+    """Return whether importing a module would read a file of ``folder``; nothing is imported to find out."""
+    parents: list[str] | None = None
+    names = module_name.split(".")
+    for depth in range(1, len(names) + 1):
+        spec = PathFinder.find_spec(".".join(names[:depth]), parents)
+        if spec is None:
+            return False
+        parents = list(spec.submodule_search_locations or ())
+        files = [spec.origin] if spec.has_location and spec.origin else []
+        if any(Path(place).resolve().is_relative_to(folder) for place in (*parents, *files)):
+            return True
+    return False
 
 
 def describe(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:

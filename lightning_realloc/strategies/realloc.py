@@ -80,7 +80,8 @@ class ReallocStrategy(SteppingStrategy):
         tp_plans: Role -> tensor-parallel styles by module pattern, for models that bring none.
         start_method: ``"popen"`` re-runs the script for each device, ``"spawn"`` and ``"fork"`` serve notebooks.
         save_frozen_roles: Also write roles that are never trained into checkpoints.
-        load_weights_only: Refuse checkpoints whose metadata holds more than plain data.
+        load_weights_only: Refuse checkpoints that hold more than plain data, which could run code. False also reads
+            hyperparameters and callbacks' state of any class; only for checkpoints that you trust.
         process_group_backend: By default nccl on CUDA, gloo elsewhere.
         timeout: Of every collective.
     """
@@ -100,7 +101,7 @@ class ReallocStrategy(SteppingStrategy):
         tp_plans: Mapping[str, Mapping[str, str]] | None = None,
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         save_frozen_roles: bool = False,
-        load_weights_only: bool = False,
+        load_weights_only: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:

@@ -197,10 +197,11 @@ def save_weights_only(folder: Path, world_size: int) -> str:
 def resume_with_hyperparameters(folder: Path, world_size: int) -> tuple[int, str]:
     """Write a checkpoint whose metadata holds a dataclass, and resume it trustingly and not."""
     answers: list[Any] = []
-    for resume, weights_only in ((None, False), (folder, False), (folder, True)):
+    trusting: Any
+    for resume, trusting in ((None, {}), (folder, {"load_weights_only": False}), (folder, {})):
         module = runs.sft()
         module.save_hyperparameters({"options": TrainOptions(num_epochs=1)})
-        strategy = ReallocStrategy("static", load_weights_only=weights_only)
+        strategy = ReallocStrategy("static", **trusting)
         fitted = runs.trainer(strategy, world_size, max_steps=2 if resume else 1, max_epochs=-1)
         try:
             fitted.fit(module, runs.Batches(2, responses=True), ckpt_path=resume)

@@ -3,20 +3,28 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.strategies.checkpoint_files import (
     agreed,
     check_files,
+    file_records,
     newest_whole,
     read_description,
+    write_description,
 )
 from lightning_realloc.strategies.export import export_checkpoint
+from lightning_realloc.strategies.stored_metadata import read_metadata
 from tests.strategies import runs
 from tests.strategies.checkpoint_runs import Part, refusals, run_parts
 from tests.workers import WorkerPool
@@ -25,6 +33,16 @@ WRITTEN = {
     "__0_0.distcp", ".metadata", "meta.pt", "realloc.json",
     *(f"huggingface/actor/{name}.json" for name in ("config", "generation_config", "tokenizer", "tokenizer_config")),
 }  # fmt: skip
+
+
+class Poison:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.marker}",)
 
 
 def _saved(workers: WorkerPool, folder: Path, world_size: int = 1) -> Path:
@@ -40,6 +58,12 @@ def _names(folder: Path) -> set[str]:
 
 def _copy(folder: Path, name: str) -> Path:
     return Path(shutil.copytree(folder, folder.parent / name))
+
+
+def _record_anew(folder: Path) -> None:
+    """Write the checksums of the files as they are now: as whoever changes a checkpoint on purpose does."""
+    description = read_description(folder)
+    write_description(folder, description, file_records(folder, (folder / name for name in description.pop("files"))))
 
 
 def _forget_checksums(folder: Path) -> None:
@@ -66,6 +90,87 @@ def _export(folder: Path) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
+
+
+# ---- code in a checkpoint
+def test_no_file_of_a_checkpoint_runs_code(workers: WorkerPool, tmp_path: Path) -> None:
+    whole, marker, poisoned = _saved(workers, tmp_path / "whole.ckpt"), tmp_path / "marker", {}
+    assert _names(whole) == WRITTEN
+    for name in sorted(WRITTEN):
+        poisoned[name] = _copy(whole, f"{len(poisoned)}.ckpt")
+        (poisoned[name] / name).write_bytes(pickle.dumps(Poison(marker)))
+        if name != "realloc.json":  # with right checksums it is the readers that refuse
+            poisoned[f"recorded {name}"] = _copy(poisoned[name], f"{len(poisoned)}.ckpt")
+            _record_anew(poisoned[f"recorded {name}"])
+    poisoned["zipped meta.pt"] = _copy(whole, "meta.ckpt")
+    torch.save(Poison(marker), poisoned["zipped meta.pt"] / "meta.pt")
+    poisoned["zipped __0_0.distcp"] = _copy(whole, "shards.ckpt")
+    _poison_shards(poisoned["zipped __0_0.distcp"], marker)
+    for name in ("zipped meta.pt", "zipped __0_0.distcp"):
+        _record_anew(poisoned[name])
+
+    resumed = dict(zip(poisoned, _resume(workers, list(poisoned.values())), strict=True))
+    exported = {name: _export(folder) for name, folder in poisoned.items()}
+
+    assert not marker.exists()
+    for name in WRITTEN:
+        for refusals_ in (resumed, exported):
+            assert str(poisoned[name] / name) in (refusals_[name] or ""), name
+    assert "names posix.system, which no checkpoint needs" in (resumed["recorded .metadata"] or "")
+    assert "names posix.system, which no checkpoint needs" in (exported["recorded .metadata"] or "")
+    for refusal in (resumed["zipped __0_0.distcp"], exported["zipped __0_0.distcp"], resumed["zipped meta.pt"]):
+        assert "holds posix.system, which is no plain data and could run code" in (refusal or "")
+    assert "load_weights_only=False" in (resumed["zipped meta.pt"] or "")
+    assert "load_weights_only" not in (resumed["zipped __0_0.distcp"] or "")
+
+
+def _poison_shards(folder: Path, marker: Path) -> None:
+    """Have every tensor read from the same poisoned bytes."""
+    torch.save(Poison(marker), folder / "__0_0.distcp")
+    metadata = FileSystemReader(folder).read_metadata()
+    for stored in metadata.storage_data.values():
+        stored.offset, stored.length = 0, (folder / "__0_0.distcp").stat().st_size
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_an_export_imports_no_module_from_the_checkpoint(
+    workers: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trap, marker = _saved(workers, tmp_path / "trap"), tmp_path / "marker"
+    (trap / "code.py").write_text(f"open({str(marker)!r}, 'w')\nfrom transformers import LlamaForCausalLM as Model")
+    description = read_description(trap)
+    description["roles"]["actor"]["class"] = "trap.code:Model"
+    write_description(trap, description, description.pop("files"))
+    monkeypatch.syspath_prepend(tmp_path)  # as for a python that is started in the folder around the checkpoint
+
+    assert "whose module lies in the checkpoint" in (_export(trap) or "")
+    assert not marker.exists()
+
+
+def test_metadata_is_read_as_any_python_wrote_it(workers: WorkerPool, tmp_path: Path) -> None:
+    folder = _saved(workers, tmp_path / "run.ckpt")
+    metadata = FileSystemReader(folder).read_metadata()
+
+    class EarlyPickler(pickle.Pickler):
+        """Pickles an Enum by its name, as Python before 3.11.4."""
+
+        def reducer_override(self, value: Any) -> Any:
+            return (getattr, (type(value), value.name)) if isinstance(value, _MEM_FORMAT_ENCODING) else NotImplemented
+
+    with (folder / ".metadata").open("wb") as stream:
+        EarlyPickler(stream).dump(metadata)
+
+    read = read_metadata(folder)
+    assert read.state_dict_metadata == metadata.state_dict_metadata
+    assert read.storage_data == metadata.storage_data
+    (folder / ".metadata").write_bytes(pickle.dumps((getattr, Path("x"))))
+    with pytest.raises(CheckpointError, match="holds no description of tensors"):
+        read_metadata(folder)
+    for foreign in ("../elsewhere", "/elsewhere"):
+        next(iter(metadata.storage_data.values())).relative_path = foreign
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(CheckpointError, match=f"names '{foreign}', and the files of a checkpoint lie in its own"):
+            read_metadata(folder)
 
 
 # ---- damage
