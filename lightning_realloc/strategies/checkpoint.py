@@ -48,6 +48,7 @@ from lightning_realloc.strategies.distributed_checkpoint import ShardedTensor, S
 from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.random_state import set_random_state
 from lightning_realloc.strategies.sharded_state import (
+    not_finite,
     optimizer_key,
     optimizer_state,
     prepare_optimizer_state,
@@ -88,8 +89,11 @@ def save(folder: Path, meta: dict[str, Any], models: TrainedModels, *, include_f
     """Write a checkpoint folder, or replace an earlier one as a whole. Collective over all ranks.
 
     Raises:
-        CheckpointError: on every rank, when ``folder`` is something else, or the first rank cannot write.
+        CheckpointError: on every rank, when trained weights are not finite, ``folder`` is something else, or the first
+            rank cannot write. An earlier checkpoint at ``folder`` is then left as it is.
     """
+    for role in models.pool.changing_roles:
+        refuse_not_finite(models.pool, role, models.rank, folder)
     roles = [role for role in models.pool.roles if include_frozen or role in models.pool.changing_roles]
     state: dict[str, ShardedTensor] = {}
     for role in roles:
@@ -104,6 +108,25 @@ def save(folder: Path, meta: dict[str, Any], models: TrainedModels, *, include_f
         written = file_records(partial, distributed.files_of(partial, models.rank))
     shards = {name: record for records in gather_objects(written) for name, record in records.items()}
     on_first_rank(lambda: _finish(folder, partial, meta, models, roles, shards), models)
+
+
+def refuse_not_finite(pool: ModelPool, role: str, rank: int, folder: Path) -> None:
+    """Refuse to write a trained role whose weights hold NaN or infinity. Collective over all ranks.
+
+    Raises:
+        CheckpointError: on every rank, naming the first such parameter.
+    """
+    home = pool.home(role)
+    names = pool.saved_parameters(role, include_frozen=False)
+    bad = {name for found in gather_objects(not_finite(home, rank, names)) for name in found}
+    if bad:
+        params = [param.name for param in home.model_layout.model.params]
+        first = min(bad, key=params.index)
+        raise CheckpointError(
+            f"the weights of {role} are not finite, and {folder} is not written: {first} holds NaN or infinity "
+            f"({len(bad)} of {len(params)} parameters do); go on from an earlier checkpoint with a lower learning rate "
+            f"or gradient clipping"
+        )
 
 
 def on_first_rank(action: Callable[[], None], models: TrainedModels) -> None:

@@ -118,11 +118,15 @@ class CheckpointStrategy(ProcessStrategy):
         Of a role with adapters it is the folder that PEFT reads, or, with ``merge``, the merged model.
 
         Raises:
-            CheckpointError: on every rank, for what has no Hugging Face form or cannot be written.
+            CheckpointError: on every rank, for what has no Hugging Face form or cannot be written, and for trained
+                weights that are not finite.
         """
         models, parsed = self._trained_models(), huggingface.parse_dtype(dtype)
         names = None if merge else self.pool.saved_parameters(role, include_frozen=False)
         with waiting_for_all("save_huggingface", self.global_rank):
+            self.bring_back()
+            if role in self.pool.changing_roles:
+                checkpoints.refuse_not_finite(self.pool, role, self.global_rank, Path(folder))
             weights = self.full_weights(role, names)
         checkpoints.on_first_rank(
             lambda: huggingface.write_running_model(

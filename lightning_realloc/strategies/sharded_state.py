@@ -49,6 +49,23 @@ def weights_state(replica: Replica, rank: int, names: Set[str] | None = None) ->
     }
 
 
+def not_finite(replica: Replica, rank: int, names: Set[str] | None = None) -> list[str]:
+    """Return which parameters, all or of some ``names``, hold NaN or infinity in what this rank holds of them."""
+    start = weight_key(replica.role, "")
+    return [
+        key.removeprefix(start)
+        for key, tensor in weights_state(replica, rank, names).items()
+        if any(not _is_finite(tensor.view(piece.region.starts)) for piece in tensor.pieces if piece.region.numel)
+    ]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:  # neither is implemented for 8-bit floats
+        return True
+    # NaN is both the least and the greatest, so two numbers tell; isfinite would take a mask of the tensor's shape.
+    return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
+
+
 def optimizer_state(replica: Replica, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, ShardedTensor]:
     """Return an optimizer's per-parameter tensors, ready to be written or read in place.
 

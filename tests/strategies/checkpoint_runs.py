@@ -270,6 +270,29 @@ def fit_in_forked_processes(folder: Path) -> tuple[dict[str, Tensor], float]:
     return weights, float(fitted.callback_metrics["actor/loss"])
 
 
+def save_not_finite(folder: Path, world_size: int) -> list[str]:
+    """Save a checkpoint, spoil two weights on the last rank alone, and return what saving is refused with."""
+    strategy = ReallocStrategy(runs.calls(actor_train=f"fsdp{world_size}"))
+    fitted = runs.trainer(strategy, world_size, max_steps=1)
+    fitted.fit(runs.sft(), runs.Batches(1, responses=True))
+    fitted.save_checkpoint(folder)
+    held = local_tensors(strategy.pool.home("actor").model)
+    if fitted.global_rank == world_size - 1:
+        held["model.layers.0.mlp.up_proj.weight"].view(-1)[-1] = float("nan")
+        held["model.norm.weight"][-1] = float("-inf")
+    answers = []
+    saves = (
+        lambda: fitted.save_checkpoint(folder),
+        lambda: strategy.save_huggingface("actor", folder.with_name("model")),
+    )
+    for save in saves:
+        try:
+            save()
+        except CheckpointError as error:
+            answers.append(str(error))
+    return answers
+
+
 def save_onto(paths: Sequence[Path], world_size: int) -> list[str | None]:
     """Save a checkpoint to each path, and return what it is refused with."""
     fitted = runs.trainer(ReallocStrategy("static"), world_size, max_steps=1)

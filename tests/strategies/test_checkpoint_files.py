@@ -26,7 +26,7 @@ from lightning_realloc.strategies.checkpoint_files import (
 from lightning_realloc.strategies.export import export_checkpoint
 from lightning_realloc.strategies.stored_metadata import read_metadata
 from tests.strategies import runs
-from tests.strategies.checkpoint_runs import Part, refusals, run_parts
+from tests.strategies.checkpoint_runs import Part, contents, differences, refusals, run_parts, save_not_finite
 from tests.workers import WorkerPool
 
 WRITTEN = {
@@ -283,3 +283,17 @@ def test_a_checkpoint_without_checksums_is_read_and_its_damage_named_too(
         if name != "meta.pt":
             exported = _export(folder) or ""
             assert str(folder / name) in exported, f"{name} {kind}: {exported}"
+
+
+# ---- weights that are not finite
+def test_weights_that_are_not_finite_are_never_saved_over_others(workers: WorkerPool, tmp_path: Path) -> None:
+    folder = tmp_path / "last.ckpt"
+    first, second = workers.run(save_not_finite, folder, 2, world_size=2, init_process_group=False)
+
+    assert first == second
+    for refusal, target in zip(first, (folder, tmp_path / "model"), strict=True):
+        assert refusal.startswith(f"the weights of actor are not finite, and {target} is not written: ")
+        assert "model.layers.0.mlp.up_proj.weight holds NaN or infinity (2 of 21 parameters do)" in refusal
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+    assert differences(contents(folder), contents(folder)) == {}  # and not NaN
+    assert newest_whole(tmp_path / "another") == folder
