@@ -8,8 +8,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache, wraps
+from functools import wraps
 from typing import Any, ClassVar, Self, TypeVar
+from weakref import WeakKeyDictionary
 
 from lightning_realloc.errors import ConfigError
 
@@ -263,9 +264,18 @@ def _meant_by(name: str, cls: type) -> str:
     return f"did you mean {alike[0]}=?" if alike else f"it has {', '.join(known)}"
 
 
-@cache
+_SETTINGS_OF: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
+"""Answers of :func:`settings_of`. A class made in a function holds that function's models, so the keys are weak."""
+
+
 def settings_of(cls: type) -> frozenset[str]:
     """Return the names that a class and those that it hands the rest to can be given."""
+    if cls not in _SETTINGS_OF:
+        _SETTINGS_OF[cls] = _read_settings(cls)
+    return _SETTINGS_OF[cls]
+
+
+def _read_settings(cls: type) -> frozenset[str]:
     names: set[str] = set()
     for base in _takes_settings(cls):
         _, *parameters = inspect.signature(vars(base)["__init__"]).parameters.values()

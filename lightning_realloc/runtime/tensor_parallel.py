@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -213,8 +214,10 @@ _CLASSES: dict[str, type[_TensorParallelModule]] = {
     "embedding_colwise": _FeatureEmbedding,
     PARTIAL_GRADIENT: _PartialGradientModule,
 }
-_COMBINED: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
-"""Classes made by `_with_own_forward`, each made once."""
+_COMBINED: WeakKeyDictionary[type[nn.Module], WeakValueDictionary[type[nn.Module], type[nn.Module]]] = (
+    WeakKeyDictionary()
+)
+"""Classes made by `_with_own_forward`: own -> ours -> both. Weak, since a class made in a function may hold models."""
 
 
 @contextlib.contextmanager
@@ -262,9 +265,11 @@ def _with_own_forward(base: type[nn.Module], own: type[nn.Module]) -> type[nn.Mo
     """Return ``base`` with the forward of ``own`` inside, such as Gemma's scaled embedding."""
     if issubclass(base, own):
         return base
-    if (base, own) not in _COMBINED:
-        _COMBINED[base, own] = type(f"{base.__name__.strip('_')}{own.__name__}", (base, own), {})
-    return _COMBINED[base, own]
+    made = _COMBINED.setdefault(own, WeakValueDictionary())
+    combined = made.get(base)
+    if combined is None:
+        made[base] = combined = type(f"{base.__name__.strip('_')}{own.__name__}", (base, own), {})
+    return combined
 
 
 def _divide_heads(attention: nn.Module, heads: AttentionHeads, tp: int) -> None:

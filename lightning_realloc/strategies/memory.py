@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_realloc.callbacks.ema import EMA
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
@@ -69,14 +71,23 @@ def engine_memory(module: Any, device: torch.device, copy_dtype: torch.dtype) ->
     )
 
 
-@lru_cache(maxsize=8)  # every change of plans asks
 def _draft_memory(speculation: Speculation) -> DraftMemory | None:
-    if speculation.draft_model is None:
+    source = speculation.draft_model
+    if source is None:
         return None
-    model: Any = describe_draft_model(speculation.draft_model)
-    spec = describe_model(model)
-    described = RoleMemory(model=spec, shape=ModelShape.read(model.config, spec))
+    described = _describe_draft(source) if isinstance(source, nn.Module) else _describe_named_draft(source)
     return DraftMemory(model=described, learns=speculation.draft_learning_rate is not None)
+
+
+@lru_cache(maxsize=8)  # every change of plans asks; of names alone: a module that is a key would never be freed
+def _describe_named_draft(source: str | Path) -> RoleMemory:
+    return _describe_draft(source)
+
+
+def _describe_draft(source: str | Path | nn.Module) -> RoleMemory:
+    model: Any = describe_draft_model(source)
+    spec = describe_model(model)
+    return RoleMemory(model=spec, shape=ModelShape.read(model.config, spec))
 
 
 def memory_settings(

@@ -1,0 +1,98 @@
+"""Check what fits leave behind in a process: no models and no optimizers."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lightning_realloc.algorithms.grpo import GRPO
+from lightning_realloc.generation import Speculation
+from lightning_realloc.runtime.tensor_parallel import _VocabularyEmbedding, _with_own_forward
+from lightning_realloc.strategies import ReallocStrategy
+from tests.models import byte_tokenizer, tiny_model
+from tests.strategies import runs
+from tests.strategies.runs import Batches
+
+
+def of_a_local_class() -> GRPO:
+    """Return a module whose class refers to a model through a method's closure."""
+    held = tiny_model("llama", seed=2)
+
+    class Local(GRPO):
+        def on_train_start(self) -> None:
+            super().on_train_start()
+            assert held.training is not None
+
+    return Local(
+        tiny_model("llama"), runs.low_tokens, reference=tiny_model("llama", seed=1), tokenizer=byte_tokenizer(),
+        sampling=runs.SAMPLING,
+    )  # fmt: skip
+
+
+def with_a_draft_model() -> GRPO:
+    """Return a module that drafts with a model that was given as a module."""
+    drafts = Speculation(drafter="model", draft_model=tiny_model("llama", seed=3), max_draft_tokens=2)
+    return runs.grpo(speculation=drafts)
+
+
+def that_fails() -> GRPO:
+    """Return a module whose first iteration raises on every rank."""
+
+    def refuse(completion_ids: Sequence[Sequence[int]], **columns: object) -> list[float]:
+        raise ArithmeticError("no rewards")
+
+    return runs.grpo(reward=refuse)
+
+
+KINDS: dict[str, Callable[[], GRPO]] = {
+    "plain": runs.grpo,
+    "local class": of_a_local_class,
+    "draft model": with_a_draft_model,
+    "failure": that_fails,
+}
+
+
+def fit(kind: str, plan: Any, world_size: int) -> list[weakref.ref[Any]]:
+    """Fit a module of this kind, and return weak references to what may not outlive its caller's variables."""
+    module, strategy = KINDS[kind](), ReallocStrategy(plan)
+    trainer = runs.trainer(strategy, world_size)
+    try:
+        trainer.fit(module, Batches(1))
+    except Exception as error:
+        assert "no rewards" in str(error)
+    return [weakref.ref(kept) for kept in (trainer, strategy, *module.modules(), *strategy.optimizers)]
+
+
+def alive(references: Sequence[weakref.ref[Any]]) -> list[str]:
+    """Return the kinds of objects that are still there after a collection."""
+    gc.collect()
+    return sorted({type(kept()).__name__ for kept in references if kept() is not None})
+
+
+def num_modules() -> int:
+    """Return how many modules there are, those that were given to a fit or to a class included."""
+    gc.collect()
+    return sum(issubclass(type(found), nn.Module) for found in gc.get_objects())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fit_leaves_nothing_behind(kind: str) -> None:
+    before = num_modules()
+    assert alive(fit(kind, "heuristic", 1)) == []
+    assert num_modules() == before
+
+
+def test_a_class_made_for_tensor_parallelism_goes_with_its_modules() -> None:
+    class Scaled(nn.Embedding):
+        """A user's class."""
+
+    combined = _with_own_forward(_VocabularyEmbedding, Scaled)
+    assert _with_own_forward(_VocabularyEmbedding, Scaled) is combined
+    references = [weakref.ref(combined), weakref.ref(Scaled)]
+    del combined, Scaled
+    assert alive(references) == []
