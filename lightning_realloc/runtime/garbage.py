@@ -1,4 +1,4 @@
-"""How often Python looks for circular garbage while models train.
+"""Choose when Python looks for circular garbage: before models are built, and seldom while they train.
 
 Iterations leave none. But samples and indices of texts live for a while, which to the collector looks like a heap that
 grows: now and then it goes through all objects that Lightning and Transformers made, hundreds of thousands. That takes
@@ -9,8 +9,20 @@ from __future__ import annotations
 
 import gc
 
+from lightning_realloc.runtime.host_memory import give_back_freed_memory
+
 YOUNG_OBJECTS = 10_000
 """New objects after which the collector looks at them; Python's own 700 are fewer than one batch of samples has."""
+
+
+def free_garbage() -> None:
+    """Free circular garbage now, and give its memory back to the operating system.
+
+    A Trainer, its strategy and its module refer to each other. Once nobody else does, they and all models stay in
+    memory until the collector's next full pass, which may be several fits later.
+    """
+    gc.collect()
+    give_back_freed_memory()
 
 
 class RareCollection:

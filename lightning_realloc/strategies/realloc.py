@@ -26,7 +26,7 @@ from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.agreement import TransportName
-from lightning_realloc.runtime.garbage import RareCollection
+from lightning_realloc.runtime.garbage import RareCollection, free_garbage
 from lightning_realloc.runtime.host_memory import give_back_freed_memory
 from lightning_realloc.runtime.mailbox import Mailbox
 from lightning_realloc.runtime.profile_subject import Machine
@@ -183,6 +183,16 @@ class ReallocStrategy(SteppingStrategy):
         )  # fmt: skip
 
     # ---- models
+    def setup_environment(self) -> None:
+        """Start the process group; free the models of earlier fits before this one's are built."""
+        super().setup_environment()
+        if self._placed_module is self.lightning_module:
+            return
+        if self._placed_module is not None:
+            self._placed_module = self._pool = self._runner = None
+            self.optimizers, self.lr_scheduler_configs = [], []
+        free_garbage()
+
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Surround ``configure_model``: refuse what does not fit into memory before a model is built."""
@@ -222,7 +232,6 @@ class ReallocStrategy(SteppingStrategy):
             if self.runner.has_failed:
                 self._runner = self._make_runner(module, self._pool)
         else:
-            self.optimizers = []  # of the models that go
             self._pool = self._builder().build(self._plan_source)
             self._placed_module = module
             self._runner = self._make_runner(module, self._pool)

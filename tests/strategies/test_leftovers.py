@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import lightning as L
 import pytest
-from torch import nn
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
 
 from lightning_realloc.algorithms.grpo import GRPO
 from lightning_realloc.generation import Speculation
@@ -85,6 +87,40 @@ def test_a_fit_leaves_nothing_behind(kind: str) -> None:
     before = num_modules()
     assert alive(fit(kind, "heuristic", 1)) == []
     assert num_modules() == before
+
+
+class LiveBytes(Callback):
+    """Notes how many bytes of tensors there are before each fit's models are built."""
+
+    def __init__(self) -> None:
+        self.noted: list[int] = []
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Note."""
+        tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
+        self.noted.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Let Python collect nothing by itself, as it seldom does between large fits."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("same_trainer", [False, True])
+def test_models_of_earlier_fits_are_gone_before_new_ones_are_built(same_trainer: bool) -> None:
+    meter = LiveBytes()
+    trainer = runs.trainer("realloc", 1, callbacks=[meter])
+    for _ in range(4):
+        trainer = trainer if same_trainer else runs.trainer("realloc", 1, callbacks=[meter])
+        trainer.fit(runs.grpo(), Batches(1))
+    model_bytes = sum(parameter.nbytes for parameter in tiny_model("llama").parameters())
+    # The second fit finds the first one's last metrics, a few numbers.
+    assert max(meter.noted) - meter.noted[0] < model_bytes / 100
 
 
 def test_a_class_made_for_tensor_parallelism_goes_with_its_modules() -> None:
