@@ -127,6 +127,11 @@ class Mailbox:
                 self._wait(work, None)
         self._on_the_way = [sent for sent in self._on_the_way if sent[0] > run]
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """What carries the frames; None for a single process."""
+        return self._group
+
     def meet(self) -> None:
         """Wait for all ranks."""
         if self._group is not None:

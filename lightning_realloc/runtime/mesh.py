@@ -1,8 +1,8 @@
-"""Which process groups does this rank take part in, and which device mesh does FSDP get?
+"""Make the process groups that a rank takes part in, and the device meshes of FSDP.
 
-All groups are made in one place, on all ranks and in one order, and live as long as the process: groups made in
-different orders deadlock, and destroying one while others are in use confuses the names of the next. Those of one fit
-serve the next one in the same process: every group over gloo has threads, one of which wakes a hundred times a second.
+All groups are made in one place, on all ranks and in one order: groups made in different orders deadlock. Those of
+layouts live as long as the process, and serve the next fit too: every group over gloo has three threads, one of which
+wakes a hundred times a second. The host group is not shared: messages of one fit must not reach another.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from lightning_realloc.runtime.objects import gather_objects
 _GROUPED_AXES = (("pp",), ("dp",), ("fsdp",), ("tp",), ("dp", "fsdp"), AXES)
 _Groups = dict[tuple[int, ...], dist.ProcessGroup | None]
 _made: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()
-"""Groups of fewer than all ranks, by the group of all and by their ordered ranks."""
+"""Groups of fewer than all ranks, by the group of all and by their ordered ranks; the host group by ``_HOST``."""
+_HOST: tuple[int, ...] = ()
 
 
 def forget_groups() -> None:
@@ -57,8 +58,22 @@ class MeshRegistry:
             self._groups[ranks] = made[ranks]
 
     def new_host_group(self) -> dist.ProcessGroup | None:
-        """Return a new group of all ranks over gloo, for data in host memory; None for a single rank. Collective."""
-        return dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        """Return a new group of all ranks over gloo, for data in host memory; None for a single rank.
+
+        Ends the one before: once all ranks ask for another, none of them waits in it any more. Collective.
+        """
+        if dist.get_world_size() == 1:
+            return None
+        made = _made_everywhere()
+        before = made.pop(_HOST, None)
+        if before is not None:
+            dist.destroy_process_group(before)
+        made[_HOST] = dist.new_group(backend="gloo")
+        return made[_HOST]
+
+    def is_host_group(self, group: dist.ProcessGroup | None) -> bool:
+        """Return whether ``group`` is the latest host group, so that it can still be used. Collective."""
+        return group is None or _made_everywhere().get(_HOST) is group
 
     def group(self, layout: Layout, *axes: str) -> dist.ProcessGroup | None:
         """Return this rank's group along ``axes``, its ranks in the layout's order; None when it is alone in it.

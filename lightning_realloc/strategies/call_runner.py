@@ -177,10 +177,9 @@ class CallRunner:
             self._mailbox.let_go(self._run)
         return data.gather(self._device)
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether a rank failed: then nothing more can be run."""
-        return self._mailbox.has_failed
+    def can_go_on(self) -> bool:
+        """Return whether calls can still be run: no rank failed, and no later runner was made. Collective."""
+        return self._pool.meshes.is_host_group(self._mailbox.group) and not self._mailbox.has_failed
 
     @property
     def seconds_idle(self) -> float:

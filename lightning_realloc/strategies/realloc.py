@@ -229,7 +229,7 @@ class ReallocStrategy(SteppingStrategy):
         module: Any = self.lightning_module
         self._reallocation = ParameterReallocation.of(trainer)
         if self._placed_module is module and self._pool is not None:
-            if self.runner.has_failed:
+            if not self.runner.can_go_on():
                 self._runner = self._make_runner(module, self._pool)
         else:
             self._pool = self._builder().build(self._plan_source)
