@@ -37,13 +37,13 @@ class CautiousGRPO(GRPO):
 
     def __init__(self, actor, reward, helpful, harmless, **settings):
         super().__init__(actor, reward, **settings)
-        self.reward_sources = {"helpful": helpful, "harmless": harmless}
+        self.sources |= {"helpful": helpful, "harmless": harmless}
 
     def roles(self):
         actor, reference = super().roles()
         scorers = [
-            Role(name=name, source=source, trained=False, task="sequence_classification")
-            for name, source in self.reward_sources.items()
+            Role(name=name, source=self.sources[name], trained=False, task="sequence_classification")
+            for name in ("helpful", "harmless")
         ]
         return actor, replace(reference, follows="actor", follow_rate=0.05), *scorers
 

@@ -93,8 +93,7 @@ class OnPolicyDistillation(PolicyModule):
         self.loss_average = loss_average
         self.tokenizer = tokenizer
         self.evaluation_calls = ("actor.generate", *(("teacher.infer", "measure") if self._is_sampled else ()))
-        self._actor_source = actor
-        self._teacher_source = teacher
+        self.sources |= {"actor": actor, "teacher": teacher}
         self._head: TeacherHead | None = None
 
     @property
@@ -105,8 +104,8 @@ class OnPolicyDistillation(PolicyModule):
     def roles(self) -> tuple[Role, ...]:
         """Return the student and the teacher."""
         return (
-            Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor")),
-            Role(name="teacher", source=self._teacher_source, trained=False),
+            Role(name="actor", source=self.sources["actor"], trained=True, peft=self.peft_of("actor")),
+            Role(name="teacher", source=self.sources["teacher"], trained=False),
         )
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:

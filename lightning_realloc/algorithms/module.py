@@ -22,7 +22,7 @@ from lightning_realloc.algorithms.adapters import AdapterSource
 from lightning_realloc.algorithms.calls import declared_calls
 from lightning_realloc.algorithms.evaluation import EvaluatedModule
 from lightning_realloc.algorithms.optimizers import NoDecay, Parameters, RoleOptimizer, chosen_for, state_bytes
-from lightning_realloc.algorithms.role import ModelSource, Role
+from lightning_realloc.algorithms.role import ModelSource, Role, without_weights
 from lightning_realloc.algorithms.sample_rows import sample_rows
 from lightning_realloc.algorithms.settings import EngineName, check_engine, check_kind
 from lightning_realloc.algorithms.vocabulary import check_token_ids
@@ -133,6 +133,9 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
         )
         self.role_optimizers = dict(optimizers or {})
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self.sources: dict[str, ModelSource] = {}
+        """Role -> where its weights come from. In a dict a model that was given as a module becomes no child of this
+        module. Once all roles are built, only its shapes are kept."""
 
     @property
     def seed(self) -> int:
@@ -280,12 +283,22 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
     def configure_model(self) -> None:
         """Build every model that is not built yet; called again before validate and test."""
         self._check_named_roles()
+        self._unregister_sources()
         for role in self.roles():
             if role.shares is None and not hasattr(self, role.name):
                 model = role.build(seed=self.seed, allow_missing=self.allow_missing)
                 if self.liger_kernels:
                     use_liger_kernels(model, role.name, self._strategy.root_device)
                 setattr(self, role.name, model)
+        self.sources.update({role: without_weights(source) for role, source in self.sources.items()})
+
+    def _unregister_sources(self) -> None:
+        """Take attributes of a subclass that roles are built from out of this module's children, and of checkpoints."""
+        roles = self.roles()
+        for name, child in list(self._modules.items()):
+            if any(child is role.source for role in roles) and all(name != role.name for role in roles):
+                del self._modules[name]
+                vars(self)[name] = child
 
     def _check_named_roles(self) -> None:
         config, roles, trained = self.peft_config, [role.name for role in self.roles()], self.dataflow.trained_roles

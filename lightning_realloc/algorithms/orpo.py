@@ -54,11 +54,11 @@ class ORPO(PairwiseModule):
         check_not_negative(beta=beta)
         self.beta = beta
         self.tokenizer = tokenizer
-        self._actor_source = actor
+        self.sources["actor"] = actor
 
     def roles(self) -> tuple[Role, ...]:
         """Return the one model."""
-        return (Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor")),)
+        return (Role(name="actor", source=self.sources["actor"], trained=True, peft=self.peft_of("actor")),)
 
     def prepare_batch(self, batch: Samples) -> Samples:
         """Add what the likelihood of the chosen responses divides by."""

@@ -171,9 +171,10 @@ class PPO(PolicyModule):
         self.missing_eos_penalty = missing_eos_penalty
         self._set_reward(reward, reward_weights, reward_tokenizer)
         judges = self._judges
-        self._actor_source = actor
-        self._reference_source = reference
-        self._critic_source = critic or (judges.models[0].source if judges.reads_actor_tokens else None) or actor
+        self.sources["actor"] = actor
+        self.sources["critic"] = critic or (self.sources["reward"] if judges.reads_actor_tokens else actor)
+        if reference is not None:
+            self.sources["reference"] = reference
 
     def _set_divergence(self, coef: float, place: KLPlace, *, target: float | None, gain: float) -> None:
         check_choice("kl_place", place, get_args(KLPlace))
@@ -186,7 +187,7 @@ class PPO(PolicyModule):
         self.kl_controller = KLController(coef, target=target, gain=gain)
 
     def _set_reward(self, reward: RewardSource, weights: Sequence[float] | None, tokenizer: RewardTokenizer) -> None:
-        self._judges = judges = RewardSources(reward, weights=weights, tokenizer=tokenizer)
+        self._judges = judges = RewardSources(reward, self.sources, weights=weights, tokenizer=tokenizer)
         self._reward_functions = judges.functions
         self._one_model = judges.functions is None and len(judges.models) == 1 and weights is None
         """Whether a reward model's scores are the scores: then nobody has to add them up."""
@@ -197,11 +198,11 @@ class PPO(PolicyModule):
     # ---- models and calls
     def roles(self) -> tuple[Role, ...]:
         """Return the actor and the critic, and the reference and reward models where they take part."""
-        actor = Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor"))
-        critic = Role(name="critic", source=self._critic_source, trained=True, task="token_classification",
+        actor = Role(name="actor", source=self.sources["actor"], trained=True, peft=self.peft_of("actor"))
+        critic = Role(name="critic", source=self.sources["critic"], trained=True, task="token_classification",
                       peft=self.peft_of("critic"))  # fmt: skip
-        reference = (self.reference_of(actor, self._reference_source),) if self.has_reference else ()
-        return (actor, critic, *reference, *self._judges.roles(self.peft_of))
+        reference = (self.reference_of(actor, self.sources.get("reference")),) if self.has_reference else ()
+        return (actor, critic, *reference, *self._judges.roles(self.sources, self.peft_of))
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
         """Let a single reward model's scores be the scores, and add several up; the actor needs the reference only in

@@ -52,11 +52,11 @@ class ProcessReward(MultiModelModule):
     ) -> None:
         super().__init__(**settings)
         self.tokenizer = tokenizer
-        self._reward_source = reward
+        self.sources["reward"] = reward
 
     def roles(self) -> tuple[Role, ...]:
         """Return the one model."""
-        return (Role(name="reward", source=self._reward_source, trained=True, task="token_classification",
+        return (Role(name="reward", source=self.sources["reward"], trained=True, task="token_classification",
                      peft=self.peft_of("reward")),)  # fmt: skip
 
     def check_batch(self, batch: Samples) -> None:

@@ -52,13 +52,14 @@ class ReferencedModule(MultiModelModule):
         super().__init__(**settings)
         self.precompute_reference = precompute_reference
         self.tokenizer = tokenizer
-        self._actor_source = actor
-        self._reference_source = reference
+        self.sources["actor"] = actor
+        if reference is not None:
+            self.sources["reference"] = reference
 
     def roles(self) -> tuple[Role, ...]:
         """Return the actor and the reference."""
-        actor = Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor"))
-        return actor, self.reference_of(actor, self._reference_source)
+        actor = Role(name="actor", source=self.sources["actor"], trained=True, peft=self.peft_of("actor"))
+        return actor, self.reference_of(actor, self.sources.get("reference"))
 
     @infer("reference", needs="batch", produces=_COLUMN)
     def score_reference(self, reference: nn.Module, batch: PackedBatch) -> Tensor:

@@ -52,11 +52,11 @@ class RewardModel(PairwiseModule):
         check_not_negative(centre_coef=centre_coef)
         self.centre_coef = centre_coef
         self.tokenizer = tokenizer
-        self._reward_source = reward
+        self.sources["reward"] = reward
 
     def roles(self) -> tuple[Role, ...]:
         """Return the one model."""
-        return (Role(name="reward", source=self._reward_source, trained=True, task="sequence_classification",
+        return (Role(name="reward", source=self.sources["reward"], trained=True, task="sequence_classification",
                      peft=self.peft_of("reward")),)  # fmt: skip
 
     @infer("reward", needs="batch", produces="scores")

@@ -48,7 +48,6 @@ class _Model:
     """A reward model."""
 
     role: str
-    source: ModelSource
     weight: float
 
     @property
@@ -69,7 +68,7 @@ def is_further(role: str) -> bool:
 
 def calls_of_further(roles: Sequence[str]) -> tuple[ModelFunctionCall, ...]:
     """Return the calls of all reward models among ``roles`` but the first, which an algorithm declares."""
-    models = [_Model(role, "", 1.0) for role in roles if is_further(role)]
+    models = [_Model(role, 1.0) for role in roles if is_further(role)]
     return tuple(
         ModelFunctionCall(f"{model.role}.infer", "infer", model.role, model.method, ("rollout",), (model.column,))
         for model in models
@@ -90,6 +89,7 @@ class RewardSources:
 
     Args:
         reward: One, or a list of them.
+        sources: Of the algorithm, by role; takes the models.
         weights: One per model or function, in the order of the list; by default all count 1.
         tokenizer: What the models read.
 
@@ -99,7 +99,12 @@ class RewardSources:
     """
 
     def __init__(
-        self, reward: RewardSource, *, weights: Sequence[float] | None = None, tokenizer: RewardTokenizer = "actor"
+        self,
+        reward: RewardSource,
+        sources: dict[str, ModelSource],
+        *,
+        weights: Sequence[float] | None = None,
+        tokenizer: RewardTokenizer = "actor",
     ) -> None:
         # Asked first whether it is one model: a configuration can be iterated over.
         several: list[Any] = [reward] if is_model_source(reward) else listed(reward)
@@ -109,10 +114,9 @@ class RewardSources:
             raise RewardError(f"{len(given)} rewards need as many finite weights; got {factors}")
         pairs = list(zip(given, factors, strict=True))
         of_models = [(source, weight) for source, weight in pairs if is_model_source(source)]
-        self.models = tuple(
-            _Model("reward" if number == 1 else f"reward_{number}", source, weight)
-            for number, (source, weight) in enumerate(of_models, start=1)
-        )
+        roles = ["reward" if number == 1 else f"reward_{number}" for number in range(1, len(of_models) + 1)]
+        self.models = tuple(_Model(role, weight) for role, (_, weight) in zip(roles, of_models, strict=True))
+        sources.update({role: source for role, (source, _) in zip(roles, of_models, strict=True)})
         others = [(function, weight) for function, weight in pairs if not is_model_source(function)]
         self.functions = None if others == [] and self.models else RewardFunctions(
             [function for function, _ in others], weights=[weight for _, weight in others], alone=not self.models
@@ -135,10 +139,10 @@ class RewardSources:
         """The calls from responses to rewards."""
         return (*[f"{model.role}.infer" for model in self.models], "judge")
 
-    def roles(self, peft_of: Any) -> tuple[Role, ...]:
+    def roles(self, sources: Mapping[str, ModelSource], peft_of: Any) -> tuple[Role, ...]:
         """Return the models' roles; ``peft_of`` is :meth:`MultiModelModule.peft_of`."""
         return tuple(
-            Role(name=model.role, source=model.source, trained=False, task="sequence_classification",
+            Role(name=model.role, source=sources[model.role], trained=False, task="sequence_classification",
                  peft=peft_of(model.role, trained=False))
             for model in self.models
         )  # fmt: skip

@@ -79,14 +79,15 @@ class RewardedModule(PolicyModule):
             )
         check_positive(missing_eos_penalty=missing_eos_penalty)
         self.missing_eos_penalty = missing_eos_penalty
-        self._judges = RewardSources(reward, weights=reward_weights, tokenizer=reward_tokenizer)
+        self._judges = RewardSources(reward, self.sources, weights=reward_weights, tokenizer=reward_tokenizer)
         self._reward_functions = self._judges.functions
         self.evaluation_calls = ("actor.generate", *self._judges.evaluation_calls)
         for model in self._judges.models[1:]:
             setattr(self, model.method, partial(self._score, model.role))
         self.tokenizer = tokenizer
-        self._actor_source = actor
-        self._reference_source = reference
+        self.sources["actor"] = actor
+        if reference is not None:
+            self.sources["reference"] = reference
 
     @property
     def has_reference(self) -> bool:
@@ -100,9 +101,9 @@ class RewardedModule(PolicyModule):
 
     def roles(self) -> tuple[Role, ...]:
         """Return the actor, and the reference and reward models where they take part."""
-        actor = Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor"))
-        reference = (self.reference_of(actor, self._reference_source),) if self.has_reference else ()
-        return (actor, *reference, *self._judges.roles(self.peft_of))
+        actor = Role(name="actor", source=self.sources["actor"], trained=True, peft=self.peft_of("actor"))
+        reference = (self.reference_of(actor, self.sources.get("reference")),) if self.has_reference else ()
+        return (actor, *reference, *self._judges.roles(self.sources, self.peft_of))
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
         """Have further reward models score, too."""

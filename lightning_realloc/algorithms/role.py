@@ -34,7 +34,7 @@ from lightning_realloc.runtime.adapters import (
     use_trained_copies,
 )
 from lightning_realloc.runtime.loaded_weights import record_untied_weights, unused_weights
-from lightning_realloc.runtime.structure import copied
+from lightning_realloc.runtime.structure import copied, copied_without_weights
 
 ModelSource = str | Path | PreTrainedConfig | nn.Module
 """A Hugging Face name or folder, a config (random weights), or a module that is already built."""
@@ -65,6 +65,15 @@ def is_model_source(source: object) -> TypeGuard[ModelSource]:
         is_path = Path(source).expanduser().exists() or "/" in source
         return is_path or not (":" in source or "." in source)
     return isinstance(source, nn.Module | PreTrainedConfig | Path)
+
+
+def without_weights(source: ModelSource) -> ModelSource:
+    """Return a source that describes the same model. Of a module it is a copy whose parameters hold no weights."""
+    return copied_without_weights(source) if isinstance(source, nn.Module) and not _is_empty(source) else source
+
+
+def _is_empty(module: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in module.parameters())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +162,11 @@ class Role:
             if isinstance(self.source, PreTrainedConfig):
                 model = self._from_config(self.source)
             elif isinstance(self.source, nn.Module):
+                if _is_empty(self.source):
+                    raise ConfigError(
+                        f"{self.name} is a module on the meta device, which holds no weights; give one that does. A "
+                        f"LightningModule that built its models has let go of those that it was given: make a new one"
+                    )
                 model = self._copied(self.source)
             else:
                 model = self._load(self.source, adapters, allow_missing=allow_missing)

@@ -45,11 +45,11 @@ class SFT(MultiModelModule):
     ) -> None:
         super().__init__(**settings)
         self.tokenizer = tokenizer
-        self._actor_source = actor
+        self.sources["actor"] = actor
 
     def roles(self) -> tuple[Role, ...]:
         """Return the one model."""
-        return (Role(name="actor", source=self._actor_source, trained=True, peft=self.peft_of("actor")),)
+        return (Role(name="actor", source=self.sources["actor"], trained=True, peft=self.peft_of("actor")),)
 
     def check_batch(self, batch: Samples) -> None:
         """Refuse pairs and judged responses, of which the bad ones would be learnt, too."""

@@ -9,6 +9,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 
@@ -53,3 +54,12 @@ def copied(model: nn.Module, instead: Mapping[int, object] | None = None) -> nn.
         for module in model.modules() for value in vars(module).values() if type(value) is OrderedDict and not value
     }  # fmt: skip
     return copy.deepcopy(model, {**hooks, **(instead or {})})
+
+
+def copied_without_weights(model: nn.Module) -> nn.Module:
+    """Return a deep copy whose parameters have shapes but no storage; buffers are real copies, ties are kept."""
+    without_storage = {
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    return copied(model, without_storage)

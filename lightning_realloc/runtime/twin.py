@@ -6,12 +6,11 @@ fills. Calling the first module with other weights instead (``functional_call``)
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.runtime.structure import copied
+from lightning_realloc.runtime.structure import copied_without_weights
 from lightning_realloc.runtime.tp_group import TensorParallelGroup
 
 
@@ -24,8 +23,4 @@ def make_skeleton(model: nn.Module) -> nn.Module:
     if any(isinstance(module, FSDPModule) or isinstance(vars(module).get("tp_group"), TensorParallelGroup)
            for module in model.modules()):  # fmt: skip
         raise LayoutError("a skeleton is a copy of an undivided model; call make_skeleton before parallelize")
-    without_storage = {
-        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-        for parameter in model.parameters()
-    }
-    return copied(model, without_storage).eval()
+    return copied_without_weights(model).requires_grad_(False).eval()
