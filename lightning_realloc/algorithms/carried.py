@@ -220,17 +220,17 @@ def samples_state(samples: Samples) -> dict[str, Any]:
     """Return plain data for a checkpoint."""
 
     def plain(column: Column) -> Any:
-        if isinstance(column, Ragged):
-            return {"values": column.values, "lengths": column.lengths}
-        return list(column) if isinstance(column, tuple) else column
+        return {"values": column.values, "lengths": column.lengths} if isinstance(column, Ragged) else column
 
-    return {"ids": samples.ids, "columns": {name: plain(column) for name, column in samples.columns.items()}}
+    columns = {name: plain(column) for name, column in samples.columns.items()}
+    return {"ids": samples.ids, "columns": columns, "data": {name: list(c) for name, c in samples.data.items()}}
 
 
 def samples_from_state(state: Mapping[str, Any]) -> Samples:
     def column(plain: Any) -> Column:
         if isinstance(plain, Mapping):
             return Ragged(plain["values"], plain["lengths"])
-        return tuple(plain) if isinstance(plain, list) else plain
+        return tuple(plain) if isinstance(plain, list) else plain  # lists: of checkpoints without "data"
 
-    return Samples(state["ids"], {name: column(plain) for name, plain in state["columns"].items()})
+    columns = {name: column(plain) for name, plain in state["columns"].items()}
+    return Samples(state["ids"], columns, {name: tuple(values) for name, values in state.get("data", {}).items()})

@@ -47,10 +47,11 @@ class EvaluatedModule(L.LightningModule):
                 f"{name} works on batches of lightning_realloc's Samples, and the loader gave a "
                 f"{type(batch).__name__}; {way_out}"
             )
-        missing = [column for column in self.batch_columns if column not in batch]
+        given = {*batch.columns, *batch.data}
+        missing = [column for column in self.batch_columns if column not in given]
         if missing:
             raise DataError(
-                f"{name} needs {', '.join(missing)}, and the batch has {', '.join(sorted(batch.columns))}; {way_out}"
+                f"{name} needs {', '.join(missing)}, and the batch has {', '.join(sorted(given))}; {way_out}"
             )
 
     def prepare_batch(self, batch: Samples) -> Samples:
@@ -138,4 +139,4 @@ class EvaluatedModule(L.LightningModule):
 def all_samples(batches: list[Samples]) -> Samples:
     """Return the samples of all batches, numbered anew: loaders may give two batches the same ids."""
     ids = torch.split(torch.arange(sum(map(len, batches))), [len(batch) for batch in batches])
-    return Samples.concatenate([Samples(own, batch.columns) for own, batch in zip(ids, batches, strict=True)])
+    return Samples.concatenate([batch.with_ids(own) for own, batch in zip(ids, batches, strict=True)])

@@ -176,16 +176,15 @@ class PolicyModule(MultiModelModule):
 
     def prediction_calls(self, batch: Samples) -> tuple[str, ...]:
         """Return the calls that ``predict`` runs: rewards are left out where the data lacks what they ask for."""
-        given = [name for name, column in batch.columns.items() if isinstance(column, tuple)]
         missing: dict[str, list[str]] = {}
         for functions in self._reward_functions_kept():
-            missing |= functions.missing_columns(given)
+            missing |= functions.missing_columns(batch.data)
         if not missing:
             return super().prediction_calls(batch)
         asked = "; ".join(f"{name!r} asks for {', '.join(map(repr, columns))}" for name, columns in missing.items())
         rank_zero_warn(
-            f"responses are predicted without rewards: the data has the columns {sorted(given)}, and reward function "
-            f"{asked}; add them for rewards"
+            f"responses are predicted without rewards: the data has the columns {sorted(batch.data)}, and reward "
+            f"function {asked}; add them for rewards"
         )
         return ("actor.generate",)
 

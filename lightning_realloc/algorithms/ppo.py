@@ -346,8 +346,7 @@ class PPO(PolicyModule):
             for role in ("actor", "critic"):
                 check_minibatches(len(batch) * self.sampling.n, self.train_options_of(role))
         if self._reward_functions is not None:
-            given = [name for name, column in batch.columns.items() if isinstance(column, tuple)]
-            self._reward_functions.check_columns(given)
+            self._reward_functions.check_columns(batch.data)
 
     # ---- helpers
     def _values(self, critic: nn.Module, batch: PackedBatch) -> Tensor:

@@ -197,8 +197,7 @@ class RewardedModule(PolicyModule):
         if self.training_now:
             check_minibatches(len(batch) * self.sampling.n, self.train_options_of("actor"))
         if self._reward_functions is not None:
-            given = [name for name, column in batch.columns.items() if isinstance(column, tuple)]
-            self._reward_functions.check_columns(given)
+            self._reward_functions.check_columns(batch.data)
 
 
 def check_group(n: int) -> None:

@@ -31,7 +31,7 @@ class Informed:
 
     def __init__(self, environment: Environment, prompts: Samples, num_responses: int) -> None:
         self._environment = environment
-        self._columns = {name: column for name, column in prompts.columns.items() if isinstance(column, tuple)}
+        self._columns = prompts.data
         self._place = {prompt: place for place, prompt in enumerate(prompts.ids.tolist())}
         self._num_responses = num_responses
 
@@ -130,9 +130,9 @@ def num_model_tokens(samples: Samples) -> Tensor:
 
 def judged_responses(functions: RewardFunctions, samples: Samples, tokenizer: PreTrainedTokenizerBase) -> Rewards:
     """Return what reward functions say about responses; they get the data's columns of python objects."""
-    known = {name: column for name, column in samples.columns.items() if isinstance(column, tuple)}
-    prompts = known.pop("prompt")
-    return functions(prompts, response_texts(samples, tokenizer), samples.ragged("response_ids").to_lists(), known)
+    prompts = samples.objects("prompt")
+    others = {name: column for name, column in samples.data.items() if name != "prompt"}
+    return functions(prompts, response_texts(samples, tokenizer), samples.ragged("response_ids").to_lists(), others)
 
 
 def reward_columns(rewards: Rewards) -> dict[str, Tensor]:

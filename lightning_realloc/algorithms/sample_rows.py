@@ -25,7 +25,7 @@ def sample_rows(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> list[di
     ``finish_reason`` is a word; numbers that are not finite are None. A column of the data whose name one of these has
     is called ``data.<name>``.
     """
-    given = {name: column for name, column in samples.columns.items() if isinstance(column, tuple)}
+    given = dict(samples.data)
     prompts = {"prompt": given.pop("prompt")} if "prompt" in given else {}
     made: dict[str, Sequence[object]] = {}
     if "response_ids" in samples:

@@ -53,13 +53,13 @@ class SFT(MultiModelModule):
 
     def check_batch(self, batch: Samples) -> None:
         """Refuse pairs and judged responses, of which the bad ones would be learnt, too."""
-        if {"chosen", "rejected"} <= batch.columns.keys():
+        if {"chosen", "rejected"} <= batch.data.keys():
             raise DataError(
                 "SFT learns every response that it is given, and of pairs that is also the rejected ones; give "
                 "SFTDataModule rows of prompt and chosen, named completion, or use DPO or ORPO"
             )
 
-        if isinstance(batch.columns.get("label"), Tensor) and "completion" in batch:
+        if "label" in batch and "completion" in batch.data:
             raise DataError(
                 "SFT learns every response that it is given, and of judged ones that is also the undesirable; give "
                 "SFTDataModule the others, or use KTO"

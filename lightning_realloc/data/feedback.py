@@ -7,8 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.data.module import RESERVED_COLUMNS
-from lightning_realloc.data.preferences import MEASURED_COLUMNS, with_prompt
+from lightning_realloc.data.preferences import with_prompt
 from lightning_realloc.data.responses import ResponseDataModule, ResponseText, response_text
 from lightning_realloc.data.rows import Row
 from lightning_realloc.errors import DataError
@@ -31,8 +30,6 @@ class BinaryFeedbackDataModule(ResponseDataModule):
     Raises:
         DataError: in ``setup``, for anything in the data that cannot be used, with its file and line.
     """
-
-    reserved_columns = RESERVED_COLUMNS | MEASURED_COLUMNS | {"ratios"}
 
     def split_column(self, rows: Sequence[Row]) -> str:
         """Return the prompts' column: equal prompts are never on both sides."""

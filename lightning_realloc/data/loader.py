@@ -104,7 +104,7 @@ class BatchLoader:
             # Counted before it is handed out: a checkpoint written while the batch is trained on has it behind it.
             self._position += 1
             rows = self.table.select(_samples_of(order[begin : begin + self.batch_size], self.group_size))
-            yield Samples(rows.ids + self.epoch * len(self.table), rows.columns)
+            yield rows.with_ids(rows.ids + self.epoch * len(self.table))
         self._resuming = False
 
     def state_dict(self) -> dict[str, Any]:

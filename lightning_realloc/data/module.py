@@ -30,12 +30,6 @@ log = logging.getLogger(__name__)
 
 LongRows = Literal["refuse", "truncate", "drop"]
 """What happens to rows with more tokens than fit."""
-RESERVED_COLUMNS = frozenset(
-    {"prompt_id", "prompt_ids", "response_ids", "behaviour_logprobs", "ref_logprobs", "finish_reason", "rewards"}
-    | {"proximal_logprobs", "advantages", "group", "reward_scores", "prompts", "completions", "completion_ids"}
-    | {"model_mask", "num_model_tokens", "num_turns", "ended_by_environment", "versions", "stale_tokens", "began_in"}
-)
-"""Names that calls produce or reward functions are given; a data set must use others."""
 _WITHOUT_STREAMING = "give the rows without streaming, such as DatasetSource(..., split='train[:1000]')"
 
 
@@ -79,8 +73,6 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
     names_elsewhere = OF_DATA
     group_size: int = 1
     """Samples that a row becomes, next to each other; they are always in one batch."""
-    reserved_columns = RESERVED_COLUMNS
-    """Names that no column of the data may have."""
 
     def __init__(
         self,
@@ -259,12 +251,13 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
             limits.append(TokenLimit(most, source))
         return min(limits, key=lambda limit: limit.tokens, default=None)
 
-    def columns_of(self, rows: Sequence[Row]) -> dict[str, Column]:
-        """Return every column of the rows as python objects, for reward functions and logs."""
-        taken = sorted(self.reserved_columns & set(rows[0].values))
-        if taken:
-            raise DataError(f"{rows[0].place}: columns named {taken} would hide what the run computes; rename them")
-        return {name: tuple(row.values[name] for row in rows) for name in rows[0].values}
+    def data_of(self, rows: Sequence[Row], *, without: Sequence[str] = ()) -> dict[str, tuple[object, ...]]:
+        """Return the columns of the rows as python objects, for reward functions and logs.
+
+        Args:
+            without: Columns that the samples hold in another form.
+        """
+        return {name: tuple(row.values[name] for row in rows) for name in rows[0].values if name not in without}
 
     def template_of(self, row: Row) -> dict[str, Any]:
         """Return what the chat template is given besides a row's messages: its tools, and settings by name."""
@@ -382,8 +375,10 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
         return None if self.trainer is None else self.trainer.lightning_module
 
 
-def tabulated(columns: Mapping[str, Column], num_rows: int, what: str) -> Samples:
+def tabulated(
+    columns: Mapping[str, Column], num_rows: int, what: str, data: Mapping[str, tuple[object, ...]] | None = None
+) -> Samples:
     """Return the columns as samples with ids 0, 1, ...; refuse a split of which nothing is left."""
     if num_rows == 0:
         raise NothingFitsError(f"no {what} is left to use; raise the token limit or give shorter ones")
-    return Samples(torch.arange(num_rows), columns)
+    return Samples(torch.arange(num_rows), columns, data or {})

@@ -11,17 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.data.chat import is_conversation
-from lightning_realloc.data.module import RESERVED_COLUMNS, TokenLimit, tabulated
+from lightning_realloc.data.module import TokenLimit, tabulated
 from lightning_realloc.data.responses import ResponseDataModule, ResponseText, cut, encoded, response_text
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
-from lightning_realloc.runtime.samples import Ragged, Samples
-
-MEASURED_COLUMNS = frozenset(
-    {"logprobs", "losses", "margins", "matches", "scores", "chosen_tokens", "trained", "kl"}
-    | {"mismatched_ids", "mismatched_ref_logprobs"}
-)
-"""Names that algorithms of preferences produce besides."""
+from lightning_realloc.runtime.samples import Column, Ragged, Samples
 
 
 class PreferenceDataModule(ResponseDataModule):
@@ -44,7 +38,6 @@ class PreferenceDataModule(ResponseDataModule):
     """
 
     group_size = 2
-    reserved_columns = RESERVED_COLUMNS | MEASURED_COLUMNS
 
     def __init__(self, data: RowSource, *, batch_size: int, margin_column: str = "margin", **settings: Any) -> None:
         super().__init__(data, batch_size=batch_size, **settings)
@@ -74,11 +67,14 @@ class PreferenceDataModule(ResponseDataModule):
                 responses += _cut_apart(row, prompt, chosen, rejected, limit)
         if not kept:
             return tabulated({}, 0, "pair")
-        columns = self.columns_of([row for row in kept for _ in range(2)])
+        columns: dict[str, Column] = {
+            "prompt_ids": Ragged.from_list(prompts),
+            "response_ids": Ragged.from_list(responses),
+        }
         if self.margin_column in rows[0].values:
             columns["margin"] = _margins(kept, self.margin_column).repeat_interleave(2)
-        tokens = {"prompt_ids": Ragged.from_list(prompts), "response_ids": Ragged.from_list(responses)}
-        return tabulated({**columns, **tokens}, len(prompts), "pair")
+        data = self.data_of([row for row in kept for _ in range(2)], without=[self.margin_column])
+        return tabulated(columns, len(prompts), "pair", data)
 
 
 def implied_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | None:

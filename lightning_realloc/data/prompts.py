@@ -13,6 +13,9 @@ from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
 from lightning_realloc.runtime.samples import Ragged, Samples
 
+_ARGUMENTS = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
+"""What reward functions are given besides the columns of the data, by name."""
+
 
 class PromptDataModule(RowDataModule):
     """Batches of prompts for generation, the same on every rank.
@@ -55,6 +58,12 @@ class PromptDataModule(RowDataModule):
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
         """Return ``prompt_ids``, ``prompt`` and the other columns of the rows that fit."""
         self.require(rows, self.prompt_column)
+        taken = sorted(_ARGUMENTS & rows[0].values.keys())
+        if taken:
+            raise DataError(
+                f"{rows[0].place}: reward functions are given columns by name, beside their arguments "
+                f"{sorted(_ARGUMENTS)}; rename the columns {taken}"
+            )
         if self.prompt_column != "prompt" and "prompt" in rows[0].values:
             raise DataError(
                 f"{rows[0].place} has a column 'prompt' beside prompt_column={self.prompt_column!r}, and both would be "
@@ -71,12 +80,9 @@ class PromptDataModule(RowDataModule):
                 prompts.append(ids if limit is None else ids[-limit.tokens :])
         if not kept:
             return tabulated({}, 0, "prompt")
-        columns = self.columns_of(kept)
-        return tabulated(
-            {**columns, "prompt": columns[self.prompt_column], "prompt_ids": Ragged.from_list(prompts)},
-            len(kept),
-            "prompt",
-        )
+        data = self.data_of(kept)
+        data["prompt"] = data[self.prompt_column]
+        return tabulated({"prompt_ids": Ragged.from_list(prompts)}, len(kept), "prompt", data)
 
 
 def _opening(tokenizer: PreTrainedTokenizerBase, row: Row, column: str, template: Mapping[str, Any]) -> Text:

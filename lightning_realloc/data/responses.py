@@ -82,7 +82,8 @@ class ResponseDataModule(RowDataModule):
             made["model_mask"] = Ragged.from_list(learnt, dtype=torch.bool)
             made["num_model_tokens"] = torch.tensor([sum(said) for said in learnt])
         ids = {"prompt_ids": Ragged.from_list(prompts), "response_ids": Ragged.from_list(responses)}
-        return tabulated({**self.columns_of([rows[place] for place in kept]), **ids, **made}, len(kept), "row")
+        data = self.data_of([rows[place] for place in kept], without=[] if labels is None else ["label"])
+        return tabulated({**ids, **made}, len(kept), "row", data)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,7 @@ from lightning_realloc.data.module import tabulated
 from lightning_realloc.data.responses import ResponseDataModule, cut
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
-from lightning_realloc.runtime.samples import Column, Ragged, Samples
-
-_MADE = frozenset({"step_ends", "step_labels", "step_scores", "num_steps", "num_right", "losses"})
-"""Names that this data module and the algorithm use."""
+from lightning_realloc.runtime.samples import Ragged, Samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +82,7 @@ class StepDataModule(ResponseDataModule):
             "step_ends": Ragged.from_list([step.ends for step in steps], dtype=torch.bool),
             "step_labels": Ragged.from_list([step.labels for step in steps], dtype=torch.float32),
         }
-        return tabulated({**self._objects(kept), **tokens}, len(kept), "row")
-
-    def _objects(self, rows: Sequence[Row]) -> dict[str, Column]:
-        """Return the columns that are not in the tokens already."""
-        others = [
-            Row(row.place, {name: value for name, value in row.values.items() if name not in ("completions", "labels")})
-            for row in rows
-        ]
-        taken = sorted(_MADE & set(others[0].values))
-        if taken:
-            raise DataError(f"{rows[0].place}: columns named {taken} would hide what the run computes; rename them")
-        return self.columns_of(others)
+        return tabulated(tokens, len(kept), "row", self.data_of(kept, without=["completions", "labels"]))
 
     def _steps(self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> list[_Steps]:
         """Return every row's steps, each encoded by itself, so that it ends with a token of its own."""

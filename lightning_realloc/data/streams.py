@@ -257,7 +257,7 @@ class StreamLoader:
             order = torch.randperm(num_rows, generator=generator)
         rows = (order[:, None] * self.group_size + torch.arange(self.group_size)).flatten().tolist()
         chosen = table.select(rows)
-        return Samples(chosen.ids + at.num_before, chosen.columns)
+        return chosen.with_ids(chosen.ids + at.num_before)
 
 
 class _Pieces:

@@ -110,7 +110,7 @@ class CodeTests:
             log.warning("this system lets nobody make namespaces: the code that CodeTests runs can use the network")
 
     def __call__(
-        self, prompts: Sequence[object], completions: Sequence[Any], **columns: Sequence[Any]
+        self, /, prompts: Sequence[object], completions: Sequence[Any], **columns: Sequence[Any]
     ) -> list[float | None]:
         """Return what the programs in B completions earn.
 

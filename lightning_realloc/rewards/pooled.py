@@ -96,6 +96,7 @@ class PooledReward:
 
     def __call__(
         self,
+        /,
         prompts: Sequence[object],
         completions: Sequence[object],
         completion_ids: Sequence[Sequence[int]],

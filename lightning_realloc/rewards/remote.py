@@ -104,7 +104,7 @@ class RemoteReward:
             )
 
     async def __call__(
-        self, prompts: Sequence[object], completions: Sequence[object], **columns: Sequence[object]
+        self, /, prompts: Sequence[object], completions: Sequence[object], **columns: Sequence[object]
     ) -> list[Outcome]:
         """Return the outcome of every completion.
 

@@ -52,7 +52,7 @@ class OverlongPenalty:
         self.max_length = max_length
         self.buffer = buffer
 
-    def __call__(self, completion_ids: Sequence[Sequence[int]], **columns: object) -> list[float]:
+    def __call__(self, /, completion_ids: Sequence[Sequence[int]], **columns: object) -> list[float]:
         """Return what B completions lose."""
         return [overlong_penalty(len(ids), max_length=self.max_length, buffer=self.buffer) for ids in completion_ids]
 
@@ -103,7 +103,7 @@ class Shaped:
         if hasattr(self.function, "close"):
             self.function.close()
 
-    def __call__(self, **given: Any) -> Any:
+    def __call__(self, /, **given: Any) -> Any:
         """Return the shaped outcomes, or a coroutine of them."""
         returned = self.function(**accepted(self.function, given))
         return self._shape_later(returned, given) if inspect.isawaitable(returned) else self._shape(returned, given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import itertools
@@ -73,10 +74,14 @@ def unique_names(functions: Sequence[RewardFunction]) -> tuple[str, ...]:
 
 
 def accepted(function: RewardFunction, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that the function takes: all, unless it names them one by one."""
+    """Return the arguments that the function takes: all, unless it names them one by one.
+
+    A method cannot take a column that is named as its first parameter, which is usually ``self``.
+    """
     parameters = _parameters(function)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return dict(given)
+        bound = _bound_parameter(function)
+        return {name: value for name, value in given.items() if name != bound}
     names = {parameter.name for parameter in parameters}
     return {name: value for name, value in given.items() if name in names}
 
@@ -103,6 +108,18 @@ def is_async(function: RewardFunction) -> bool:
 def columns_alone(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what can travel to another process: no services."""
     return {name: value for name, value in given.items() if name not in SERVICES}
+
+
+def _bound_parameter(function: RewardFunction) -> str | None:
+    """Return the parameter that a method's object takes up, None where keywords may still have its name."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    method: Any = function if inspect.ismethod(function) else getattr(function, "__call__", None)  # noqa: B004
+    if not inspect.ismethod(method):
+        return None
+    first = next(iter(inspect.signature(method.__func__).parameters.values()), None)
+    takes_name = first is not None and first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return first.name if first is not None and takes_name else None
 
 
 def _parameters(function: RewardFunction) -> list[inspect.Parameter]:

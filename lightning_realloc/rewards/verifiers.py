@@ -55,7 +55,7 @@ class NumericAnswer:
         return {self.column}
 
     def __call__(
-        self, prompts: Sequence[object], completions: Sequence[Any], **columns: Sequence[object]
+        self, /, prompts: Sequence[object], completions: Sequence[Any], **columns: Sequence[object]
     ) -> list[float | None]:
         """Return what B completions earn."""
         judge = _same_expression if self.reader == "math-verify" else self._same_number
@@ -98,7 +98,7 @@ class Regex:
         except re.error as error:
             raise RewardError(f"pattern={pattern!r} is no regular expression: {error}") from error
 
-    def __call__(self, prompts: Sequence[object], completions: Sequence[Any], **columns: object) -> list[float]:
+    def __call__(self, /, prompts: Sequence[object], completions: Sequence[Any], **columns: object) -> list[float]:
         """Return what B completions earn."""
         return [float(self._pattern.search(text) is not None) for text in completion_texts(completions)]
 
@@ -146,6 +146,7 @@ class Length:
 
     def __call__(
         self,
+        /,
         prompts: Sequence[object],
         completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]],

@@ -34,9 +34,8 @@ def encode(samples: Samples) -> Tensor:
     parts: list[Tensor] = [samples.ids]
     header: list[list[object]] = []
     for name in sorted(samples.columns):
-        column = samples[name]
-        if isinstance(column, tuple):
-            continue
+        column = samples.columns[name]
+        assert not isinstance(column, tuple), "python objects are in Samples.data"
         values = column.values if isinstance(column, Ragged) else column
         dtype = str(values.dtype).removeprefix("torch.")
         if dtype not in _DTYPES:

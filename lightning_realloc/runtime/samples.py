@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -105,26 +105,35 @@ class Samples:
     ids: Tensor
     """(B,) int64 on the host, without repetition: the name of a sample on every rank."""
     columns: Mapping[str, Column]
-    """What is known of each sample. Tuples hold python objects, which are known on every rank and never sent."""
+    """Tensors and sequences. Tuples that are given here are moved to ``data``."""
+    data: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    """The data set's columns: python objects, known on every rank and never sent. They are a namespace of their own: a
+    name may be in ``columns`` too."""
 
     def __post_init__(self) -> None:
         _check_host_integers(self.ids, "Samples.ids")
-        object.__setattr__(self, "columns", dict(self.columns))
+        objects = {name: column for name, column in self.columns.items() if isinstance(column, tuple)}
+        columns = {name: column for name, column in self.columns.items() if name not in objects}
+        object.__setattr__(self, "columns", columns)
+        object.__setattr__(self, "data", {**self.data, **objects})
         if len(set(self.ids.tolist())) != len(self):
             raise DataError(f"Samples.ids must be unique; repeated: {_repeated(self.ids.tolist())}")
-        for name, column in self.columns.items():
+        for name, column in [*columns.items(), *self.data.items()]:
             _check_column(name, column, len(self))
 
     def __len__(self) -> int:
         return int(self.ids.shape[0])
 
     def __contains__(self, name: str) -> bool:
+        """Return whether ``columns`` has this name; ask ``data`` for those of the data set."""
         return name in self.columns
 
     def __getitem__(self, name: str) -> Column:
-        if name not in self.columns:
-            raise DataError(f"no column {name!r} in these samples; there are {sorted(self.columns)}")
-        return self.columns[name]
+        """Return the column of this name, that of ``data`` where ``columns`` has none."""
+        column = self.columns.get(name, self.data.get(name))
+        if column is None:
+            raise DataError(f"no column {name!r} in these samples; there are {sorted({*self.columns, *self.data})}")
+        return column
 
     def tensor(self, name: str) -> Tensor:
         """Return the (B, ...) tensor column ``name``."""
@@ -141,19 +150,25 @@ class Samples:
         return column
 
     def objects(self, name: str) -> tuple[object, ...]:
-        """Return the column of python objects ``name``."""
+        """Return the data set's column ``name``."""
+        if name in self.data:
+            return self.data[name]
         column = self[name]
-        if not isinstance(column, tuple):
-            raise DataError(f"column {name!r} must hold python objects (tuple); it is a {type(column).__name__}")
-        return column
+        raise DataError(f"column {name!r} must hold python objects (tuple); it is a {type(column).__name__}")
 
-    def with_columns(self, **columns: Column) -> Samples:
-        """Return the same samples with these columns added or replaced."""
-        return Samples(self.ids, {**self.columns, **columns})
+    def with_columns(self, /, **columns: Column) -> Samples:
+        """Return the same samples with these columns added or replaced; tuples go to ``data``."""
+        objects = {name: column for name, column in columns.items() if isinstance(column, tuple)}
+        others = {name: column for name, column in columns.items() if name not in objects}
+        return Samples(self.ids, {**self.columns, **others}, {**self.data, **objects})
 
     def without_columns(self, *names: str) -> Samples:
-        """Return the same samples without these columns; names that are absent are ignored."""
-        return Samples(self.ids, {name: column for name, column in self.columns.items() if name not in names})
+        """Return the same samples without these tensors and sequences; names that are absent are ignored."""
+        return replace(self, columns={name: column for name, column in self.columns.items() if name not in names})
+
+    def with_ids(self, ids: Tensor) -> Samples:
+        """Return the same samples under other ids."""
+        return replace(self, ids=ids)
 
     def lengths_only(self) -> Samples:
         """Return the same samples with sequences as their lengths alone: ``Ragged`` values of shape (N, 0)."""
@@ -167,7 +182,7 @@ class Samples:
     def select(self, indices: Sequence[int] | Tensor) -> Samples:
         """Return the samples at these positions, in this order."""
         rows = _as_indices(indices, len(self))
-        return Samples(self.ids[rows], {name: _select(column, rows) for name, column in self.columns.items()})
+        return self._picked(rows, self.ids[rows])
 
     def by_ids(self, ids: Sequence[int] | Tensor) -> Samples:
         """Return the samples with these ids, in this order; every id must be present."""
@@ -188,31 +203,40 @@ class Samples:
             raise DataError(f"a sample can be repeated 1 or more times; got {count}")
         rows = torch.arange(len(self)).repeat_interleave(count)
         ids = self.ids[rows] * count + torch.arange(count).repeat(len(self))
-        return Samples(ids, {name: _select(column, rows) for name, column in self.columns.items()})
+        return self._picked(rows, ids)
 
     @staticmethod
     def concatenate(parts: Sequence[Samples]) -> Samples:
         """Return the samples of all parts, which must have the same columns and no id in common."""
         if not parts:
             raise DataError("Samples.concatenate needs at least one part; got none")
-        names = set(parts[0].columns)
+        first = parts[0]
         for part in parts[1:]:
-            if set(part.columns) != names:
-                difference = sorted(names ^ set(part.columns))
+            difference = sorted((first.columns.keys() ^ part.columns.keys()) | (first.data.keys() ^ part.data.keys()))
+            if difference:
                 raise DataError(f"parts to concatenate must have the same columns; these are not in all: {difference}")
-        columns = {name: _concatenate(name, [part[name] for part in parts]) for name in parts[0].columns}
-        return Samples(torch.cat([part.ids for part in parts]), columns)
+        columns = {name: _concatenate(name, [part.columns[name] for part in parts]) for name in first.columns}
+        data = {name: tuple(itertools.chain(*(part.data[name] for part in parts))) for name in first.data}
+        return Samples(torch.cat([part.ids for part in parts]), columns, data)
 
     def to(self, device: torch.device | str) -> Samples:
         """Return the same samples with tensors and sequences on ``device``; ids and lengths stay on the host."""
-        moved = {name: c if isinstance(c, tuple) else c.to(device) for name, c in self.columns.items()}
-        return Samples(self.ids, moved)
+        moved = {
+            name: column if isinstance(column, tuple) else column.to(device) for name, column in self.columns.items()
+        }
+        return replace(self, columns=moved)
 
     def equals(self, other: Samples, *, atol: float = 0.0) -> bool:
         """Return whether both hold the same samples in the same order, tensors equal up to ``atol``."""
-        if not torch.equal(self.ids, other.ids) or set(self.columns) != set(other.columns):
+        if not torch.equal(self.ids, other.ids) or set(self.columns) != set(other.columns) or self.data != other.data:
             return False
         return all(_columns_equal(column, other.columns[name], atol) for name, column in self.columns.items())
+
+    def _picked(self, rows: Tensor, ids: Tensor) -> Samples:
+        columns = {name: _select(column, rows) for name, column in self.columns.items()}
+        places = rows.tolist()
+        data = {name: tuple(column[place] for place in places) for name, column in self.data.items()}
+        return Samples(ids, columns, data)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -260,11 +284,8 @@ def _as_indices(indices: Sequence[int] | Tensor, num_rows: int) -> Tensor:
 
 
 def _select(column: Column, rows: Tensor) -> Column:
-    if isinstance(column, tuple):
-        return tuple(column[row] for row in rows.tolist())
-    if isinstance(column, Ragged):
-        return column.select(rows)
-    return column[rows.to(column.device)]
+    assert not isinstance(column, tuple), "python objects are in Samples.data"
+    return column.select(rows) if isinstance(column, Ragged) else column[rows.to(column.device)]
 
 
 def _kind(column: Column) -> type:
@@ -276,8 +297,6 @@ def _concatenate(name: str, columns: Sequence[Column]) -> Column:
     if any(_kind(column) is not _kind(first) for column in columns):
         kinds = sorted({_kind(column).__name__ for column in columns})
         raise DataError(f"column {name!r} must be of one kind in all parts; got {kinds}")
-    if isinstance(first, tuple):
-        return tuple(entry for column in columns if isinstance(column, tuple) for entry in column)
     if isinstance(first, Ragged):
         return Ragged.concatenate([column for column in columns if isinstance(column, Ragged)])
     return torch.cat([column for column in columns if isinstance(column, Tensor)])
@@ -286,9 +305,7 @@ def _concatenate(name: str, columns: Sequence[Column]) -> Column:
 def _columns_equal(ours: Column, theirs: Column, atol: float) -> bool:
     if isinstance(ours, Ragged):
         return isinstance(theirs, Ragged) and ours.equals(theirs, atol=atol)
-    if isinstance(ours, Tensor):
-        return isinstance(theirs, Tensor) and _tensors_equal(ours, theirs, atol)
-    return isinstance(theirs, tuple) and ours == theirs
+    return isinstance(ours, Tensor) and isinstance(theirs, Tensor) and _tensors_equal(ours, theirs, atol)
 
 
 def _tensors_equal(ours: Tensor, theirs: Tensor, atol: float) -> bool:

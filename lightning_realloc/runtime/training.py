@@ -142,11 +142,7 @@ def pack_columns(samples: Samples, device: torch.device, *, share_prompts: bool 
 
     Prompts are shared on CPU alone: the CUDA kernel for packed sequences cannot, and doing without it costs more.
     """
-    beside = [
-        name
-        for name, column in samples.columns.items()
-        if not isinstance(column, tuple) and name not in ("prompt_ids", "response_ids")
-    ]
+    beside = [name for name in samples.columns if name not in ("prompt_ids", "response_ids")]
     share_prompts = share_prompts and device.type == "cpu"
     return pack(samples, columns=beside, share_prompts=share_prompts).to(device)
 

@@ -227,7 +227,7 @@ def refuse_long_prompts(prompts: Samples, replica: Replica) -> None:
     if context is None or not len(prompts) or int(lengths.max()) < context:
         return
     row = int(lengths.argmax())
-    text = f": {str(prompts.objects('prompt')[row])[:80]!r}" if "prompt" in prompts else ""
+    text = f": {str(prompts.objects('prompt')[row])[:80]!r}" if "prompt" in prompts.data else ""
     raise GenerationError(
         f"the prompt of sample {int(prompts.ids[row])} has {int(lengths[row])} tokens, and {replica.role}'s context of "
         f"{context} leaves no room for a response; shorten it to at most {context - 1} tokens or leave it out{text}"

@@ -83,6 +83,7 @@ class Iteration:
         if not positions:
             return None
         columns: dict[str, Column] = {}
+        data: dict[str, tuple[object, ...]] = {}
         chosen = table.known.select(positions)
         for name in dict.fromkeys(self.routes.needs(call, self._rank)):
             producer = self._producer(name)
@@ -90,11 +91,12 @@ class Iteration:
                 columns |= chosen.columns if table.is_batch else {}
                 continue
             self._receive(producer, table)
-            columns |= table.rows(producer.name, positions).columns
+            rows = table.rows(producer.name, positions)
+            columns |= rows.columns
+            data |= rows.data
             if producer.kind == "generate":
                 columns |= {n: c for n, c in chosen.columns.items() if isinstance(c, torch.Tensor)}
-        columns |= {name: column for name, column in chosen.columns.items() if isinstance(column, tuple)}
-        return Samples(chosen.ids, columns)
+        return Samples(chosen.ids, columns, data | dict(chosen.data))
 
     def chosen(self, call: ModelFunctionCall) -> Chosen:
         """Return the inputs of a call that this rank takes part in, to be picked from by position."""
@@ -242,8 +244,7 @@ class Iteration:
             made = all_gather_samples(self._mine.get(call.name), device=device)
             complete = made if complete is None else complete.with_columns(**made.by_ids(complete.ids).columns)
         assert complete is not None
-        objects = {name: column for name, column in table.known.columns.items() if isinstance(column, tuple)}
-        return complete.with_columns(**objects)
+        return complete.with_columns(**table.known.data)
 
     # ---- inside
     def _early_of(self, source: ModelFunctionCall) -> Early:
@@ -368,7 +369,7 @@ class Iteration:
         return early
 
     def _check_complete(self, call: ModelFunctionCall, made: Samples) -> None:
-        missing = [name for name in call.produces if name not in made]
+        missing = [name for name in call.produces if name not in made.columns and name not in made.data]
         if missing:
             raise PlanError(
                 f"call {call.name!r} produces {missing[0]!r}, but its method returned {', '.join(made.columns)}; "
@@ -382,5 +383,4 @@ def _with_objects(made: Samples, prompts: Samples) -> Samples:
         raise PlanError("a generate call must return the column 'prompt_id', the id of each response's prompt")
     row_of = {prompt_id: row for row, prompt_id in enumerate(prompts.ids.tolist())}
     rows: Sequence[int] = [row_of[prompt_id] for prompt_id in made.tensor("prompt_id").tolist()]
-    known = {n: tuple(c[row] for row in rows) for n, c in prompts.columns.items() if isinstance(c, tuple)}
-    return made.with_columns(**known)
+    return made.with_columns(**{name: tuple(column[row] for row in rows) for name, column in prompts.data.items()})

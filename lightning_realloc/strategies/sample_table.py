@@ -21,8 +21,7 @@ Holders = Sequence[tuple[int, ...]]
 
 def outline(samples: Samples) -> Samples:
     """Return the samples' numbers, with the lengths of sequences in place of sequences."""
-    objects = [name for name, column in samples.columns.items() if isinstance(column, tuple)]
-    return samples.without_columns(*objects).lengths_only()
+    return Samples(samples.ids, samples.columns).lengths_only()
 
 
 def only_columns(samples: Samples, producer: ModelFunctionCall, names: set[str]) -> Samples:
@@ -36,7 +35,7 @@ def only_columns(samples: Samples, producer: ModelFunctionCall, names: set[str])
         known = producer.kind == "generate" and not isinstance(column, Ragged)
         if product in names and not known:
             kept[name] = column
-    return Samples(samples.ids, kept)
+    return Samples(samples.ids, kept, {name: column for name, column in samples.data.items() if name in names})
 
 
 class Chosen:

@@ -160,7 +160,7 @@ def test_held_out_rows_are_not_trained_on() -> None:
             {"max_prompt_tokens": 4},
             "line 2 has 5 tokens, and max_prompt_tokens",
         ),
-        ([{"prompt": "a", "rewards": 1}], {}, r"columns named \['rewards'\]"),
+        ([{"prompt": "a", "completions": 1}], {}, r"rename the columns \['completions'\]"),
         ([{"prompt": "abcde"}], {"max_prompt_tokens": 4, "long_prompts": "drop"}, "no prompt is left"),
         ([{"prompt": "a"}], {"val_fraction": 0.5}, "leaves . rows to train on and . held out of 1"),
     ],

@@ -174,7 +174,7 @@ class Model(L.LightningModule):
         self.seen: list[Any] = []
 
     def training_step(self, batch: Samples, batch_idx: int) -> torch.Tensor:
-        self.seen.append((batch.ids.tolist(), batch.columns.get("prompt")))
+        self.seen.append((batch.ids.tolist(), batch.data.get("prompt")))
         return self.weight.sum()
 
     def validation_step(self, batch: Samples, batch_idx: int) -> None:

@@ -284,7 +284,7 @@ def test_stages_before_the_last_get_tokens_alone() -> None:
     post = Post()
     with ThreadPoolExecutor(4) as ranks:
         everyone = list(ranks.map(lambda rank: _walk(rank, 4, layouts, 4, post), range(4)))
-    columns = [set(seen["actor.train"].columns) for seen in everyone[1:]]
+    columns = [{*seen["actor.train"].columns, *seen["actor.train"].data} for seen in everyone[1:]]
     assert columns[0] == columns[1] == {"prompt_ids", "response_ids", "prompt_id", "prompt"}
     assert columns[2] == columns[0] | {"advantages"}
 
