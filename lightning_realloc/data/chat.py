@@ -236,16 +236,23 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], opened: 
             f"{texts[0].place}: {type(tokenizer).__name__} cannot encode {_described(texts[0].text)} ({error}); "
             f"mend the text or leave the row out"
         ) from error
-    closing = _num_closing_tokens(tokenizer) if opened else 0
-    return [ids[: len(ids) - closing] for ids in found]
+    if not opened:
+        return found
+    opening, num_closing = _added_tokens(tokenizer)
+    bare = [ids[len(opening) : len(ids) - num_closing] for ids in found]
+    # Texts that a chat template laid out may begin with the opening already, and models know it once.
+    return [ids if opening and ids[: len(opening)] == opening else [*opening, *ids] for ids in bare]
 
 
-def _num_closing_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return how many tokens the tokenizer puts behind a text: no response goes on from a prompt that is closed."""
+def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
+    """Return the tokens that the tokenizer puts before a text, and how many after it.
+
+    Those after it are left out: no response goes on from a prompt that is closed.
+    """
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
     found = [n for n in range(len(whole) - len(bare) + 1) if bare and whole[n : n + len(bare)] == bare]
-    return len(whole) - len(bare) - found[0] if found else 0
+    return (whole[: found[0]], len(whole) - len(bare) - found[0]) if found else ([], 0)
 
 
 def _described(value: object) -> str:
