@@ -8,6 +8,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -157,8 +158,10 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
         """
         if not self._tables:
             self._read_tables()
-        if is_stream(self.data) and self._train_loader is None and stage in (None, "fit"):
-            self._train_loader = self._stream_loader()
+        if is_stream(self.data) and stage in (None, "fit"):
+            kind = BatchLoader if self._overfits else StreamLoader
+            if not isinstance(self._train_loader, kind):
+                self._train_loader = self._first_batches() if self._overfits else self._stream_loader(self.shuffle)
 
     def train_dataloader(self) -> BatchLoader | StreamLoader:
         """Return the training batches; the same loader every time, so that its epochs go on."""
@@ -168,9 +171,11 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
                 self._table("train"), batch_size=self.batch_size, seed=self.seed, shuffle=self.shuffle,
                 drop_last=self.drop_last, group_size=self.group_size, bucket_batches=self.bucket_batches,
             )  # fmt: skip
-        loader.epoch_batches = (
-            self._stream_epoch() if isinstance(loader, StreamLoader) else self._epoch_batches(len(loader))
-        )
+        if isinstance(loader, StreamLoader):
+            loader.epoch_batches = self._stream_epoch()
+        else:
+            loader.shuffle = self.shuffle and not self._overfits
+            loader.epoch_batches = self._epoch_batches(len(loader))
         return loader
 
     def teardown(self, stage: str | None = None) -> None:
@@ -329,6 +334,11 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
             )
         return self._evaluation_loaders[split]
 
+    @property
+    def _overfits(self) -> bool:
+        """Whether every epoch has the same batches: Lightning has no loader shuffle then."""
+        return bool(getattr(self.trainer, "overfit_batches", 0) > 0)
+
     def _epoch_batches(self, num_batches: int) -> int:
         """Return after how many batches Lightning begins the next epoch."""
         limit = None if self.trainer is None else self.trainer.limit_train_batches
@@ -336,7 +346,22 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
             return num_batches
         return min(limit, num_batches) if isinstance(limit, int) else int(limit * num_batches)
 
-    def _stream_loader(self) -> StreamLoader:
+    def _first_batches(self) -> BatchLoader:
+        """Return the first batches of a stream, which are all that an overfitting run needs of it."""
+        count = getattr(self.trainer, "overfit_batches", None)
+        if not isinstance(count, int):
+            raise DataError(
+                f"overfit_batches={count} is a share, and a stream has no length; give a whole number of batches"
+            )
+        stream = self._stream_loader(shuffle=False)
+        first = Samples.concatenate(list(islice(stream, count)))
+        stream.close()
+        return BatchLoader(
+            first.with_ids(torch.arange(len(first))), batch_size=self.batch_size, seed=self.seed, shuffle=False,
+            group_size=self.group_size,
+        )  # fmt: skip
+
+    def _stream_loader(self, shuffle: bool) -> StreamLoader:
         """Return the batches of a stream, of which the first rows were looked at."""
         self._stream_epoch()
         tokenizer = self.tokenizer
@@ -348,7 +373,7 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
                 return None  # of this block; a stream without a single row that fits is refused
 
         loader = StreamLoader(
-            RowStream.open(self.data), tabulate, batch_size=self.batch_size, seed=self.seed, shuffle=self.shuffle,
+            RowStream.open(self.data), tabulate, batch_size=self.batch_size, seed=self.seed, shuffle=shuffle,
             shuffle_buffer=self.shuffle_buffer, drop_last=self.drop_last, group_size=self.group_size,
             reads_ahead=self.reads_ahead,
         )  # fmt: skip

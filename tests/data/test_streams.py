@@ -213,6 +213,26 @@ def test_a_trainer_resumes_at_the_right_row(tmp_path: Path, limit: int | None) -
         assert whole[:stop] + fit(prompts(stream()), resume=tmp_path / f"step={stop}.ckpt", **given) == whole
 
 
+@pytest.mark.parametrize(("streams", "overfit"), [(False, 1), (False, 2), (False, 0.5), (True, 1), (True, 2)])
+def test_an_overfitting_run_sees_the_first_batches_in_every_epoch(streams: bool, overfit: float) -> None:
+    data = prompts(stream() if streams else ROWS, val_data=ROWS)
+    seen = fit(data, max_epochs=2, overfit_batches=overfit, num_sanity_val_steps=0)
+    of_all = (len(ROWS) // 4, -(-len(ROWS) // 4))  # a small last batch is held out, but not trained on
+    count, num_held_out = (overfit if isinstance(overfit, int) else int(overfit * batches) for batches in of_all)
+    expected = [tuple(row["prompt"] for row in ROWS[at : at + 4]) for at in range(0, len(ROWS), 4)]
+    assert [texts for kind, texts in seen if kind == "held out"] == expected[:num_held_out] * 2
+    trained = [(ids, texts) for ids, texts in seen if ids != "held out"]
+    assert [texts for _, texts in trained] == expected[:count] * 2
+    assert len({sample_id for ids, _ in trained for sample_id in ids}) == 4 * count * 2
+    # Without it the same data module shuffles again.
+    assert [texts for _, texts in fit(data, max_steps=2, limit_val_batches=0)] != expected[:1] * 2
+
+
+def test_a_share_of_a_stream_cannot_be_overfitted() -> None:
+    with pytest.raises(DataError, match=r"overfit_batches=0\.5 is a share, and a stream has no length; give a whole"):
+        fit(prompts(stream()), max_steps=2, overfit_batches=0.5)
+
+
 def test_files_folders_and_objects_stream_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
