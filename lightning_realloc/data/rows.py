@@ -125,9 +125,10 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8") as lines:
         try:
             for number, line in enumerate(lines, start=1):
-                if line.strip():
+                text = line.removeprefix("\ufeff")  # a byte order mark; of files joined together, anywhere
+                if text.strip():
                     place = f"{path}, line {number}"
-                    yield Row(place, _parsed(line, place))
+                    yield Row(place, _parsed(text, place))
         except UnicodeDecodeError as error:
             raise DataError(f"{path} must be UTF-8 text, one JSON object a line; {error}") from error
 

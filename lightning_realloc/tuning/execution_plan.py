@@ -145,7 +145,7 @@ class ExecutionPlan:
     def load(cls, path: str | Path) -> ExecutionPlan:
         """Read a YAML file; every error names the file."""
         try:
-            content = yaml.load(Path(path).read_text(), Loader=_EveryKeyOnce)
+            content = yaml.load(Path(path).read_text(encoding="utf-8-sig"), Loader=_EveryKeyOnce)
             if not isinstance(content, Mapping):
                 raise PlanError("an execution plan is a mapping with the key 'calls'")
             return cls.from_mapping(content)
@@ -167,7 +167,7 @@ class ExecutionPlan:
     def save(self, path: str | Path, *, comment: str = "") -> None:
         """Write the YAML file that :meth:`load` reads, below a line of comment where one is given."""
         head = f"# {' '.join(comment.split())}\n" if comment else ""
-        Path(path).write_text(head + yaml.safe_dump(self.to_mapping(), sort_keys=False))
+        Path(path).write_text(head + yaml.safe_dump(self.to_mapping(), sort_keys=False), encoding="utf-8")
 
     def call(self, name: str) -> CallPlan:
         """Return one call's plan; PlanError when the plan does not name it."""

@@ -31,6 +31,11 @@ def test_files_lists_and_datasets_give_the_same_rows(tmp_path: Path) -> None:
     assert read_rows(table)[1].place == "row 1 of the data set"
 
 
+def test_byte_order_marks_are_no_part_of_a_file(tmp_path: Path) -> None:
+    marked = "\ufeff\n" + '\ufeff{"prompt": "a"}\n{"prompt": "\ufeffb"}\n'
+    assert [row.values for row in read_rows(_file(tmp_path, marked))] == [{"prompt": "a"}, {"prompt": "\ufeffb"}]
+
+
 @pytest.mark.parametrize(
     ("text", "rule"),
     [

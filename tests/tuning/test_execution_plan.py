@@ -27,6 +27,8 @@ PLAN = ExecutionPlan.from_mapping({"calls": ENTRIES})
 def test_a_plan_reads_back_what_it_writes(tmp_path: Path) -> None:
     PLAN.save(tmp_path / "plan.yaml")
     again = ExecutionPlan.load(tmp_path / "plan.yaml")
+    (tmp_path / "marked.yaml").write_text("\ufeff" + (tmp_path / "plan.yaml").read_text(), encoding="utf-8")
+    assert ExecutionPlan.load(tmp_path / "marked.yaml") == again
     assert again == PLAN
     assert again.digest == PLAN.digest
     assert again.to_mapping() == {"calls": ENTRIES}
