@@ -92,9 +92,11 @@ class ProcessStrategy(ModelParallelStrategy):
             self._launcher = FullStateLauncher(self, start_method=self._start_method)
 
     def connect(self, model: LightningModule) -> None:
-        """Take the module; refuse what Lightning would answer with advice that does not help here."""
+        """Take the module; refuse settings of its Trainer, where it has one, that have no effect or fail later."""
         super().connect(model)
-        trainer: Any = model.trainer
+        trainer: Any = model._trainer
+        if trainer is None:
+            return
         _refuse_foreign_callbacks(trainer)
         _refuse_foreign_data(trainer)
         if self.dataflow is not None:

@@ -8,10 +8,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_realloc import ConfigError, ReallocStrategy
 from tests.strategies import runs
 from tests.workers import WorkerPool
 
@@ -130,3 +131,14 @@ def test_bf16_mixed_trains_a_plain_module(workers: WorkerPool, tmp_path: Any) ->
     pair = workers.run(run, world_size=2, init_process_group=False)
     assert torch.equal(pair[0]["weights"]["net.0.weight"], pair[1]["weights"]["net.0.weight"])
     assert pair[0]["weights"]["net.0.weight"].dtype == torch.float32
+
+
+def test_a_strategy_is_connected_before_there_is_a_trainer() -> None:
+    strategy, module = ReallocStrategy(), Regression()
+    strategy.connect(module)
+    assert strategy.lightning_module is strategy.model is module
+    refused = L.Trainer(accelerator="cpu", strategy=ReallocStrategy(), callbacks=[StochasticWeightAveraging(0.1)])
+    algorithm = runs.sft()
+    algorithm.trainer = refused
+    with pytest.raises(ConfigError, match="StochasticWeightAveraging"):
+        refused.strategy.connect(algorithm)
