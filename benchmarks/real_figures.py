@@ -197,7 +197,7 @@ def find_plan(column: Column, response_tokens: int, efficiency: Efficiency, eval
     prices = estimator(column, response_tokens, efficiency)
     task = PlanningTask(
         dataflow=FLOW, roles=prices.roles, cluster=prices.cluster, settings=SETTINGS, workload=prices.tokens.workload,
-        memory_budget=prices.cluster.device_memory_bytes,
+        memory_budget=prices.cluster.device_memory_bytes, headroom=0.0,
     )  # fmt: skip
     pricer = PlanPricer(task, prices, options=CallOptions(gradient_checkpointing=(True,)))
     return pricer.search(seed=0, seconds=math.inf, clock=time.process_time, max_evaluations=evaluations)[1]

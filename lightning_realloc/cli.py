@@ -3,7 +3,7 @@
 A LightningCLI whose model and data are chosen by class, and whose strategy is ``realloc`` unless the file says
 otherwise. ``export`` needs no configuration: a checkpoint in, a Hugging Face folder out; nor does
 ``plan``, which finds and prices plans for clusters that need not be there. What a user can get wrong ends
-with one message and exit code 2.
+with one message and exit code 2; ``plan`` ends with 3 where no run of its plan can start.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def export_parser() -> ArgumentParser:
     return parser
 
 
-def run(args: Sequence[str]) -> None:
-    """Do what the arguments say; errors are raised."""
+def run(args: Sequence[str]) -> int:
+    """Do what the arguments say, and return the exit code; errors are raised."""
     if args[:1] == ["export"]:
         chosen = export_parser().parse_args(list(args[1:]))
         folder = export_checkpoint(
@@ -212,9 +212,10 @@ def run(args: Sequence[str]) -> None:
         )  # fmt: skip
         sys.stdout.write(f"{chosen.role} of {chosen.checkpoint} written to {folder}\n")
     elif args[:1] == ["plan"]:
-        run_plan(args[1:], sys.stdout.write)
+        return run_plan(args[1:], sys.stdout.write)
     else:
         ReallocCLI()
+    return 0
 
 
 def main() -> int:
@@ -222,13 +223,12 @@ def main() -> int:
     if os.getcwd() not in sys.path:  # reward functions are named by import paths, and mostly lie beside the file
         sys.path.insert(0, os.getcwd())
     try:
-        run(sys.argv[1:])
+        return run(sys.argv[1:])
     except OUR_ERRORS as error:
         rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
         sys.stderr.write(told_in_a_line(error, rank))
         sys.stderr.flush()
         return 2
-    return 0
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ from lightning_realloc.report.plan_report import (
     memory_table,
     plan_table,
     seconds_with_error,
+    set_up_need,
     timeline_table,
+    title,
 )
 from lightning_realloc.report.plan_request import PlanRequest, parse_request
 from lightning_realloc.report.tables import gib
@@ -43,10 +45,15 @@ SECONDS_OF_FEWEST = 2.0
 """Of each search that only asks whether anything fits."""
 MOST_SIZES_TRIED = 16
 """Beyond so many sizes of a cluster they are doubled."""
+CANNOT_START = 3
+"""The exit code where a plan was priced, and no run of it can start."""
 
 
-def run_plan(arguments: Sequence[str], write: Write) -> None:
-    """Do what a command line asks for; ``write`` takes what is to be read.
+def run_plan(arguments: Sequence[str], write: Write) -> int:
+    """Do what a command line asks for, and return its exit code; ``write`` takes what is to be read.
+
+    The code is 0 where runs can start: of the plan found, of both that are compared, of that of one size at least; else
+    `CANNOT_START`.
 
     Raises:
         ReallocError: for what cannot be done, and by a check for a plan that does not fit.
@@ -54,41 +61,43 @@ def run_plan(arguments: Sequence[str], write: Write) -> None:
     request = parse_request(arguments)
     if request.flags.check is not None:
         check_plan(request, write)
+        can_start = True
     elif request.flags.compare is not None:
-        _compare(request, write)
+        can_start = _compare(request, write)
     elif request.sweep:
-        _sweep(request, write)
+        can_start = _sweep(request, write)
     else:
-        _search(request, write)
+        can_start = _search(request, write)
+    return 0 if can_start else CANNOT_START
 
 
 # ---- the best plan
-def _search(request: PlanRequest, write: Write) -> None:
+def _search(request: PlanRequest, write: Write) -> bool:
     task = _task(request)
     pricer = _pricer(task, request)
     try:
         best, found = _best(pricer, request)
     except NothingFitsError as error:
         if error.enough_nodes is None:
-            raise
+            raise PlanError(f"{error}{_kept_free(request)}") from None
         nodes, each = _fewest_nodes(task, request, error.enough_nodes), task.cluster.devices_per_node
         raise PlanError(
             f"{error.shortage}; {nodes} x {each} such devices are the fewest tried on which a short search finds "
-            f"a plan, or use devices with that much more memory"
+            f"a plan, or use devices with that much more memory{_kept_free(request)}"
         ) from None
     if request.flags.save is not None:
         _save(best, request)
-    title = f"Best plan found: {request.flags.algorithm} on {request.flags.cluster}"
-    write(f"{title}\n{_setting(request)}\n{_undivided(task)}{plan_table(best.plan)}\n")
+    asked = f"{request.flags.algorithm} on {request.flags.cluster}"
+    write(f"{title(best, asked)}\n{_setting(request)}\n{_undivided(task)}{plan_table(best.plan)}\n")
     seconds = seconds_with_error(best, unmeasured=_unmeasured(task, request))
     write(f"\n{seconds}\n{gap_sentence(found)}\n{_cost(best, request)}")
     write(f"\nTimeline of an iteration, in seconds\n{timeline_table(best)}\n")
     write(f"\nMemory of the fullest ranks\n{memory_table(best)}\n")
     write(f"\nBeside other plans\n{comparison_table(best, pricer.heuristic(), pricer.static())}\n")
     if request.flags.save is not None:
-        refused = "; --check refuses it, since it cannot start yet (see above)"
-        cannot_start = best.set_up_bytes > best.memory_budget
-        write(f"\nThe plan is in {request.flags.save}{refused if cannot_start else ''}\n")
+        refused = "" if best.can_start else "; --check refuses it, since it cannot start on such devices"
+        write(f"\nThe plan is in {request.flags.save}{refused}\n")
+    return best.can_start
 
 
 def _best(pricer: PlanPricer, request: PlanRequest, seconds: float | None = None) -> tuple[PricedPlan, SearchResult]:
@@ -137,19 +146,24 @@ def _cost(priced: PricedPlan, request: PlanRequest) -> str:
 
 def _save(priced: PricedPlan, request: PlanRequest) -> None:
     path = request.flags.save
+    comment = "" if priced.can_start else f"This plan cannot start on {request.flags.cluster}: {set_up_need(priced)}."
     try:
-        priced.plan.save(path)
+        priced.plan.save(path, comment=comment)
     except OSError as error:
         raise PlanError(f"--save={path} cannot be written ({error.strerror}); name another file") from None
 
 
 # ---- other questions
-def _compare(request: PlanRequest, write: Write) -> None:
+def _compare(request: PlanRequest, write: Write) -> bool:
     pricer = _pricer(_task(request), request)
     files = tuple(request.flags.compare)
     first, second = (_priced_file(pricer, file, request) for file in files)
-    write(f"{request.flags.algorithm} on {request.flags.cluster}\n{_setting(request)}\n")
+    plans = {"A": first, "B": second}
+    unfit = [name for name, plan in plans.items() if not plan.can_run]
+    cannot = f": {' and '.join(unfit)} cannot start on such devices" if unfit else ""
+    write(f"{request.flags.algorithm} on {request.flags.cluster}{cannot}\n{_setting(request)}\n")
     write(f"{compare_plans(first, second, (files[0], files[1]), request.flags.price_per_gpu_hour)}\n")
+    return not unfit
 
 
 def _priced_file(pricer: PlanPricer, file: str, request: PlanRequest) -> PricedPlan:
@@ -160,7 +174,7 @@ def _priced_file(pricer: PlanPricer, file: str, request: PlanRequest) -> PricedP
         raise PlanError(f"plan file {file} under --algorithm={request.flags.algorithm}: {error}") from error
 
 
-def _sweep(request: PlanRequest, write: Write) -> None:
+def _sweep(request: PlanRequest, write: Write) -> bool:
     task = _task(request)
     sizes = []
     for num_nodes in request.sweep:
@@ -173,8 +187,11 @@ def _sweep(request: PlanRequest, write: Write) -> None:
                 num_nodes=num_nodes, num_devices=here.cluster.num_devices, best=None, found=None, refusal=str(error)
             )  # fmt: skip
         sizes.append(size)
-    write(f"Best plans found: {request.flags.algorithm} on {request.flags.cluster} with other numbers of nodes\n")
+    can_start = any(size.best is not None and size.best.can_start for size in sizes)
+    head = "Best plans found" if can_start else "No plan that was found can start on such devices"
+    write(f"{head}: {request.flags.algorithm} on {request.flags.cluster} with other numbers of nodes\n")
     write(f"{_setting(request)}\n{sweep_table(sizes, request.flags.price_per_gpu_hour)}\n")
+    return can_start
 
 
 def check_plan(request: PlanRequest, write: Write) -> None:
@@ -209,7 +226,7 @@ def _task(request: PlanRequest) -> PlanningTask:
     )
     return PlanningTask(
         dataflow=request.dataflow, roles=roles, cluster=cluster, settings=settings, workload=request.workload,
-        memory_budget=budget, generation_parts=request.flags.generation_parts,
+        memory_budget=budget, headroom=request.headroom, generation_parts=request.flags.generation_parts,
     )  # fmt: skip
 
 
@@ -232,5 +249,14 @@ def _setting(request: PlanRequest) -> str:
     return (
         f"  {models}\n{adapted}"
         f"  {load.num_sequences} sequences of {load.prompt_tokens} + {load.response_tokens} tokens, "
-        f"{request.flags.precision}, {gib(request.memory_budget or 0)} a device\n  {ROOFLINE}\n"
+        f"{request.flags.precision}, {gib(request.memory_budget or 0)} a device{_headroom(request)}\n  {ROOFLINE}\n"
     )
+
+
+def _headroom(request: PlanRequest) -> str:
+    return f", {request.headroom:.0%} head-room kept" if request.headroom else ""
+
+
+def _kept_free(request: PlanRequest) -> str:
+    """Say in an error that plans may not fill devices."""
+    return f"; {request.headroom:.0%} of a device are kept free, --headroom 0 fills it" if request.headroom else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_realloc.report.plan_report import set_up_need
 from lightning_realloc.report.tables import aligned, gib, short_layout
 from lightning_realloc.tuning.pricing import PricedPlan
 from lightning_realloc.tuning.search import SearchResult
@@ -33,6 +34,8 @@ def compare_plans(first: PricedPlan, second: PricedPlan, names: tuple[str, str],
             lines.append(
                 f"  {letter} does not fit: rank {plan.peak.rank} lacks {gib(plan.missing_bytes)} in {plan.peak.phase}"
             )
+        if not plan.can_start:
+            lines.append(f"  {letter} cannot start: {set_up_need(plan)}")
     return "\n".join([*lines, "", "Layouts", _layouts(pair)])
 
 
@@ -106,6 +109,8 @@ def sweep_table(sizes: Sequence[Size], price: float | None) -> str:
             ]
             row += [f"{money(size.best, price):,.2f}"] if price is not None else []
             row += [gib(size.best.peak.parts.total), f"{size.found.gap:.1%}" if size.found.lower_bound else "unknown"]
+            if not size.best.can_start:
+                refusals.append(f"  {size.num_nodes} nodes: the plan cannot start: {set_up_need(size.best)}")
         rows.append(row)
     priced = "" if price is None else f", and their price at {price:g} a GPU-hour"
     notes = [

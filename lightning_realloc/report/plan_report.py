@@ -27,6 +27,21 @@ BAR = 32
 """Letters of the timeline's bars."""
 
 
+def title(priced: PricedPlan, asked: str) -> str:
+    """Return the first line, and where a run cannot start a second one that says why."""
+    if priced.can_start:
+        return f"Best plan found: {asked}"
+    return f"The best plan found cannot start on such devices: {asked}\n  {set_up_need(priced)}"
+
+
+def set_up_need(priced: PricedPlan) -> str:
+    """Return what building models needs of a device."""
+    return (
+        f"before the first iteration a rank needs {gib(priced.set_up_bytes)} of {gib(priced.memory_budget)}, since a "
+        f"model is whole on every rank before it is divided"
+    )
+
+
 def plan_table(plan: ExecutionPlan) -> str:
     """Return every call's layout and options."""
     rows = []
@@ -115,25 +130,28 @@ def _peaks(priced: PricedPlan) -> Iterator[str]:
         groups.setdefault((gib(size), phase), []).append(rank)
     for (total, phase), ranks in list(groups.items())[:MOST_PEAKS]:
         room = gib(priced.memory_budget)
-        yield f"rank{'s' if len(ranks) > 1 else ''} {short_ranks(sorted(ranks))}: at most {total} of {room}, in {phase}"
+        who = f"rank{'s' if len(ranks) > 1 else ''} {short_ranks(sorted(ranks))}"
+        yield f"{who}: at most {total} of {room}{_headroom(priced)}, in {phase}"
     if len(groups) > MOST_PEAKS:
         yield f"the other ranks: less, down to {list(groups)[-1][0]}"
+
+
+def _headroom(priced: PricedPlan) -> str:
+    share = 1 - priced.usable_bytes / priced.memory_budget
+    return f" ({share:.0%} head-room kept)" if share > 1e-3 else ""
 
 
 def _narrow(priced: PricedPlan) -> Iterator[str]:
     if priced.peak.parts.total > NARROW_SHARE * priced.memory_budget:
         yield (
             "  little is left for what is not forecast: fragments, libraries, errors of up to 9 % (docs/memory.md); "
-            "--memory-per-device finds a plan that needs less"
+            "--headroom 0.1 finds a plan that needs less"
         )
 
 
 def _set_up(priced: PricedPlan) -> Iterator[str]:
-    if priced.set_up_bytes > priced.memory_budget:
-        yield (
-            f"  before the first iteration: {gib(priced.set_up_bytes)}, since a model is whole on every rank before it "
-            f"is divided; a run of this plan cannot start on such devices yet"
-        )
+    if not priced.can_start:
+        yield f"  {set_up_need(priced)}: a run of this plan cannot start on such devices"
 
 
 def comparison_table(best: PricedPlan, heuristic: PricedPlan, static: Sequence[PricedPlan]) -> str:

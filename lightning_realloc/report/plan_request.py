@@ -31,7 +31,7 @@ from lightning_realloc.algorithms.reward_sources import is_further
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.tuning.dataflow import Dataflow
-from lightning_realloc.tuning.memory_parts import Workload, parse_bytes
+from lightning_realloc.tuning.memory_parts import HEADROOM, Workload, parse_bytes
 
 ALGORITHMS: dict[str, type[MultiModelModule]] = {
     "grpo": GRPO,
@@ -90,6 +90,10 @@ def plan_parser() -> ArgumentParser:
     )  # fmt: skip
     add("--cluster", type=str, default=None, help='As in "h100:2x8"; --check without one has no budget.')
     add("--memory-per-device", type=str, default=None, help='As in "24GiB"; overrides --cluster.')
+    add(
+        "--headroom", type=float, default=None,
+        help=f"Share of it that the plan found leaves free, since forecasts err; {HEADROOM:g}.",
+    )  # fmt: skip
     add("--precision", type=str, default="bf16-mixed", help="bf16-mixed, bf16-true or 32-true.")
     add("--prompt-length", type=int, default=512, help="Tokens of the longest prompt.")
     add("--response-length", type=int, default=1024, help="Tokens of the longest response.")
@@ -125,6 +129,8 @@ class PlanRequest:
     """None only for a check without a budget."""
     memory_budget: int | None
     """Bytes of a device; None where there is no cluster, and no amount."""
+    headroom: float
+    """Share of them that is left free; 0 where plans are the user's own."""
     workload: Workload
     sweep: tuple[int, ...]
     """Numbers of nodes; () for none."""
@@ -170,7 +176,7 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
         flags=flags, sources=sources, adapters=adapters, shares=_shares(flags, sources, adapters), dataflow=dataflow,
         cluster=cluster,
         memory_budget=budget if flags.memory_per_device is None else parse_bytes(flags.memory_per_device),
-        workload=workload, sweep=sweep,
+        headroom=_headroom(flags), workload=workload, sweep=sweep,
     )  # fmt: skip
 
 
@@ -190,8 +196,8 @@ def _refuse_too_many(cluster: ClusterSpec | None, sweep: Sequence[int]) -> None:
 _MODES = ("check", "compare", "sweep")
 _FOREIGN: dict[str, tuple[str, ...]] = {
     "search": ("micro_batch_tokens",),
-    "check": ("save", "seconds", "seed", "price_per_gpu_hour"),
-    "compare": ("save", "seconds", "seed"),
+    "check": ("save", "seconds", "seed", "price_per_gpu_hour", "headroom"),
+    "compare": ("save", "seconds", "seed", "headroom"),
     "sweep": ("micro_batch_tokens", "save"),
 }
 """Mode -> flags that mean nothing to it."""
@@ -214,6 +220,8 @@ def _refuse_contradictions(flags: Any) -> None:
             raise PlanError(f"--{name.replace('_', '-')} means nothing to {what}: {_WAY_OUT[mode]}")
     if flags.cluster is None and modes != ["check"]:
         raise PlanError("--cluster is missing, which times depend on; as in --cluster h100:2x8 (nodes x devices)")
+    if flags.headroom is not None and not 0 <= flags.headroom < 1:
+        raise PlanError(f"--headroom={flags.headroom:g} is a share of a device's memory; it must lie in [0, 1)")
     for name in ("seconds", "price_per_gpu_hour"):
         value = flags[name]
         if value is not None and not 0 < value < float("inf"):
@@ -241,6 +249,12 @@ def _refuse_contradictions(flags: Any) -> None:
         )
     if flags.save is not None and (not Path(flags.save).parent.is_dir() or Path(flags.save).is_dir()):
         raise PlanError(f"--save={flags.save}: no file can be written there; name one in a folder that exists")
+
+
+def _headroom(flags: Any) -> float:
+    if flags.check is not None or flags.compare is not None:
+        return 0.0
+    return HEADROOM if flags.headroom is None else float(flags.headroom)
 
 
 def _sweep(text: str) -> tuple[int, ...]:

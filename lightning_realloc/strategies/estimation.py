@@ -21,7 +21,7 @@ from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.hardware import CPU_EFFICIENCY, Efficiency
 from lightning_realloc.tuning.lengths import Lengths, TypicalLengths
 from lightning_realloc.tuning.measured import MeasuredEstimator
-from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory, Workload
+from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory, Workload, usable_bytes
 from lightning_realloc.tuning.prospects import Prospects
 from lightning_realloc.tuning.roofline import RooflineEstimator
 from lightning_realloc.tuning.simulator import Overlap
@@ -114,7 +114,7 @@ def prospects_of(
     estimate(typical)  # raises at once what it would raise later
     return Prospects(
         dataflow=dataflow, estimate=estimate, lengths=typical, roles=roles, settings=settings, workload=load,
-        memory_budget=builder.memory_budget, overlap=overlap, generation_parts=generation_parts,
+        memory_budget=usable_bytes(builder.memory_budget), overlap=overlap, generation_parts=generation_parts,
     )  # fmt: skip
 
 

@@ -11,6 +11,21 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.model import ModelSpec, ParamSpec
 from lightning_realloc.tuning.model_shape import ModelShape
 
+HEADROOM = 0.1
+"""Share of a device's memory that chosen plans leave free, since forecasts err by up to 9 %. A larger share is safer,
+and excludes faster plans."""
+
+
+def usable_bytes(device_bytes: int, headroom: float = HEADROOM) -> int:
+    """Return the bytes of a device that a plan may fill which is chosen by forecasts.
+
+    Raises:
+        PlanError: for a head-room that leaves nothing, or is none.
+    """
+    if not 0 <= headroom < 1:
+        raise PlanError(f"headroom={headroom:g} is a share of a device's memory; it must lie in [0, 1)")
+    return int(device_bytes * (1 - headroom))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleMemory:

@@ -6,6 +6,7 @@ forecast of every rank.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from lightning_realloc.tuning.estimate import Estimator
 from lightning_realloc.tuning.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.tuning.heuristic import heuristic_plan
 from lightning_realloc.tuning.memory import SET_UP, MemoryForecast, PhaseMemory, forecast_memory
-from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory, Workload
+from lightning_realloc.tuning.memory_parts import HEADROOM, MemorySettings, RoleMemory, Workload, usable_bytes
 from lightning_realloc.tuning.search import SearchResult, search_plan
 from lightning_realloc.tuning.search_need import NothingFitsError
 from lightning_realloc.tuning.simulator import Timeline, simulate
@@ -39,9 +40,16 @@ class PlanningTask:
     settings: MemorySettings
     workload: Workload
     memory_budget: int
-    """Bytes of a device that a plan may fill."""
+    """Bytes of a device."""
+    headroom: float = HEADROOM
+    """Share of them that a plan leaves free; 0 where plans are the user's own."""
     generation_parts: int = 1
     """In how many portions samples go to inference on ranks of its own."""
+
+    @property
+    def usable_bytes(self) -> int:
+        """What a plan may fill of a device."""
+        return usable_bytes(self.memory_budget, self.headroom)
 
     @property
     def models(self) -> dict[str, ModelSpec]:
@@ -61,6 +69,9 @@ class PricedPlan:
     timeline: Timeline = field(repr=False)
     forecast: MemoryForecast = field(repr=False)
     memory_budget: int
+    """Bytes of a device."""
+    usable_bytes: int
+    """What a plan may fill of them."""
 
     @property
     def seconds(self) -> float:
@@ -80,8 +91,18 @@ class PricedPlan:
 
     @property
     def missing_bytes(self) -> int:
-        """What the fullest rank needs beyond the budget during iterations; 0 where the plan fits."""
-        return max(0, self.peak.parts.total - self.memory_budget)
+        """What the fullest rank needs beyond what it may fill during iterations; 0 where the plan fits."""
+        return max(0, self.peak.parts.total - self.usable_bytes)
+
+    @property
+    def can_start(self) -> bool:
+        """Whether a device has room for building the models; a run asks that before its first iteration."""
+        return self.set_up_bytes <= self.memory_budget
+
+    @property
+    def can_run(self) -> bool:
+        """Whether it can start, and fits."""
+        return self.can_start and not self.missing_bytes
 
 
 class PlanPricer:
@@ -105,31 +126,61 @@ class PlanPricer:
             task.dataflow, plan, task.roles, task.settings, task.workload, ranks=range(world_size)
         )
         timeline = simulate(task.dataflow, plan, self.estimator, generation_parts=task.generation_parts)
-        return PricedPlan(plan=plan, timeline=timeline, forecast=forecast, memory_budget=task.memory_budget)
+        return PricedPlan(
+            plan=plan, timeline=timeline, forecast=forecast, memory_budget=task.memory_budget,
+            usable_bytes=task.usable_bytes,
+        )  # fmt: skip
 
     def search(
         self, *, seed: int, seconds: float, clock: Callable[[], float], max_evaluations: int | None = None
     ) -> tuple[PricedPlan, SearchResult]:
         """Return the best plan found, one that fits also by the forecast of every rank.
 
+        A search does not know what building models needs, which depends on a plan in part. So where its plan cannot
+        start, a slower one that can is returned, if one is found.
+
         Raises:
             NothingFitsError: as it says.
         """
-        task, budget = self.task, self.task.memory_budget
-        for _ in range(MOST_SEARCHES):
+        task = self.task
+
+        def search_within(budget: int) -> tuple[PricedPlan, SearchResult]:
             found = search_plan(
                 task.dataflow, task.models, task.cluster, self.estimator, seed=seed, seconds=seconds,
                 memory_budget=budget, options=self.options, clock=clock, max_evaluations=max_evaluations,
                 generation_parts=task.generation_parts,
             )  # fmt: skip
-            priced = self.price(found.plan)
-            if not priced.missing_bytes:
-                return priced, found
-            budget -= priced.missing_bytes
-        raise NothingFitsError(
-            f"the best plans found need {priced.missing_bytes} bytes more than the {task.memory_budget} of a device; "
-            f"use devices with that much more memory, or more nodes than {task.cluster.num_nodes}"
-        )
+            return self.price(found.plan), found
+
+        budget = task.usable_bytes
+        for _ in range(MOST_SEARCHES):
+            best, found = search_within(budget)
+            if not best.missing_bytes:
+                break
+            budget -= best.missing_bytes
+        else:
+            raise NothingFitsError(
+                f"the best plans found need {best.missing_bytes} bytes more than the {task.usable_bytes} of a device "
+                f"that they may fill; use devices with that much more memory, or more nodes than "
+                f"{task.cluster.num_nodes}"
+            )
+        if best.can_start:
+            return best, found
+        starting = self._starting(best, search_within, budget)
+        if starting is None:
+            return best, found
+        return starting, replace(found, plan=starting.plan, seconds=starting.seconds)
+
+    def _starting(
+        self, best: PricedPlan, search_within: Callable[[int], tuple[PricedPlan, SearchResult]], budget: int
+    ) -> PricedPlan | None:
+        """Return the fastest plan that can start, found by a second search or without one; None where there is none."""
+        found = [priced for priced in (self.heuristic(), *self.static()) if priced.can_run]
+        if not found:
+            return None
+        with contextlib.suppress(NothingFitsError):  # less room divides more of the weights
+            found.append(search_within(budget - (best.set_up_bytes - best.memory_budget))[0])
+        return min((priced for priced in found if priced.can_run), key=lambda priced: priced.seconds)
 
     def heuristic(self) -> PricedPlan:
         """Return the layouts that a run without a plan would have, with the options that suit them."""
@@ -162,7 +213,7 @@ class PlanPricer:
         chosen = []
         for name, before in plan.calls:
             call = self.task.dataflow.call(name)
-            room = self.task.memory_budget - max(kept[rank] for rank in before.layout.ranks)
+            room = self.task.usable_bytes - max(kept[rank] for rank in before.layout.ranks)
             chosen.append((name, self._best_options(call, before.layout, room)))
         return replace(plan, calls=tuple(chosen))
 

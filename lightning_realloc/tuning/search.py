@@ -17,6 +17,7 @@ from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.estimate import Estimator
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
+from lightning_realloc.tuning.memory_parts import usable_bytes
 from lightning_realloc.tuning.search_bound import lower_bound
 from lightning_realloc.tuning.search_exact import BranchAndBound
 from lightning_realloc.tuning.search_local import LocalSearch
@@ -75,7 +76,7 @@ def search_plan(
     Args:
         models: The parameters of every role.
         seconds: How long to search. Pricing the options comes first and may take most of it on a large cluster.
-        memory_budget: Bytes of a device that plans may fill; by default all.
+        memory_budget: Bytes of a device that plans may fill; by default all but `HEADROOM`, since forecasts err.
         max_evaluations: End after so many plans, for results that do not depend on the machine's speed.
         generation_parts: In how many portions samples go to inference on ranks of its own, as `simulate` has it.
 
@@ -88,7 +89,7 @@ def search_plan(
     if estimator.cluster != cluster or estimator.dataflow != dataflow:
         raise PlanError("the estimator prices another cluster or dataflow than is searched; build it from the same two")
     progress = Progress(clock, seconds, max_evaluations)
-    budget = cluster.device_memory_bytes if memory_budget is None else memory_budget
+    budget = usable_bytes(cluster.device_memory_bytes) if memory_budget is None else memory_budget
     problem = Problem(
         dataflow, models, estimator, options=options or CallOptions(), overlap=overlap, memory_budget=budget,
         is_late=lambda: progress.elapsed_s >= SHARE_OF_PRICING * seconds, generation_parts=generation_parts,

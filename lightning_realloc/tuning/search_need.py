@@ -30,7 +30,7 @@ def nothing_fits(problem: Problem, best: Score | None) -> NothingFitsError:
     cluster, budget = problem.cluster, problem.budget
     need = _least_peak(problem, cluster.num_nodes)
     missing = best.excess_bytes if best is not None else max(0, (need or 0) - budget)
-    here = f"{cluster.num_nodes} x {cluster.devices_per_node} devices with {_bytes(budget)} each"
+    here = f"{cluster.num_nodes} x {cluster.devices_per_node} devices with {_bytes(budget)} each for a plan"
     nodes = _enough_nodes(problem)
     way_out = "no number of nodes that was tried would do; use devices with more memory, or smaller micro-batches"
     if nodes is not None:

@@ -261,6 +261,69 @@ def test_roles_have_the_defaults_of_the_algorithm(capsys: pytest.CaptureFixture[
     assert "reward.train" in ask(capsys, "--reward", TINY, "--algorithm", "reward", *SMALL)
 
 
+LARGE = "layers=32,hidden=4096,intermediate=11008,heads=32,vocabulary=32000"
+WHOLE = ("--actor", LARGE, "--reference", "none", "--batch", "16", "--memory-per-device", "20GiB")
+"""25 GiB in float32 while it is built, and a few GiB on each of 16 devices."""
+
+
+def code_and_text(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Return a command line's exit code, and what it writes."""
+    return cli.run(["plan", *arguments]), capsys.readouterr().out
+
+
+def test_a_plan_that_cannot_start_says_so_first_and_ends_with_code_3(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.yaml"
+    code, text = code_and_text(capsys, *WHOLE, "--cluster", "h100:2x8", "--seconds", "0.5", "--save", str(file))
+    first, second, *_ = text.splitlines()
+    assert code == 3 and first == "The best plan found cannot start on such devices: grpo on h100:2x8"
+    need = re.search(r"before the first iteration a rank needs (2[0-9.]+ GiB) of 20.0 GiB", second)
+    assert need is not None and "Best plan found" not in text
+    assert re.search(r"ranks [0-9-]+: at most 1[0-7][0-9.]* GiB of 20.0 GiB \(10% head-room kept\)", text)
+    assert "--check refuses it" in text.splitlines()[-1]
+    comment, *_ = file.read_text().splitlines()
+    assert comment.startswith("# This plan cannot start on h100:2x8: ") and need[1] in comment
+    assert "in set-up, and a device has 20.00 GiB" in refused("--check", str(file), *WHOLE, "--cluster", "h100:2x8")
+    capsys.readouterr()
+
+    code, text = code_and_text(capsys, *WHOLE, "--cluster", "h100:2x8", "--compare", str(file), str(file))
+    assert code == 3 and text.splitlines()[0] == "grpo on h100:2x8: A and B cannot start on such devices"
+    assert f"  B cannot start: {need[0]}" in text
+
+    sweep = ("--cluster", "h100:2x8", "--seconds", "0.2", "--sweep", "nodes=2")
+    code, text = code_and_text(capsys, *WHOLE, *sweep)
+    assert code == 3 and text.startswith("No plan that was found can start on such devices: grpo on h100:2x8")
+    assert f"  2 nodes: the plan cannot start: {need[0]}" in text
+
+
+def test_plans_that_can_start_end_with_code_0(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file, common = str(tmp_path / "plan.yaml"), ("--actor", TINY, "--cluster", "a100-80g:1x2", "--batch", "16")
+    assert code_and_text(capsys, *common, "--seconds", "0.2", "--save", file)[0] == 0
+    assert not Path(file).read_text().startswith("#")
+    for question in (("--check", file), ("--compare", file, file), ("--seconds", "0.2", "--sweep", "nodes=1")):
+        code, text = code_and_text(capsys, *common, *question)
+        assert code == 0 and "cannot start" not in text
+
+
+def test_head_room_is_kept_said_and_settable(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--actor", TINY, "--cluster", "a100-80g:1x1", "--memory-per-device", "700MiB", "--batch", "16",
+             "--seconds", "0.3")  # fmt: skip
+
+    def peak(*more: str) -> tuple[float, str]:
+        text = ask(capsys, *asked, *more)
+        return float(re.search(r"rank 0: at most ([0-9.]+) MiB of 700.0 MiB", text)[1]), text
+
+    kept, text = peak()
+    assert kept <= 0.9 * 700 and "700.0 MiB a device, 10% head-room kept" in text
+    assert "MiB of 700.0 MiB (10% head-room kept), in " in text and "little is left" not in text
+    filled, text = peak("--headroom", "0")
+    assert 0.92 * 700 < filled <= 700 and "head-room kept" not in text
+    assert "little is left for what is not forecast" in text and "--headroom 0.1 finds a plan that needs less" in text
+    assert peak("--headroom", "0.2")[0] <= 0.8 * 700
+    assert "; 10% of a device are kept free, --headroom 0 fills it" in refused(*asked, "--memory-per-device", "40MiB")
+
+
 ACTOR = ("--actor", TINY)
 MISTAKES = [
     ((*ACTOR,), "--cluster is missing"),
@@ -293,6 +356,8 @@ MISTAKES = [
     ((*ACTOR, *SMALL, "--memory-per-device", "40MiB"), "lacks"),
     ((*ACTOR, "--cluster", "h100:0x8"), "cluster 'h100:0x8' must have at least one node"),
     ((*ACTOR, *SMALL, "--memory-per-device", "24"), "was \"24GiB\" meant?"),
+    ((*ACTOR, *SMALL, "--headroom", "1"), "--headroom=1 is a share of a device's memory; it must lie in [0, 1)"),
+    ((*ACTOR, "--check", "a", "--headroom", "0"), "--headroom means nothing to --check"),
     ((*ACTOR, *SMALL, "--batch", "0"), "--batch=0 must be at least 1"),
     ((*ACTOR, *SMALL, "--num-minibatches", "1000"), "use 16 at most"),
     ((*ACTOR, "--cluster", "h100:100000x8"), "800,000 devices are more than the 4,096"),
@@ -317,7 +382,7 @@ def test_a_mistake_ends_with_one_line_and_code_2(
 def test_a_budget_that_is_too_small_tells_the_smallest_cluster_that_would_do(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = ("--actor", TINY, "--memory-per-device", "200MiB", "--batch", "16", "--seconds", "1")
+    asked = ("--actor", TINY, "--memory-per-device", "200MiB", "--headroom", "0", "--batch", "16", "--seconds", "1")
     text = refused(*asked, "--cluster", "a100-80g:1x1")
     found = re.search(r"lacks [0-9,]+ bytes.*; ([0-9]+) x 1 such devices are the fewest .*more memory", text)
     assert found is not None, text

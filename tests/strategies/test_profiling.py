@@ -18,6 +18,7 @@ from lightning_realloc.layout.dims import ParallelDims
 from lightning_realloc.strategies import ReallocStrategy, profiling
 from lightning_realloc.strategies.profiling import Profile
 from lightning_realloc.tuning.lengths import Lengths
+from lightning_realloc.tuning.memory_parts import usable_bytes
 from lightning_realloc.tuning.profile import ProfileTable
 from tests.models import byte_tokenizer
 from tests.strategies import preferences, runs
@@ -136,6 +137,7 @@ class _Judged(Callback):
             return
         self.start = strategy.plan
         prospects = strategy.prospects(LENGTHS)
+        assert prospects.memory_budget == usable_bytes(strategy.cluster.device_memory_bytes)
         self.seconds = prospects.call_seconds(strategy.plan)
         self.bytes = max(prospects.peak_bytes(strategy.plan).values())
         proposed = [candidate.plan for candidate in prospects.propose(strategy.plan, seconds=0.2, seed=0)]

@@ -8,12 +8,14 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.known_models import parse_shape
-from lightning_realloc.tuning.memory_parts import MemorySettings, Workload
+from lightning_realloc.tuning.memory_parts import HEADROOM, MemorySettings, Workload, usable_bytes
 from lightning_realloc.tuning.pricing import PlanningTask, PlanPricer
 from lightning_realloc.tuning.roofline import RooflineEstimator
+from lightning_realloc.tuning.search import search_plan
 from lightning_realloc.tuning.search_need import NothingFitsError
 from tests.tuning.examples import PPO_FLOW
 from tests.tuning.test_simulator import plan_of
@@ -24,11 +26,12 @@ LOAD = Workload(num_sequences=64, prompt_tokens=128, response_tokens=384)
 HOMES = {"actor.train": "fsdp4@0-3", "critic.train": "fsdp4@4-7", "reference.infer": "dp8", "reward.infer": "dp8"}
 
 
-def pricer(budget: int, *, cluster: str = "a100-80g:2x4") -> PlanPricer:
+def pricer(budget: int, *, cluster: str = "a100-80g:2x4", headroom: float = 0.0) -> PlanPricer:
     roles = {name: MODEL.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
     spec = ClusterSpec.parse(cluster)
     task = PlanningTask(
-        dataflow=PPO_FLOW, roles=roles, cluster=spec, settings=HALF, workload=LOAD, memory_budget=budget
+        dataflow=PPO_FLOW, roles=roles, cluster=spec, settings=HALF, workload=LOAD, memory_budget=budget,
+        headroom=headroom,
     )  # fmt: skip
     return PlanPricer(task, RooflineEstimator(PPO_FLOW, spec, roles, HALF, LOAD))
 
@@ -97,3 +100,32 @@ def test_building_a_model_is_told_apart_from_iterations() -> None:
     assert priced.missing_bytes == 0 and priced.peak.phase != "set-up"
     # Of the last model that is built, whole, in float32 if it is trained; the others are divided by then.
     assert priced.set_up_bytes > MODEL.spec().num_elements * 4
+
+
+def test_a_plan_that_can_start_is_preferred_to_a_faster_one_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "tests.tuning.test_pricing.LOAD", Workload(num_sequences=8, prompt_tokens=16, response_tokens=32)
+    )
+    bench, limits = pricer(720 << 20, cluster="a100-80g:4x8"), {"seed": 0, "seconds": 60, "max_evaluations": 1000}
+    task = bench.task
+    fastest = search_plan(
+        task.dataflow, task.models, task.cluster, bench.estimator, memory_budget=task.memory_budget, **limits
+    )  # fmt: skip
+    refused = bench.price(fastest.plan)
+    assert not refused.missing_bytes and not refused.can_start
+    best, found = bench.search(clock=time.process_time, **limits)
+    assert best.can_run and refused.seconds <= best.seconds == found.seconds
+    assert found.plan == best.plan and found.gap == pytest.approx(1 - found.lower_bound / best.seconds)
+    assert best.seconds <= min(other.seconds for other in (bench.heuristic(), *bench.static()) if other.can_run)
+
+
+def test_a_plan_that_is_chosen_leaves_a_tenth_of_a_device_free() -> None:
+    bench = pricer(4 << 30, cluster="a100-80g:1x2", headroom=HEADROOM)
+    assert bench.task.usable_bytes == usable_bytes(4 << 30) == int(0.9 * (4 << 30))
+    best, _ = bench.search(seed=0, seconds=2, clock=time.process_time)
+    assert best.peak.parts.total <= 0.9 * (4 << 30) < pricer(4 << 30).task.usable_bytes
+    priced = bench.price(bench.with_best_options(plan_of(dict.fromkeys(best.plan.to_mapping()["calls"], "fsdp2"))))
+    assert priced.peak.parts.total <= priced.usable_bytes < priced.memory_budget == 4 << 30
+    for wrong in (-0.1, 1.0):
+        with pytest.raises(PlanError, match=r"is a share of a device's memory; it must lie in \[0, 1\)"):
+            usable_bytes(4 << 30, wrong)
