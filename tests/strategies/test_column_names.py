@@ -14,8 +14,10 @@ from lightning_realloc.algorithms.dpo import DPO
 from lightning_realloc.data.module import RowDataModule
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.steps import StepDataModule
+from lightning_realloc.strategies import ReallocStrategy
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs
+from tests.workers import WorkerPool
 
 PUBLIC = [getattr(lightning_realloc, name) for name in lightning_realloc.__all__]
 ALGORITHMS = [item for item in PUBLIC if isinstance(item, type) and issubclass(item, MultiModelModule)]
@@ -87,6 +89,24 @@ def test_columns_of_any_name_change_nothing_and_reach_rewards(name: str) -> None
         assert all(batch.objects(name) == (value,) * len(batch) for name, value in others.items())
     assert str(found[0]) == str(found[1])  # as text: NaN equals itself
     assert len(found[0][0]) == 1
+
+
+def _fit_apart() -> list[dict[str, float]]:
+    """Return what PPO logs whose critic has a rank of its own, so that columns travel."""
+    data = PromptDataModule(
+        [{**COLUMNS, "prompt": a} for a, _, _ in TEXTS], batch_size=4, tokenizer=byte_tokenizer()
+    )  # fmt: skip
+    plan = runs.calls(actor_generate="dp2", actor_train="fsdp2", reference_infer="dp1@0", critic_infer="dp1@1",
+                      critic_train="dp1@1")  # fmt: skip
+    record = runs.Record()
+    trainer = runs.trainer(ReallocStrategy(plan), 2, callbacks=[record])
+    trainer.fit(runs.ppo(reward=reads_all), data)
+    return record.logged
+
+
+def test_columns_of_any_name_do_not_disturb_what_ranks_exchange(workers: WorkerPool) -> None:
+    everyone = workers.run(_fit_apart, world_size=2, init_process_group=False)
+    assert len(everyone[0]) == 1 and everyone[0] == everyone[1]
 
 
 @pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids", "trainer_state", "log_extra"])
