@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -305,3 +306,10 @@ def save_onto(paths: Sequence[Path], world_size: int) -> list[str | None]:
         except CheckpointError as error:
             answers.append(str(error))
     return answers
+
+
+def forget_checksums(folder: Path) -> None:
+    """Write ``realloc.json`` as earlier versions did."""
+    description = json.loads((folder / "realloc.json").read_text())
+    del description["files"], description["checksum"]
+    (folder / "realloc.json").write_text(json.dumps(description, indent=1))

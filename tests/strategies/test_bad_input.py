@@ -302,7 +302,7 @@ def test_what_fails_on_one_rank_is_raised_on_all(workers: WorkerPool) -> None:
         {
             raising_reward: "RewardError: reward function 'shouting' raised ValueError in test_bad_input.py, line",
             wrong_number_of_rewards: "RewardError: reward function 'forgetful' must return one number per completion",
-            undefined_reward: "RewardError: reward function 'undefined' must return finite numbers, or None",
+            undefined_reward: "RewardError: reward function 'undefined' must return finite numbers (of at most",
             long_prompt: "GenerationError: the prompt of sample 5 has 200 tokens, and actor's context of 128 leaves no",
             model_that_cannot_be_generated_from: "GenerationError: BloomForCausalLM cannot be generated from in",
             strange_prompt: "holds token ids from 1000 to 1000, the model's vocabulary has 128",

@@ -1,6 +1,7 @@
+"""Check that damage to a checkpoint is found and named, and that no file of it runs code."""
+
 from __future__ import annotations
 
-import json
 import logging
 import os
 import pickle
@@ -26,7 +27,15 @@ from lightning_realloc.strategies.checkpoint_files import (
 from lightning_realloc.strategies.export import export_checkpoint
 from lightning_realloc.strategies.stored_metadata import read_metadata
 from tests.strategies import runs
-from tests.strategies.checkpoint_runs import Part, contents, differences, refusals, run_parts, save_not_finite
+from tests.strategies.checkpoint_runs import (
+    Part,
+    contents,
+    differences,
+    forget_checksums,
+    refusals,
+    run_parts,
+    save_not_finite,
+)
 from tests.workers import WorkerPool
 
 WRITTEN = {
@@ -64,13 +73,6 @@ def _record_anew(folder: Path) -> None:
     """Write the checksums of the files as they are now: as whoever changes a checkpoint on purpose does."""
     description = read_description(folder)
     write_description(folder, description, file_records(folder, (folder / name for name in description.pop("files"))))
-
-
-def _forget_checksums(folder: Path) -> None:
-    """Write ``realloc.json`` as earlier versions did."""
-    description = json.loads((folder / "realloc.json").read_text())
-    del description["files"], description["checksum"]
-    (folder / "realloc.json").write_text(json.dumps(description, indent=1))
 
 
 def _resume(workers: WorkerPool, folders: list[Path], world_size: int = 1) -> list[str | None]:
@@ -249,7 +251,7 @@ def test_damage_is_told_on_every_rank_with_the_newest_whole_checkpoint(workers: 
     for age, folder in enumerate((newer, unverified, older)):
         os.utime(folder / "realloc.json", (1e9 - age, 1e9 - age))
     _flip(newer / "__0_0.distcp")
-    _forget_checksums(unverified)
+    forget_checksums(unverified)
     _flip(last / "__1_0.distcp")
 
     refusal = _resume(workers, [last], 2)[0] or ""
@@ -266,7 +268,7 @@ def test_a_checkpoint_without_checksums_is_read_and_its_damage_named_too(
     workers: WorkerPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     earlier, damaged = _saved(workers, tmp_path / "earlier.ckpt"), {}
-    _forget_checksums(earlier)
+    forget_checksums(earlier)
     for name in ("__0_0.distcp", ".metadata", "meta.pt", "realloc.json", "huggingface/actor/config.json"):
         for kind in ("truncated", "empty", "garbage", "missing"):
             damaged[name, kind] = _copy(earlier, f"{len(damaged)}.ckpt")

@@ -19,6 +19,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.model_spec import describe_model
 from tests.models import tiny_model, tiny_scorer
 from tests.strategies import runs
+from tests.strategies.checkpoint_runs import forget_checksums
 from tests.strategies.peft_runs import LORA
 from tests.strategies.runs import Batches
 
@@ -89,6 +90,7 @@ def test_a_checkpoint_that_holds_given_models_still_loads(tmp_path: Path) -> Non
     meta = torch.load(folder / "meta.pt", weights_only=True)
     earlier = {f"_actor_source.{name}": tensor for name, tensor in tiny_model("llama").state_dict().items()}
     torch.save({**meta, "state_dict": {**meta["state_dict"], **earlier}}, folder / "meta.pt")
+    forget_checksums(folder)
 
     resumed, module = runs.trainer("realloc", 1, max_epochs=2), runs.sft()
     resumed.fit(module, Batches(1, responses=True), ckpt_path=folder)
