@@ -369,7 +369,7 @@ MISTAKES = [
     ),
     ("--model.sampling.top_p", "7", "error: top_p=7.0 must lie in (0, 1]"),
     ("--model.sampling.n", "1", "error: sampling.n=1: a group needs 2 or more"),
-    ("--model.train_options.num_epochs", "0", "error: num_epochs=0 must be at least 1"),
+    ("--model.train_options.num_epochs", "0", "error: num_epochs=0 must be a whole number, at least 1"),
     ("--model.reward", "rewards.nothing", "error: reward function 'rewards.nothing' cannot be imported"),
     ("--model.actor", "nowhere", "error: no tokenizer could be loaded from 'nowhere'"),
     ("--data.data", "nowhere.jsonl", "error: no file at 'nowhere.jsonl'"),

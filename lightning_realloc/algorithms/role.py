@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
@@ -306,9 +306,12 @@ class Role:
         options = {} if self.task == "causal_lm" else {"num_labels": 1}
         auto: Any = _AUTO_CLASSES[self.task]
         try:
-            model, found = auto.from_pretrained(source, dtype=torch.float32, output_loading_info=True, **options)
-        except (OSError, ValueError, RuntimeError) as error:  # the last for a head of several labels
+            model, found = auto.from_pretrained(
+                source, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
+        except (OSError, ValueError, RuntimeError) as error:
             raise self._not_loaded(error) from error
+        self._require_shapes(found["mismatched_keys"])
         missing, heads = sorted(found["missing_keys"]), head_names(model)
         if self.task == "causal_lm":
             self._require_output(model, missing)
@@ -318,6 +321,13 @@ class Role:
             self._require_complete([name for name in missing if not name.startswith(heads)])
             self._require_known(unused_weights(model, found["unexpected_keys"]))
         return model  # type: ignore[no-any-return]
+
+    def _require_shapes(self, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+        for name, in_file, in_model in sorted(mismatched):
+            raise ConfigError(
+                f"{self.name}={str(self.source)!r} holds {name} with the shape {list(in_file)}, and its config.json "
+                f"(for a classifier: one label) asks for {list(in_model)}; give the config that it was saved with"
+            )
 
     def _require_complete(self, missing: list[str]) -> None:
         if missing:

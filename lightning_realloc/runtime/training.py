@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -96,13 +97,14 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         for name in ("num_epochs", "num_minibatches", "micro_batch_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.max_grad_norm is not None and self.max_grad_norm <= 0:
-            raise ConfigError(f"max_grad_norm={self.max_grad_norm} must be positive; use None to leave gradients alone")
-        if self.max_skipped_steps is not None and self.max_skipped_steps < 1:
+            if not _is_count(getattr(self, name)):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be a whole number, at least 1")
+        norm, skipped = self.max_grad_norm, self.max_skipped_steps
+        if norm is not None and (isinstance(norm, bool) or not isinstance(norm, Real) or not norm > 0):
+            raise ConfigError(f"max_grad_norm={norm!r} must be a positive number; use None to leave gradients alone")
+        if skipped is not None and not _is_count(skipped):
             raise ConfigError(
-                f"max_skipped_steps={self.max_skipped_steps} must be at least 1; use None to never stop the run"
+                f"max_skipped_steps={skipped!r} must be a whole number, at least 1; use None to never stop the run"
             )
         if self.compile is not None:
             check_backend(self.compile)
@@ -256,3 +258,7 @@ def _group_lengths(lengths: Sequence[int], group_size: int) -> list[int]:
 def _members(groups: Sequence[int], group_size: int) -> tuple[int, ...]:
     """Return the positions of the groups, group by group."""
     return tuple(group * group_size + place for group in groups for place in range(group_size))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -78,6 +78,16 @@ def test_a_folder_of_other_weights_is_refused_unless_it_is_allowed(
     assert role.build(seed=0, allow_missing=True).config.num_hidden_layers == 2
 
 
+def test_a_weight_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
+    folder = rewrite(tmp_path / "m", lambda weights: None)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 2 * config["intermediate_size"]}))
+    message = r"m' holds model.layers.0.mlp.down_proj.weight with the shape \[\d+, \d+\], and its config.json"
+    for allow_missing in (False, True):
+        with pytest.raises(ConfigError, match=message):
+            Role(name="actor", source=folder, trained=True).build(seed=0, allow_missing=allow_missing)
+
+
 def test_weights_of_other_modules_and_old_buffers_are_left_out(tmp_path: Path) -> None:
     folder = rewrite(tmp_path / "m", _gain_what_is_no_part_of_it)
     for task, trained in (("causal_lm", False), ("token_classification", True), ("sequence_classification", True)):

@@ -141,11 +141,19 @@ def test_another_seed_shuffles_otherwise() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_epochs": 0}, "num_epochs=0 must be at least 1"),
-        ({"num_minibatches": -1}, "num_minibatches=-1 must be at least 1"),
-        ({"micro_batch_tokens": 0}, "micro_batch_tokens=0 must be at least 1"),
-        ({"max_skipped_steps": 0}, "max_skipped_steps=0 must be at least 1; use None to never stop the run"),
-        ({"max_grad_norm": 0.0}, r"max_grad_norm=0\.0 must be positive; use None to leave gradients alone"),
+        ({"num_epochs": 0}, "num_epochs=0 must be a whole number, at least 1"),
+        ({"num_minibatches": -1}, "num_minibatches=-1 must be a whole number, at least 1"),
+        ({"micro_batch_tokens": 0}, "micro_batch_tokens=0 must be a whole number, at least 1"),
+        (
+            {"max_skipped_steps": 0},
+            "max_skipped_steps=0 must be a whole number, at least 1; use None to never stop the run",
+        ),
+        ({"max_grad_norm": 0.0}, r"max_grad_norm=0\.0 must be a positive number; use None to leave gradients alone"),
+        ({"max_grad_norm": True}, r"max_grad_norm=True must be a positive number"),
+        ({"max_grad_norm": "1"}, r"max_grad_norm='1' must be a positive number"),
+        ({"num_epochs": True}, r"num_epochs=True must be a whole number, at least 1"),
+        ({"num_minibatches": 1.5}, r"num_minibatches=1\.5 must be a whole number, at least 1"),
+        ({"max_skipped_steps": "3"}, r"max_skipped_steps='3' must be a whole number, at least 1; use None to never"),
     ],
 )
 def test_options_that_cannot_work_are_refused(settings: dict[str, float], message: str) -> None:
