@@ -403,7 +403,7 @@ class ReallocStrategy(SteppingStrategy):
         if self.stop.is_agreed:
             self.runner.finish()
             dismiss_observer(self._launcher)
-            self.stop.stop_if_agreed(self.lightning_module.trainer)  # type: ignore[union-attr]
+            self.stop.end_run(self.lightning_module.trainer)  # type: ignore[union-attr]
 
     def on_train_start(self) -> None:
         """Look for garbage seldom, since iterations leave none, and all ranks wait for the one that looks."""

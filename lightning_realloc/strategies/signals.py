@@ -59,10 +59,10 @@ class StopRequest:
         trainer._signal_connector._sigterm_notifier_fn = request
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: self.agree_before_batch(trainer)
 
-    def stop_if_agreed(self, trainer: Any) -> None:
-        """Let Lightning end the run after this batch, once all ranks know of the request."""
+    def end_run(self, trainer: Any) -> None:
+        """Let Lightning end the run after this batch."""
         connector = trainer._signal_connector
-        if self.is_agreed and not connector.received_sigterm:
+        if not connector.received_sigterm:
             where = "this rank" if self.is_requested else "another rank"
             _log.warning("%s received SIGTERM: the run ends after step %d", where, trainer.global_step)
             connector.received_sigterm = True
@@ -81,8 +81,8 @@ class StopRequest:
         requested = torch.tensor(self.is_requested, dtype=torch.uint8, device=trainer.strategy.root_device)
         dist.all_reduce(requested, op=dist.ReduceOp.MAX)
         self.is_agreed |= bool(requested)
-        self.stop_if_agreed(trainer)
         if self.is_agreed:
+            self.end_run(trainer)
             raise SIGTERMException
 
     def resend_if_unanswered(self, trainer: Any) -> None:
