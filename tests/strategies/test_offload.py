@@ -143,5 +143,7 @@ def test_memory_is_as_predicted_while_parts_are_away(workers: WorkerPool, infer:
     }
     test_memory.check(found[2])
     for stays, leaves in zip(found[0], found[2], strict=True):
-        assert leaves["actor.train"][1] < 0.95 * stays["actor.train"][1]  # without the reference's weights
-        assert leaves["actor.generate"][1] < 0.8 * stays["actor.generate"][1]  # without the optimizer's state
+        for call in ("actor.train", "actor.generate"):  # without the reference's weights; the optimizer's state
+            promised, saved = (kept - away for kept, away in zip(stays[call], leaves[call], strict=True))
+            # Now and then a message of 30 kB is still on its way at the peak: a sixth of the reference's shard.
+            assert 0.7 * promised < saved < 1.3 * promised, (call, promised, saved)
