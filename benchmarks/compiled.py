@@ -79,7 +79,7 @@ def fit(backend: str | None, precision: str, work: Workload) -> Fit:
 
     from benchmarks.workload import byte_tokenizer, random_texts
     from lightning_realloc import SFT, ReallocStrategy, SFTDataModule
-    from lightning_realloc.runtime.training import TrainOptions
+    from lightning_realloc.batch.training import TrainOptions
 
     config = Qwen3Config(
         hidden_size=work.hidden_size, intermediate_size=3 * work.hidden_size, num_hidden_layers=work.num_layers,

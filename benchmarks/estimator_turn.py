@@ -59,8 +59,8 @@ class Turn:
 def random_plans(strategy: Any, seed: int) -> Iterator[Any]:
     """Yield legal plans without end: every call on ranks, degrees and micro-batches of its own."""
     from lightning_realloc import ExecutionPlan, Layout
+    from lightning_realloc.dataflow.execution_plan import CallPlan
     from lightning_realloc.errors import ReallocError
-    from lightning_realloc.tuning.execution_plan import CallPlan
     from lightning_realloc.tuning.space import legal_dims, rank_sets
 
     rng, flow, cluster = random.Random(seed), strategy.dataflow, strategy.cluster

@@ -145,8 +145,8 @@ def merge(ranks: Sequence[Readings]) -> Run:
 
 def run_arm(arm: str, model: PreTrainedModel, work: Workload) -> Run:
     """Train a copy of the model on this rank and the others, and return what all noted."""
+    from lightning_realloc.batch.samples import Ragged, Samples
     from lightning_realloc.data.loader import BatchLoader
-    from lightning_realloc.runtime.samples import Ragged, Samples
 
     noted = Readings()
     prompts = markov_text(work.num_prompts, work.prompt_tokens, seed=20_000_000 + work.seed).tolist()

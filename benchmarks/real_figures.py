@@ -28,10 +28,10 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks.harness import BenchmarkReport, make_parser
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
-from lightning_realloc.tuning.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.tuning.hardware import Efficiency
 from lightning_realloc.tuning.known_models import find_known_model
 from lightning_realloc.tuning.memory_parts import MemorySettings, Workload

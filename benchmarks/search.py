@@ -20,9 +20,9 @@ from benchmarks.harness import BenchmarkReport, make_parser
 from benchmarks.random_estimator import RandomEstimator
 from benchmarks.search_baseline import every_state, metropolis_hastings
 from benchmarks.toy_estimator import ToyEstimator, decoder
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.tuning.estimate import Estimator
 from lightning_realloc.tuning.search import SearchResult, search_plan
 from lightning_realloc.tuning.search_problem import Problem

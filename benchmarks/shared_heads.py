@@ -116,8 +116,8 @@ def _model(work: Workload) -> nn.Module:
 
 
 def _packed(work: Workload) -> Any:
-    from lightning_realloc.runtime.packing import pack
-    from lightning_realloc.runtime.samples import Ragged, Samples
+    from lightning_realloc.batch.packing import pack
+    from lightning_realloc.batch.samples import Ragged, Samples
 
     generator = torch.Generator().manual_seed(1)
 

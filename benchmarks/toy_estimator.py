@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lightning_realloc.dataflow.dataflow import Dataflow
+from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelSpec, ParamSpec
 from lightning_realloc.layout.sharding import TensorParallelCut
-from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.estimate import CallSeconds
-from lightning_realloc.tuning.execution_plan import CallPlan
 
 EFFICIENCY = 0.5
 """Of matrix products on long inputs."""

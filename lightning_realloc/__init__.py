@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lightning_realloc.algorithms.rloo import RLOO as RLOO
     from lightning_realloc.algorithms.role import Role as Role
     from lightning_realloc.algorithms.sft import SFT as SFT
+    from lightning_realloc.batch.training import TrainOptions as TrainOptions
     from lightning_realloc.callbacks import EMA as EMA
     from lightning_realloc.callbacks import AutoTuner as AutoTuner
     from lightning_realloc.callbacks import MemoryMonitor as MemoryMonitor
@@ -51,6 +52,10 @@ if TYPE_CHECKING:
     from lightning_realloc.data.sft import SFTDataModule as SFTDataModule
     from lightning_realloc.data.sources import DatasetSource as DatasetSource
     from lightning_realloc.data.steps import StepDataModule as StepDataModule
+    from lightning_realloc.dataflow.dataflow import Dataflow as Dataflow
+    from lightning_realloc.dataflow.dataflow import ModelFunctionCall as ModelFunctionCall
+    from lightning_realloc.dataflow.execution_plan import CallPlan as CallPlan
+    from lightning_realloc.dataflow.execution_plan import ExecutionPlan as ExecutionPlan
     from lightning_realloc.errors import CheckpointError as CheckpointError
     from lightning_realloc.errors import ConfigError as ConfigError
     from lightning_realloc.errors import DataError as DataError
@@ -74,12 +79,7 @@ if TYPE_CHECKING:
     from lightning_realloc.realloc import ReallocationPlan as ReallocationPlan
     from lightning_realloc.realloc import plan_reallocation as plan_reallocation
     from lightning_realloc.rewards.verifiers import exact_match as exact_match
-    from lightning_realloc.runtime.training import TrainOptions as TrainOptions
     from lightning_realloc.strategies import ReallocStrategy as ReallocStrategy
-    from lightning_realloc.tuning.dataflow import Dataflow as Dataflow
-    from lightning_realloc.tuning.dataflow import ModelFunctionCall as ModelFunctionCall
-    from lightning_realloc.tuning.execution_plan import CallPlan as CallPlan
-    from lightning_realloc.tuning.execution_plan import ExecutionPlan as ExecutionPlan
     from lightning_realloc.tuning.search import search_plan as search_plan
 
 __version__ = "0.1.0"
@@ -101,10 +101,10 @@ _HOMES = {
     "ParallelDims": "layout",
     "ReallocationPlan": "realloc",
     "plan_reallocation": "realloc",
-    "Dataflow": "tuning.dataflow",
-    "ModelFunctionCall": "tuning.dataflow",
-    "CallPlan": "tuning.execution_plan",
-    "ExecutionPlan": "tuning.execution_plan",
+    "Dataflow": "dataflow.dataflow",
+    "ModelFunctionCall": "dataflow.dataflow",
+    "CallPlan": "dataflow.execution_plan",
+    "ExecutionPlan": "dataflow.execution_plan",
     "search_plan": "tuning.search",
     "Completion": "generation",
     "Conversation": "generation",
@@ -144,7 +144,7 @@ _HOMES = {
     "ORPO": "algorithms.orpo",
     "RewardModel": "algorithms.reward_model",
     "ProcessReward": "algorithms.process_reward",
-    "TrainOptions": "runtime.training",
+    "TrainOptions": "batch.training",
     "RoleOptimizer": "algorithms.optimizers",
     "ReallocStrategy": "strategies",
     "AutoTuner": "callbacks",

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.samples import Samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ from typing import Literal
 from torch import Tensor
 
 from lightning_realloc.algorithms.functional import masked_sum, sequence_mean_sum
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.training import Totals
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.training import Totals
 
 LossAverage = Literal["sequence", "token", "constant", "sum"]
 """The mean over every response's tokens, and then over the responses; over all tokens; over the responses of their

@@ -13,11 +13,11 @@ from lightning_realloc.algorithms.reward_sources import RewardSource
 from lightning_realloc.algorithms.rewarded import RewardedModule, check_group
 from lightning_realloc.algorithms.role import ModelSource
 from lightning_realloc.algorithms.settings import check_choice
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.training import Average, Loss, Totals
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.samples import Samples
-from lightning_realloc.runtime.training import Average, Loss, Totals
 
 
 class BestOfN(RewardedModule):

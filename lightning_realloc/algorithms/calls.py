@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from lightning_realloc.tuning.dataflow import CallKind, ModelFunctionCall
+from lightning_realloc.dataflow.dataflow import CallKind, ModelFunctionCall
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 _DECLARATION = "_model_function_call"

@@ -15,9 +15,9 @@ import torch
 
 from lightning_realloc.algorithms.functional import sequence_sums
 from lightning_realloc.algorithms.rollout import FINISH_REASONS, Dialogue, model_mask, rollout_of
+from lightning_realloc.batch.samples import Column, Divided, Ragged, Samples
 from lightning_realloc.errors import DataError
 from lightning_realloc.generation import Completion, GenerationEngine, RolloutBudget, SamplingParams
-from lightning_realloc.runtime.samples import Column, Divided, Ragged, Samples
 
 _UNFINISHED = FINISH_REASONS.index("unfinished")
 

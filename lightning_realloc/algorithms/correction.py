@@ -15,10 +15,10 @@ from torch import Tensor
 from lightning_realloc.algorithms.functional import kl_estimate, masked_sum
 from lightning_realloc.algorithms.policy_losses import response_sums
 from lightning_realloc.algorithms.settings import check_choice, check_not_negative, check_positive
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.training import Average
 from lightning_realloc.elsewhere import named_elsewhere
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.training import Average
 
 
 @named_elsewhere({})

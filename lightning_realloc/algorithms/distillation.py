@@ -24,14 +24,14 @@ from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.rollout import model_mask, response_summary
 from lightning_realloc.algorithms.settings import check_choice, check_minibatches
 from lightning_realloc.algorithms.vocabulary import require_same_vocabulary
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.batch.training import Average, Loss, Totals
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.runtime.packed_forward import predicting_logits, predicting_states
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.samples import Column, Ragged, Samples
 from lightning_realloc.runtime.token_divergence import TeacherHead, TeacherTokens, vocabulary_divergence
-from lightning_realloc.runtime.training import Average, Loss, Totals
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 DistillationDivergence = Literal["sampled", "reverse_kl", "forward_kl", "js"]
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")

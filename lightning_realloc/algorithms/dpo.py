@@ -43,12 +43,12 @@ from lightning_realloc.algorithms.settings import (
     check_share,
     check_single_step,
 )
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.batch.training import Average, Loss, Totals
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.packed_forward import token_logprobs
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.samples import Column, Ragged, Samples
-from lightning_realloc.runtime.training import Average, Loss, Totals
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 DPOLoss = PairLossName | Literal["sft"]
 """A loss of pairs, or the mean negative log-likelihood of the chosen responses' tokens, to be added to one."""

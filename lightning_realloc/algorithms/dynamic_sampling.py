@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_realloc.algorithms.carried import samples_from_state, samples_state
 from lightning_realloc.algorithms.settings import check_choice, check_not_negative
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import DataError
-from lightning_realloc.runtime.samples import Samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

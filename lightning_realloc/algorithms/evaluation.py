@@ -13,8 +13,8 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import ConfigError, DataError
-from lightning_realloc.runtime.samples import Samples
 
 
 class EvaluatedModule(L.LightningModule):

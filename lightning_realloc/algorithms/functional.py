@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_realloc.runtime.samples import Ragged
+from lightning_realloc.batch.samples import Ragged
 
 KLEstimator = Literal["k1", "k2", "k3"]
 

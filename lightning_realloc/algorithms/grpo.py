@@ -11,8 +11,8 @@ from lightning_realloc.algorithms.policy_gradient import PolicyGradient
 from lightning_realloc.algorithms.reward_sources import RewardSource
 from lightning_realloc.algorithms.rewarded import check_group
 from lightning_realloc.algorithms.role import ModelSource
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.generation import SamplingParams
-from lightning_realloc.runtime.samples import Samples
 
 
 class GRPO(PolicyGradient):

@@ -22,12 +22,12 @@ from lightning_realloc.algorithms.settings import (
     check_positive,
     check_single_step,
 )
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.batch.training import Average, Loss, Totals
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import DataError
 from lightning_realloc.runtime.packed_forward import token_logprobs
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.samples import Column, Ragged, Samples
-from lightning_realloc.runtime.training import Average, Loss, Totals
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 _MISMATCHED, _MISMATCHED_LOGPROBS = "mismatched_ids", "mismatched_ref_logprobs"
 KTOLoss = Literal["kto", "apo_zero_unpaired"]

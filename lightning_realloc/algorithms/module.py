@@ -26,17 +26,17 @@ from lightning_realloc.algorithms.role import ModelSource, Role, without_weights
 from lightning_realloc.algorithms.sample_rows import sample_rows
 from lightning_realloc.algorithms.settings import EngineName, check_engine, check_kind
 from lightning_realloc.algorithms.vocabulary import check_token_ids
+from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.data.module import RowDataModule
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.elsewhere import OF_ALGORITHMS, NamesElsewhere
 from lightning_realloc.errors import CheckpointError, ConfigError, PlanError
 from lightning_realloc.generation import Speculation
 from lightning_realloc.rewards.functions import RewardFunctions
 from lightning_realloc.runtime.liger import use_liger_kernels
-from lightning_realloc.runtime.samples import Samples
-from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.seeds import seed_of_run
-from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 
 _ADAPTERS_LEARN_FASTER = 10.0
 """Than whole weights, at their best. Source: Schulman et al., "LoRA without regret", 2025."""

@@ -21,10 +21,10 @@ from lightning_realloc.algorithms.pairs import (
 from lightning_realloc.algorithms.preference_losses import odds_ratio_loss
 from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.settings import check_not_negative
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.batch.training import Average, Loss, Totals
 from lightning_realloc.runtime.packed_forward import token_logprobs
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.samples import Column, Ragged, Samples
-from lightning_realloc.runtime.training import Average, Loss, Totals
 
 
 class ORPO(PairwiseModule):

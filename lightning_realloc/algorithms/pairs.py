@@ -9,9 +9,9 @@ from lightning_realloc.algorithms.functional import sequence_sums
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.preference_losses import shared_length_sums
 from lightning_realloc.algorithms.settings import check_minibatches
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import Average
 from lightning_realloc.errors import DataError
-from lightning_realloc.runtime.samples import Ragged, Samples
-from lightning_realloc.runtime.training import Average
 
 
 class PairwiseModule(MultiModelModule):

@@ -16,12 +16,12 @@ from lightning_realloc.algorithms.environments import EnvironmentSource, import_
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.rollout import Dialogue, Informed, sample_responses
 from lightning_realloc.algorithms.settings import check_kind
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Divided, Samples
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.generation import Conversation, Environment, GenerationEngine, RolloutBudget, SamplingParams
 from lightning_realloc.generation.model_facts import penalties_of
 from lightning_realloc.runtime.packed_forward import token_logprobs
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.samples import Divided, Samples
 
 _CHECKPOINT_KEY = "carried_rollout"
 

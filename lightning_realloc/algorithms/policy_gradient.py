@@ -39,12 +39,12 @@ from lightning_realloc.algorithms.role import ModelSource
 from lightning_realloc.algorithms.rollout import FINISH_REASONS, model_mask
 from lightning_realloc.algorithms.settings import check_choice, check_not_negative
 from lightning_realloc.algorithms.unjudged import judged_only
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.batch.training import Average, Loss, Totals
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.packed_forward import token_logprobs
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.samples import Column, Ragged, Samples
-from lightning_realloc.runtime.training import Average, Loss, Totals
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 KLPlace = Literal["loss", "reward"]
 _CHECKPOINT_KEY = "dynamic_sampling"

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_realloc.algorithms.functional import ClippedLoss, clipped_surrogate
 from lightning_realloc.algorithms.settings import check_choice, check_not_negative, check_positive
+from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.packing import PackedBatch
 
 PolicyLossName = Literal["clip", "cispo", "sapo", "vespo"]
 RatioLevel = Literal["token", "sequence", "product"]

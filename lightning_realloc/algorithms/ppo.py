@@ -50,13 +50,13 @@ from lightning_realloc.algorithms.settings import (
 from lightning_realloc.algorithms.token_advantages import TokenAdvantages
 from lightning_realloc.algorithms.unjudged import judged_only, of_judged
 from lightning_realloc.algorithms.vocabulary import require_same_vocabulary
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Column, Samples
+from lightning_realloc.batch.training import Average, Loss, Totals, TrainOptions
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.runtime.packed_forward import packed_logits, token_logprobs
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.samples import Column, Samples
-from lightning_realloc.runtime.training import Average, Loss, Totals, TrainOptions
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 KLPlace = Literal["reward", "loss"]
 

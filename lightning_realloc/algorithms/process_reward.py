@@ -15,11 +15,11 @@ from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.preference_losses import step_loss
 from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.settings import check_minibatches
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.batch.training import Average, Loss, Totals
 from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.runtime.packed_forward import packed_logits
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.samples import Column, Ragged, Samples
-from lightning_realloc.runtime.training import Average, Loss, Totals
 
 
 class ProcessReward(MultiModelModule):

@@ -12,10 +12,10 @@ from typing import Literal
 
 from torch import Tensor
 
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.training import TrainOptions
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.training import TrainOptions
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 RatioTo = Literal["behaviour", "proximal"]
 """Names after Hilton et al., arXiv:2110.00641: the policy that acted, and that which the update stays close to."""

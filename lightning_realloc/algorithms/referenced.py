@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerBase
 from lightning_realloc.algorithms.calls import infer
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.role import ModelSource, Role
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.data.module import RowDataModule
 from lightning_realloc.data.sources import is_stream
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.packed_forward import token_logprobs
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.samples import Column, Ragged, Samples
 
 _CALL, _COLUMN = "reference.infer", "ref_logprobs"
 

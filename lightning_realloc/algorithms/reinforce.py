@@ -22,8 +22,8 @@ from lightning_realloc.algorithms.role import ModelSource
 from lightning_realloc.algorithms.rollout import model_mask
 from lightning_realloc.algorithms.settings import check_choice, check_share
 from lightning_realloc.algorithms.unjudged import of_judged
+from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.generation import SamplingParams
-from lightning_realloc.runtime.samples import Column, Ragged, Samples
 
 Baseline = Literal["batch", "group"]
 

@@ -17,9 +17,9 @@ from lightning_realloc.algorithms.reward_sources import RewardSource
 from lightning_realloc.algorithms.role import ModelSource
 from lightning_realloc.algorithms.rollout import model_mask
 from lightning_realloc.algorithms.unjudged import of_judged
+from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
-from lightning_realloc.runtime.samples import Column, Samples
 
 
 class ReMax(PolicyGradient):

@@ -16,10 +16,10 @@ from lightning_realloc.algorithms.preference_losses import bradley_terry_loss
 from lightning_realloc.algorithms.ranking import calibration_error, ranking_metrics
 from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.settings import check_not_negative
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Column, Samples
+from lightning_realloc.batch.training import Average, Loss, Totals
 from lightning_realloc.runtime.packed_forward import sequence_scores
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.samples import Column, Samples
-from lightning_realloc.runtime.training import Average, Loss, Totals
 
 
 class RewardModel(PairwiseModule):

@@ -19,6 +19,9 @@ from lightning_realloc.algorithms.role import ModelSource, Role, is_model_source
 from lightning_realloc.algorithms.rollout import FINISH_REASONS, judged_responses, response_texts
 from lightning_realloc.algorithms.settings import check_choice
 from lightning_realloc.algorithms.vocabulary import require_same_vocabulary, required_tokenizer, retokenized
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Samples
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError, RewardError
 from lightning_realloc.rewards.asking import finite_number
 from lightning_realloc.rewards.functions import (
@@ -31,9 +34,6 @@ from lightning_realloc.rewards.functions import (
 from lightning_realloc.rewards.signatures import resolved
 from lightning_realloc.rewards.texts import shortened
 from lightning_realloc.runtime.packed_forward import sequence_scores
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.samples import Samples
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 # In this order: jsonargparse would write any list down as a path.
 RewardSource = str | Sequence[str | RewardFunction | ModelSource] | RewardFunction | ModelSource

@@ -28,10 +28,10 @@ from lightning_realloc.algorithms.reward_sources import (
 from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.rollout import response_summary, reward_columns, reward_summary
 from lightning_realloc.algorithms.settings import check_minibatches, check_positive
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Column, Samples
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.samples import Column, Samples
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 
 class RewardedModule(PolicyModule):

@@ -12,8 +12,8 @@ from lightning_realloc.algorithms.policy_losses import RatioLevel
 from lightning_realloc.algorithms.reward_sources import RewardSource
 from lightning_realloc.algorithms.rewarded import check_group
 from lightning_realloc.algorithms.role import ModelSource
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.generation import SamplingParams
-from lightning_realloc.runtime.samples import Samples
 
 
 class RLOO(PolicyGradient):

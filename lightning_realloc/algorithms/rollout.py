@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.generation import Completion, Conversation, Environment, GenerationEngine, SamplingParams, Turn
 from lightning_realloc.rewards.functions import RewardFunctions, Rewards
-from lightning_realloc.runtime.samples import Column, Ragged, Samples
 
 FINISH_REASONS = ("stop", "length", "environment", "unfinished")
 """What a rollout's ``finish_reason`` column counts in."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.rollout import FINISH_REASONS, response_texts
-from lightning_realloc.runtime.samples import Samples
+from lightning_realloc.batch.samples import Samples
 
 _NAMES = {"rewards": "reward", "scores": "score"}
 """A column of samples -> what one row calls its value."""

@@ -14,11 +14,11 @@ from lightning_realloc.algorithms.functional import cross_entropy, sequence_sums
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.role import ModelSource, Role
 from lightning_realloc.algorithms.rollout import num_model_tokens
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Column, Samples
+from lightning_realloc.batch.training import Average, Loss, Totals
 from lightning_realloc.errors import DataError
 from lightning_realloc.runtime.packed_forward import token_logprobs
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.samples import Column, Samples
-from lightning_realloc.runtime.training import Average, Loss, Totals
 
 
 class SFT(MultiModelModule):

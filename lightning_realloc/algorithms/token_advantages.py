@@ -21,7 +21,7 @@ from lightning_realloc.algorithms.functional import (
 )
 from lightning_realloc.algorithms.rollout import model_mask
 from lightning_realloc.algorithms.settings import check_positive, check_share
-from lightning_realloc.runtime.samples import Column, Ragged, Samples
+from lightning_realloc.batch.samples import Column, Ragged, Samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.samples import Column, Ragged, Samples
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Column, Ragged, Samples
 
 
 def judged_only(batch: PackedBatch, column: str) -> PackedBatch:

@@ -16,9 +16,9 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
+from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.shards import local_tensor, reshard
-from lightning_realloc.tuning.execution_plan import OPTIMIZER_SUFFIX
 
 AVERAGE = "ema"
 """The key of the average in an optimizer's state of a parameter."""

@@ -8,8 +8,8 @@ from typing import Any, TextIO
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.samples import Samples
 
 
 class PredictionWriter(Callback):

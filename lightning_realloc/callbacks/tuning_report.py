@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.layout.dims import format_ranks
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.tuner import Tuner
 
 

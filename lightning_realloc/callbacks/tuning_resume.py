@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.generation import SamplingParams, Speculation
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
 
 
 def ranks_of(plan: ExecutionPlan) -> set[int]:

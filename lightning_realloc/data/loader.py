@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import CheckpointError, DataError
-from lightning_realloc.runtime.samples import Samples
 
 
 class BatchLoader:

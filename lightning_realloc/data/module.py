@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
+from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.data.chat import check_template_settings, load_tokenizer, template_input
 from lightning_realloc.data.loader import BatchLoader, EvaluationLoader
 from lightning_realloc.data.rows import Row, RowSource, read_rows, split_by_hash
@@ -24,7 +25,6 @@ from lightning_realloc.data.sources import is_stream
 from lightning_realloc.data.streams import RowStream, StreamLoader
 from lightning_realloc.elsewhere import OF_DATA, NamesElsewhere
 from lightning_realloc.errors import DataError
-from lightning_realloc.runtime.samples import Column, Samples
 from lightning_realloc.seeds import seed_of_run
 
 log = logging.getLogger(__name__)

@@ -7,11 +7,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.data.chat import Text, begun_answer, conversation_text, prompt_text, prompt_token_ids
 from lightning_realloc.data.module import LongRows, RowDataModule, tabulated
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
-from lightning_realloc.runtime.samples import Ragged, Samples
 
 _ARGUMENTS = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
 """What reward functions are given besides the columns of the data, by name."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.data.chat import (
     Message,
     Text,
@@ -23,7 +24,6 @@ from lightning_realloc.data.chat import (
 from lightning_realloc.data.module import RowDataModule, TokenLimit, tabulated
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
-from lightning_realloc.runtime.samples import Column, Ragged, Samples
 
 TokensOfRow = tuple[list[int], list[int], list[bool]]
 """A prompt, its response, and which tokens of the response are learnt."""

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.data.chat import Text, is_conversation, prompt_token_ids, token_ids
 from lightning_realloc.data.responses import (
     ResponseDataModule,
@@ -21,7 +22,6 @@ from lightning_realloc.data.responses import (
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.data.turns import from_first_answer, said_by_assistant
 from lightning_realloc.errors import DataError
-from lightning_realloc.runtime.samples import Samples
 
 Learnt = Literal["all", "last"]
 """Which of the assistant's messages are learnt."""

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.data.chat import Text, prompt_text, prompt_token_ids, token_ids
 from lightning_realloc.data.module import tabulated
 from lightning_realloc.data.responses import ResponseDataModule, cut
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
-from lightning_realloc.runtime.samples import Ragged, Samples
 
 
 @dataclass(frozen=True, slots=True)

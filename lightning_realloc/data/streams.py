@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.data.read_ahead import read_ahead
 from lightning_realloc.data.rows import Row, RowSource, refuse_other_columns, table_rows
 from lightning_realloc.data.sources import DatasetSource
 from lightning_realloc.errors import CheckpointError, DataError
-from lightning_realloc.runtime.samples import Samples
 
 Tabulate = Callable[[Sequence[Row]], Samples | None]
 """Makes samples with ids 0, 1, ... of the rows of a block that fit; None where not one of them does."""

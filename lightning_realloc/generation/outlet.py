@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.generation.samples import Completion, Sample
-from lightning_realloc.runtime.samples import Samples
 
 
 class Outlet:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.generation.kv_cache import LayerShape
 from lightning_realloc.generation.samples import FinishReason, Sample
 from lightning_realloc.runtime.exchange import decode_message, encode_message
-from lightning_realloc.runtime.samples import Ragged, Samples
 
 
 @dataclass(frozen=True, slots=True)

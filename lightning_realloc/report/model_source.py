@@ -23,9 +23,9 @@ from transformers import (
 from lightning_realloc.algorithms.adapters import AdapterSource
 from lightning_realloc.algorithms.reward_sources import is_further
 from lightning_realloc.algorithms.role import Role, Task
+from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.strategies.memory import describe_roles
-from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.experts import declared_experts
 from lightning_realloc.tuning.known_models import KnownModel, find_known_model, is_shape, parse_shape
 from lightning_realloc.tuning.memory_parts import RoleMemory

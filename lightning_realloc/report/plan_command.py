@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.report.model_source import read_roles
@@ -31,7 +32,6 @@ from lightning_realloc.report.plan_report import (
 from lightning_realloc.report.plan_request import PlanRequest, parse_request
 from lightning_realloc.report.tables import gib
 from lightning_realloc.strategies.memory import settings_of_precision
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.hardware import CPU_EFFICIENCY
 from lightning_realloc.tuning.memory import MemoryForecast, forecast_memory
 from lightning_realloc.tuning.memory_advice import find_excess

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.report.tables import aligned, gib, short_layout, short_ranks
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.memory import SET_UP
 from lightning_realloc.tuning.memory_parts import MemoryParts
 from lightning_realloc.tuning.pricing import PricedPlan

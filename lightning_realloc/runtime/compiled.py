@@ -53,10 +53,3 @@ def compiled_blocks(model: nn.Module, backend: str | None) -> Iterator[None]:
 @functools.cache  # one object: programs are bound to it
 def _uncompiled_attention() -> Any:
     return torch.compiler.disable(segment_attention)  # type: ignore[no-untyped-call]
-
-
-def check_backend(backend: str) -> None:
-    """Raise ConfigError for what is no backend of ``torch.compile``."""
-    known = torch.compiler.list_backends(exclude_tags=())
-    if backend not in known:
-        raise ConfigError(f"compile={backend!r} must be a backend of torch.compile: {', '.join(known)}")

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_realloc import errors
+from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.errors import DataError, ReallocError
 from lightning_realloc.runtime.compat import all_gather_single
-from lightning_realloc.runtime.samples import Column, Ragged, Samples
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype

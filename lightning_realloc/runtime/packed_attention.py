@@ -24,9 +24,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.model_terms import counts_positions_by_padding, rotary_bounds, why_experts_fail
-from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.varlen import attend_varlen, can_attend_varlen
 
 ATTENTION = "realloc_packed"

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.packed_attention import packed_attention, transformers_model
-from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.shared_logits import rows_of
 from lightning_realloc.runtime.tensor_parallel import logits_in_shares
 from lightning_realloc.runtime.token_logprobs import TokenStatistics, collision_logprobs, selected_logprobs

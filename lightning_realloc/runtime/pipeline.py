@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import LayoutError, PlanError
 from lightning_realloc.layout import ModelLayout
 from lightning_realloc.runtime.mesh import MeshRegistry
 from lightning_realloc.runtime.packed_attention import packed_attention
-from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.stage import passage_of
 
 Result = TypeVar("Result")

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.runtime.mesh import MeshRegistry
-from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.tuning.readings import Size
 
 

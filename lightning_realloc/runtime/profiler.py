@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import pack_columns
 from lightning_realloc.layout import AXES, Layout, ModelLayout, ParallelDims
 from lightning_realloc.runtime.agreement import TransportName
 from lightning_realloc.runtime.compiled import compiled_blocks
 from lightning_realloc.runtime.executor import Reallocation
 from lightning_realloc.runtime.model_spec import describe_model
 from lightning_realloc.runtime.offload import Carrier, carrier
-from lightning_realloc.runtime.packing import PackedBatch
 from lightning_realloc.runtime.parallelize import needs_fsdp, parallelize, tensor_parallelize
 from lightning_realloc.runtime.profile_subject import Machine, Subject
-from lightning_realloc.runtime.samples import Ragged, Samples
 from lightning_realloc.runtime.shards import local_tensors
 from lightning_realloc.runtime.stopwatch import Stopwatch
 from lightning_realloc.runtime.tensor_parallel import slice_parameters
-from lightning_realloc.runtime.training import pack_columns
 from lightning_realloc.runtime.training_mode import set_training_mode
 from lightning_realloc.tuning.profile import Curve, PassKey, PassKind, PassTimes
 from lightning_realloc.tuning.readings import (

@@ -17,10 +17,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_realloc.batch.samples import Column, Samples
+from lightning_realloc.batch.training import MicroBatch
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.mailbox import Mailbox
-from lightning_realloc.runtime.samples import Column, Samples
-from lightning_realloc.runtime.training import MicroBatch
 from lightning_realloc.strategies.generating import Generating
 from lightning_realloc.strategies.generators import Generators, refuse_long_prompts
 from lightning_realloc.strategies.idle import IdleClock, merge_idle_shares
@@ -36,7 +37,6 @@ from lightning_realloc.strategies.tail import TailCalls
 from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.strategies.training_metrics import TrainingMetrics
 from lightning_realloc.strategies.workplace import Workplace
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 from lightning_realloc.tuning.simulator import Overlap
 
 PhaseContext = Callable[[str], Any]

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
+from lightning_realloc.batch.samples import Samples
+from lightning_realloc.dataflow.dataflow import Dataflow
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.runtime.profile_subject import Machine
-from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.strategies.memory import with_callbacks
 from lightning_realloc.strategies.pool_builder import PoolBuilder
 from lightning_realloc.strategies.profiling import Profile, ProfileRequest, num_cores, profile_models
-from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.estimate import Estimator
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.hardware import CPU_EFFICIENCY, Efficiency
 from lightning_realloc.tuning.lengths import Lengths, TypicalLengths
 from lightning_realloc.tuning.measured import MeasuredEstimator

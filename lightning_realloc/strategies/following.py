@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import torch
 
+from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import PlanError
 from lightning_realloc.runtime.executor import Reallocation
 from lightning_realloc.runtime.shards import local_tensors, reshard
 from lightning_realloc.strategies.pool_options import PoolOptions
 from lightning_realloc.strategies.replica import Replica
-from lightning_realloc.tuning.dataflow import Dataflow
 
 
 class Followers:

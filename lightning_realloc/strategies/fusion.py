@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from lightning_realloc.batch.training import MicroBatch, micro_batch_plan
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.training import MicroBatch, micro_batch_plan
 from lightning_realloc.strategies.workplace import Workplace
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 from lightning_realloc.tuning.fusion import fused_first, fused_groups, fused_sources, tail_sources
 from lightning_realloc.tuning.simulator import Overlap
 

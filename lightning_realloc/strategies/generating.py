@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from lightning_realloc.batch.samples import Divided, Samples
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.generation.outlet import Outlet
-from lightning_realloc.runtime.samples import Divided, Samples
 from lightning_realloc.strategies.generators import Generator, Generators
 from lightning_realloc.strategies.idle import IdleClock
 from lightning_realloc.strategies.iteration import Iteration
@@ -16,7 +17,6 @@ from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.precision import without_gradients
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.tail import TailCalls
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 
 class Generating:

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_realloc.batch.samples import Samples
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import GenerationEngine, HFEngine
 from lightning_realloc.generation.drafters import build_drafter
@@ -25,12 +27,10 @@ from lightning_realloc.generation.drafting import Drafter, Exchange
 from lightning_realloc.generation.migration import MigrationStats, WaitingCalls
 from lightning_realloc.generation.shipping import Peers
 from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
-from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.strategies.lockstep import Lockstep
 from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.rates import facts_of_generation, facts_of_migration, facts_of_preemptions
 from lightning_realloc.strategies.replica import Replica
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_realloc.runtime.packing import PackedBatch
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import MicroBatch, pack_columns
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.runtime.pipeline import PipelineStage, pipeline_infer
-from lightning_realloc.runtime.samples import Ragged, Samples
-from lightning_realloc.runtime.training import MicroBatch, pack_columns
 from lightning_realloc.strategies.iteration import Iteration
 from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.precision import without_gradients
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.sample_table import Chosen
 from lightning_realloc.strategies.unit_work import UnitWork
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 
 class Inference:

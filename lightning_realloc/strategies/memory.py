@@ -13,6 +13,8 @@ from torch import nn
 
 from lightning_realloc.callbacks.ema import EMA
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
+from lightning_realloc.dataflow.dataflow import Dataflow
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.generation import Speculation
 from lightning_realloc.generation.drafters import describe_draft_model
@@ -21,8 +23,6 @@ from lightning_realloc.runtime.model_spec import describe_model
 from lightning_realloc.runtime.objects import gather_objects
 from lightning_realloc.runtime.shared_memory import shared_memory_obstacle
 from lightning_realloc.strategies.pool_options import PoolOptions
-from lightning_realloc.tuning.dataflow import Dataflow
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.memory import forecast_memory
 from lightning_realloc.tuning.memory_advice import find_excess
 from lightning_realloc.tuning.memory_parts import DraftMemory, EngineMemory, MemorySettings, RoleMemory

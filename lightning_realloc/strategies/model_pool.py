@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
@@ -31,8 +33,6 @@ from lightning_realloc.strategies.pool_options import PoolOptions
 from lightning_realloc.strategies.precision import cast_parameters
 from lightning_realloc.strategies.rearrange import Mover, move_optimizer, move_weights
 from lightning_realloc.strategies.replica import Replica
-from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
 
 
 class ModelPool:

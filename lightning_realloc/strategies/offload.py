@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.runtime.offload import Offload, carrier
 from lightning_realloc.runtime.shards import local_tensor, local_tensors
 from lightning_realloc.strategies.model_pool import ModelPool
-from lightning_realloc.tuning.execution_plan import OPTIMIZER_SUFFIX
 from lightning_realloc.tuning.offload import OffloadSchedule
 
 

@@ -14,6 +14,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_realloc.dataflow.dataflow import Dataflow
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
@@ -34,8 +36,6 @@ from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.plan_source import NamedPlan, agree_on, work_out_plan
 from lightning_realloc.strategies.pool_options import Following, PoolOptions
 from lightning_realloc.strategies.precision import cast_parameters
-from lightning_realloc.tuning.dataflow import Dataflow
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory
 from lightning_realloc.tuning.transition import transition_bytes
 

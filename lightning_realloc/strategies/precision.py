@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_realloc.runtime.samples import Samples
+from lightning_realloc.batch.samples import Samples
 
 REFUSED_PRECISIONS = {
     "16-mixed": "one gradient scaler cannot serve several optimizers: each would unscale with the other's scale",

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_realloc.callbacks.ema import refuse_weight_averaging
+from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.runtime.host_memory import keep_freed_memory
@@ -38,7 +39,6 @@ from lightning_realloc.strategies.failures import dismiss_observer, end_with_par
 from lightning_realloc.strategies.launchers import FullStateLauncher
 from lightning_realloc.strategies.precision import for_samples
 from lightning_realloc.strategies.signals import StopRequest, set_exit_code
-from lightning_realloc.tuning.dataflow import Dataflow
 
 
 class ProcessStrategy(ModelParallelStrategy):

@@ -19,8 +19,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.callbacks.phase import dispatch
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.elsewhere import OF_STRATEGY, named_elsewhere
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
@@ -30,7 +32,6 @@ from lightning_realloc.runtime.garbage import RareCollection, free_garbage
 from lightning_realloc.runtime.host_memory import give_back_freed_memory
 from lightning_realloc.runtime.mailbox import Mailbox
 from lightning_realloc.runtime.profile_subject import Machine
-from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.runtime.shards import reshard
 from lightning_realloc.strategies.call_runner import CallRunner
 from lightning_realloc.strategies.data_parallel import broadcast_module
@@ -47,7 +48,6 @@ from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.schedules import check_schedules
 from lightning_realloc.strategies.stepping import SteppingStrategy
 from lightning_realloc.strategies.trainer_step import Trainee
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.lengths import Lengths
 from lightning_realloc.tuning.memory_parts import parse_bytes
 from lightning_realloc.tuning.offload import OffloadSchedule

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lightning_realloc.batch.shares import balanced_shares
+from lightning_realloc.batch.training import MicroBatch, TrainStep, micro_batch_plan, train_steps
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
-from lightning_realloc.runtime.balance import balanced_shares
-from lightning_realloc.runtime.training import MicroBatch, TrainStep, micro_batch_plan, train_steps
 from lightning_realloc.strategies.fusion import Fusion
 from lightning_realloc.strategies.sample_table import Holders, SampleTable
 from lightning_realloc.strategies.workplace import Workplace
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 
 @dataclass(slots=True)

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.batch.training import Totals
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
-from lightning_realloc.runtime.samples import Column, Ragged, Samples
-from lightning_realloc.runtime.training import Totals
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 Holders = Sequence[tuple[int, ...]]
 """For every position the ranks that hold what a call made of that sample; the first one sends it."""

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
+from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.training import MicroBatch
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.generation import Completion
 from lightning_realloc.generation.outlet import Outlet
-from lightning_realloc.runtime.samples import Samples
-from lightning_realloc.runtime.training import MicroBatch
 from lightning_realloc.strategies.inference import Inference
 from lightning_realloc.strategies.iteration import Iteration
 from lightning_realloc.strategies.model_pool import ModelPool
@@ -22,7 +23,6 @@ from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.sample_table import Chosen
 from lightning_realloc.strategies.unit_work import UnitWork
 from lightning_realloc.strategies.units import check_unchanged
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 _RATE = 0.5
 

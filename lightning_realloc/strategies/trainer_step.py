@@ -11,14 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_realloc.errors import PlanError
-from lightning_realloc.layout import AXES
-from lightning_realloc.runtime.compiled import compiled_blocks
-from lightning_realloc.runtime.gradients import clip_gradients, first_bad_gradient
-from lightning_realloc.runtime.mesh import MeshRegistry
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.pipeline import PipelineStage, pipeline_train
-from lightning_realloc.runtime.training import (
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.training import (
     Loss,
     MicroBatch,
     Totals,
@@ -26,6 +20,12 @@ from lightning_realloc.runtime.training import (
     TrainStep,
     pack_columns,
 )
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout import AXES
+from lightning_realloc.runtime.compiled import compiled_blocks
+from lightning_realloc.runtime.gradients import clip_gradients, first_bad_gradient
+from lightning_realloc.runtime.mesh import MeshRegistry
+from lightning_realloc.runtime.pipeline import PipelineStage, pipeline_train
 from lightning_realloc.runtime.training_mode import set_training_mode
 from lightning_realloc.strategies.random_state import seeded
 from lightning_realloc.strategies.replica import Replica

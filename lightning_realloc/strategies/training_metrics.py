@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.runtime.exchange import decode_message, encode_message
 from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
 from lightning_realloc.strategies.iteration import Iteration
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 
 class TrainingMetrics:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from lightning_realloc.runtime.samples import Samples
+from lightning_realloc.batch.samples import Samples
 
 
 @dataclass(slots=True)

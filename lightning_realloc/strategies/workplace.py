@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.layout.dims import Coordinate, Layout
-from lightning_realloc.runtime.training import TrainOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightning_realloc.tuning.dataflow import CallKind
-from lightning_realloc.tuning.execution_plan import CallPlan
+from lightning_realloc.dataflow.dataflow import CallKind
+from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.tuning.generation_memory import MOST_PREFILL_TOKENS, Cache, learning, packed_bytes
 from lightning_realloc.tuning.memory_parts import MemoryParts, MemorySettings, RoleMemory, Workload
 from lightning_realloc.tuning.role_elements import RankElements

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import AXES, Layout, ParallelDims
 from lightning_realloc.layout.model import stage_blocks
-from lightning_realloc.tuning.dataflow import CallKind
 from lightning_realloc.tuning.decoding import plan_decoding
 from lightning_realloc.tuning.estimate import CallSeconds
 from lightning_realloc.tuning.hardware import Group, Links

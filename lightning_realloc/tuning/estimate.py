@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Protocol
 
+from lightning_realloc.dataflow.dataflow import Dataflow
+from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.tuning.dataflow import Dataflow
-from lightning_realloc.tuning.execution_plan import CallPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 
 def fused_sources(calls: Sequence[ModelFunctionCall], ranks: Mapping[str, Sequence[int]]) -> dict[str, str]:

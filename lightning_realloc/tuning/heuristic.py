@@ -11,13 +11,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
 from lightning_realloc.realloc.placement import choose_rank_order
-from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
-from lightning_realloc.tuning.execution_plan import CallPlan, ExecutionPlan
 
 WEIGHTS_SHARE_OF_MEMORY = 0.4
 """The most of a device's memory that a copy of the weights may take; the rest is for KV cache and activations."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from lightning_realloc.dataflow.dataflow import CallKind, Dataflow
+from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.tuning.cost import CallCost, Pass, Placement
-from lightning_realloc.tuning.dataflow import CallKind, Dataflow
 from lightning_realloc.tuning.decoding import plan_decoding
 from lightning_realloc.tuning.estimate import CallSeconds
-from lightning_realloc.tuning.execution_plan import CallPlan
 from lightning_realloc.tuning.profile import Curve, PassKey, PassKind, PassTimes, ProfileTable
 from lightning_realloc.tuning.roofline import RooflineEstimator, busiest_node
 from lightning_realloc.tuning.weights import traffic

@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX, ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout, format_ranks
 from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.tuning.call_memory import CallMemory
-from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
-from lightning_realloc.tuning.execution_plan import OPTIMIZER_SUFFIX, ExecutionPlan
 from lightning_realloc.tuning.generation_memory import draft_bytes
 from lightning_realloc.tuning.memory_parts import MemoryParts, MemorySettings, RoleMemory, Workload
 from lightning_realloc.tuning.offload import OffloadSchedule

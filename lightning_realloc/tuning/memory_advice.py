@@ -7,10 +7,10 @@ from dataclasses import fields, replace
 
 import yaml
 
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX, CallPlan, ExecutionPlan
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout.dims import Layout, ParallelDims
-from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
-from lightning_realloc.tuning.execution_plan import OPTIMIZER_SUFFIX, CallPlan, ExecutionPlan
 from lightning_realloc.tuning.memory import MemoryForecast, PhaseMemory
 from lightning_realloc.tuning.memory_parts import MemoryParts
 

@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
-from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.tuning.estimate import Estimator
-from lightning_realloc.tuning.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.tuning.heuristic import heuristic_plan
 from lightning_realloc.tuning.memory import SET_UP, MemoryForecast, PhaseMemory, forecast_memory
 from lightning_realloc.tuning.memory_parts import HEADROOM, MemorySettings, RoleMemory, Workload, usable_bytes

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_realloc.dataflow.dataflow import Dataflow
+from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelSpec
-from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.estimate import Estimator
-from lightning_realloc.tuning.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.tuning.heuristic import heuristic_plan
 from lightning_realloc.tuning.lengths import Lengths, TypicalLengths
 from lightning_realloc.tuning.memory import forecast_memory

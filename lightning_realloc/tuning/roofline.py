@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Coordinate, Layout, ParallelDims
 from lightning_realloc.tuning.call_memory import CallMemory
 from lightning_realloc.tuning.cost import CallCost, Placement, Tokens
-from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.tuning.estimate import CallSeconds
-from lightning_realloc.tuning.execution_plan import CallPlan
 from lightning_realloc.tuning.generation_memory import draft_bytes
 from lightning_realloc.tuning.hardware import Device, Efficiency, Links
 from lightning_realloc.tuning.kernels import Kernels

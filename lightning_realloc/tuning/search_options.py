@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 from lightning_realloc.tuning.estimate import Estimator
-from lightning_realloc.tuning.execution_plan import CallPlan
 from lightning_realloc.tuning.space import CallOptions, legal_dims, sizes
 
 

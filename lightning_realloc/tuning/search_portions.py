@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.tuning.fusion import fused_first, fused_groups, fused_sources, portion_shares
 from lightning_realloc.tuning.search_timeline import Waits
 

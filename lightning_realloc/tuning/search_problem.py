@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
-from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.tuning.estimate import Estimator
-from lightning_realloc.tuning.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.tuning.search_options import Option, Pricing, Subject
 from lightning_realloc.tuning.search_portions import Portions
 from lightning_realloc.tuning.search_timeline import Waits, crowded_seconds_per_iteration, seconds_per_iteration

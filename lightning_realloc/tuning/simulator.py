@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, get_args
 
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout, format_ranks
 from lightning_realloc.tuning.crowding import Task, run_tasks
-from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.tuning.estimate import Estimator
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.fusion import fused_first, fused_groups, fused_sources, portion_shares
 
 Overlap = Literal["iterations", "calls", "none"]

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from lightning_realloc.dataflow.dataflow import CallKind
+from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
-from lightning_realloc.tuning.dataflow import CallKind
-from lightning_realloc.tuning.execution_plan import CallPlan
 
 EVERY_COUNT_UP_TO = 16
 """Beyond this many nodes, only counts whose prime factors are 2, 3 and 5, and the whole cluster, are tried."""

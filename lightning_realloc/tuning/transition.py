@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lightning_realloc.dataflow.dataflow import Dataflow
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.tuning.dataflow import Dataflow
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory
 from lightning_realloc.tuning.role_elements import RoleElements
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, Literal
 
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.tuner_steps import (
     Action,
     Candidate,

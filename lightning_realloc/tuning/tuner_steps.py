@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ import torch
 
 from lightning_realloc.algorithms.accuracy import Accuracy, pass_at_k
 from lightning_realloc.algorithms.distillation import OnPolicyDistillation
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
-from lightning_realloc.runtime.samples import Samples
 from tests.models import tiny_model
 from tests.strategies import runs
 from tests.workers import WorkerPool

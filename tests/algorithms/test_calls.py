@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lightning_realloc.algorithms.calls import compute, declared_calls, generate, infer, train
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.errors import PlanError
-from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
 
 
 class Base:

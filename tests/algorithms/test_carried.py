@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lightning_realloc.algorithms.carried import Carried, PartialRollout, Progress
+from lightning_realloc.batch.samples import Divided, Ragged, Samples
 from lightning_realloc.errors import CheckpointError, ConfigError, DataError
 from lightning_realloc.generation import Completion, GenerationEngine, RolloutBudget, SamplingParams
-from lightning_realloc.runtime.samples import Divided, Ragged, Samples
 from tests.models import tiny_model
 from tests.strategies import runs
 

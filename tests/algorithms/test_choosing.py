@@ -13,9 +13,9 @@ from lightning_realloc import BestOfN, DynamicSampling, OnlineDPO, SamplingParam
 from lightning_realloc.algorithms.best_of_n import best_rows
 from lightning_realloc.algorithms.dynamic_sampling import Refill, differing
 from lightning_realloc.algorithms.online_dpo import pair_rows
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import Totals, pack_columns
 from lightning_realloc.errors import ConfigError, DataError
-from lightning_realloc.runtime.samples import Ragged, Samples
-from lightning_realloc.runtime.training import Totals, pack_columns
 from tests.algorithms import test_grpo
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs

@@ -9,10 +9,10 @@ import torch
 
 from lightning_realloc.algorithms.environments import import_environment, make_environment
 from lightning_realloc.algorithms.rollout import Dialogue, Informed, response_summary, rollout_of
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import Totals, pack_columns
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Completion, Conversation, Turn
-from lightning_realloc.runtime.samples import Ragged, Samples
-from lightning_realloc.runtime.training import Totals, pack_columns
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import Totals, TrainOptions, pack_columns
 from lightning_realloc.errors import ConfigError, RewardError
 from lightning_realloc.generation import RolloutBudget
-from lightning_realloc.runtime.samples import Ragged, Samples
-from lightning_realloc.runtime.training import Totals, TrainOptions, pack_columns
 from tests.models import tiny_model
 from tests.strategies import runs
 

@@ -17,8 +17,8 @@ from lightning_realloc.algorithms.calls import compute, infer, train
 from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.role import Role
 from lightning_realloc.algorithms.sft import SFT
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError, PlanError
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 

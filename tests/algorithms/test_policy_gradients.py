@@ -20,8 +20,8 @@ from lightning_realloc import (
     SamplingParams,
 )
 from lightning_realloc.algorithms.functional import leave_one_out_advantages
+from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.samples import Ragged, Samples
 from tests.algorithms import test_grpo
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs

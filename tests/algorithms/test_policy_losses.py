@@ -13,10 +13,10 @@ from torch import Tensor
 from lightning_realloc.algorithms.averages import averaged_loss
 from lightning_realloc.algorithms.correction import EngineCorrection, mismatch_metrics
 from lightning_realloc.algorithms.policy_losses import PolicyLoss
+from lightning_realloc.batch.packing import PackedBatch, pack
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import Totals
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.packing import PackedBatch, pack
-from lightning_realloc.runtime.samples import Ragged, Samples
-from lightning_realloc.runtime.training import Totals
 
 LENGTHS = [2, 3, 1]
 ADVANTAGES = [1.5, -0.5, -2.0]

@@ -16,10 +16,10 @@ from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFas
 from lightning_realloc.algorithms.ppo import PPO
 from lightning_realloc.algorithms.role import is_model_source
 from lightning_realloc.algorithms.vocabulary import retokenized
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import Totals, pack_columns
 from lightning_realloc.errors import ConfigError, RewardError
 from lightning_realloc.runtime.packed_forward import sequence_scores
-from lightning_realloc.runtime.samples import Ragged, Samples
-from lightning_realloc.runtime.training import Totals, pack_columns
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs
 

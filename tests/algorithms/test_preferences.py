@@ -16,9 +16,9 @@ from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.orpo import ORPO
 from lightning_realloc.algorithms.pairs import pair_sums
 from lightning_realloc.algorithms.preference_losses import PairLossSettings, Pairs, pair_loss
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import Loss, Totals, TrainOptions, pack_columns
 from lightning_realloc.errors import ConfigError, DataError
-from lightning_realloc.runtime.samples import Ragged, Samples
-from lightning_realloc.runtime.training import Loss, Totals, TrainOptions, pack_columns
 from tests.models import tiny_model
 from tests.strategies import preferences
 

@@ -7,7 +7,7 @@ import math
 import torch
 
 from lightning_realloc.algorithms.sample_rows import sample_rows
-from lightning_realloc.runtime.samples import Ragged, Samples
+from lightning_realloc.batch.samples import Ragged, Samples
 from tests.models import byte_tokenizer
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import Totals, pack_columns
 from lightning_realloc.errors import DataError
-from lightning_realloc.runtime.samples import Ragged, Samples
-from lightning_realloc.runtime.training import Totals, pack_columns
 from tests.models import tiny_model
 from tests.strategies import runs
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lightning_realloc.algorithms.unjudged import judged_only, of_judged
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import Totals, pack_columns
 from lightning_realloc.rewards import Failed
-from lightning_realloc.runtime.samples import Ragged, Samples
-from lightning_realloc.runtime.training import Totals, pack_columns
 from tests.algorithms import test_grpo, test_ppo
 from tests.models import tiny_model
 from tests.strategies import runs

@@ -21,11 +21,11 @@ from lightning_realloc.callbacks import AutoTuner, ParameterReallocation
 from lightning_realloc.callbacks.iteration_clock import IterationClock, Timed
 from lightning_realloc.callbacks.tuning_report import Measured, comparison, outcome
 from lightning_realloc.callbacks.tuning_resume import obstacle, settings_of
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Speculation
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.lengths import Lengths
 from lightning_realloc.tuning.prospects import Yardstick
 from lightning_realloc.tuning.tuner import COUNTED, WARM_UP, Tuner

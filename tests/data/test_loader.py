@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.data.loader import BatchLoader, EvaluationLoader
 from lightning_realloc.errors import CheckpointError, DataError
-from lightning_realloc.runtime.samples import Ragged, Samples
 
 
 def _table(num_rows: int) -> Samples:

@@ -13,9 +13,9 @@ from datasets import Dataset
 from lightning.pytorch.cli import LightningCLI
 from tokenizers.processors import TemplateProcessing
 
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.errors import DataError
-from lightning_realloc.runtime.samples import Samples
 from tests.models import byte_tokenizer, tiny_model
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3)]

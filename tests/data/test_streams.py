@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.data.feedback import BinaryFeedbackDataModule
 from lightning_realloc.data.loader import BatchLoader
 from lightning_realloc.data.module import RowDataModule
@@ -26,7 +27,6 @@ from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.data.sources import DatasetSource
 from lightning_realloc.data.streams import RowStream, StreamLoader
 from lightning_realloc.errors import CheckpointError, DataError
-from lightning_realloc.runtime.samples import Ragged, Samples
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.workers import WorkerPool

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lightning_realloc.algorithms.rollout import sample_responses
+from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.generation import Completion, GenerationEngine, HFEngine, SamplingParams
 from lightning_realloc.generation.outlet import Outlet
-from lightning_realloc.runtime.samples import Ragged, Samples
 from tests.models import tiny_model
 
 PARAMS = SamplingParams(max_new_tokens=12, n=2, seed=3, stop_token_ids=tuple(range(100, 128)))

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from lightning_realloc import EngineCorrection, OnPolicyDistillation, PolicyGradient, SamplingParams
 from lightning_realloc.algorithms import distillation, policy_gradient
-from lightning_realloc.runtime.packing import PackedBatch, pack
-from lightning_realloc.runtime.samples import Ragged, Samples
+from lightning_realloc.batch.packing import PackedBatch, pack
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import Totals
 from lightning_realloc.runtime.token_divergence import TeacherHead
 from lightning_realloc.runtime.token_logprobs import TokenStatistics
-from lightning_realloc.runtime.training import Totals
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 

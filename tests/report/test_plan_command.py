@@ -10,11 +10,11 @@ import pytest
 from transformers import LlamaConfig, Qwen3Config
 
 from lightning_realloc import GRPO, PPO, cli
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.report.model_source import read_roles
 from lightning_realloc.report.plan_request import parse_request
 from lightning_realloc.strategies.memory import describe_roles
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.known_models import parse_shape
 
 TINY = "layers=4,hidden=512,intermediate=1024,heads=8,vocabulary=1000"

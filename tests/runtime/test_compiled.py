@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_realloc.batch.training import TrainOptions, pack_columns
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.compiled import compiled_blocks
 from lightning_realloc.runtime.packed_forward import token_logprobs
-from lightning_realloc.runtime.training import TrainOptions, pack_columns
 from lightning_realloc.runtime.training_mode import enable_activation_checkpointing, set_training_mode
 from tests.models import tiny_model
 from tests.strategies.runs import Batches

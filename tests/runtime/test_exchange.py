@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.errors import DataError, RewardError
 from lightning_realloc.runtime.exchange import all_gather_samples, decode, encode
-from lightning_realloc.runtime.samples import Ragged, Samples
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")

@@ -14,11 +14,11 @@ from transformers import (
     PreTrainedModel,
 )
 
+from lightning_realloc.batch.packing import PackedBatch, pack
+from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.packed_attention import ATTENTION, install_packed_attention
 from lightning_realloc.runtime.packed_forward import packed_logits, token_logprobs
-from lightning_realloc.runtime.packing import PackedBatch, pack
-from lightning_realloc.runtime.samples import Ragged, Samples
 from tests.models import FAMILIES, SIZES, tiny_model
 
 # The sliding window of 4 is shorter than the longest sequence and longer than the shortest.

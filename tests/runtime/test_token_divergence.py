@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_realloc.batch.packing import pack
+from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.runtime import token_logprobs
 from lightning_realloc.runtime.packed_forward import packed_logits, predicting_states
-from lightning_realloc.runtime.packing import pack
-from lightning_realloc.runtime.samples import Ragged, Samples
 from lightning_realloc.runtime.token_divergence import TeacherHead, TeacherTokens, vocabulary_divergence
 from tests.models import tiny_model
 

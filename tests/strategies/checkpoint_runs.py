@@ -15,11 +15,11 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
+from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.data.loader import BatchLoader
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.runtime.shards import local_tensors
-from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.distributed_checkpoint import read_whole, stored_tensors
 from tests.models import tiny_model

@@ -10,11 +10,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.training import Loss, Totals
 from lightning_realloc.callbacks.phase import PhaseCallback
 from lightning_realloc.runtime.executor import ReallocationReport
 from lightning_realloc.runtime.packed_forward import token_logprobs
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.training import Loss, Totals
 from lightning_realloc.strategies import ReallocStrategy
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs

@@ -15,9 +15,9 @@ from torch import Tensor
 from lightning_realloc.algorithms.grpo import GRPO
 from lightning_realloc.algorithms.ppo import PPO
 from lightning_realloc.algorithms.sft import SFT
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.generation import SamplingParams
-from lightning_realloc.runtime.samples import Ragged, Samples
-from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies import ReallocStrategy
 from tests.models import byte_tokenizer, tiny_model
 

@@ -24,8 +24,8 @@ from lightning_realloc import (
     RolloutBudget,
 )
 from lightning_realloc.algorithms.module import MultiModelModule
+from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.rewards import OverlongPenalty
-from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies import ReallocStrategy
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs

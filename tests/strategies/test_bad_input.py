@@ -18,13 +18,13 @@ from lightning_realloc.algorithms.grpo import GRPO
 from lightning_realloc.algorithms.kto import KTO
 from lightning_realloc.algorithms.reward_model import RewardModel
 from lightning_realloc.algorithms.sft import SFT
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.callbacks import SaveHuggingFace
 from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.data.sft import SFTDataModule
 from lightning_realloc.errors import ConfigError, PlanError, ReallocError, RewardError
 from lightning_realloc.generation import GenerationEngine, SamplingParams
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.samples import Ragged, Samples
 from lightning_realloc.strategies import ReallocStrategy
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.generation import Speculation
-from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies import ReallocStrategy
 from tests.generation.random_moves import at_random, moving
 from tests.strategies import runs

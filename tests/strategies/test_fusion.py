@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.runtime.samples import Ragged, Samples
-from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies.routes import Routes
 from lightning_realloc.strategies.sample_table import SampleTable
 from lightning_realloc.strategies.unit_work import UnitWork

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lightning_realloc.runtime.samples import Samples
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.strategies import ReallocStrategy
 from tests.strategies import preferences, runs
 from tests.workers import WorkerPool

@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import TrainOptions
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.runtime.exchange import decode_message
 from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
-from lightning_realloc.runtime.samples import Ragged, Samples
-from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies.iteration import Iteration
 from lightning_realloc.strategies.routes import Routes, table_owner
 from lightning_realloc.strategies.workplace import Workplace
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 DEADLINE_S = 20.0
 

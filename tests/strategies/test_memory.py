@@ -13,13 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from lightning_realloc.algorithms.role import Role
+from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.callbacks import MemoryMonitor
 from lightning_realloc.errors import PlanError
 from lightning_realloc.generation import SamplingParams, Speculation
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.runtime.agreement import TransportName
 from lightning_realloc.runtime.live_memory import StorageMeter
-from lightning_realloc.runtime.samples import Ragged, Samples
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.memory import describe_roles, engine_memory
 from lightning_realloc.tuning.memory import forecast_memory

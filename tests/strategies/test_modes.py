@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_realloc import SFT, infer, train
-from lightning_realloc.runtime.packing import PackedBatch
-from lightning_realloc.runtime.training import Loss, Totals
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.training import Loss, Totals
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches, calls

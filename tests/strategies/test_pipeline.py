@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from tests.strategies import runs
 from tests.strategies.runs import Batches, calls
 from tests.strategies.test_realloc import assert_same, on_ranks, run_grpo, run_sft

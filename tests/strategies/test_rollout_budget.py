@@ -12,9 +12,9 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.generation import RolloutBudget, SamplingParams
-from lightning_realloc.runtime.samples import Samples
-from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies import ReallocStrategy
 from tests.strategies import runs
 from tests.strategies.runs import Batches

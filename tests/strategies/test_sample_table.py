@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import TrainOptions
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import DataError
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.runtime.samples import Ragged, Samples
-from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies.routes import Routes
 from lightning_realloc.strategies.sample_table import SampleTable
 from lightning_realloc.strategies.workplace import Workplace
-from lightning_realloc.tuning.dataflow import ModelFunctionCall
 
 TRAIN = ModelFunctionCall("actor.train", "train", "actor", "actor_loss", ("batch",), ())
 COMPUTE = ModelFunctionCall("measure", "compute", None, "measure", ("batch",), ("loss",))

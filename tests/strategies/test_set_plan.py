@@ -12,9 +12,9 @@ from lightning.pytorch.callbacks import Callback
 from torch.optim import SGD, AdamW
 
 from lightning_realloc.callbacks.phase import PhaseCallback
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from tests.strategies import runs
 from tests.strategies.runs import Batches, Outcome, calls
 from tests.strategies.test_realloc import on_ranks

@@ -15,12 +15,12 @@ from lightning_realloc.algorithms.grpo import GRPO
 from lightning_realloc.algorithms.kto import KTO
 from lightning_realloc.algorithms.reward_model import RewardModel
 from lightning_realloc.algorithms.sft import SFT
+from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.data.feedback import BinaryFeedbackDataModule
 from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.sft import SFTDataModule
 from lightning_realloc.errors import DataError
-from lightning_realloc.runtime.samples import Ragged, Samples
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs
 from tests.workers import WorkerPool

@@ -11,8 +11,8 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Callback
 
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.callbacks import AutoTuner
-from lightning_realloc.runtime.samples import Samples
 from lightning_realloc.strategies import ReallocStrategy
 from tests.strategies import runs
 from tests.strategies.runs import Batches, Outcome

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback
 
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.generation.balance import Choice
 from lightning_realloc.generation.rank_load import MoveCost, RankLoad, SampleMove
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.runtime.samples import Ragged, Samples
-from lightning_realloc.runtime.training import TrainOptions
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.routes import Routes
 from lightning_realloc.strategies.sample_table import SampleTable

@@ -12,6 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lightning_realloc.algorithms.role import Role
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.generation import GenerationEngine, SamplingParams, Speculation
 from lightning_realloc.generation.distillation import Distillation
 from lightning_realloc.generation.draft_model import ModelDrafter
@@ -21,8 +23,6 @@ from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.live_memory import StorageMeter
 from lightning_realloc.strategies.memory import describe_roles
 from lightning_realloc.tuning.call_memory import CallMemory
-from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
-from lightning_realloc.tuning.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.tuning.generation_memory import draft_bytes, packed_bytes
 from lightning_realloc.tuning.memory import forecast_memory
 from lightning_realloc.tuning.memory_parts import DraftMemory, EngineMemory, MemorySettings, RoleMemory, Workload

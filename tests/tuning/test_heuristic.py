@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec
 from lightning_realloc.layout.sharding import TensorParallelCut
-from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.heuristic import TRAINING_SHARE_OF_MEMORY, WEIGHTS_SHARE_OF_MEMORY, heuristic_plan
-from tests.tuning.test_dataflow import GENERATE, JUDGE, SCORE, TRAIN, call
+from tests.dataflow.test_dataflow import GENERATE, JUDGE, SCORE, TRAIN, call
 
 PPO_FLOW = Dataflow(
     (

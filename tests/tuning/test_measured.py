@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
-from lightning_realloc.tuning.execution_plan import CallPlan
 from lightning_realloc.tuning.hardware import CPU_EFFICIENCY
 from lightning_realloc.tuning.measured import CAUTION, MeasuredEstimator
 from lightning_realloc.tuning.memory_parts import MemorySettings, Workload

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout import ModelSpec, ParamSpec, TensorParallelCut
-from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.memory import MemoryForecast, forecast_memory
 from lightning_realloc.tuning.memory_advice import find_excess
 from lightning_realloc.tuning.memory_parts import MemoryParts, MemorySettings, RoleMemory, Workload, parse_bytes

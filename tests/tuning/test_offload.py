@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
-from lightning_realloc.tuning.dataflow import Dataflow, ModelFunctionCall
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.offload import OffloadSchedule
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.known_models import parse_shape
 from lightning_realloc.tuning.memory_parts import HEADROOM, MemorySettings, Workload, usable_bytes
 from lightning_realloc.tuning.pricing import PlanningTask, PlanPricer

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.estimate import Estimator
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.hardware import CPU_EFFICIENCY
 from lightning_realloc.tuning.lengths import Lengths, TypicalLengths
 from lightning_realloc.tuning.memory_parts import MemorySettings, Workload

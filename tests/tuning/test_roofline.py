@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.estimate import CallSeconds, Estimator
-from lightning_realloc.tuning.execution_plan import CallPlan
 from lightning_realloc.tuning.hardware import Efficiency
 from lightning_realloc.tuning.known_models import KnownModel, find_known_model
 from lightning_realloc.tuning.memory import forecast_memory

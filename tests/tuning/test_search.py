@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from benchmarks.random_estimator import RandomEstimator
 from benchmarks.search_baseline import every_state
 from benchmarks.toy_estimator import ToyEstimator, decoder
+from lightning_realloc.dataflow.dataflow import Dataflow
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.model import ModelSpec
-from lightning_realloc.tuning.dataflow import Dataflow
 from lightning_realloc.tuning.estimate import Estimator
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.search import SearchResult, search_plan
 from lightning_realloc.tuning.search_problem import Problem, Score
 from lightning_realloc.tuning.space import CallOptions
-from tests.tuning.test_dataflow import GENERATE, JUDGE, SCORE, TRAIN, call
+from tests.dataflow.test_dataflow import GENERATE, JUDGE, SCORE, TRAIN, call
 from tests.tuning.test_heuristic import PPO_FLOW
 
 GRPO_FLOW = Dataflow((GENERATE, SCORE, JUDGE, TRAIN))

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec
 from lightning_realloc.layout.sharding import TensorParallelCut
-from lightning_realloc.tuning.dataflow import CallKind
 from lightning_realloc.tuning.space import (
     CallOptions,
     RankSet,

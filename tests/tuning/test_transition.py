@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_realloc.tuning.execution_plan import ExecutionPlan
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.tuning.memory_parts import MemorySettings
 from lightning_realloc.tuning.transition import transition_bytes
 from tests.tuning.examples import PPO_FLOW, SMALL

@@ -1,7 +1,7 @@
 """Which calls make up one iteration, and in which order they can run.
 
 A :class:`Dataflow` is the graph without ranks: it follows from the names that calls need and produce. Where each
-call runs is the :class:`~lightning_realloc.tuning.execution_plan.ExecutionPlan`'s answer.
+call runs is the :class:`~lightning_realloc.dataflow.execution_plan.ExecutionPlan`'s answer.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from lightning_realloc.dataflow.dataflow import Dataflow
+from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.errors import LayoutError, PlanError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelSpec, ParamSpec
 from lightning_realloc.layout.sharding import TensorParallelCut
-from lightning_realloc.tuning.dataflow import Dataflow
-from lightning_realloc.tuning.execution_plan import CallPlan, ExecutionPlan
-from tests.tuning.test_dataflow import EVALUATE, GENERATE, JUDGE, SCORE, TRAIN, call
+from tests.dataflow.test_dataflow import EVALUATE, GENERATE, JUDGE, SCORE, TRAIN, call
 
 FLOW = Dataflow((GENERATE, SCORE, JUDGE, TRAIN))
 ENTRIES: dict[str, Any] = {

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_realloc.batch.packing import micro_batches, pack
+from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.errors import DataError
-from lightning_realloc.runtime.packing import micro_batches, pack
-from lightning_realloc.runtime.samples import Ragged, Samples
 
 TOKENS = st.lists(st.integers(0, 99), min_size=0, max_size=5)
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.errors import DataError
-from lightning_realloc.runtime.samples import Ragged, Samples
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,12 +15,11 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from lightning_realloc.batch.packing import PackedBatch, micro_batches, pack
+from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.shares import balanced_shares
 from lightning_realloc.elsewhere import OF_TRAIN_OPTIONS, named_elsewhere
 from lightning_realloc.errors import ConfigError, DataError
-from lightning_realloc.runtime.balance import balanced_shares
-from lightning_realloc.runtime.compiled import check_backend
-from lightning_realloc.runtime.packing import PackedBatch, micro_batches, pack
-from lightning_realloc.runtime.samples import Samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ class TrainOptions:
                 f"max_skipped_steps={skipped!r} must be a whole number, at least 1; use None to never stop the run"
             )
         if self.compile is not None:
-            check_backend(self.compile)
+            _check_compile_backend(self.compile)
         for metric, limit in self.stop_above.items():
             if not math.isfinite(limit):
                 raise ConfigError(f"stop_above[{metric!r}]={limit} must be a finite number; leave it out to never stop")
@@ -262,3 +261,10 @@ def _members(groups: Sequence[int], group_size: int) -> tuple[int, ...]:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _check_compile_backend(backend: str) -> None:
+    """Raise ConfigError for what is no backend of ``torch.compile``."""
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ConfigError(f"compile={backend!r} must be a backend of torch.compile: {', '.join(known)}")

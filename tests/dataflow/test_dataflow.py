@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_realloc.dataflow.dataflow import CallKind, Dataflow, ModelFunctionCall
 from lightning_realloc.errors import PlanError
-from lightning_realloc.tuning.dataflow import CallKind, Dataflow, ModelFunctionCall
 
 
 def call(name: str, needs: tuple[str, ...] = ("batch",), produces: tuple[str, ...] = ()) -> ModelFunctionCall:

@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
+from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import LayoutError, PlanError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
-from lightning_realloc.tuning.dataflow import Dataflow
 
 OPTIMIZER_SUFFIX = ".optimizer"
 """After a trained role's name in ``offload``: the state of its optimizer."""

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.errors import DataError
-from lightning_realloc.runtime.samples import Ragged, Samples
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=6)
 

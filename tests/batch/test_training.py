@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_realloc.errors import ConfigError, DataError
-from lightning_realloc.runtime.samples import Ragged, Samples
-from lightning_realloc.runtime.training import (
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import (
     Totals,
     TrainOptions,
     micro_batch_plan,
@@ -17,6 +16,7 @@ from lightning_realloc.runtime.training import (
     pack_columns,
     train_steps,
 )
+from lightning_realloc.errors import ConfigError, DataError
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=24)
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_realloc.batch.shares import balanced_shares
 from lightning_realloc.errors import PlanError
-from lightning_realloc.runtime.balance import balanced_shares
 
 
 @settings(deadline=None, max_examples=200)
