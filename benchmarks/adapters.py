@@ -110,7 +110,7 @@ def _without_reference() -> dict[str, Any]:
 
 def _bytes_of_weights(pool: Any, *, copies: bool = True) -> int:
     """Return what replicas' weights take on this rank; a tensor that two replicas have counts once."""
-    from lightning_realloc.runtime.shards import local_tensors
+    from lightning_realloc.runtime.parallel.shards import local_tensors
 
     calls = [call.name for call in pool.dataflow.model_calls]
     replicas = {id(replica): replica for replica in
@@ -164,7 +164,7 @@ def losses_apart(work: Workload) -> list[tuple[float, float, float]]:
     """Train adapters by SFT on this process; return each step's loss, that of merged full weights, the base's."""
     from benchmarks.workload import random_texts
     from lightning_realloc import SFT, ReallocStrategy, SFTDataModule
-    from lightning_realloc.runtime.adapters import adapters_off, merge_for_good
+    from lightning_realloc.runtime.model.adapter_layers import adapters_off, merge_for_good
 
     found: list[tuple[float, float, float]] = []
 

@@ -40,7 +40,7 @@ from lightning_realloc.generation import Completion, GenerationEngine, SamplingP
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.shipping import Peers
 from lightning_realloc.generation.stopping import StopRule
-from lightning_realloc.runtime.mailbox import Mailbox
+from lightning_realloc.runtime.messages.mailbox import Mailbox
 
 LONGEST = 256
 PROMPT_TOKENS = (16, 64)

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_realloc import ExecutionPlan, ModelFunctionCall
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import TrainOptions
-from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
+from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from lightning_realloc.strategies.iteration import Iteration
 from lightning_realloc.strategies.routes import Routes, Workplace
 

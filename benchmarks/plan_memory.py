@@ -34,7 +34,7 @@ def compare_peaks(arm: Arm, work: Workload) -> tuple[PeakBytes, ...]:
     import lightning as L
 
     from lightning_realloc import MemoryMonitor, ReallocStrategy
-    from lightning_realloc.runtime.live_memory import StorageMeter
+    from lightning_realloc.runtime.measure.memory_stats import StorageMeter
     from lightning_realloc.strategies.memory import describe_roles
     from lightning_realloc.tuning import memory_parts
     from lightning_realloc.tuning.memory import SET_UP, forecast_memory

@@ -67,7 +67,7 @@ class Turn:
 
 def run_calls(work: Workload) -> dict[tuple[str, str], Turn]:
     """Do every call in every arm on this rank, with the other one; return by call and arm what both took."""
-    from lightning_realloc.runtime.packed_forward import token_logprobs
+    from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
     model, packed = _model(work), _packed(work)
     said: dict[tuple[str, str], Tensor] = {}
@@ -100,9 +100,9 @@ def _model(work: Workload) -> nn.Module:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from lightning_realloc.layout import Layout, ModelLayout
-    from lightning_realloc.runtime.mesh import MeshRegistry
-    from lightning_realloc.runtime.model_spec import describe_model
-    from lightning_realloc.runtime.parallelize import parallelize
+    from lightning_realloc.runtime.parallel.mesh import MeshRegistry
+    from lightning_realloc.runtime.parallel.model_spec import describe_model
+    from lightning_realloc.runtime.parallel.parallelize import parallelize
 
     config = LlamaConfig(
         vocab_size=work.vocabulary, hidden_size=work.hidden_size, intermediate_size=2 * work.hidden_size,
@@ -132,7 +132,7 @@ def _packed(work: Workload) -> Any:
 @contextlib.contextmanager
 def _arm(model: nn.Module, arm: str) -> Iterator[None]:
     """Join the head's logits as soon as they are there, or leave them in shares."""
-    from lightning_realloc.runtime.shared_logits import SharedLogits
+    from lightning_realloc.runtime.forward.vocab_parallel_logits import SharedLogits
 
     def join(_module: nn.Module, _inputs: object, logits: SharedLogits) -> Tensor:
         return logits.whole()
@@ -147,7 +147,7 @@ def _arm(model: nn.Module, arm: str) -> Iterator[None]:
 
 
 def _peak_bytes(run: Callable[[], object]) -> int:
-    from lightning_realloc.runtime.live_memory import StorageMeter
+    from lightning_realloc.runtime.measure.memory_stats import StorageMeter
 
     meter = StorageMeter()
     meter.start()

@@ -17,7 +17,7 @@ from types import TracebackType
 
 import torch
 
-from lightning_realloc.runtime.host_memory import TRIM_THRESHOLD, keep_freed_memory, set_malloc
+from lightning_realloc.runtime.measure.host_memory import TRIM_THRESHOLD, keep_freed_memory, set_malloc
 
 NUM_SLICES = 24
 """Of one run. With many more of them, what an arm's first step finds in the caches would be all that is measured: 24

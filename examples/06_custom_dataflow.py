@@ -15,7 +15,7 @@ from examples.sorting import byte_tokenizer, problem, random_words, tiny_llama
 from lightning_realloc import GRPO, PromptDataModule, ReallocStrategy, SamplingParams
 from lightning_realloc.algorithms.calls import compute, infer
 from lightning_realloc.algorithms.role import Role
-from lightning_realloc.runtime.packed_forward import sequence_scores
+from lightning_realloc.runtime.parallel.packed_forward import sequence_scores
 
 PLAN = {"calls": {
     "actor.generate":  "dp4@0-3",

@@ -9,7 +9,7 @@ from statistics import fmean
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_realloc import PhaseCallback
-from lightning_realloc.runtime.executor import ReallocationReport
+from lightning_realloc.runtime.transfer.executor import ReallocationReport
 
 CALLS = {"generate": "actor.generate", "infer": "reference.infer", "train": "actor.train"}
 """Kind of call -> GRPO's call of that kind."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.adapters import (
+from lightning_realloc.runtime.model.adapter_layers import (
     ADAPTER,
     FILE_PREFIX,
     adapted_layers,
@@ -21,7 +21,7 @@ from lightning_realloc.runtime.adapters import (
     saved_names,
     trained_copies,
 )
-from lightning_realloc.runtime.structure import tied_names
+from lightning_realloc.runtime.model.structure import tied_names
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig

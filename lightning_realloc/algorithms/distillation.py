@@ -30,8 +30,8 @@ from lightning_realloc.batch.training import Average, Loss, Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
-from lightning_realloc.runtime.packed_forward import predicting_logits, predicting_states
-from lightning_realloc.runtime.token_divergence import TeacherHead, TeacherTokens, vocabulary_divergence
+from lightning_realloc.runtime.forward.divergence import TeacherHead, TeacherTokens, vocabulary_divergence
+from lightning_realloc.runtime.parallel.packed_forward import predicting_logits, predicting_states
 
 DistillationDivergence = Literal["sampled", "reverse_kl", "forward_kl", "js"]
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")

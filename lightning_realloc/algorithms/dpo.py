@@ -48,7 +48,7 @@ from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.packed_forward import token_logprobs
+from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
 DPOLoss = PairLossName | Literal["sft"]
 """A loss of pairs, or the mean negative log-likelihood of the chosen responses' tokens, to be added to one."""

@@ -27,7 +27,7 @@ from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import DataError
-from lightning_realloc.runtime.packed_forward import token_logprobs
+from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
 _MISMATCHED, _MISMATCHED_LOGPROBS = "mismatched_ids", "mismatched_ref_logprobs"
 KTOLoss = Literal["kto", "apo_zero_unpaired"]

@@ -35,7 +35,7 @@ from lightning_realloc.elsewhere import OF_ALGORITHMS, NamesElsewhere
 from lightning_realloc.errors import CheckpointError, ConfigError, PlanError
 from lightning_realloc.generation import Speculation
 from lightning_realloc.rewards.functions import RewardFunctions
-from lightning_realloc.runtime.liger import use_liger_kernels
+from lightning_realloc.runtime.forward.liger import use_liger_kernels
 from lightning_realloc.seeds import seed_of_run
 
 _ADAPTERS_LEARN_FASTER = 10.0

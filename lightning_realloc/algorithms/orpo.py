@@ -24,7 +24,7 @@ from lightning_realloc.algorithms.settings import check_not_negative
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
-from lightning_realloc.runtime.packed_forward import token_logprobs
+from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
 
 class ORPO(PairwiseModule):

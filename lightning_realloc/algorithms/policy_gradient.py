@@ -44,7 +44,7 @@ from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.packed_forward import token_logprobs
+from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
 KLPlace = Literal["loss", "reward"]
 _CHECKPOINT_KEY = "dynamic_sampling"

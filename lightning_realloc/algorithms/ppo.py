@@ -56,7 +56,7 @@ from lightning_realloc.batch.training import Average, Loss, Totals, TrainOptions
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
-from lightning_realloc.runtime.packed_forward import packed_logits, token_logprobs
+from lightning_realloc.runtime.parallel.packed_forward import packed_logits, token_logprobs
 
 KLPlace = Literal["reward", "loss"]
 

@@ -19,7 +19,7 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
 from lightning_realloc.errors import ConfigError, DataError
-from lightning_realloc.runtime.packed_forward import packed_logits
+from lightning_realloc.runtime.parallel.packed_forward import packed_logits
 
 
 class ProcessReward(MultiModelModule):

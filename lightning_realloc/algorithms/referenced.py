@@ -20,7 +20,7 @@ from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.data.module import RowDataModule
 from lightning_realloc.data.sources import is_stream
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.packed_forward import token_logprobs
+from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
 _CALL, _COLUMN = "reference.infer", "ref_logprobs"
 

@@ -19,7 +19,7 @@ from lightning_realloc.algorithms.settings import check_not_negative
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
-from lightning_realloc.runtime.packed_forward import sequence_scores
+from lightning_realloc.runtime.parallel.packed_forward import sequence_scores
 
 
 class RewardModel(PairwiseModule):

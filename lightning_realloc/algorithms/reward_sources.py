@@ -33,7 +33,7 @@ from lightning_realloc.rewards.functions import (
 )
 from lightning_realloc.rewards.signatures import resolved
 from lightning_realloc.rewards.texts import shortened
-from lightning_realloc.runtime.packed_forward import sequence_scores
+from lightning_realloc.runtime.parallel.packed_forward import sequence_scores
 
 # In this order: jsonargparse would write any list down as a path.
 RewardSource = str | Sequence[str | RewardFunction | ModelSource] | RewardFunction | ModelSource

@@ -26,15 +26,15 @@ from transformers.models.auto.modeling_auto import (
 
 from lightning_realloc.algorithms.adapters import Adapters, AdapterSource, check_complete, check_trainable
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.adapters import (
+from lightning_realloc.runtime.model.adapter_layers import (
     adapted_layers,
     adapter_config,
     head_names,
     merge_for_good,
     use_trained_copies,
 )
-from lightning_realloc.runtime.loaded_weights import record_untied_weights, unused_weights
-from lightning_realloc.runtime.structure import copied, copied_without_weights
+from lightning_realloc.runtime.model.loaded_weights import record_untied_weights, unused_weights
+from lightning_realloc.runtime.model.structure import copied, copied_without_weights
 
 ModelSource = str | Path | PreTrainedConfig | nn.Module
 """A Hugging Face name or folder, a config (random weights), or a module that is already built."""

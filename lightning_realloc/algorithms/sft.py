@@ -18,7 +18,7 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
 from lightning_realloc.errors import DataError
-from lightning_realloc.runtime.packed_forward import token_logprobs
+from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
 
 class SFT(MultiModelModule):

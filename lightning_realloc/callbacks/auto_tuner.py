@@ -23,7 +23,7 @@ from lightning_realloc.callbacks.tuning_resume import obstacle, ranks_of, settin
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.elsewhere import named_elsewhere
 from lightning_realloc.errors import ConfigError, LayoutError, PlanError, ReallocError
-from lightning_realloc.runtime.objects import gather_objects
+from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.tuning.lengths import Lengths
 from lightning_realloc.tuning.prospects import Prospects, Yardstick
 from lightning_realloc.tuning.tuner import Tuner

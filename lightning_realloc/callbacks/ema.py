@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.shards import local_tensor, reshard
+from lightning_realloc.runtime.parallel.shards import local_tensor, reshard
 
 AVERAGE = "ema"
 """The key of the average in an optimizer's state of a parameter."""

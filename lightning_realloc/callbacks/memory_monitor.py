@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_realloc.callbacks.phase import PhaseCallback
-from lightning_realloc.runtime.live_memory import MemoryMeter, memory_meter
+from lightning_realloc.runtime.measure.memory_stats import MemoryMeter, memory_meter
 
 
 class MemoryMonitor(PhaseCallback):

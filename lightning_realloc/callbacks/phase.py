@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_realloc.runtime.executor import ReallocationReport
+from lightning_realloc.runtime.transfer.executor import ReallocationReport
 
 
 class PhaseCallback(Callback):

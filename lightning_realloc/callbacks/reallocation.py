@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_realloc.callbacks.phase import PhaseCallback, dispatch
-from lightning_realloc.runtime.executor import ReallocationReport
+from lightning_realloc.runtime.transfer.executor import ReallocationReport
 
 
 @dataclass(slots=True)

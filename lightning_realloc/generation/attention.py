@@ -23,8 +23,8 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.attention_scores import Scores
 from lightning_realloc.generation.kv_cache import Segment, StepPlaces
 from lightning_realloc.generation.token_grid import Overhang, TokenGrid
-from lightning_realloc.runtime.model_terms import rotary_bounds, why_experts_fail, why_no_response
-from lightning_realloc.runtime.varlen import attend_varlen, can_attend_varlen
+from lightning_realloc.runtime.forward.varlen import attend_varlen, can_attend_varlen
+from lightning_realloc.runtime.model.model_terms import rotary_bounds, why_experts_fail, why_no_response
 
 IMPLEMENTATION = "realloc_slots"
 STEP_ARGUMENT = "realloc_step"

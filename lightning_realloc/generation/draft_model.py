@@ -32,7 +32,7 @@ from lightning_realloc.generation.runner import ModelRunner
 from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.step_graphs import StepGraphs
 from lightning_realloc.generation.verification import Draft, Verification
-from lightning_realloc.runtime.structure import find_blocks
+from lightning_realloc.runtime.model.structure import find_blocks
 
 _SHORT = 16
 """Tokens of a sample that are read as a row rather than as a prompt."""

@@ -29,7 +29,7 @@ from lightning_realloc.generation.run import DIVERGED, GenerationStats, not_fini
 from lightning_realloc.generation.samples import Completion, Sample
 from lightning_realloc.generation.sampling import SamplingParams, check_counts, token_logprobs
 from lightning_realloc.generation.stopping import StopRule, StopStringCheck, Tokenizer, check_tokenizer, stop_rule_of
-from lightning_realloc.runtime.model_terms import why_experts_fail, why_no_response
+from lightning_realloc.runtime.model.model_terms import why_experts_fail, why_no_response
 
 _log = logging.getLogger(__name__)
 _ROUNDING = 0.1

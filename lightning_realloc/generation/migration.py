@@ -33,9 +33,9 @@ from lightning_realloc.generation.samples import Sample
 from lightning_realloc.generation.shipping import Peers, Shipping
 from lightning_realloc.generation.short_calls import ShortCalls
 from lightning_realloc.generation.steps_taken import StepsTaken
-from lightning_realloc.runtime.exchange import decode_message, encode_message
-from lightning_realloc.runtime.freight import Dispatch, Parcel
-from lightning_realloc.runtime.mailbox import FrameKind
+from lightning_realloc.runtime.messages.bulk_messages import Dispatch, Parcel
+from lightning_realloc.runtime.messages.codec import decode_message, encode_message
+from lightning_realloc.runtime.messages.mailbox import FrameKind
 
 _T = TypeVar("_T")
 _Planned = tuple[tuple[SampleMove, ...], tuple[int, ...], float, int]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_realloc.runtime.tensor_parallel import multiplies_alone
+from lightning_realloc.runtime.parallel.tensor_parallel import multiplies_alone
 from lightning_realloc.tuning.generation_memory import LEAST_PACKED_FLOAT32, LEAST_PACKED_STEPS, PACKED_AS_ONE
 
 _LEAST_FOR_ONE_ROW = 1 << 20

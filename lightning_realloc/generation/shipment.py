@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.generation.kv_cache import LayerShape
 from lightning_realloc.generation.samples import FinishReason, Sample
-from lightning_realloc.runtime.exchange import decode_message, encode_message
+from lightning_realloc.runtime.messages.codec import decode_message, encode_message
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ from lightning_realloc.generation.shipment import (
     encode_positions,
     encode_travellers,
 )
-from lightning_realloc.runtime.freight import Dispatch, Parcel
-from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
+from lightning_realloc.runtime.messages.bulk_messages import Dispatch, Parcel
+from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.runtime.adapters import FILE_PREFIX, merge_for_good, saved_names
+from lightning_realloc.runtime.model.adapter_layers import FILE_PREFIX, merge_for_good, saved_names
 from lightning_realloc.strategies.checkpoint_files import reading
 
 CONFIG_FILE = "config.json"

@@ -21,7 +21,7 @@ from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.batch.training import MicroBatch
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.runtime.mailbox import Mailbox
+from lightning_realloc.runtime.messages.mailbox import Mailbox
 from lightning_realloc.strategies.generating import Generating
 from lightning_realloc.strategies.generators import Generators, refuse_long_prompts
 from lightning_realloc.strategies.idle import IdleClock, merge_idle_shares

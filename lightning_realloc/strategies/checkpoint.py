@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from lightning_realloc.callbacks.ema import AVERAGE
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.runtime.adapters import adapter_config
-from lightning_realloc.runtime.objects import gather_objects
-from lightning_realloc.runtime.shards import reshard
+from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.model.adapter_layers import adapter_config
+from lightning_realloc.runtime.parallel.shards import reshard
 from lightning_realloc.strategies import distributed_checkpoint as distributed
 from lightning_realloc.strategies import huggingface
 from lightning_realloc.strategies.checkpoint_files import (

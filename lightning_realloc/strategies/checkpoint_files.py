@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.runtime.objects import gather_objects
+from lightning_realloc.runtime.messages.objects import gather_objects
 
 log = logging.getLogger(__name__)
 

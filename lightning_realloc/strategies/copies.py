@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from lightning_realloc.layout.model import ModelLayout
-from lightning_realloc.runtime.mesh import MeshRegistry
-from lightning_realloc.runtime.objects import gather_objects
-from lightning_realloc.runtime.parallelize import parallelize, tensor_parallelize
-from lightning_realloc.runtime.shards import bind_tensors
-from lightning_realloc.runtime.stage import cut_stage
-from lightning_realloc.runtime.twin import make_skeleton
+from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.parallel.mesh import MeshRegistry
+from lightning_realloc.runtime.parallel.parallelize import parallelize, tensor_parallelize
+from lightning_realloc.runtime.parallel.shards import bind_tensors
+from lightning_realloc.runtime.parallel.stage import cut_stage
+from lightning_realloc.runtime.parallel.twin import make_skeleton
 from lightning_realloc.strategies.pool_options import PoolOptions
 from lightning_realloc.strategies.replica import Replica
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
-from lightning_realloc.runtime.executor import Reallocation, ReallocationReport
+from lightning_realloc.runtime.transfer.executor import Reallocation, ReallocationReport
 
 Connect = Callable[[ModelLayout, ModelLayout, Mapping[str, Tensor]], Reallocation]
 """Makes the way of some parameters from one layout to another; the tensors are the source's. Collective."""

@@ -13,7 +13,7 @@ from lightning_realloc.batch.samples import Samples
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.runtime.profile_subject import Machine
+from lightning_realloc.strategies.measure.profile_subject import Machine
 from lightning_realloc.strategies.memory import with_callbacks
 from lightning_realloc.strategies.pool_builder import PoolBuilder
 from lightning_realloc.strategies.profiling import Profile, ProfileRequest, num_cores, profile_models

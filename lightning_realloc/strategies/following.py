@@ -9,8 +9,8 @@ import torch
 
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import PlanError
-from lightning_realloc.runtime.executor import Reallocation
-from lightning_realloc.runtime.shards import local_tensors, reshard
+from lightning_realloc.runtime.parallel.shards import local_tensors, reshard
+from lightning_realloc.runtime.transfer.executor import Reallocation
 from lightning_realloc.strategies.pool_options import PoolOptions
 from lightning_realloc.strategies.replica import Replica
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
-from lightning_realloc.runtime.executor import Reallocation
-from lightning_realloc.runtime.objects import gather_objects
-from lightning_realloc.runtime.shards import local_tensors
+from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.parallel.shards import local_tensors
+from lightning_realloc.runtime.transfer.executor import Reallocation
 from lightning_realloc.strategies.replica import Replica
 
 WINDOW_ELEMENTS = 1 << 28

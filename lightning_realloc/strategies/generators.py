@@ -26,7 +26,7 @@ from lightning_realloc.generation.drafters import build_drafter
 from lightning_realloc.generation.drafting import Drafter, Exchange
 from lightning_realloc.generation.migration import MigrationStats, WaitingCalls
 from lightning_realloc.generation.shipping import Peers
-from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
+from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from lightning_realloc.strategies.lockstep import Lockstep
 from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.rates import facts_of_generation, facts_of_migration, facts_of_preemptions

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_realloc.errors import PlanError
-from lightning_realloc.runtime.objects import gather_objects
+from lightning_realloc.runtime.messages.objects import gather_objects
 
 
 def take_on_device(num_bytes: int, device: torch.device) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.runtime.adapters import adapter_config
+from lightning_realloc.runtime.model.adapter_layers import adapter_config
 from lightning_realloc.strategies.adapter_files import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_realloc.runtime.mailbox import Mailbox
+from lightning_realloc.runtime.messages.mailbox import Mailbox
 from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.rates import ITERATION_S
 

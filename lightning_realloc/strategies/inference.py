@@ -14,7 +14,7 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.batch.training import MicroBatch, pack_columns
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
-from lightning_realloc.runtime.pipeline import PipelineStage, pipeline_infer
+from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_infer
 from lightning_realloc.strategies.iteration import Iteration
 from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.precision import without_gradients

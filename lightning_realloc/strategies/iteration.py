@@ -13,8 +13,8 @@ import torch
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
-from lightning_realloc.runtime.exchange import all_gather_samples, decode_message, encode_message
-from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
+from lightning_realloc.runtime.messages.codec import all_gather_samples, decode_message, encode_message
+from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from lightning_realloc.strategies.routes import Routes, table_owner
 from lightning_realloc.strategies.sample_table import Chosen, Holders, SampleTable, only_columns, outline
 from lightning_realloc.strategies.unit_work import UnitWork

@@ -19,9 +19,9 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.generation import Speculation
 from lightning_realloc.generation.drafters import describe_draft_model
 from lightning_realloc.generation.packed_linear import packs
-from lightning_realloc.runtime.model_spec import describe_model
-from lightning_realloc.runtime.objects import gather_objects
-from lightning_realloc.runtime.shared_memory import shared_memory_obstacle
+from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.parallel.model_spec import describe_model
+from lightning_realloc.runtime.transfer.shared_memory import shared_memory_obstacle
 from lightning_realloc.strategies.pool_options import PoolOptions
 from lightning_realloc.tuning.memory import forecast_memory
 from lightning_realloc.tuning.memory_advice import find_excess

@@ -19,13 +19,13 @@ from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
-from lightning_realloc.runtime.adapters import adapter_config, adapters_merged, adapters_off
-from lightning_realloc.runtime.executor import Reallocation, ReallocationReport
-from lightning_realloc.runtime.mesh import MeshRegistry
-from lightning_realloc.runtime.parallelize import needs_fsdp, parallelize
-from lightning_realloc.runtime.shards import bind_tensors, local_tensors, own_storage, reshard, vacate
-from lightning_realloc.runtime.training_mode import enable_activation_checkpointing
-from lightning_realloc.runtime.twin import make_skeleton
+from lightning_realloc.runtime.model.adapter_layers import adapter_config, adapters_merged, adapters_off
+from lightning_realloc.runtime.model.training_mode import enable_activation_checkpointing
+from lightning_realloc.runtime.parallel.mesh import MeshRegistry
+from lightning_realloc.runtime.parallel.parallelize import needs_fsdp, parallelize
+from lightning_realloc.runtime.parallel.shards import bind_tensors, local_tensors, own_storage, reshard, vacate
+from lightning_realloc.runtime.parallel.twin import make_skeleton
+from lightning_realloc.runtime.transfer.executor import Reallocation, ReallocationReport
 from lightning_realloc.strategies.copies import blank_model, prepare_copy
 from lightning_realloc.strategies.delivery import Delivery, refuse_thawed
 from lightning_realloc.strategies.following import Followers

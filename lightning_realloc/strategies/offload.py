@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX
 from lightning_realloc.errors import ReallocError
-from lightning_realloc.runtime.offload import Offload, carrier
-from lightning_realloc.runtime.shards import local_tensor, local_tensors
+from lightning_realloc.runtime.measure.offload import Offload, carrier
+from lightning_realloc.runtime.parallel.shards import local_tensor, local_tensors
 from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.tuning.offload import OffloadSchedule
 

@@ -20,10 +20,10 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
-from lightning_realloc.runtime.adapters import adapted_layers
-from lightning_realloc.runtime.agreement import TransportName
-from lightning_realloc.runtime.mesh import MeshRegistry
-from lightning_realloc.runtime.model_spec import describe_model
+from lightning_realloc.runtime.model.adapter_layers import adapted_layers
+from lightning_realloc.runtime.parallel.mesh import MeshRegistry
+from lightning_realloc.runtime.parallel.model_spec import describe_model
+from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.strategies.headroom import require_room
 from lightning_realloc.strategies.memory import (
     describe_roles,

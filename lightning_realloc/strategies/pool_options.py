@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.runtime.agreement import TransportName
+from lightning_realloc.runtime.transfer.agreement import TransportName
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,9 @@ from lightning_realloc.callbacks.ema import refuse_weight_averaging
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.runtime.host_memory import keep_freed_memory
-from lightning_realloc.runtime.last_words import explain, forget_last_words
-from lightning_realloc.runtime.mesh import forget_groups
+from lightning_realloc.runtime.measure.host_memory import keep_freed_memory
+from lightning_realloc.runtime.messages.failure_store import explain, forget_last_words
+from lightning_realloc.runtime.parallel.mesh import forget_groups
 from lightning_realloc.seeds import global_seed
 from lightning_realloc.strategies.data_parallel import average_gradients
 from lightning_realloc.strategies.failures import dismiss_observer, end_with_parent, report_failures

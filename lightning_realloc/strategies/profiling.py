@@ -30,13 +30,13 @@ from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.layout import ParallelDims
 from lightning_realloc.layout.model import ModelSpec
-from lightning_realloc.runtime.agreement import TransportName
-from lightning_realloc.runtime.objects import gather_objects
-from lightning_realloc.runtime.packed_forward import packed_logits, sequence_scores, token_logprobs
-from lightning_realloc.runtime.profile_subject import Machine, Subject
-from lightning_realloc.runtime.profiler import MOST_BLOCKS, MOST_DECODING_BLOCKS, Profiler
+from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.parallel.packed_forward import packed_logits, sequence_scores, token_logprobs
+from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.strategies.headroom import require_room
 from lightning_realloc.strategies.lockstep import Lockstep
+from lightning_realloc.strategies.measure.profile_subject import Machine, Subject
+from lightning_realloc.strategies.measure.profiler import MOST_BLOCKS, MOST_DECODING_BLOCKS, Profiler
 from lightning_realloc.tuning.memory_parts import RoleMemory, Workload
 from lightning_realloc.tuning.profile import Curve, ProfileTable
 from lightning_realloc.tuning.readings import TINY, TINY_STEP, Grid, Size

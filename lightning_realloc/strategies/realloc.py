@@ -27,17 +27,17 @@ from lightning_realloc.elsewhere import OF_STRATEGY, named_elsewhere
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.runtime.agreement import TransportName
-from lightning_realloc.runtime.garbage import RareCollection, free_garbage
-from lightning_realloc.runtime.host_memory import give_back_freed_memory
-from lightning_realloc.runtime.mailbox import Mailbox
-from lightning_realloc.runtime.profile_subject import Machine
-from lightning_realloc.runtime.shards import reshard
+from lightning_realloc.runtime.measure.gc_policy import RareCollection, free_garbage
+from lightning_realloc.runtime.measure.host_memory import give_back_freed_memory
+from lightning_realloc.runtime.messages.mailbox import Mailbox
+from lightning_realloc.runtime.parallel.shards import reshard
+from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.strategies.call_runner import CallRunner
 from lightning_realloc.strategies.data_parallel import broadcast_module
 from lightning_realloc.strategies.estimation import lengths_of, profile_of, prospects_of
 from lightning_realloc.strategies.failures import dismiss_observer
 from lightning_realloc.strategies.fusion import check_parts
+from lightning_realloc.strategies.measure.profile_subject import Machine
 from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.offload import Offloader
 from lightning_realloc.strategies.plan_source import PlanSource, read_plan_source

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.model import ModelLayout
-from lightning_realloc.runtime.executor import Reallocation
-from lightning_realloc.runtime.objects import gather_objects
-from lightning_realloc.runtime.shards import local_tensor, local_tensors, reshard
+from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.parallel.shards import local_tensor, local_tensors, reshard
+from lightning_realloc.runtime.transfer.executor import Reallocation
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.sharded_state import state_room
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.layout.region import Region
 from lightning_realloc.layout.sharding import Piece
-from lightning_realloc.runtime.shards import local_tensor, local_tensors, reshard
+from lightning_realloc.runtime.parallel.shards import local_tensor, local_tensors, reshard
 from lightning_realloc.strategies.distributed_checkpoint import ShardedTensor, StoredTensor
 from lightning_realloc.strategies.replica import Replica
 

@@ -22,11 +22,11 @@ from lightning_realloc.batch.training import (
 )
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout import AXES
-from lightning_realloc.runtime.compiled import compiled_blocks
-from lightning_realloc.runtime.gradients import clip_gradients, first_bad_gradient
-from lightning_realloc.runtime.mesh import MeshRegistry
-from lightning_realloc.runtime.pipeline import PipelineStage, pipeline_train
-from lightning_realloc.runtime.training_mode import set_training_mode
+from lightning_realloc.runtime.model.training_mode import set_training_mode
+from lightning_realloc.runtime.parallel.compiled import compiled_blocks
+from lightning_realloc.runtime.parallel.gradients import clip_gradients, first_bad_gradient
+from lightning_realloc.runtime.parallel.mesh import MeshRegistry
+from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_train
 from lightning_realloc.strategies.random_state import seeded
 from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.sample_table import Chosen, SampleTable

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
-from lightning_realloc.runtime.exchange import decode_message, encode_message
-from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
+from lightning_realloc.runtime.messages.codec import decode_message, encode_message
+from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from lightning_realloc.strategies.iteration import Iteration
 
 

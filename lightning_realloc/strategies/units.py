@@ -15,8 +15,8 @@ from torch import Tensor
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
-from lightning_realloc.runtime.exchange import decode_message, encode_message
-from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
+from lightning_realloc.runtime.messages.codec import decode_message, encode_message
+from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from lightning_realloc.strategies.routes import Routes
 from lightning_realloc.strategies.sample_table import Chosen, SampleTable, only_columns, outline
 

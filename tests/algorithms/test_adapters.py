@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedCon
 from lightning_realloc.algorithms.role import Role
 from lightning_realloc.errors import ConfigError, LayoutError
 from lightning_realloc.layout import Layout, ModelLayout
-from lightning_realloc.runtime.adapters import adapted_layers, adapters_merged, adapters_off
-from lightning_realloc.runtime.model_spec import describe_model
+from lightning_realloc.runtime.model.adapter_layers import adapted_layers, adapters_merged, adapters_off
+from lightning_realloc.runtime.parallel.model_spec import describe_model
 from tests.models import tiny_model, tiny_scorer
 from tests.strategies import runs
 

@@ -12,7 +12,7 @@ from lightning_realloc.batch.packing import pack
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.batch.training import Totals, pack_columns
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.packed_forward import predicting_states
+from lightning_realloc.runtime.parallel.packed_forward import predicting_states
 from tests.algorithms.test_grpo import CPU, PROMPTS, RESPONSES, response_logprobs, rollout
 from tests.models import byte_tokenizer, tiny_model
 

@@ -19,7 +19,7 @@ from lightning_realloc.algorithms.vocabulary import retokenized
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.batch.training import Totals, pack_columns
 from lightning_realloc.errors import ConfigError, RewardError
-from lightning_realloc.runtime.packed_forward import sequence_scores
+from lightning_realloc.runtime.parallel.packed_forward import sequence_scores
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs
 

@@ -15,7 +15,7 @@ from lightning_realloc import GRPO, PPO, RLOO, BestOfN, OnlineDPO, ReinforcePlus
 from lightning_realloc.batch.packing import pack
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import ConfigError, RewardError
-from lightning_realloc.runtime.packed_forward import sequence_scores
+from lightning_realloc.runtime.parallel.packed_forward import sequence_scores
 from tests.algorithms import test_grpo, test_ppo
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from lightning_realloc.callbacks import ParameterReallocation, PhaseCallback
 from lightning_realloc.callbacks.phase import dispatch
 from lightning_realloc.callbacks.reallocation import SwitchTotals
-from lightning_realloc.runtime.executor import ReallocationReport
+from lightning_realloc.runtime.transfer.executor import ReallocationReport
 
 
 def report(moved: int, seconds: float = 0.5) -> ReallocationReport:

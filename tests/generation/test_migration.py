@@ -29,7 +29,7 @@ from lightning_realloc.generation.migration import MigrationStats, WaitingCalls
 from lightning_realloc.generation.rank_load import MoveCost, RankLoad, SampleMove
 from lightning_realloc.generation.run import GenerationRun, foreign_prompt, prompt_of_one
 from lightning_realloc.generation.shipping import Peers
-from lightning_realloc.runtime.mailbox import FAILURE_DEADLINE_S, FrameKind, Mailbox
+from lightning_realloc.runtime.messages.mailbox import FAILURE_DEADLINE_S, FrameKind, Mailbox
 from tests.generation.random_moves import at_random, moving
 from tests.models import tiny_model
 from tests.workers import WorkerPool

@@ -26,8 +26,8 @@ from lightning_realloc.algorithms import distillation, policy_gradient
 from lightning_realloc.batch.packing import PackedBatch, pack
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.batch.training import Totals
-from lightning_realloc.runtime.token_divergence import TeacherHead
-from lightning_realloc.runtime.token_logprobs import TokenStatistics
+from lightning_realloc.runtime.forward.divergence import TeacherHead
+from lightning_realloc.runtime.forward.token_logprobs import TokenStatistics
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 

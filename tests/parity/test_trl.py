@@ -28,7 +28,7 @@ from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.batch.packing import pack
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.batch.training import Totals, pack_columns
-from lightning_realloc.runtime.packed_forward import token_logprobs
+from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 from tests.models import tiny_model, tiny_scorer
 
 pytest.importorskip("trl", reason="parity needs TRL: pip install 'lightning-realloc[parity]'")

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from lightning_realloc.batch.packing import PackedBatch, pack
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.layout import Layout, ModelLayout
-from lightning_realloc.runtime.executor import Reallocation
-from lightning_realloc.runtime.gradients import clip_gradients
-from lightning_realloc.runtime.mesh import MeshRegistry
-from lightning_realloc.runtime.model_spec import describe_model
-from lightning_realloc.runtime.packed_forward import packed_logits, token_logprobs
-from lightning_realloc.runtime.parallelize import parallelize
-from lightning_realloc.runtime.pipeline import PipelineStage, pipeline_infer, pipeline_train
-from lightning_realloc.runtime.shards import local_tensor, local_tensors
-from lightning_realloc.runtime.training_mode import enable_activation_checkpointing, set_training_mode
+from lightning_realloc.runtime.model.training_mode import enable_activation_checkpointing, set_training_mode
+from lightning_realloc.runtime.parallel.gradients import clip_gradients
+from lightning_realloc.runtime.parallel.mesh import MeshRegistry
+from lightning_realloc.runtime.parallel.model_spec import describe_model
+from lightning_realloc.runtime.parallel.packed_forward import packed_logits, token_logprobs
+from lightning_realloc.runtime.parallel.parallelize import parallelize
+from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_infer, pipeline_train
+from lightning_realloc.runtime.parallel.shards import local_tensor, local_tensors
+from lightning_realloc.runtime.transfer.executor import Reallocation
 from tests.models import tiny_model
 from tests.runtime.reference import local_part
 

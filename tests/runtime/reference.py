@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_realloc.layout import Layout, ModelLayout
-from lightning_realloc.runtime.gradients import clip_gradients
-from lightning_realloc.runtime.mesh import MeshRegistry
-from lightning_realloc.runtime.model_spec import describe_model
-from lightning_realloc.runtime.parallelize import parallelize
-from lightning_realloc.runtime.shards import local_tensor, local_tensors
+from lightning_realloc.runtime.parallel.gradients import clip_gradients
+from lightning_realloc.runtime.parallel.mesh import MeshRegistry
+from lightning_realloc.runtime.parallel.model_spec import describe_model
+from lightning_realloc.runtime.parallel.parallelize import parallelize
+from lightning_realloc.runtime.parallel.shards import local_tensor, local_tensors
 from tests.models import tiny_model
 
 NUM_ROWS = 4

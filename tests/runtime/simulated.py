@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightning_realloc.runtime.tp_group import TensorParallelGroup
+from lightning_realloc.runtime.forward.tp_group import TensorParallelGroup
 
 Result = TypeVar("Result")
 _DEADLINE_S = 30.0

@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_leaves
 from lightning_realloc.batch.packing import PackedBatch, pack
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.layout import Layout, ModelLayout
-from lightning_realloc.runtime.mesh import MeshRegistry
-from lightning_realloc.runtime.model_spec import describe_model
-from lightning_realloc.runtime.packed_forward import predicting_logits, token_logprobs
-from lightning_realloc.runtime.parallelize import parallelize
-from lightning_realloc.runtime.shards import local_tensor
-from lightning_realloc.runtime.token_divergence import TeacherHead, TeacherTokens, vocabulary_divergence
+from lightning_realloc.runtime.forward.divergence import TeacherHead, TeacherTokens, vocabulary_divergence
+from lightning_realloc.runtime.parallel.mesh import MeshRegistry
+from lightning_realloc.runtime.parallel.model_spec import describe_model
+from lightning_realloc.runtime.parallel.packed_forward import predicting_logits, token_logprobs
+from lightning_realloc.runtime.parallel.parallelize import parallelize
+from lightning_realloc.runtime.parallel.shards import local_tensor
 from tests.runtime.reference import Case, local_part
 from tests.workers import WorkerPool
 

@@ -19,7 +19,7 @@ from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.data.loader import BatchLoader
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.runtime.shards import local_tensors
+from lightning_realloc.runtime.parallel.shards import local_tensors
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.distributed_checkpoint import read_whole, stored_tensors
 from tests.models import tiny_model

@@ -13,8 +13,8 @@ from torch.optim import SGD
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.training import Loss, Totals
 from lightning_realloc.callbacks.phase import PhaseCallback
-from lightning_realloc.runtime.executor import ReallocationReport
-from lightning_realloc.runtime.packed_forward import token_logprobs
+from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
+from lightning_realloc.runtime.transfer.executor import ReallocationReport
 from lightning_realloc.strategies import ReallocStrategy
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs

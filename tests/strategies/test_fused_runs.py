@@ -18,7 +18,7 @@ from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.runtime.mailbox import Mailbox
+from lightning_realloc.runtime.messages.mailbox import Mailbox
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.iteration import Iteration
 from lightning_realloc.strategies.routes import Routes

@@ -16,7 +16,7 @@ from lightning_realloc.algorithms.module import MultiModelModule
 from lightning_realloc.algorithms.role import Role, without_weights
 from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.model_spec import describe_model
+from lightning_realloc.runtime.parallel.model_spec import describe_model
 from tests.models import tiny_model, tiny_scorer
 from tests.strategies import runs
 from tests.strategies.checkpoint_runs import forget_checksums

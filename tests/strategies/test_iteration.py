@@ -19,8 +19,8 @@ from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout, ParallelDims
-from lightning_realloc.runtime.exchange import decode_message
-from lightning_realloc.runtime.mailbox import FrameKind, Mailbox
+from lightning_realloc.runtime.messages.codec import decode_message
+from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from lightning_realloc.strategies.iteration import Iteration
 from lightning_realloc.strategies.routes import Routes, table_owner
 from lightning_realloc.strategies.workplace import Workplace

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_realloc.algorithms.grpo import GRPO
 from lightning_realloc.generation import Speculation
-from lightning_realloc.runtime.tensor_parallel import _VocabularyEmbedding, _with_own_forward
+from lightning_realloc.runtime.parallel.tensor_parallel import _VocabularyEmbedding, _with_own_forward
 from lightning_realloc.strategies import ReallocStrategy
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs

@@ -18,8 +18,8 @@ from lightning_realloc.callbacks import MemoryMonitor
 from lightning_realloc.errors import PlanError
 from lightning_realloc.generation import SamplingParams, Speculation
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.runtime.agreement import TransportName
-from lightning_realloc.runtime.live_memory import StorageMeter
+from lightning_realloc.runtime.measure.memory_stats import StorageMeter
+from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.memory import describe_roles, engine_memory
 from lightning_realloc.tuning.memory import forecast_memory

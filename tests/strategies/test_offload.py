@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_realloc.callbacks.phase import PhaseCallback
 from lightning_realloc.errors import ReallocError
-from lightning_realloc.runtime.shards import local_tensor
+from lightning_realloc.runtime.parallel.shards import local_tensor
 from lightning_realloc.strategies import ReallocStrategy
 from tests.strategies import runs, test_memory
 from tests.strategies.runs import Batches, Outcome, calls

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from lightning_realloc.algorithms.role import Role
 from lightning_realloc.callbacks import ParameterReallocation
 from lightning_realloc.errors import PlanError
-from lightning_realloc.runtime.adapters import merge_for_good
+from lightning_realloc.runtime.model.adapter_layers import merge_for_good
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.delivery import refuse_thawed
 from tests.models import tiny_model

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from lightning_realloc.algorithms.role import Role
-from lightning_realloc.runtime.shards import local_tensors
+from lightning_realloc.runtime.parallel.shards import local_tensors
 from lightning_realloc.strategies import ReallocStrategy
 from tests.models import tiny_model
 from tests.strategies import runs

@@ -27,9 +27,9 @@ from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import pack_columns
 from lightning_realloc.callbacks import PhaseCallback
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.executor import ReallocationReport
-from lightning_realloc.runtime.packed_forward import token_logprobs
-from lightning_realloc.runtime.shards import local_tensors
+from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
+from lightning_realloc.runtime.parallel.shards import local_tensors
+from lightning_realloc.runtime.transfer.executor import ReallocationReport
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches, calls

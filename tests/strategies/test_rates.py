@@ -6,7 +6,7 @@ import pytest
 
 from lightning_realloc.generation import GenerationStats
 from lightning_realloc.generation.migration import MigrationStats
-from lightning_realloc.runtime.executor import ReallocationReport
+from lightning_realloc.runtime.transfer.executor import ReallocationReport
 from lightning_realloc.strategies.rates import (
     ITERATION_S,
     facts_of,

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_realloc.errors import ReallocError
-from lightning_realloc.runtime.shards import local_tensor
+from lightning_realloc.runtime.parallel.shards import local_tensor
 from lightning_realloc.strategies import ReallocStrategy
 from tests.strategies import preferences, runs
 from tests.strategies.runs import Batches, calls

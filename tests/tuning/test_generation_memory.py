@@ -20,7 +20,7 @@ from lightning_realloc.generation.draft_model import ModelDrafter
 from lightning_realloc.generation.drafting import Drafter
 from lightning_realloc.generation.packed_linear import packed_linears, packs
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.runtime.live_memory import StorageMeter
+from lightning_realloc.runtime.measure.memory_stats import StorageMeter
 from lightning_realloc.strategies.memory import describe_roles
 from lightning_realloc.tuning.call_memory import CallMemory
 from lightning_realloc.tuning.generation_memory import draft_bytes, packed_bytes

@@ -45,7 +45,7 @@ def describe(family: str, **sizes: Any) -> tuple[ModelSpec, ModelShape]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lightning_realloc.runtime.model_spec import describe_model
+    from lightning_realloc.runtime.parallel.model_spec import describe_model
 
     config = AutoConfig.for_model(
         family, num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4,

@@ -1,0 +1,296 @@
+"""Attention within which the sequences of a pack do not see each other.
+
+Transformers lets sequences of one row see each other unless positions restart, the cache is off and no mask is
+given, all three; a mistake in any is silent. So the segments are handed to an attention function of our own,
+which refuses a model that does not pass them on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.forward.varlen import attend_varlen, can_attend_varlen
+from lightning_realloc.runtime.model.model_terms import counts_positions_by_padding, rotary_bounds, why_experts_fail
+
+ATTENTION = "realloc_packed"
+"""The name under which the attention function is registered with transformers."""
+_PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_UNSUPPORTED_OPTIONS = ("softcap", "s_aux", "position_bias", "cache")
+_UNKNOWN_WINDOW = -1
+_in_packed_forward: ContextVar[bool] = ContextVar("in_packed_forward", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Segments next to each other that are alike."""
+
+    count: int
+    """Segments."""
+    length: int
+    """Tokens of each."""
+    shared: int
+    """Tokens that each sees of the nearest segment before the run that shares none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """Where the sequences of a pack begin and end, as the attention function wants it."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each of the B sequences in the row."""
+    cu_seqlens: Tensor
+    """(B + 1,) int32 on the model's device."""
+    shared: tuple[int, ...]
+    """Tokens before them that each sequence sees of the nearest sequence before it that shares none."""
+    masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+    """Additive masks, made once for all layers."""
+
+    @property
+    def runs(self) -> list[Run]:
+        """Neighbours of equal length that share equally much, in order: a group's responses of one length are one."""
+        kinds = itertools.groupby(zip(self.lengths, self.shared, strict=True))
+        return [Run(len(list(members)), length, shared) for (length, shared), members in kinds]
+
+
+def install_packed_attention(model: nn.Module) -> None:
+    """Make ``model`` keep packed sequences apart; forward passes that are not packed work as with sdpa.
+
+    It stays installed: a backward pass that recomputes activations calls the attention once more.
+
+    Raises:
+        ConfigError: naming the model and what it lacks, when it cannot run packed sequences.
+    """
+    hf_model = transformers_model(model)
+    if hf_model.config._attn_implementation == ATTENTION:
+        return
+    _refuse_unpackable(hf_model)
+    if ATTENTION not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(ATTENTION, segment_attention)
+    AttentionMaskInterface.register(ATTENTION, _mask_unless_packed)
+    hf_model.set_attn_implementation(ATTENTION)
+    if hf_model.config._attn_implementation != ATTENTION:
+        raise ConfigError(
+            f"{type(hf_model).__name__} cannot run packed sequences: transformers cannot replace its attention; "
+            f"use a model class that calls ALL_ATTENTION_FUNCTIONS"
+        )
+
+
+@contextmanager
+def packed_attention(model: nn.Module, packed: PackedBatch) -> Iterator[dict[str, Any]]:
+    """Yield the keyword arguments with which to call ``model`` on this pack, inside the block."""
+    install_packed_attention(model)
+    _refuse_mixed_rotations(transformers_model(model), packed)
+    token = _in_packed_forward.set(True)
+    try:
+        yield {
+            "input_ids": packed.input_ids,
+            "position_ids": packed.position_ids,
+            "use_cache": False,
+            "packed_segments": Segments(packed.lengths, packed.cu_seqlens, packed.shared),
+        }
+    finally:
+        _in_packed_forward.reset(token)
+
+
+def transformers_model(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model itself or, where it is wrapped (adapters, compile), the one inside."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise ConfigError(
+        f"packed sequences need a transformers model; {type(model).__name__} is none and contains none, "
+        f"build it from PreTrainedModel or with AutoModelForCausalLM"
+    )
+
+
+def _refuse_unpackable(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    failing = why_experts_fail(model)
+    if failing is not None:
+        raise ConfigError(f"{name} cannot run: {'; '.join(failing)}")
+    # Position ids and keyword arguments reach the layers through the base model in most classes' heads.
+    parameters = inspect.signature(type(model.base_model).forward).parameters
+    layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    reason = None
+    if not model._supports_attention_backend:
+        reason = "its attention cannot be replaced (no _supports_attention_backend)"
+    elif "position_ids" not in parameters:
+        reason = "its forward takes no position_ids"
+    elif not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        reason = "its forward hands no keyword arguments on to its attention layers"
+    elif layer_types - _PLAIN_LAYERS:
+        reason = f"its layers {sorted(layer_types - _PLAIN_LAYERS)} let tokens see past the end of their sequence"
+    elif model._is_stateful:
+        reason = "it carries a recurrent state from token to token, past the end of a sequence"
+    elif model.config.is_encoder_decoder:
+        reason = "it is an encoder-decoder"
+    elif counts_positions_by_padding(model):
+        reason = "it counts positions from behind its padding token, and packs count from 0"
+    if reason is not None:
+        raise ConfigError(
+            f"{name} cannot run packed sequences: {reason}; use a decoder whose layers are of {sorted(_PLAIN_LAYERS)}"
+        )
+
+
+def _refuse_mixed_rotations(model: PreTrainedModel, packed: PackedBatch) -> None:
+    """Refuse sequences of which some have other rotary frequencies than the row's longest: it decides for all."""
+    lengths = [length + shared for length, shared in zip(packed.lengths, packed.shared, strict=True)]
+    longest, shortest = max(lengths), min(lengths)
+    for kind, original in rotary_bounds(model.config):
+        if longest > original and shortest <= (original if kind == "longrope" else longest - 1):
+            raise ConfigError(
+                f"{type(model).__name__} cannot run sequences of {shortest} and {longest} tokens in one pack: beyond "
+                f"{original} its {kind} rotary embedding turns all tokens of a row by its longest sequence; keep "
+                f"prompt and response within {original} tokens"
+            )
+
+
+def _mask_unless_packed(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Build sdpa's mask, but none for packed sequences: theirs would be N x N, and the segments replace it."""
+    return None if _in_packed_forward.get() else sdpa_mask(*args, **kwargs)
+
+
+def segment_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = _UNKNOWN_WINDOW,
+    packed_segments: Segments | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend inside each segment; query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D)."""
+    if packed_segments is None:
+        if _in_packed_forward.get():
+            raise ConfigError(
+                f"{type(module).__name__} got packed sequences without their segments, so they would see each other: "
+                f"its model does not hand keyword arguments down; use another model class"
+            )
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal,
+            sliding_window=None if sliding_window == _UNKNOWN_WINDOW else sliding_window, **options,
+        )  # fmt: skip
+    unsupported = [name for name in _UNSUPPORTED_OPTIONS if options.get(name) is not None]
+    if unsupported:
+        raise ConfigError(
+            f"packed attention does not know {unsupported}, which {type(module).__name__} asks for; "
+            f"use a model whose attention is plain softmax attention"
+        )
+    if attention_mask is not None:
+        raise ConfigError(
+            f"{type(module).__name__} attends with a mask of its own, which packed attention would leave out; use a "
+            f"model that leaves masks to transformers"
+        )
+    if sliding_window == _UNKNOWN_WINDOW:
+        _refuse_masked_window(module, packed_segments)
+        sliding_window = None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    settings = _Attention(causal, scaling, dropout, sliding_window)
+    if any(packed_segments.shared) and not causal:
+        raise ConfigError(
+            f"{type(module).__name__} looks ahead, so what it says about a prompt depends on the response, and "
+            f"responses cannot share it; set share_prompts=False on the algorithm"
+        )
+    use_varlen = not any(packed_segments.shared) and _can_use_varlen(query, value, settings)
+    attend = _attend_varlen if use_varlen else _attend_by_segment
+    return attend(query, key, value, packed_segments, settings), None
+
+
+def _refuse_masked_window(module: nn.Module, segments: Segments) -> None:
+    """Refuse a layer that names no window, where its config does: the window is in the mask that packs leave out."""
+    declared = getattr(getattr(module, "config", None), "sliding_window", None)
+    longest = max(map(operator.add, segments.lengths, segments.shared))
+    if declared and longest > declared:  # 0: none, as Qwen2-MoE writes it
+        raise ConfigError(
+            f"{type(module).__name__} attends with a sliding window of {declared} that it states in its mask alone, "
+            f"which packed attention leaves out, and a sample has {longest} tokens; keep prompt and response within "
+            f"{declared}, or use a model that hands its window to its attention"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    causal: bool
+    scaling: float | None
+    dropout: float
+    sliding_window: int | None
+
+
+def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, settings: _Attention) -> Tensor:
+    """Attend to one run of equal segments at a time: a group's responses of one length are one batch."""
+    runs = segments.runs
+    # split, not slices: the backward of a slice fills a whole (N, ...) gradient with zeros, once per segment.
+    sizes = [run.count * run.length for run in runs]
+    parts = zip(*(torch.split(tensor[0].transpose(0, 1), sizes) for tensor in (query, key, value)), runs, strict=True)
+    outputs: list[Tensor] = []
+    owner = key, value
+    for *packed, run in parts:
+        # (count * length, H, D) -> (count, H, length, D)
+        q, k, v = (tensor.unflatten(0, (run.count, run.length)).transpose(1, 2) for tensor in packed)
+        if run.shared:
+            prompts = (held[:, :, : run.shared].expand(run.count, -1, -1, -1) for held in owner)
+            k, v = (torch.cat([prompt, own], dim=2) for prompt, own in zip(prompts, (k, v), strict=True))
+        else:
+            owner = k[-1:], v[-1:]
+        mask = _mask(q, k.shape[2], segments, settings)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=settings.causal and mask is None,
+            dropout_p=settings.dropout, scale=settings.scaling, enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).unsqueeze(0)
+
+
+def _mask(query: Tensor, num_keys: int, segments: Segments, settings: _Attention) -> Tensor | None:
+    """Return the additive (queries, keys) mask of queries that end where the keys do; None where `is_causal` says it.
+
+    A sliding window is the last ``sliding_window`` tokens, the token itself included.
+    """
+    num_queries, window = query.shape[2], settings.sliding_window
+    if window is not None and num_keys <= window:
+        window = None
+    if window is None and num_queries == num_keys:
+        return None
+    name = (num_queries, num_keys, window, query.dtype)
+    if name not in segments.masks:
+        first = num_keys - num_queries  # where the first query stands among the keys
+        seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+        if window is not None:
+            seen = seen.triu(first + 1 - window)
+        seen = seen.tril(first if settings.causal else first + (window or num_keys) - 1)
+        mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
+        segments.masks[name] = mask.masked_fill_(~seen, float("-inf"))
+    return segments.masks[name]
+
+
+def _can_use_varlen(query: Tensor, value: Tensor, settings: _Attention) -> bool:
+    return settings.dropout == 0.0 and settings.causal and can_attend_varlen(query, value)
+
+
+def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, settings: _Attention) -> Tensor:
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    attended = attend_varlen(
+        q, k, v, segments.cu_seqlens, max(segments.lengths), scaling=settings.scaling, window=settings.sliding_window
+    )
+    return attended.unsqueeze(0)

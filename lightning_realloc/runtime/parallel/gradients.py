@@ -1,0 +1,88 @@
+"""How long is the gradient of a model that lies over many ranks?
+
+Every element is counted once, wherever it is held: sharded, cut, or replicated over some ranks. One number per rank
+travels, and every rank gets the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_realloc.errors import LayoutError
+from lightning_realloc.layout import AXES, ModelLayout
+from lightning_realloc.runtime.parallel.mesh import MeshRegistry
+from lightning_realloc.runtime.parallel.shards import local_tensor
+
+
+def clip_gradients(model: nn.Module, model_layout: ModelLayout, meshes: MeshRegistry, max_norm: float | None) -> Tensor:
+    """Scale the gradients in place so that their total norm is at most ``max_norm``; return the norm before that.
+
+    The same result as ``torch.nn.utils.clip_grad_norm_`` on one process. Gradients stay as they are where ``max_norm``
+    is None, and where the norm is not finite. Collective over the layout's ranks.
+    """
+    if max_norm is not None and not max_norm > 0:
+        raise LayoutError(f"max_norm={max_norm} must be positive; leave clipping out to keep gradients as they are")
+    norm = global_grad_norm(model, model_layout, meshes)
+    gradients = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+    if gradients and max_norm is not None:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's clip_grad_norm_ adds the same epsilon
+        factor = torch.where(norm.isfinite(), factor, 1.0)  # decided on the device: the caller alone waits for it
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+    return norm
+
+
+def global_grad_norm(model: nn.Module, model_layout: ModelLayout, meshes: MeshRegistry) -> Tensor:
+    """Return the 2-norm of the gradient of the whole model, a float64 scalar, the same on every rank of the layout.
+
+    Parameters without a gradient count as zero. Collective over the layout's ranks, with one all-reduce.
+    """
+    squares = torch.zeros((), dtype=torch.float64, device=meshes.device_type)
+    groups: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            key = num_holders(model_layout, name), parameter.grad.dtype
+            groups.setdefault(key, []).append(local_tensor(parameter.grad))
+    for (holders, _), gradients in groups.items():
+        norms = torch.stack(_exact_norms(gradients)).to(torch.float64)
+        squares += norms.square().sum().to(squares.device) / holders
+    group = meshes.group(model_layout.layout, *AXES)
+    if group is not None:
+        dist.all_reduce(squares, group=group)
+    return squares.sqrt()
+
+
+def first_bad_gradient(model: nn.Module, model_layout: ModelLayout, meshes: MeshRegistry) -> str | None:
+    """Return the first parameter, in the whole model's order, whose gradient has a norm that is not finite.
+
+    None where all norms are finite, and only their sum overflows. The same on every rank of the layout, and collective
+    over these; it waits for the device once per parameter, so call it after a bad norm only.
+    """
+    names = [param.name for param in model_layout.model.params]
+    bad = {
+        model_layout.model.param(name).name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and not bool(_exact_norms([local_tensor(parameter.grad)])[0].isfinite())
+    }
+    first = next((index for index, name in enumerate(names) if name in bad), len(names))
+    found = torch.tensor(first, device=meshes.device_type)
+    group = meshes.group(model_layout.layout, *AXES)
+    if group is not None:
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
+    return names[int(found)] if int(found) < len(names) else None
+
+
+def num_holders(model_layout: ModelLayout, name: str) -> int:
+    """Return how many ranks of the layout hold the same elements of a parameter."""
+    dims, cut = model_layout.layout.dims, model_layout.model.param(name).tp
+    if cut is None:
+        return dims.dp * dims.tp
+    copies = dims.tp // cut.num_units if cut.replicate_units and cut.num_units and dims.tp > cut.num_units else 1
+    return dims.dp * copies
+
+
+def _exact_norms(gradients: list[Tensor]) -> list[Tensor]:
+    """Return the 2-norms of tensors of one dtype, in float32 at least."""
+    dtype = torch.float32 if gradients[0].dtype.itemsize < 4 else gradients[0].dtype
+    return list(torch._foreach_norm(gradients, 2, dtype=dtype))

@@ -1,0 +1,48 @@
+"""Which parameters does a model have, where in the model do they lie, and how may tensor parallelism cut them?
+
+The answer is a `ModelSpec`, which holds no tensors: every plan and layout starts from it. Works on meta models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from lightning_realloc.errors import LayoutError
+from lightning_realloc.layout import ModelSpec, ParamSpec
+from lightning_realloc.layout.model import Section
+from lightning_realloc.runtime.model.structure import find_blocks, tied_names
+from lightning_realloc.runtime.parallel.tp_plan import read_tp_plan
+
+
+def describe_model(model: nn.Module, *, tp_plan: Mapping[str, str] | None = None) -> ModelSpec:
+    """Return the description of a model that holds full (or meta) weights.
+
+    ``tp_plan`` maps module names, ``*`` standing for a layer number, to tensor-parallel styles; its entries go over
+    those of the model's own plan. Parameters outside the blocks belong to the input when they lie in an embedding or
+    are registered before the blocks, otherwise to the output. A tied parameter lies where its first name does.
+
+    Raises LayoutError for a model without parameters and for a ``tp_plan`` that names unknown modules.
+    """
+    owners = tied_names(model)
+    if not owners:
+        raise LayoutError(f"{type(model).__name__} has no parameters to lay out; pass the model with its modules")
+    plan = read_tp_plan(model, tp_plan)
+    blocks = [name for name, _ in find_blocks(model)]
+    order = [name for name, _ in model.named_parameters()]
+    first_in_block = next((i for i, name in enumerate(order) if _block_of(name, blocks) is not None), len(order))
+    params = []
+    for index, name in enumerate(order):
+        block = _block_of(name, blocks)
+        section: Section = "block"
+        if block is None:
+            embeds = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
+            section = "input" if embeds or index < first_in_block else "output"
+        params.append(ParamSpec(name, tuple(model.get_parameter(name).shape), plan.cuts.get(name), section, block))
+    aliases = tuple((name, owner) for owner, names in owners.items() for name in names[1:])
+    return ModelSpec(tuple(params), len(blocks), aliases, plan.refusal)
+
+
+def _block_of(name: str, blocks: list[str]) -> int | None:
+    return next((index for index, block in enumerate(blocks) if name.startswith(f"{block}.")), None)

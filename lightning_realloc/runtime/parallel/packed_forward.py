@@ -1,0 +1,142 @@
+"""What does a model say about packed sequences? Its logits, scores and hidden states, and the logprobs of tokens.
+
+Every function takes the model as it is, makes it keep the sequences of a pack apart (see ``packed_attention``), and
+refuses one whose class gives something else than is read from it.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.forward.packed_attention import packed_attention, transformers_model
+from lightning_realloc.runtime.forward.token_logprobs import TokenStatistics, collision_logprobs, selected_logprobs
+from lightning_realloc.runtime.forward.vocab_parallel_logits import rows_of
+from lightning_realloc.runtime.parallel.tensor_parallel import logits_in_shares
+
+
+def packed_logits(model: nn.Module, packed: PackedBatch) -> Tensor:
+    """Return the (N, V) logits of a language model, or the (N, labels) scores of a token classifier."""
+    with packed_attention(model, packed) as inputs:
+        logits: Tensor = model(**inputs).logits
+    if logits.shape[:2] != packed.input_ids.shape:
+        raise ConfigError(
+            f"a packed forward pass needs a value per token; {type(transformers_model(model)).__name__} gave "
+            f"{tuple(logits.shape)} for {packed.num_tokens} tokens, use a language model or token classification head"
+        )
+    return logits[0]
+
+
+def sequence_scores(model: nn.Module, packed: PackedBatch) -> Tensor:
+    """Return the (B,) scores that a sequence classifier of one label gives, read at every sequence's last token.
+
+    Its own pooling knows one sequence per row, so the scores of all tokens are caught on the way there.
+    """
+    head = getattr(transformers_model(model), "score", None)
+    if not isinstance(head, nn.Module):
+        raise ConfigError(
+            f"{type(transformers_model(model)).__name__} has no module 'score' to read packed sequences' scores "
+            f"from; use a model of AutoModelForSequenceClassification whose head scores every token"
+        )
+    seen: list[Tensor] = []
+    handle = head.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    try:
+        with packed_attention(model, packed) as inputs:
+            model(**inputs)
+    finally:
+        handle.remove()
+    if len(seen) != 1 or seen[0].shape != (1, packed.num_tokens, 1):
+        raise ConfigError(
+            f"{type(transformers_model(model)).__name__} scored {[tuple(scores.shape) for scores in seen]} and not "
+            f"each of {packed.num_tokens} tokens once; use a model of AutoModelForSequenceClassification, num_labels=1"
+        )
+    return seen[0][0, packed.cu_seqlens[1:].long() - 1, 0]
+
+
+def token_logprobs(
+    model: nn.Module,
+    packed: PackedBatch,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    with_collision: bool = False,
+    only_responses: bool = False,
+) -> TokenStatistics:
+    """Return for every token its log-probability given the tokens of its sequence before it.
+
+    Zero for the first token of a sequence and, with ``only_responses``, for every token outside ``response_mask``:
+    the model then computes no logits for those, if its class knows ``logits_to_keep``.
+
+    Args:
+        temperature: What logits are divided by, as in sampling.
+        with_entropy: Whether to return the entropy (nats) of the distribution each token was drawn from, too.
+        with_collision: Whether to return the log-probability that two tokens drawn from it are the same, too.
+    """
+    predicted = packed.response_mask if only_responses else packed.position_ids[0] > 0
+    targets = predicted.nonzero().squeeze(1)
+    logits = predicting_logits(model, packed, targets)
+    chosen = selected_logprobs(logits, packed.input_ids[0, targets], temperature=temperature, with_entropy=with_entropy)
+    collision = collision_logprobs(logits, temperature=temperature) if with_collision else None
+    logprobs = _scattered(chosen.logprobs, targets, packed.num_tokens)
+    beside = (None if v is None else _scattered(v, targets, packed.num_tokens) for v in (chosen.entropy, collision))
+    return TokenStatistics(logprobs, *beside)
+
+
+def predicting_logits(model: nn.Module, packed: PackedBatch, targets: Tensor) -> Tensor:
+    """Return the (K, V) logits of the distributions that the tokens at the (K,) places ``targets`` were drawn from.
+
+    A model whose class knows ``logits_to_keep`` computes no others. Of a head that tensor parallelism cuts over the
+    vocabulary, each rank has its share: they are `SharedLogits`.
+    """
+    places = packed.predecessors[targets]
+    hf_model = transformers_model(model)
+    head: nn.Module | None = hf_model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    with packed_attention(model, packed) as inputs, logits_in_shares(head):
+        if _keeps_logits(hf_model):
+            return rows_of(model(**inputs, logits_to_keep=places).logits, 0)
+        return rows_of(rows_of(model(**inputs).logits, 0), places)
+
+
+def predicting_states(model: nn.Module, packed: PackedBatch) -> Tensor:
+    """Return (N, D) the last hidden states from which a language model's head predicts each token; zero for the first
+    token of a sequence. The head itself works on one token alone, where the class knows ``logits_to_keep``.
+    """
+    hf_model = transformers_model(model)
+    head: nn.Module = hf_model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    seen: list[Tensor] = []
+    read: list[Tensor] = []
+    handles = (
+        hf_model.base_model.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0])),
+        head.register_forward_pre_hook(lambda _module, inputs: read.append(inputs[0])),
+    )
+    last = packed.predecessors.new_tensor([packed.num_tokens - 1])
+    try:
+        with packed_attention(model, packed) as inputs:
+            if _keeps_logits(hf_model):
+                model(**inputs, logits_to_keep=last)
+            else:
+                model(**inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if len(seen) != 1 or len(read) != 1 or not torch.equal(seen[0][0, -1], read[0][0, -1]):
+        raise ConfigError(
+            f"{type(hf_model).__name__} gives its head something else than its last hidden states; use a model whose "
+            f"head reads them as they are, or log-probabilities of sampled tokens (divergence='sampled')"
+        )
+    states = seen[0][0]
+    return torch.where((packed.predecessors != torch.arange(packed.num_tokens, device=states.device))[:, None],
+                       states[packed.predecessors], 0.0)  # fmt: skip
+
+
+def _scattered(values: Tensor, positions: Tensor, size: int) -> Tensor:
+    return values.new_zeros(size).index_copy(0, positions, values)
+
+
+def _keeps_logits(model: PreTrainedModel) -> bool:
+    return "logits_to_keep" in inspect.signature(type(model).forward).parameters

@@ -1,0 +1,394 @@
+"""How long does a model's pass take on the ranks that are here, block by block? Measured, in seconds not minutes.
+
+A model of one block and one of a few more run through the same code as the real one; their difference is a block, what
+is left is everything else. Ranks outside a layout wait meanwhile, asleep: nobody is in the way of what is measured.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import pack_columns
+from lightning_realloc.layout import AXES, Layout, ModelLayout, ParallelDims
+from lightning_realloc.runtime.measure.group_timer import Stopwatch
+from lightning_realloc.runtime.measure.offload import Carrier, carrier
+from lightning_realloc.runtime.model.training_mode import set_training_mode
+from lightning_realloc.runtime.parallel.compiled import compiled_blocks
+from lightning_realloc.runtime.parallel.model_spec import describe_model
+from lightning_realloc.runtime.parallel.parallelize import needs_fsdp, parallelize, tensor_parallelize
+from lightning_realloc.runtime.parallel.shards import local_tensors
+from lightning_realloc.runtime.parallel.tensor_parallel import slice_parameters
+from lightning_realloc.runtime.transfer.agreement import TransportName
+from lightning_realloc.runtime.transfer.executor import Reallocation
+from lightning_realloc.strategies.measure.profile_subject import Machine, Subject
+from lightning_realloc.tuning.profile import Curve, PassKey, PassKind, PassTimes
+from lightning_realloc.tuning.readings import (
+    Grid,
+    Point,
+    Readings,
+    Size,
+    put_on_top,
+    split,
+    surfaces,
+    without_reduction,
+    without_tp,
+)
+
+DECODE_STEPS = 6
+RESERVE_S = 0.7
+"""For what is measured after passes: the optimizer, moves and offload."""
+OFFLOADED_BYTES = (1 << 18, 1 << 22)
+LEAST_CROWDED_S = 0.01
+"""In which ranks are timed side by side: they do not begin at quite the same time."""
+MOVES = 2
+"""Timed reallocations, after one that is not."""
+MOST_BLOCKS, MOST_DECODING_BLOCKS = 3, 6
+"""Of a measured model: more divide the clock's noise by more, and take longer. Decoding reads weights again and again,
+and would find those of few blocks in the processor's cache."""
+
+
+class Profiler:
+    """Measures passes, the slowdown of crowded nodes, and reallocations. All methods are collective over all ranks.
+
+    Args:
+        seconds: After which no more degrees are measured; what is needed of every model is measured all the same.
+    """
+
+    def __init__(self, machine: Machine, *, seconds: float = math.inf) -> None:
+        self._machine = machine
+        self._wholes: dict[tuple[str, int], nn.Module] = {}
+        self._bases: dict[tuple[str, int], Readings] = {}
+        self._probed: dict[str, Readings] = {}
+        """Of one rank, what additions are held against."""
+        self._additions: dict[tuple[str, ParallelDims], Readings] = {}
+        self._crowding: dict[int, Curve] = {}
+        self._optimizers: dict[str, Curve] = {}
+        """By kind and settings."""
+        self._seconds = seconds
+        self._watch = Stopwatch(
+            meshes=machine.meshes, device=machine.device, rank=machine.rank, world_size=machine.world_size,
+            clock=machine.clock,
+        )  # fmt: skip
+
+    def passes(self, wanted: Mapping[Subject, Sequence[ParallelDims]], grid: Grid) -> dict[PassKey, PassTimes]:
+        """Return how long models' passes take under some degrees, on the first ranks, all others waiting.
+
+        Tensor parallelism divides what is computed, and is measured at every size. What sharding and replicas add are
+        weights and gradients on their way, the same for every size: each pair of their degrees is measured at one size,
+        without tensor parallelism, and put on top of what that takes. What the time does not suffice for is left out:
+        the largest groups first, and tensor parallelism before all others.
+        """
+        tasks: list[tuple[tuple[int, int, int], Callable[[], None]]] = []
+        speaks: dict[Subject | None, Subject] = {}
+        for number, (subject, dims) in enumerate(wanted.items()):
+            self._measure_base(subject, 1, grid)
+            for tp in sorted({one.tp for one in dims if one.tp > 1}):
+                tasks.append(((1, tp, number), partial(self._measure_base, subject, tp, grid)))
+            if speaks.setdefault(subject.bare, subject) is subject:
+                for one in {without_tp(each) for each in dims} - {ParallelDims()}:
+                    tasks.append(((0, one.size, one.fsdp), partial(self._measure_addition, subject, one, grid)))
+        for _, task in sorted(tasks, key=lambda task: task[0]):
+            if not self.is_late:
+                task()
+        return {
+            PassKey(subject.key, kind, one): times
+            for subject, dims in wanted.items() for one in dims
+            for kind, times in self._assembled(subject, speaks[subject.bare], one, grid).items()
+        }  # fmt: skip
+
+    @property
+    def crowding(self) -> dict[int, Curve]:
+        """How many times longer passes take where groups of so many tensor-parallel ranks fill a node: degree ->
+        busy ranks -> factor."""
+        return dict(self._crowding)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time is over, on every rank alike."""
+        return self._watch.elapsed_s >= self._seconds - RESERVE_S
+
+    def _assembled(
+        self, subject: Subject, speaker: Subject, dims: ParallelDims, grid: Grid
+    ) -> dict[PassKind, PassTimes]:
+        """Return what is known under some degrees; nothing where a part of them was not measured.
+
+        ``speaker`` has the same blocks; what shards and replicas add was measured with it.
+        """
+        base, alone = self._bases.get((subject.key, dims.tp)), without_tp(dims)
+        added = self._additions.get((speaker.key, alone), {} if alone.size == 1 else None)
+        if base is None or added is None:
+            return {}
+        outside = subject.num_outside / max(1, speaker.num_outside)
+        return surfaces(put_on_top(base, dims, added, self._crowding, outside), grid)
+
+    def _measure_base(self, subject: Subject, tp: int, grid: Grid) -> None:
+        """Time what tensor parallelism takes: blocks with the bare model, whose head does not hide them."""
+        layout, bare = Layout(ParallelDims(tp=tp), tuple(range(tp))), subject.bare or subject
+        self._machine.meshes.create([layout])
+        if tp not in self._crowding:
+            self._crowding[tp] = self._crowd(bare, tp, grid.micro_batches[-1])
+        if (bare.key, tp) not in self._bases:
+            self._bases[bare.key, tp] = self._read(bare, layout, _passes(bare, grid))
+        blocks, points = self._bases[bare.key, tp], _passes(subject, grid)
+        whole = self._passed(subject, 1, layout, points)
+        base = {point: (blocks[point][0], max(0.0, seconds - blocks[point][0]))
+                for point, seconds in zip(points, whole, strict=True)}  # fmt: skip
+        self._bases[subject.key, tp] = base | self._read(subject, layout, _steps(subject, grid))
+
+    def _measure_addition(self, subject: Subject, dims: ParallelDims, grid: Grid) -> None:
+        """Time what replicas and shards add to the base, to a block and to the rest; less than nothing is noise."""
+        layout = Layout(dims, tuple(range(dims.size)))
+        self._machine.meshes.create([layout])
+        probes = [point for point in _probes(subject, grid) if dims.dp == 1 or point.kind.startswith("train")]
+        if subject.key not in self._probed:
+            alone = [point for point in _probes(subject, grid) if point.kind != "train_last"]
+            self._probed[subject.key] = self._read(subject, Layout(ParallelDims(), (0,)), alone)
+        base, crowding = self._probed[subject.key], self._crowding[1](dims.size)
+        added = {}
+        for point, (block, rest) in self._read(subject, layout, probes).items():
+            without = base[Point(without_reduction(point.kind), point.size)]
+            added[point] = max(0.0, block - crowding * without[0]), max(0.0, rest - crowding * without[1])
+        self._additions[subject.key, dims] = added
+
+    def _crowd(self, subject: Subject, tp: int, size: Size) -> Curve:
+        """Return how many times longer a pass takes where groups of ``tp`` ranks do it side by side: by busy ranks."""
+        busiest = min(self._machine.world_size, self._machine.cluster.devices_per_node)
+        counts = sorted({tp, min(2 * tp, busiest), max(tp, busiest // 2 // tp * tp), busiest // tp * tp})
+        layouts = [Layout(ParallelDims(dp=count // tp, tp=tp), tuple(range(count))) for count in counts]
+        self._machine.meshes.create(layouts)
+        point = Point("infer", size)
+        alone = self._passed(subject, 1, layouts[0], [point])[0]
+        count = max(1, math.ceil(LEAST_CROWDED_S / alone)) if alone else 1
+        taken = [self._passed(subject, 1, layout, [point], in_a_row=count)[0] for layout in layouts]
+        return Curve.through((busy, max(1.0, took / taken[0])) for busy, took in zip(counts, taken, strict=True))
+
+    def moves(self, subject: Subject, *, transport: TransportName) -> tuple[str, Curve]:
+        """Return how weights travel, and seconds over the bytes that the busiest rank writes, or receives."""
+        world = self._machine.world_size
+        source = Layout(ParallelDims(fsdp=world), tuple(range(world)))
+        target = Layout(ParallelDims(dp=world), tuple(range(world)))
+        self._machine.meshes.create([source, target])
+        name, size, seconds = self._move(subject, self._depths(subject)[1], source, target, transport)
+        return name, Curve(((float(size), seconds),))
+
+    def offload(self) -> Curve:
+        """Return seconds until bytes that left the device are back, one rank at a time."""
+        layout, device = Layout(ParallelDims(), (0,)), self._machine.device
+        points = []
+        for size in OFFLOADED_BYTES:
+            here = torch.zeros(size, dtype=torch.uint8, device=device)
+            points.append((float(size), self._watch.slowest(layout, partial(_returns, here, carrier(device)))[0]))
+        return Curve.through(points)
+
+    # ---- one layout
+    def _read(self, subject: Subject, layout: Layout, points: Sequence[Point]) -> Readings:
+        """Time passes with few and with more blocks."""
+        if not points:
+            return {}
+        shallow, deep = self._depths(subject, decodes=all(point.kind == "decode" for point in points))
+        few, many = (self._passed(subject, depth, layout, points) for depth in (shallow, deep))
+        return {point: split(shallow, a, deep, b) for point, a, b in zip(points, few, many, strict=True)}
+
+    def _passed(
+        self, subject: Subject, depth: int, layout: Layout, points: Sequence[Point], *, in_a_row: int = 1
+    ) -> list[float]:
+        """Return the seconds of passes through so many blocks, or of some passes ``in_a_row``."""
+
+        def works() -> Iterator[Callable[[], object] | float]:
+            for work in self._works(subject, depth, layout, points):
+                yield work if in_a_row == 1 or isinstance(work, float) else partial(_repeat, work, in_a_row)
+
+        return self._watch.slowest(layout, works, count=len(points))
+
+    def _works(
+        self, subject: Subject, depth: int, layout: Layout, points: Sequence[Point]
+    ) -> Iterator[Callable[[], object] | float]:
+        """Yield what is to be timed on this rank, or the time of decoding, which takes it itself."""
+        models: dict[bool, nn.Module] = {}
+        for kind, size in points:
+            trains = kind.startswith("train")
+            if trains not in models:
+                models[trains] = self._laid_out(subject, depth, layout, trains=trains)
+            pack = _pack(size, self._machine.device)
+            if kind == "decode":
+                yield self._decoded(subject, models[False], layout, size)
+            elif kind == "infer":
+                yield self._infer_pass(subject, models[False], pack)
+            else:
+                yield self._train_pass(subject, models[True], pack, is_last=kind == "train_last")
+        for model in models.values():
+            model.zero_grad(set_to_none=True)  # passes that reduce nothing keep adding to it
+
+    def _infer_pass(self, subject: Subject, model: nn.Module, pack: Callable[[], PackedBatch]) -> Callable[[], object]:
+        def run() -> object:
+            with torch.no_grad():
+                return subject.forward(model, pack()).to("cpu")
+
+        return run
+
+    def _train_pass(
+        self, subject: Subject, model: nn.Module, pack: Callable[[], PackedBatch], *, is_last: bool
+    ) -> Callable[[], object]:
+        is_wrapped = isinstance(model, FSDPModule)
+
+        def run() -> None:
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(is_last)
+            # Backward, too: it runs the forward pass of what recomputes.
+            with compiled_blocks(model, subject.compile):
+                with self._machine.forward_context(is_wrapped):
+                    loss = subject.forward(model, pack()).float().sum()
+                loss.backward()  # type: ignore[no-untyped-call]
+            if is_last:
+                model.zero_grad(set_to_none=True)
+
+        return run
+
+    def _decoded(self, subject: Subject, model: nn.Module, layout: Layout, size: Size) -> float:
+        assert subject.decode is not None, "points of decoding are for models that do"
+        meshes = self._machine.meshes
+        self._watch.meet(meshes.group(layout, *AXES))
+        num_steps = DECODE_STEPS if layout.dims.fsdp == 1 else 2  # sharded ones are long
+        seconds = subject.decode(model, meshes.group(layout, "fsdp"), size, num_steps)
+        return median(seconds)
+
+    # ---- models
+    def _depths(self, subject: Subject, *, decodes: bool = False) -> tuple[int, int]:
+        """Return two numbers of blocks to be compared, one and a few."""
+        return 1, max(2, min(subject.num_blocks, MOST_DECODING_BLOCKS if decodes else MOST_BLOCKS))
+
+    def _whole(self, subject: Subject, depth: int) -> nn.Module:
+        """Return an undivided model, ready for a backward pass without dropout, which is as it should be for others."""
+        if (subject.key, depth) not in self._wholes:
+            model = subject.build(depth).requires_grad_(True)
+            set_training_mode(model, dropout=False)
+            self._wholes[subject.key, depth] = model
+        return self._wholes[subject.key, depth]
+
+    def _laid_out(self, subject: Subject, depth: int, layout: Layout, *, trains: bool) -> nn.Module:
+        """Return this rank's part of a model: the whole one itself where nothing divides it, else a copy."""
+        whole, dims, copy_dtype = self._whole(subject, depth), layout.dims, self._machine.copy_dtype
+        is_divided = dims.tp * dims.fsdp > 1 or (trains and dims.dp > 1)
+        if not is_divided and (trains or all(one.dtype == copy_dtype for one in whole.parameters())):
+            return whole
+        copied = copy.deepcopy(whole)
+        return self._divide_for_training(subject, copied, layout) if trains else self._divide(subject, copied, layout)
+
+    def _divide(self, subject: Subject, model: nn.Module, layout: Layout) -> nn.Module:
+        machine = self._machine
+        model = model.to(machine.copy_dtype).requires_grad_(False)
+        target = ModelLayout(describe_model(model, tp_plan=subject.tp_plan), layout)
+        if needs_fsdp(model, layout):
+            return parallelize(model, target, machine.meshes, tp_plan=subject.tp_plan)
+        if tensor_parallelize(model, layout, machine.meshes, tp_plan=subject.tp_plan):
+            slice_parameters(model, target, machine.rank)
+        return model
+
+    def _divide_for_training(self, subject: Subject, model: nn.Module, layout: Layout) -> nn.Module:
+        machine = self._machine
+        policy = machine.mixed_precision if needs_fsdp(model, layout) else None
+        target = ModelLayout(describe_model(model, tp_plan=subject.tp_plan), layout)
+        return parallelize(model, target, machine.meshes, mixed_precision=policy, tp_plan=subject.tp_plan)
+
+    # ---- reallocations and steps
+    def _move(
+        self, subject: Subject, depth: int, source: Layout, target: Layout, transport: TransportName
+    ) -> tuple[str, float, float]:
+        machine = self._machine
+        model = copy.deepcopy(self._whole(subject, depth)).requires_grad_(False)
+        spec = describe_model(model, tp_plan=subject.tp_plan)
+        home, copied = ModelLayout(spec, source), ModelLayout(spec, target)
+        if machine.world_size > 1:
+            parallelize(model, home, machine.meshes, tp_plan=subject.tp_plan)
+        reallocation = Reallocation(
+            home, local_tensors(model), copied, rank=machine.rank, world_size=machine.world_size,
+            dtype=machine.copy_dtype, device=machine.device, cluster=machine.cluster, transport=transport,
+        )  # fmt: skip
+        reallocation.run()
+        took = min(reallocation.run().seconds for _ in range(MOVES))
+        size = spec.num_elements * machine.copy_dtype.itemsize
+        reallocation.release()
+        by_push = reallocation.transport == "push"  # every rank writes its shard once, and receives all others
+        return reallocation.transport, size / machine.world_size if by_push else size, self._watch.agreed([took])[0]
+
+    def optimizer(self, subject: Subject) -> Curve:
+        """Return seconds to clip and step over a rank's elements, one rank at a time; measured once of equal ones."""
+        layout, model = Layout(ParallelDims(), (0,)), self._whole(subject, self._depths(subject)[1])
+        chosen = subject.new_optimizer([nn.Parameter(torch.zeros(1))])
+        kind = f"{type(chosen).__qualname__} {chosen.defaults}"
+        if kind not in self._optimizers:
+            elements = sum(parameter.numel() for parameter in model.parameters())
+            took = self._watch.slowest(layout, lambda: [self._optimizer_step(subject, copy.deepcopy(model))])[0]
+            self._optimizers[kind] = Curve(((float(elements), took),))
+        return self._optimizers[kind]
+
+    def _optimizer_step(self, subject: Subject, model: nn.Module) -> Callable[[], object]:
+        parameters = list(model.parameters())
+        optimizer = subject.new_optimizer(parameters)
+        gradients = [torch.full_like(parameter, 1e-3) for parameter in parameters]
+
+        def run() -> None:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return run
+
+
+def _repeat(work: Callable[[], object], count: int) -> None:
+    for _ in range(count):
+        work()
+
+
+def _returns(here: Tensor, carries: Carrier) -> list[Callable[[], object]]:
+    """Return the way back of bytes that have been taken away."""
+    pairs = [(here, carries.room(here.numel()))]
+    carries.take_away(pairs)
+
+    def run() -> None:
+        carries.start_bringing(pairs)
+        carries.wait()
+
+    return [run]
+
+
+def _pack(size: Size, device: torch.device) -> Callable[[], PackedBatch]:
+    """Return what packs equal sequences, as a call does before every forward pass."""
+    count = size.sequences
+    prompts = torch.full((count, size.prompt), 3)
+    responses = torch.full((count, size.response), 4)
+    samples = Samples(
+        torch.arange(count),
+        {
+            "prompt_ids": Ragged(prompts.flatten(), torch.full((count,), size.prompt)),
+            "response_ids": Ragged(responses.flatten(), torch.full((count,), size.response)),
+        },
+    )
+    return lambda: pack_columns(samples, device)
+
+
+def _passes(subject: Subject, grid: Grid) -> list[Point]:
+    kinds: list[PassKind] = ["infer", "train"] if subject.is_trained else ["infer"]
+    return [Point(kind, size) for kind in kinds for size in grid.micro_batches]
+
+
+def _steps(subject: Subject, grid: Grid) -> list[Point]:
+    return [] if subject.decode is None else [Point("decode", size) for size in grid.decoding]
+
+
+def _probes(subject: Subject, grid: Grid) -> list[Point]:
+    kinds: list[PassKind] = ["infer", "train", "train_last"] if subject.is_trained else ["infer"]
+    points = [Point(kind, grid.probe) for kind in kinds]
+    return [*points, Point("decode", grid.probe_step)] if subject.decode is not None else points

@@ -1,0 +1,69 @@
+"""Is the fastest run found although first ones are slow, some are disturbed, and the clock is a rank's own?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_realloc.layout import Layout
+from lightning_realloc.runtime.measure.group_timer import MOST_LONG_RUNS, MOST_RUNS, Stopwatch, has_settled
+from lightning_realloc.runtime.parallel.mesh import MeshRegistry
+from tests.workers import WorkerPool
+
+
+def runs_until_settled(seconds: Iterator[float]) -> list[float]:
+    runs: list[float] = []
+    while not has_settled(runs):
+        runs.append(next(seconds))
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ([0.2, 0.2, 0.2, 9.0], 3),  # steady from the first
+        ([0.4, 0.3, 0.2, 0.21, 0.2, 9.0], 5),  # slow at first
+        ([0.2, 0.4, 0.2, 0.5, 0.2, 9.0], 5),  # disturbed now and then
+        ([0.3, 0.3, 0.1, 0.2, 0.2, 0.2, 9.0], MOST_RUNS),  # a fastest one that nothing confirms
+        ([3.0, 2.0, 1.0, 9.0], MOST_LONG_RUNS),  # long
+    ],
+)
+def test_work_is_run_until_some_runs_are_as_fast_as_the_fastest(seconds: list[float], expected: int) -> None:
+    assert len(runs_until_settled(iter(seconds))) == expected
+
+
+class _Clock:
+    """Runs as far as works say."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def work(self, seconds: list[float]) -> Callable[[], None]:
+        left = iter(seconds)
+
+        def run() -> None:
+            self.now += next(left)
+
+        return run
+
+
+def _measure() -> list[float]:
+    rank, clock = dist.get_rank(), _Clock()
+    meshes, layout = MeshRegistry("cpu"), Layout.parse("dp2@0,1")
+    meshes.create([layout])
+    watch = Stopwatch(
+        meshes=meshes, device=torch.device("cpu"), rank=rank, world_size=dist.get_world_size(), clock=clock
+    )
+    # Rank 1 is the slower one but for its first run; what took its time itself is handed through.
+    seconds = [[5.0, 1.0, 1.0, 1.0], [4.0, 2.0, 2.0, 2.0]][rank] if rank in layout else []
+    return watch.slowest(layout, lambda: [clock.work(seconds), 7.0 + rank], count=2)
+
+
+def test_all_ranks_learn_the_slowest_ranks_fastest_run(workers: WorkerPool) -> None:
+    assert workers.run(_measure)[0] == [2.0, 8.0]
+    assert workers.run(_measure)[3] == [2.0, 8.0]

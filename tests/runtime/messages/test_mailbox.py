@@ -1,0 +1,150 @@
+"""Frames reach their receiver whatever the order, nobody waits to send, and a failure is heard by all."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_realloc.errors import RankLost, ReallocError, RewardError
+from lightning_realloc.runtime.messages.failure_store import (
+    explain,
+    forget_last_words,
+    is_broken_connection,
+    last_words,
+)
+from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
+from tests.workers import WorkerPool
+
+
+def _open() -> tuple[int, Mailbox]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return rank, Mailbox(rank, world_size, dist.new_group(backend="gloo"))
+
+
+def _bytes(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.uint8)
+
+
+def _send_in_one_order_and_receive_in_another() -> list[list[int]]:
+    rank, mailbox = _open()
+    for run in range(2):
+        for call in range(3):
+            mailbox.send(mailbox.others, FrameKind.ROWS, run, call, _bytes(*[10 * run + call] * (rank + call)))
+    received = [
+        mailbox.receive(FrameKind.ROWS, run, call, source).tolist()
+        for run in (1, 0) for call in (2, 0, 1) for source in mailbox.others
+    ]  # fmt: skip
+    mailbox.let_go(1)
+    return received
+
+
+def test_frames_are_found_by_name_whatever_the_order(workers: WorkerPool) -> None:
+    for rank, received in enumerate(workers.run(_send_in_one_order_and_receive_in_another, world_size=3)):
+        others = [source for source in range(3) if source != rank]
+        expected = [[10 * run + call] * (s + call) for run in (1, 0) for call in (2, 0, 1) for s in others]
+        assert received == expected
+
+
+def _send_to_a_rank_that_sleeps() -> tuple[float, float]:
+    rank, mailbox = _open()
+    dist.barrier()
+    begin = time.perf_counter()
+    if rank == 0:
+        mailbox.send([1], FrameKind.ROWS, 0, 0, torch.zeros(1 << 20, dtype=torch.uint8))
+        sent_after = time.perf_counter() - begin
+        mailbox.let_go(0)
+        return sent_after, time.perf_counter() - begin
+    time.sleep(1.0)
+    mailbox.receive(FrameKind.ROWS, 0, 0, 0)
+    return 0.0, mailbox.seconds_waited
+
+
+def test_a_sender_does_not_wait_until_it_lets_go(workers: WorkerPool) -> None:
+    (sent_after, let_go_after), (_, waited) = workers.run(_send_to_a_rank_that_sleeps, world_size=2)
+    assert sent_after < 0.6 < 0.8 < let_go_after
+    assert waited < 0.8
+
+
+def _fail_on(failing: dict[int, Exception]) -> str:
+    rank, mailbox = _open()
+    try:
+        if rank in failing:
+            mailbox.fail(failing[rank])
+        mailbox.receive(FrameKind.NOTES, 0, 0, (rank + 1) % dist.get_world_size())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("failing", "heard", "own"),
+    [
+        ({2: RewardError("no reward for 'x'")}, "RewardError: no reward for 'x'", {}),
+        ({2: KeyError("x")}, "ReallocError: rank 2 failed with KeyError: 'x'", {2: "KeyError: 'x'"}),
+        ({1: ReallocError("first"), 3: RewardError("second")}, "ReallocError: first", {}),
+        ({0: RankLost("gone"), 3: RewardError("the cause")}, "RewardError: the cause", {}),
+        ({1: RankLost("gone"), 2: RankLost("too")}, "RankLost: gone", {}),
+    ],
+    ids=["ours", "python's", "two", "a-lost-rank-and-why", "a-lost-rank"],
+)
+def test_every_rank_raises_the_lowest_failed_ranks_error(
+    workers: WorkerPool, failing: dict[int, Exception], heard: str, own: dict[int, str]
+) -> None:
+    assert workers.run(_fail_on, failing) == [own.get(rank, heard) for rank in range(4)]
+
+
+def test_a_single_process_sends_nothing_and_raises_its_own_error() -> None:
+    mailbox = Mailbox(0, 1, None)
+    mailbox.send(mailbox.others, FrameKind.NOTES, 0, 0, _bytes(1))
+    mailbox.let_go(0)
+    error = ValueError("mine")
+    with pytest.raises(ValueError, match="mine") as caught:
+        mailbox.fail(error)
+    assert caught.value is error
+
+
+def _end_in_a_collective() -> str:
+    """Return what the other ranks raise when rank 1, which they wait for in a collective, fails and ends."""
+    rank, mailbox = _open()
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
+    try:
+        if rank == 1:
+            mailbox.fail(ArithmeticError("overflow"))
+        try:
+            dist.barrier(group)
+        except RuntimeError as error:
+            assert is_broken_connection(error), error
+            mailbox.fail(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_broken_collective_is_told_as_what_broke_it(workers: WorkerPool) -> None:
+    heard = workers.run(_end_in_a_collective, world_size=3)
+    assert heard == [
+        "ReallocError: rank 1 failed with ArithmeticError: overflow",
+        "ArithmeticError: overflow",
+        "ReallocError: rank 1 failed with ArithmeticError: overflow",
+    ]
+
+
+def _explained() -> list[str]:
+    rank = dist.get_rank()
+    forget_last_words(rank)
+    dist.barrier()
+    error = RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer") if rank else KeyError("x")
+    if rank:
+        while not last_words(2):
+            time.sleep(0.01)
+    explain(error, rank, 2)
+    return getattr(error, "__notes__", [])
+
+
+def test_an_error_that_another_ranks_end_has_caused_is_told_why(workers: WorkerPool) -> None:
+    assert workers.run(_explained, world_size=2) == [[], ["rank 0 failed first, with KeyError: 'x'"]]
+    assert not is_broken_connection(RuntimeError("shape mismatch"))

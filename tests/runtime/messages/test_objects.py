@@ -1,0 +1,30 @@
+"""Do all ranks get what every rank passed, however long it is?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_realloc.runtime.messages.objects import gather_objects
+from tests.workers import WorkerPool
+
+
+def _gather(sizes: list[int]) -> tuple[list[Any], list[Any] | None]:
+    rank = dist.get_rank()
+    group = dist.new_group([3, 1], sort_ranks=False)
+    everyone = gather_objects((rank, "x" * sizes[rank], torch.bfloat16))
+    return everyone, gather_objects(rank, group) if rank in (1, 3) else None
+
+
+def test_values_of_any_length_arrive_in_the_order_of_ranks(workers: WorkerPool) -> None:
+    for sizes in ([0, 0, 0, 0], [0, 10_000, 1, 0], [4000, 4088, 4089, 4096], [100_000, 5, 200_000, 70_000]):
+        expected = [(rank, "x" * size, torch.bfloat16) for rank, size in enumerate(sizes)]
+        answers = workers.run(_gather, sizes)
+        assert [everyone for everyone, _ in answers] == [expected] * 4
+        assert answers[1][1] == [3, 1]
+
+
+def test_a_process_alone_gets_its_own() -> None:
+    assert gather_objects({"a": 1}) == [{"a": 1}]

@@ -1,0 +1,58 @@
+"""Blocks under torch.compile: the same losses and gradients, one program for all lengths, and nothing left behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_realloc.batch.training import TrainOptions, pack_columns
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.model.training_mode import enable_activation_checkpointing, set_training_mode
+from lightning_realloc.runtime.parallel.compiled import compiled_blocks
+from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
+from tests.models import tiny_model
+from tests.strategies.runs import Batches
+
+BACKEND = "aot_eager"  # traces forward and backward as inductor does, and leaves out its minute of C++
+
+
+def loss_and_gradients(model: Any, batch: Any) -> tuple[float, dict[str, Tensor]]:
+    """Return the mean log-probability of a pack's responses, and its gradients."""
+    model.zero_grad()
+    loss = token_logprobs(model, batch, only_responses=True).logprobs.mean()
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_losses_and_gradients_stay_and_one_program_serves_all_lengths(recomputes: bool) -> None:
+    torch._dynamo.reset()
+    model = tiny_model("qwen3")
+    if recomputes:
+        enable_activation_checkpointing(model)
+    set_training_mode(model, dropout=False)
+    packs = [
+        pack_columns(batch, torch.device("cpu"), share_prompts=shared)
+        for batch in Batches(3, responses=True) for shared in (False, True)
+    ]  # fmt: skip
+    plain = [loss_and_gradients(model, batch) for batch in packs]
+    programs = []
+    for batch, (loss, gradients) in zip(packs, plain, strict=True):
+        with compiled_blocks(model, BACKEND):
+            ours, our_gradients = loss_and_gradients(model, batch)
+        programs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        assert ours == pytest.approx(loss, abs=1e-6)
+        for name, gradient in gradients.items():
+            assert torch.allclose(our_gradients[name], gradient, atol=1e-6), name
+    assert 0 < programs[0] == programs[-1], f"programs after each pack: {programs}"
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_what_cannot_be_compiled_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"compile='inducktor' must be a backend of torch\.compile: .*inductor"):
+        TrainOptions(compile="inducktor")
+    with pytest.raises(ConfigError, match="Linear has no repeated blocks"), compiled_blocks(nn.Linear(1, 1), BACKEND):
+        pass

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_realloc.errors import LayoutError
+from lightning_realloc.layout import Layout, ModelLayout
+from lightning_realloc.runtime.parallel.model_spec import describe_model
+from lightning_realloc.runtime.parallel.stage import cut_stage, passage_of
+from tests.models import tiny_model
+from tests.runtime.pipeline_cases import Case, move_weights_between_layouts, pipeline_beside_the_reference, score
+from tests.workers import WorkerPool
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi3", "gpt_neox", "gpt2")
+
+
+def _assert_nothing_differs(answers: list[dict[str, list[str]]]) -> None:
+    assert any(answers)
+    for rank, differences in enumerate(answers):
+        for case, found in differences.items():
+            assert not found, f"rank {rank}, {case}: {found[:6]}"
+
+
+def test_two_stages_of_every_family_equal_one_process(workers: WorkerPool) -> None:
+    cases = [Case(family, "pp2@0-1") for family in FAMILIES]
+
+    _assert_nothing_differs(workers.run(pipeline_beside_the_reference, cases, world_size=2, deadline_s=170.0))
+
+
+def test_pipelines_compose_with_every_other_axis(workers: WorkerPool) -> None:
+    cases = [
+        Case("llama", "pp4", num_layers=5),
+        Case("gpt2", "pp4@2,0,3,1", num_layers=4),
+        Case("llama", "pp2.fsdp2"),
+        Case("gpt_neox", "pp2.fsdp2@3,1,2,0", num_layers=3),
+        Case("qwen3", "pp2.tp2"),
+        Case("gemma", "pp2.tp2"),
+        Case("phi3", "pp2.dp2"),
+    ]
+
+    _assert_nothing_differs(workers.run(pipeline_beside_the_reference, cases, deadline_s=170.0))
+
+
+def test_any_number_of_micro_batches_goes_through(workers: WorkerPool) -> None:
+    cases = [
+        Case("llama", "pp4", num_layers=4, num_micro_batches=1),
+        Case("llama", "pp4", num_layers=4, num_micro_batches=2),
+        Case("llama", "pp4", num_layers=4, num_micro_batches=5),
+        Case("llama", "pp2.fsdp2", num_layers=4, num_micro_batches=1),
+        Case("llama", "pp2.fsdp2", num_layers=4, num_micro_batches=5),
+    ]
+
+    _assert_nothing_differs(workers.run(pipeline_beside_the_reference, cases, deadline_s=170.0))
+
+
+def test_critics_adapters_and_recomputed_activations(workers: WorkerPool) -> None:
+    cases = [
+        Case("qwen2", "pp2.tp2", token_classifier=True),
+        Case("llama", "pp2.fsdp2", token_classifier=True, checkpointing=True, num_micro_batches=4),
+        Case("llama", "pp4", num_layers=4, checkpointing=True, num_micro_batches=4),
+        Case("qwen3", "pp2.tp2", lora_modules=("q_proj", "v_proj", "down_proj")),
+        Case("gpt_neox", "pp2.fsdp2", lora_modules=("query_key_value", "dense")),
+    ]
+
+    _assert_nothing_differs(workers.run(pipeline_beside_the_reference, cases, deadline_s=170.0))
+
+
+def test_weights_move_between_stages_and_other_layouts_bit_for_bit(workers: WorkerPool) -> None:
+    pairs = [("pp2@0-1", "dp2@0-1"), ("pp2.fsdp2", "dp2.tp2"), ("pp4", "tp2@2-3"), ("pp2.tp2", "pp4@3,2,1,0")]
+
+    assert workers.run(move_weights_between_layouts, "llama", pairs) == [[]] * 4
+
+
+def _stage(model: nn.Module, index: int, layout: str = "pp2") -> nn.Module:
+    cut_stage(model, ModelLayout(describe_model(model), Layout.parse(layout)), index)
+    return model
+
+
+def test_a_stage_keeps_names_indices_and_buffers_of_the_whole_model() -> None:
+    whole = tiny_model("qwen3")
+    layout = ModelLayout(describe_model(whole), Layout.parse("pp2"))
+    stages = [_stage(tiny_model("qwen3"), index) for index in (0, 1)]
+
+    for rank, stage in enumerate(stages):
+        assert tuple(name for name, _ in stage.named_parameters()) == layout.names(rank)
+        assert [name for name, _ in stage.named_buffers()] == [name for name, _ in whole.named_buffers()]
+        assert len(stage.model.layers) == 2
+    assert stages[1].model.layers[1].self_attn.layer_idx == 1
+
+
+def _frozen_first_block(model: nn.Module) -> None:
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+
+
+def _shared_weight(model: nn.Module) -> None:
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+
+
+def _bare_parameter(model: nn.Module) -> None:
+    model.scale = nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_frozen_first_block, "would leave stage 0 of LlamaForCausalLM without a parameter that is trained"),
+        (_shared_weight, r"layers.0.mlp.up_proj.weight and model.layers.1.mlp.up_proj.weight are tied"),
+        (_bare_parameter, r"LlamaForCausalLM holds the parameter 'scale' beside modules of other stages"),
+    ],
+)
+def test_models_that_cannot_be_divided_are_refused_on_every_rank(
+    change: Callable[[nn.Module], None], message: str
+) -> None:
+    for rank in (0, 1):
+        model = tiny_model("llama")
+        change(model)
+        with pytest.raises(LayoutError, match=message):
+            _stage(model, rank)
+
+
+def test_ties_across_stages_and_too_few_blocks_are_refused_before_anything_is_laid_out() -> None:
+    with pytest.raises(LayoutError, match=r"pp=2 would put 'lm_head.weight' and 'model.embed_tokens.weight'.*untie"):
+        ModelLayout(describe_model(tiny_model("qwen2")), Layout.parse("pp2"))
+    with pytest.raises(LayoutError, match="pp=3 needs at least one block per stage but the model has 2 blocks"):
+        ModelLayout(describe_model(tiny_model("llama")), Layout.parse("pp3"))
+
+
+def test_a_stage_is_called_on_the_tokens_that_the_others_see_or_not_at_all() -> None:
+    stage = _stage(tiny_model("llama"), 1)
+    ids = torch.arange(6).unsqueeze(0)
+    with pytest.raises(LayoutError, match="is stage 1 of 2 of a pipeline, and cannot be called by itself"):
+        stage(input_ids=ids)
+    with (
+        passage_of(stage).open(ids, torch.zeros(1, 6, 64)),
+        pytest.raises(LayoutError, match=r"tokens of the micro-batch .* of shape \(1, 6\); it gave others, .*\(1, 3\)"),
+    ):
+        stage(input_ids=ids[:, :3])
+    with pytest.raises(LayoutError, match="is not a pipeline stage"):
+        passage_of(tiny_model("llama"))
+
+
+def test_a_norm_that_is_registered_before_the_blocks_and_runs_behind_them_is_refused() -> None:
+    case = Case("opt", "pp2")
+    stage, (batch, *_) = _stage(case.build(), 1), case.batches(1)[0]
+
+    with (
+        passage_of(stage).open(batch.input_ids, torch.zeros(1, batch.num_tokens, 64)),
+        pytest.raises(LayoutError, match=r"such a module \(LayerNorm\) behind them, on the last; use pp=1"),
+    ):
+        score(stage, batch, classifies=False)

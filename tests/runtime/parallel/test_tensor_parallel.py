@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_realloc.errors import LayoutError
+from lightning_realloc.layout import Layout, ModelLayout
+from lightning_realloc.runtime.forward.tp_group import TensorParallelGroup
+from lightning_realloc.runtime.parallel.mesh import MeshRegistry
+from lightning_realloc.runtime.parallel.model_spec import describe_model
+from lightning_realloc.runtime.parallel.tensor_parallel import install_tensor_parallel, slice_parameters
+from tests.models import tiny_model
+from tests.runtime.reference import local_part
+from tests.workers import WorkerPool
+
+PLAN = {
+    "embedding": "embedding_colwise",
+    "gate_up": "packed_colwise",
+    "down": "rowwise",
+    "left": "colwise",
+    "right": "colwise",
+    "join": "rowwise",
+    "mixed": "packed_rowwise",
+    "head": "colwise_gather_output",
+    "last": "rowwise_split_input",
+}
+
+
+class EveryStyle(nn.Module):
+    """A model without a config, with the styles that no tested family uses, and sizes that 4 does not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 10)
+        self.gate_up = nn.Linear(10, 2 * 7)
+        self.down = nn.Linear(7, 10)
+        self.left = nn.Linear(10, 6)
+        self.right = nn.Linear(10, 6)
+        self.join = nn.Linear(6, 10)
+        self.fused = nn.Linear(10, 2 * 7)
+        self.mixed = nn.Linear(2 * 7, 10)
+        self.head = nn.Linear(10, 13)
+        self.last = nn.Linear(13, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embedding(ids)
+        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
+        hidden = hidden + self.down(gate.sigmoid() * up)
+        hidden = hidden + self.join(self.left(hidden.sin()) * self.right(hidden))  # two inputs, as in cross-attention
+        hidden = hidden + self.mixed(self.fused(hidden).tanh())
+        return self.last(self.head(hidden).relu())
+
+
+def _tensor_parallel_group(text: str) -> tuple[Layout, dist.ProcessGroup]:
+    meshes, layout = MeshRegistry("cpu"), Layout.parse(text)
+    meshes.create([layout])
+    group = meshes.group(layout, "tp")
+    assert group is not None
+    return layout, group
+
+
+def _every_style(layout_text: str) -> list[str]:
+    layout, group = _tensor_parallel_group(layout_text)
+    rank = dist.get_rank()
+    plan = {**PLAN, "fused": "packed_colwise"}
+    torch.manual_seed(3)
+    whole = EveryStyle().double()
+    model = copy.deepcopy(whole)
+    model_layout = ModelLayout(describe_model(model, tp_plan=plan), layout)
+    install_tensor_parallel(model, layout, group, rank, tp_plan=plan)
+    slice_parameters(model, model_layout, rank)
+    ids = torch.arange(22).remainder(11).view(2, 11)
+    outputs = [m(ids) for m in (whole, model)]
+    for output in outputs:
+        output.square().sum().backward()
+    found = [] if torch.allclose(*outputs, rtol=1e-12) else ["output"]
+    for name, parameter in model.named_parameters():
+        expected = local_part(whole.get_parameter(name).grad, model_layout, name, rank)
+        if not torch.allclose(parameter.grad, expected, rtol=1e-10, atol=1e-12):
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["tp4@0-3", "tp4@2,0,1,3"])
+def test_every_style_gives_the_outputs_and_gradients_of_the_whole_model(workers: WorkerPool, layout: str) -> None:
+    assert workers.run(_every_style, layout) == [[], [], [], []]
+
+
+def _sums() -> dict[str, object]:
+    layout, process_group = _tensor_parallel_group("tp4@3,1,0,2")
+    group = TensorParallelGroup(process_group, layout.ranks, dist.get_rank())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    answers: dict[str, object] = {}
+    for numel in (1_000, 200_000):  # gathered and added here; all-reduced by gloo
+        for dtype in (torch.float32, torch.bfloat16):
+            mine = torch.randn(numel, generator=generator).to(dtype)
+            kept = mine.clone()
+            total = group.sum(mine)
+            answers[f"{numel} {dtype}"] = total.float()
+            assert torch.equal(mine, kept)
+            assert torch.equal(group.sum_without_gradient(mine.clone()), total)
+    answers["order"] = group.gather(torch.tensor([dist.get_rank()])).flatten().tolist()
+    return answers
+
+
+def test_sums_have_the_same_bits_on_every_rank(workers: WorkerPool) -> None:
+    first, *others = workers.run(_sums)
+
+    assert first.pop("order") == [3, 1, 0, 2]
+    for answers in others:
+        assert all(torch.equal(answers[key], total) for key, total in first.items())
+
+
+def _one_sum_for_q_k_and_v() -> tuple[int, int, bool]:
+    layout, group = _tensor_parallel_group("tp2@0-1")
+    model = tiny_model("llama")
+    model_layout = ModelLayout(describe_model(model), layout)
+    tensor_parallel = install_tensor_parallel(model, layout, group, dist.get_rank())
+    slice_parameters(model, model_layout, dist.get_rank())
+    calls, original = [0], tensor_parallel.sum
+
+    def counted(tensor: Tensor) -> Tensor:
+        calls[0] += 1
+        return original(tensor)
+
+    tensor_parallel.sum = counted  # type: ignore[method-assign]
+    loss = model(input_ids=torch.arange(8).unsqueeze(0), labels=torch.arange(8).unsqueeze(0)).loss
+    forward = calls[0]
+    loss.backward()
+    return forward, calls[0] - forward, tensor_parallel.shared_copy is None
+
+
+def test_layers_that_read_one_activation_sum_its_gradient_once(workers: WorkerPool) -> None:
+    # Forward: the embedding, and two sums in each of two blocks. Backward: q/k/v and gate/up in each, and the head.
+    assert workers.run(_one_sum_for_q_k_and_v, world_size=2) == [(5, 5, True)] * 2
+
+
+def _installed(case: str) -> str:
+    layout, group = _tensor_parallel_group("tp2@0-1")
+    reversed_layout = Layout.parse("tp2@1,0")
+    model = tiny_model("gpt2" if case == "no plan" else "llama")
+    if case == "wrapped":
+        model.model.layers[0].mlp.up_proj.forward = model.model.layers[0].mlp.up_proj.forward
+    with pytest.raises(LayoutError) as error:
+        if case == "order":
+            install_tensor_parallel(model, reversed_layout, group, dist.get_rank())
+        elif case == "sliced twice":
+            model_layout = ModelLayout(describe_model(model), layout)
+            slice_parameters(model, model_layout, dist.get_rank())
+            slice_parameters(model, model_layout, dist.get_rank())
+        else:
+            install_tensor_parallel(model, layout, group, dist.get_rank())
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("no plan", "GPT2LMHeadModel has no tensor-parallel plan"),
+        ("wrapped", "model.layers.0.mlp.up_proj: its forward was replaced"),
+        ("order", "MeshRegistry, which keeps the layout's order"),
+        ("sliced twice", "slice a model with full weights, once"),
+    ],
+)
+def test_what_would_go_wrong_silently_is_refused(workers: WorkerPool, case: str, reason: str) -> None:
+    for message in workers.run(_installed, case, world_size=2):
+        assert reason in message
