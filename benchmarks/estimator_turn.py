@@ -61,7 +61,7 @@ def random_plans(strategy: Any, seed: int) -> Iterator[Any]:
     from lightning_realloc import ExecutionPlan, Layout
     from lightning_realloc.dataflow.execution_plan import CallPlan
     from lightning_realloc.errors import ReallocError
-    from lightning_realloc.tuning.space import legal_dims, rank_sets
+    from lightning_realloc.tuning.search.space import legal_dims, rank_sets
 
     rng, flow, cluster = random.Random(seed), strategy.dataflow, strategy.cluster
     models = {role: strategy.pool.home(role).model_layout.model for role in strategy.pool.roles}
@@ -112,7 +112,7 @@ def measure(work: Workload, *, num_plans: int, seed: int, overlap: Literal["iter
 
 def _make_meter(work: Workload, num_plans: int, seed: int, overlap: Any, profile: Any) -> Any:
     from lightning_realloc import PhaseCallback
-    from lightning_realloc.tuning.lengths import Lengths
+    from lightning_realloc.tuning.shapes.lengths import Lengths
 
     class Meter(PhaseCallback):
         """Changes the plan, prices it, and times its iterations."""
@@ -171,7 +171,7 @@ def _plan_point(
     plan: Any, flow: Any, prices: Any, overlap: Any, parts: Sequence[tuple[float, Sequence[Mapping[str, float]]]]
 ) -> PlanPoint:
     """Return a plan's point; ``parts`` are every rank's seconds of all iterations, and those of calls in each."""
-    from lightning_realloc.tuning.simulator import simulate
+    from lightning_realloc.tuning.timeline.simulator import simulate
 
     calls = tuple(
         CallPoint(

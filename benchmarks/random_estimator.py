@@ -11,7 +11,7 @@ from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.tuning.estimate import CallSeconds
+from lightning_realloc.tuning.estimate.estimator import CallSeconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

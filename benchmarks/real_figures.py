@@ -32,14 +32,14 @@ from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.tuning.hardware import Efficiency
-from lightning_realloc.tuning.known_models import find_known_model
-from lightning_realloc.tuning.memory_parts import MemorySettings, Workload
-from lightning_realloc.tuning.pricing import PlanningTask, PlanPricer
-from lightning_realloc.tuning.roofline import RooflineEstimator
-from lightning_realloc.tuning.search import SearchResult
-from lightning_realloc.tuning.simulator import simulate
-from lightning_realloc.tuning.space import CallOptions
+from lightning_realloc.tuning.estimate.hardware import Efficiency
+from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
+from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
+from lightning_realloc.tuning.search.plan_search import SearchResult
+from lightning_realloc.tuning.search.pricing import PlanningTask, PlanPricer
+from lightning_realloc.tuning.search.space import CallOptions
+from lightning_realloc.tuning.shapes.known_models import find_known_model
+from lightning_realloc.tuning.timeline.simulator import simulate
 
 PROMPT_TOKENS = 128
 TOKENS = 131_072

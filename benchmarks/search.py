@@ -23,11 +23,11 @@ from benchmarks.toy_estimator import ToyEstimator, decoder
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.tuning.estimate import Estimator
-from lightning_realloc.tuning.search import SearchResult, search_plan
-from lightning_realloc.tuning.search_problem import Problem
-from lightning_realloc.tuning.search_progress import Progress
-from lightning_realloc.tuning.space import CallOptions
+from lightning_realloc.tuning.estimate.estimator import Estimator
+from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
+from lightning_realloc.tuning.search.problem import Problem
+from lightning_realloc.tuning.search.progress import Progress
+from lightning_realloc.tuning.search.space import CallOptions
 
 ROUNDING = 1e-6
 """Plans whose seconds differ by this share are equal."""

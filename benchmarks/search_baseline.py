@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from itertools import accumulate, chain, combinations, product
 
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.tuning.search_options import Option
-from lightning_realloc.tuning.search_problem import Choice, Problem, Score
-from lightning_realloc.tuning.search_progress import Progress
-from lightning_realloc.tuning.space import RankSet, legal_dims, node_counts, node_run, parts, rank_sets
+from lightning_realloc.tuning.search.options import Option
+from lightning_realloc.tuning.search.problem import Choice, Problem, Score
+from lightning_realloc.tuning.search.progress import Progress
+from lightning_realloc.tuning.search.space import RankSet, legal_dims, node_counts, node_run, parts, rank_sets
 
 BETA = 0.001
 GRAIN_S = 0.1

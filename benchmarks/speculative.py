@@ -32,11 +32,11 @@ from benchmarks.speculative_grpo import SETTINGS as GRPO_SETTINGS
 from benchmarks.speculative_grpo import measure_grpo
 from benchmarks.speculative_models import LONGEST, RECIPES, Recipe, markov_text, train
 from lightning_realloc.generation import GenerationEngine, SamplingParams
-from lightning_realloc.generation.draft_model import BlocksDrafter, ModelDrafter
-from lightning_realloc.generation.drafting import Drafter, HistoryDrafter, NgramDrafter
-from lightning_realloc.generation.run import GenerationStats
-from lightning_realloc.generation.samples import Completion
-from lightning_realloc.generation.speculation import Speculation
+from lightning_realloc.generation.core.sample import Completion
+from lightning_realloc.generation.loop.run import GenerationStats
+from lightning_realloc.generation.speculative.config import Speculation
+from lightning_realloc.generation.speculative.draft_model import BlocksDrafter, ModelDrafter
+from lightning_realloc.generation.speculative.drafting import Drafter, HistoryDrafter, NgramDrafter
 
 PROMPT_TOKENS = 32
 DRAFTERS = ("ngram", "history", "model", "blocks")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from lightning_realloc.generation.draft_model import first_blocks
+from lightning_realloc.generation.speculative.draft_model import first_blocks
 
 VOCABULARY = 256
 CHANCES = (0.94, 0.04, 0.02)

@@ -14,7 +14,7 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelSpec, ParamSpec
 from lightning_realloc.layout.sharding import TensorParallelCut
-from lightning_realloc.tuning.estimate import CallSeconds
+from lightning_realloc.tuning.estimate.estimator import CallSeconds
 
 EFFICIENCY = 0.5
 """Of matrix products on long inputs."""

@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from lightning_realloc.realloc import plan_reallocation as plan_reallocation
     from lightning_realloc.rewards.verifiers import exact_match as exact_match
     from lightning_realloc.strategies import ReallocStrategy as ReallocStrategy
-    from lightning_realloc.tuning.search import search_plan as search_plan
+    from lightning_realloc.tuning.search.plan_search import search_plan as search_plan
 
 __version__ = "0.1.0"
 
@@ -105,7 +105,7 @@ _HOMES = {
     "ModelFunctionCall": "dataflow.dataflow",
     "CallPlan": "dataflow.execution_plan",
     "ExecutionPlan": "dataflow.execution_plan",
-    "search_plan": "tuning.search",
+    "search_plan": "tuning.search.plan_search",
     "Completion": "generation",
     "Conversation": "generation",
     "GenerationEngine": "generation",

@@ -20,7 +20,7 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Divided, Samples
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.generation import Conversation, Environment, GenerationEngine, RolloutBudget, SamplingParams
-from lightning_realloc.generation.model_facts import penalties_of
+from lightning_realloc.generation.core.model_config import penalties_of
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
 _CHECKPOINT_KEY = "carried_rollout"

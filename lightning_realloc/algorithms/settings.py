@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from lightning_realloc.batch.training import TrainOptions, group_name
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Speculation
-from lightning_realloc.generation.sampling import is_of_kind
+from lightning_realloc.generation.core.sampling import is_of_kind
 
 EngineName = Literal["native", "hf"]
 """What generates: continuous batching, or the model's own ``generate``."""

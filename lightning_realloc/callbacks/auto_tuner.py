@@ -24,10 +24,10 @@ from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.elsewhere import named_elsewhere
 from lightning_realloc.errors import ConfigError, LayoutError, PlanError, ReallocError
 from lightning_realloc.runtime.messages.objects import gather_objects
-from lightning_realloc.tuning.lengths import Lengths
-from lightning_realloc.tuning.prospects import Prospects, Yardstick
+from lightning_realloc.tuning.candidates import Prospects, Yardstick
+from lightning_realloc.tuning.shapes.lengths import Lengths
 from lightning_realloc.tuning.tuner import Tuner
-from lightning_realloc.tuning.tuner_steps import (
+from lightning_realloc.tuning.tuner_actions import (
     Candidate,
     Commit,
     Measure,

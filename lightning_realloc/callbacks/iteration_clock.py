@@ -10,7 +10,7 @@ from typing import Any
 from lightning_realloc.callbacks.tuning_report import Measured
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.messages.objects import gather_objects
-from lightning_realloc.tuning.lengths import Lengths
+from lightning_realloc.tuning.shapes.lengths import Lengths
 
 
 @dataclass(frozen=True, slots=True)

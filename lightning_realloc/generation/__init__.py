@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from lightning_realloc.generation.budget import RolloutBudget
-from lightning_realloc.generation.conversation import Conversation, Environment, Turn
+from lightning_realloc.generation.core.sample import Completion
+from lightning_realloc.generation.core.sampling import SamplingParams
 from lightning_realloc.generation.engine import GenerationEngine
 from lightning_realloc.generation.hf_engine import HFEngine
-from lightning_realloc.generation.run import GenerationStats
-from lightning_realloc.generation.samples import Completion
-from lightning_realloc.generation.sampling import SamplingParams
-from lightning_realloc.generation.speculation import Speculation
+from lightning_realloc.generation.loop.environment import Conversation, Environment, Turn
+from lightning_realloc.generation.loop.run import GenerationStats
+from lightning_realloc.generation.schedule.budget import RolloutBudget
+from lightning_realloc.generation.speculative.config import Speculation
 
 __all__ = [
     "Completion",

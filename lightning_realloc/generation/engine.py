@@ -17,36 +17,36 @@ from torch import nn
 
 from lightning_realloc.elsewhere import OF_ENGINE, named_elsewhere
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.attention import check_idle, check_loaded, check_supported, slot_attention
-from lightning_realloc.generation.budget import Budget
-from lightning_realloc.generation.conversation import Conversation, Conversations, Environment
-from lightning_realloc.generation.drafters import build_drafter
-from lightning_realloc.generation.drafting import Drafter
-from lightning_realloc.generation.kv_cache import SlotCache
-from lightning_realloc.generation.migration import LONGEST_PAUSE_S, Migration, MigrationStats, WaitingCalls
-from lightning_realloc.generation.model_facts import length_bounds, vocabulary_of
-from lightning_realloc.generation.outlet import Announcer, Outlet
-from lightning_realloc.generation.packed_linear import packed_linears
-from lightning_realloc.generation.page_names import SampleLengths, longest_of
-from lightning_realloc.generation.paged_cache import PagedCache
-from lightning_realloc.generation.paged_scheduler import PagedScheduler
-from lightning_realloc.generation.requests import Requests, check_callables, next_version
-from lightning_realloc.generation.run import GenerationRun, GenerationStats
-from lightning_realloc.generation.runner import ModelRunner
-from lightning_realloc.generation.samples import Completion, Sample
-from lightning_realloc.generation.sampling import SamplingParams, check_counts
-from lightning_realloc.generation.scheduler import Prompt, Scheduler
-from lightning_realloc.generation.shipping import Peers
-from lightning_realloc.generation.speculation import Speculation
-from lightning_realloc.generation.speculator import Speculator
-from lightning_realloc.generation.step_graphs import StepGraphs
-from lightning_realloc.generation.stopping import (
+from lightning_realloc.generation.cache.kv_cache import SlotCache
+from lightning_realloc.generation.cache.paged_cache import PagedCache
+from lightning_realloc.generation.cache.prefix_index import SampleLengths, longest_of
+from lightning_realloc.generation.core.model_config import length_bounds, vocabulary_of
+from lightning_realloc.generation.core.sample import Completion, Sample
+from lightning_realloc.generation.core.sampling import SamplingParams, check_counts
+from lightning_realloc.generation.core.stopping import (
     StopRule,
     StopStringCheck,
     Tokenizer,
     check_tokenizer,
     stop_rule_of,
 )
+from lightning_realloc.generation.forward.attention import check_idle, check_loaded, check_supported, slot_attention
+from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
+from lightning_realloc.generation.forward.packed_linear import packed_linears
+from lightning_realloc.generation.forward.runner import ModelRunner
+from lightning_realloc.generation.loop.environment import Conversation, Conversations, Environment
+from lightning_realloc.generation.loop.requests import Requests, check_callables, next_version
+from lightning_realloc.generation.loop.run import GenerationRun, GenerationStats
+from lightning_realloc.generation.loop.streaming import Announcer, Outlet
+from lightning_realloc.generation.rebalance.kv_transfer import Peers
+from lightning_realloc.generation.rebalance.migration import LONGEST_PAUSE_S, Migration, MigrationStats, WaitingCalls
+from lightning_realloc.generation.schedule.budget import Budget
+from lightning_realloc.generation.schedule.paged_scheduler import PagedScheduler
+from lightning_realloc.generation.schedule.scheduler import Prompt, Scheduler
+from lightning_realloc.generation.speculative.config import Speculation
+from lightning_realloc.generation.speculative.drafters import build_drafter
+from lightning_realloc.generation.speculative.drafting import Drafter
+from lightning_realloc.generation.speculative.speculator import Speculator
 
 _log = logging.getLogger(__name__)
 

@@ -21,14 +21,20 @@ from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.core.model_config import length_bounds, vocabulary_of
+from lightning_realloc.generation.core.sample import Completion, Sample
+from lightning_realloc.generation.core.sampling import SamplingParams, check_counts, token_logprobs
+from lightning_realloc.generation.core.stopping import (
+    StopRule,
+    StopStringCheck,
+    Tokenizer,
+    check_tokenizer,
+    stop_rule_of,
+)
 from lightning_realloc.generation.engine import GenerationEngine
-from lightning_realloc.generation.model_facts import length_bounds, vocabulary_of
-from lightning_realloc.generation.outlet import Announcer, Outlet
-from lightning_realloc.generation.requests import Requests, check_callables, next_version
-from lightning_realloc.generation.run import DIVERGED, GenerationStats, not_finite
-from lightning_realloc.generation.samples import Completion, Sample
-from lightning_realloc.generation.sampling import SamplingParams, check_counts, token_logprobs
-from lightning_realloc.generation.stopping import StopRule, StopStringCheck, Tokenizer, check_tokenizer, stop_rule_of
+from lightning_realloc.generation.loop.requests import Requests, check_callables, next_version
+from lightning_realloc.generation.loop.run import DIVERGED, GenerationStats, not_finite
+from lightning_realloc.generation.loop.streaming import Announcer, Outlet
 from lightning_realloc.runtime.model.model_terms import why_experts_fail, why_no_response
 
 _log = logging.getLogger(__name__)

@@ -26,9 +26,9 @@ from lightning_realloc.algorithms.role import Role, Task
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.strategies.memory import describe_roles
-from lightning_realloc.tuning.experts import declared_experts
-from lightning_realloc.tuning.known_models import KnownModel, find_known_model, is_shape, parse_shape
-from lightning_realloc.tuning.memory_parts import RoleMemory
+from lightning_realloc.tuning.memory.parts import RoleMemory
+from lightning_realloc.tuning.shapes.experts import declared_experts
+from lightning_realloc.tuning.shapes.known_models import KnownModel, find_known_model, is_shape, parse_shape
 
 _TASKS: dict[str, Task] = {"critic": "token_classification", "reward": "sequence_classification"}
 """Roles whose models score; all others predict tokens."""

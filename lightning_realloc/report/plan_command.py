@@ -32,13 +32,13 @@ from lightning_realloc.report.plan_report import (
 from lightning_realloc.report.plan_request import PlanRequest, parse_request
 from lightning_realloc.report.tables import gib
 from lightning_realloc.strategies.memory import settings_of_precision
-from lightning_realloc.tuning.hardware import CPU_EFFICIENCY
-from lightning_realloc.tuning.memory import MemoryForecast, forecast_memory
-from lightning_realloc.tuning.memory_advice import find_excess
-from lightning_realloc.tuning.pricing import PlanningTask, PlanPricer, PricedPlan
-from lightning_realloc.tuning.roofline import RooflineEstimator
-from lightning_realloc.tuning.search import SearchResult
-from lightning_realloc.tuning.search_need import NothingFitsError
+from lightning_realloc.tuning.estimate.hardware import CPU_EFFICIENCY
+from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
+from lightning_realloc.tuning.memory.advice import find_excess
+from lightning_realloc.tuning.memory.forecast import MemoryForecast, forecast_memory
+from lightning_realloc.tuning.search.infeasible import NothingFitsError
+from lightning_realloc.tuning.search.plan_search import SearchResult
+from lightning_realloc.tuning.search.pricing import PlanningTask, PlanPricer, PricedPlan
 
 Write = Callable[[str], object]
 SECONDS_OF_FEWEST = 2.0

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from lightning_realloc.report.plan_report import set_up_need
 from lightning_realloc.report.tables import aligned, gib, short_layout
-from lightning_realloc.tuning.pricing import PricedPlan
-from lightning_realloc.tuning.search import SearchResult
+from lightning_realloc.tuning.search.plan_search import SearchResult
+from lightning_realloc.tuning.search.pricing import PricedPlan
 
 SECONDS_PER_HOUR = 3600.0
 ITERATIONS_TOLD = 1000

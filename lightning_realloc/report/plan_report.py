@@ -7,11 +7,11 @@ from dataclasses import fields
 
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.report.tables import aligned, gib, short_layout, short_ranks
-from lightning_realloc.tuning.memory import SET_UP
-from lightning_realloc.tuning.memory_parts import MemoryParts
-from lightning_realloc.tuning.pricing import PricedPlan
-from lightning_realloc.tuning.search import SearchResult
-from lightning_realloc.tuning.simulator import TimelineEntry
+from lightning_realloc.tuning.memory.forecast import SET_UP
+from lightning_realloc.tuning.memory.parts import MemoryParts
+from lightning_realloc.tuning.search.plan_search import SearchResult
+from lightning_realloc.tuning.search.pricing import PricedPlan
+from lightning_realloc.tuning.timeline.simulator import TimelineEntry
 
 ONE_LAYOUT, SEVERAL_LAYOUTS = (0.95, 1.13), (0.95, 1.31)
 """Least and most that iterations took beside their estimates, on machines that nobody measured for it: plans of one

@@ -31,7 +31,7 @@ from lightning_realloc.algorithms.reward_sources import is_further
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.tuning.memory_parts import HEADROOM, Workload, parse_bytes
+from lightning_realloc.tuning.memory.parts import HEADROOM, Workload, parse_bytes
 
 ALGORITHMS: dict[str, type[MultiModelModule]] = {
     "grpo": GRPO,

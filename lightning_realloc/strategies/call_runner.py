@@ -37,7 +37,7 @@ from lightning_realloc.strategies.tail import TailCalls
 from lightning_realloc.strategies.trainer_step import Trainee
 from lightning_realloc.strategies.training_metrics import TrainingMetrics
 from lightning_realloc.strategies.workplace import Workplace
-from lightning_realloc.tuning.simulator import Overlap
+from lightning_realloc.tuning.timeline.simulator import Overlap
 
 PhaseContext = Callable[[str], Any]
 

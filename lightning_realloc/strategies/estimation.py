@@ -17,14 +17,14 @@ from lightning_realloc.strategies.measure.profile_subject import Machine
 from lightning_realloc.strategies.memory import with_callbacks
 from lightning_realloc.strategies.pool_builder import PoolBuilder
 from lightning_realloc.strategies.profiling import Profile, ProfileRequest, num_cores, profile_models
-from lightning_realloc.tuning.estimate import Estimator
-from lightning_realloc.tuning.hardware import CPU_EFFICIENCY, Efficiency
-from lightning_realloc.tuning.lengths import Lengths, TypicalLengths
-from lightning_realloc.tuning.measured import MeasuredEstimator
-from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory, Workload, usable_bytes
-from lightning_realloc.tuning.prospects import Prospects
-from lightning_realloc.tuning.roofline import RooflineEstimator
-from lightning_realloc.tuning.simulator import Overlap
+from lightning_realloc.tuning.candidates import Prospects
+from lightning_realloc.tuning.estimate.estimator import Estimator
+from lightning_realloc.tuning.estimate.hardware import CPU_EFFICIENCY, Efficiency
+from lightning_realloc.tuning.estimate.measured import MeasuredEstimator
+from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
+from lightning_realloc.tuning.memory.parts import MemorySettings, RoleMemory, Workload, usable_bytes
+from lightning_realloc.tuning.shapes.lengths import Lengths, TypicalLengths
+from lightning_realloc.tuning.timeline.simulator import Overlap
 
 
 def make_estimator(

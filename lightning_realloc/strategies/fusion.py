@@ -14,8 +14,8 @@ from lightning_realloc.batch.training import MicroBatch, micro_batch_plan
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.strategies.workplace import Workplace
-from lightning_realloc.tuning.fusion import fused_first, fused_groups, fused_sources, tail_sources
-from lightning_realloc.tuning.simulator import Overlap
+from lightning_realloc.tuning.timeline.fusion import fused_first, fused_groups, fused_sources, tail_sources
+from lightning_realloc.tuning.timeline.simulator import Overlap
 
 UnitShares = tuple[tuple[MicroBatch, ...], ...]
 """Of every data-parallel rank the micro-batches of one unit; positions count from the unit's beginning."""

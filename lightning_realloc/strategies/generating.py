@@ -8,7 +8,7 @@ import torch
 
 from lightning_realloc.batch.samples import Divided, Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
-from lightning_realloc.generation.outlet import Outlet
+from lightning_realloc.generation.loop.streaming import Outlet
 from lightning_realloc.strategies.generators import Generator, Generators
 from lightning_realloc.strategies.idle import IdleClock
 from lightning_realloc.strategies.iteration import Iteration

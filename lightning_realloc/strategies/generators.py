@@ -22,10 +22,10 @@ from lightning_realloc.batch.samples import Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import GenerationEngine, HFEngine
-from lightning_realloc.generation.drafters import build_drafter
-from lightning_realloc.generation.drafting import Drafter, Exchange
-from lightning_realloc.generation.migration import MigrationStats, WaitingCalls
-from lightning_realloc.generation.shipping import Peers
+from lightning_realloc.generation.rebalance.kv_transfer import Peers
+from lightning_realloc.generation.rebalance.migration import MigrationStats, WaitingCalls
+from lightning_realloc.generation.speculative.drafters import build_drafter
+from lightning_realloc.generation.speculative.drafting import Drafter, Exchange
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from lightning_realloc.strategies.lockstep import Lockstep
 from lightning_realloc.strategies.model_pool import ModelPool

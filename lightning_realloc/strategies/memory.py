@@ -17,16 +17,16 @@ from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.generation import Speculation
-from lightning_realloc.generation.drafters import describe_draft_model
-from lightning_realloc.generation.packed_linear import packs
+from lightning_realloc.generation.forward.packed_linear import packs
+from lightning_realloc.generation.speculative.drafters import describe_draft_model
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.transfer.shared_memory import shared_memory_obstacle
 from lightning_realloc.strategies.pool_options import PoolOptions
-from lightning_realloc.tuning.memory import forecast_memory
-from lightning_realloc.tuning.memory_advice import find_excess
-from lightning_realloc.tuning.memory_parts import DraftMemory, EngineMemory, MemorySettings, RoleMemory
-from lightning_realloc.tuning.model_shape import ModelShape
+from lightning_realloc.tuning.memory.advice import find_excess
+from lightning_realloc.tuning.memory.forecast import forecast_memory
+from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemorySettings, RoleMemory
+from lightning_realloc.tuning.shapes.model_shape import ModelShape
 
 
 def describe_roles(roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str]]) -> dict[str, RoleMemory]:

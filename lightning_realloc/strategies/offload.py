@@ -14,7 +14,7 @@ from lightning_realloc.errors import ReallocError
 from lightning_realloc.runtime.measure.offload import Offload, carrier
 from lightning_realloc.runtime.parallel.shards import local_tensor, local_tensors
 from lightning_realloc.strategies.model_pool import ModelPool
-from lightning_realloc.tuning.offload import OffloadSchedule
+from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
 
 
 class Offloader:

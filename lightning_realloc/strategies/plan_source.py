@@ -13,7 +13,7 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.runtime.messages.objects import gather_objects
-from lightning_realloc.tuning.heuristic import heuristic_plan
+from lightning_realloc.tuning.search.heuristic import heuristic_plan
 
 PlanSource = Mapping[str, Any] | str | Path | ExecutionPlan  # the command line takes the first that fits
 NamedPlan = ExecutionPlan | Literal["heuristic", "static"]

@@ -36,8 +36,8 @@ from lightning_realloc.strategies.model_pool import ModelPool
 from lightning_realloc.strategies.plan_source import NamedPlan, agree_on, work_out_plan
 from lightning_realloc.strategies.pool_options import Following, PoolOptions
 from lightning_realloc.strategies.precision import cast_parameters
-from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory
-from lightning_realloc.tuning.transition import transition_bytes
+from lightning_realloc.tuning.memory.parts import MemorySettings, RoleMemory
+from lightning_realloc.tuning.memory.transition import transition_bytes
 
 _POOL_ATTRIBUTE = "_realloc_pool"
 """Where a LightningModule remembers its laid-out models for the next Trainer."""

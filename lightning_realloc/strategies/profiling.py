@@ -37,10 +37,10 @@ from lightning_realloc.strategies.headroom import require_room
 from lightning_realloc.strategies.lockstep import Lockstep
 from lightning_realloc.strategies.measure.profile_subject import Machine, Subject
 from lightning_realloc.strategies.measure.profiler import MOST_BLOCKS, MOST_DECODING_BLOCKS, Profiler
-from lightning_realloc.tuning.memory_parts import RoleMemory, Workload
-from lightning_realloc.tuning.profile import Curve, ProfileTable
-from lightning_realloc.tuning.readings import TINY, TINY_STEP, Grid, Size
-from lightning_realloc.tuning.space import legal_dims, sizes
+from lightning_realloc.tuning.estimate.pass_samples import TINY, TINY_STEP, Grid, Size
+from lightning_realloc.tuning.estimate.profile import Curve, ProfileTable
+from lightning_realloc.tuning.memory.parts import RoleMemory, Workload
+from lightning_realloc.tuning.search.space import legal_dims, sizes
 
 logger = logging.getLogger(__name__)
 

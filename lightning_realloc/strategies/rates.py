@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.generation import GenerationStats
-from lightning_realloc.generation.migration import MigrationStats
+from lightning_realloc.generation.rebalance.migration import MigrationStats
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
 
 ITERATION_S = "iteration_s"

@@ -48,11 +48,11 @@ from lightning_realloc.strategies.replica import Replica
 from lightning_realloc.strategies.schedules import check_schedules
 from lightning_realloc.strategies.stepping import SteppingStrategy
 from lightning_realloc.strategies.trainer_step import Trainee
-from lightning_realloc.tuning.lengths import Lengths
-from lightning_realloc.tuning.memory_parts import parse_bytes
-from lightning_realloc.tuning.offload import OffloadSchedule
-from lightning_realloc.tuning.prospects import Prospects
-from lightning_realloc.tuning.simulator import Overlap
+from lightning_realloc.tuning.candidates import Prospects
+from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
+from lightning_realloc.tuning.memory.parts import parse_bytes
+from lightning_realloc.tuning.shapes.lengths import Lengths
+from lightning_realloc.tuning.timeline.simulator import Overlap
 
 
 @named_elsewhere(OF_STRATEGY)

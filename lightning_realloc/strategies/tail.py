@@ -15,7 +15,7 @@ from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import MicroBatch
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.generation import Completion
-from lightning_realloc.generation.outlet import Outlet
+from lightning_realloc.generation.loop.streaming import Outlet
 from lightning_realloc.strategies.inference import Inference
 from lightning_realloc.strategies.iteration import Iteration
 from lightning_realloc.strategies.model_pool import ModelPool

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any, Literal
 
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
-from lightning_realloc.tuning.tuner_steps import (
+from lightning_realloc.tuning.tuner_actions import (
     Action,
     Candidate,
     Commit,

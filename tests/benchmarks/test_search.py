@@ -12,9 +12,9 @@ import pytest
 from benchmarks.search import PPO, main, ppo, small_instance
 from benchmarks.search_baseline import every_state, metropolis_hastings
 from benchmarks.toy_estimator import decoder
-from lightning_realloc.tuning.search_problem import Problem
-from lightning_realloc.tuning.search_progress import Progress
-from lightning_realloc.tuning.space import CallOptions, legal_dims, rank_sets
+from lightning_realloc.tuning.search.problem import Problem
+from lightning_realloc.tuning.search.progress import Progress
+from lightning_realloc.tuning.search.space import CallOptions, legal_dims, rank_sets
 
 
 def problem_of(seed: int) -> Problem:

@@ -12,8 +12,8 @@ from benchmarks.speculative import ADAPTIVE, NONE, Arm, Cell, Models, Settings, 
 from benchmarks.speculative_grpo import SETTINGS as GRPO_SETTINGS
 from benchmarks.speculative_grpo import measure_grpo
 from benchmarks.speculative_models import CHANCES, RECIPES, markov_text, train
-from lightning_realloc.generation.run import GenerationStats
-from lightning_realloc.generation.samples import Completion
+from lightning_realloc.generation.core.sample import Completion
+from lightning_realloc.generation.loop.run import GenerationStats
 from tests.workers import WorkerPool
 
 TINY = replace(

@@ -26,10 +26,10 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Speculation
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.tuning.lengths import Lengths
-from lightning_realloc.tuning.prospects import Yardstick
+from lightning_realloc.tuning.candidates import Yardstick
+from lightning_realloc.tuning.shapes.lengths import Lengths
 from lightning_realloc.tuning.tuner import COUNTED, WARM_UP, Tuner
-from lightning_realloc.tuning.tuner_steps import Candidate, Commit, Reading, Switch, TunerSettings
+from lightning_realloc.tuning.tuner_actions import Candidate, Commit, Reading, Switch, TunerSettings
 from tests.strategies import runs
 from tests.strategies.runs import Batches, calls
 from tests.tuning.examples import PPO_FLOW

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lightning_realloc.generation import Completion, Environment, GenerationEngine, SamplingParams, Speculation, Turn
-from lightning_realloc.generation.noise import keyed_uniforms, sample_key
-from lightning_realloc.generation.sampling import sample_tokens
+from lightning_realloc.generation.core.noise import keyed_uniforms, sample_key
+from lightning_realloc.generation.core.sampling import sample_tokens
 from tests.models import tiny_model
 
 STOPS = tuple(range(20, 44))

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from lightning_realloc.generation import migration
-from lightning_realloc.generation.balance import makespan_seconds
-from lightning_realloc.generation.rank_load import MoveCost, RankLoad, SampleMove
+from lightning_realloc.generation.rebalance import migration
+from lightning_realloc.generation.rebalance.balance import makespan_seconds
+from lightning_realloc.generation.rebalance.load import MoveCost, RankLoad, SampleMove
 
 
 def at_random(loads: Sequence[RankLoad], cost: MoveCost, *, step: int, **_: Any) -> tuple[SampleMove, ...]:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import ceil, erfc, exp, log, sqrt
 
-from lightning_realloc.generation.balance import Choice
-from lightning_realloc.generation.rank_load import LiveSample, MoveCost, RankLoad, SampleMove, StepCurve
+from lightning_realloc.generation.rebalance.balance import Choice
+from lightning_realloc.generation.rebalance.load import LiveSample, MoveCost, RankLoad, SampleMove, StepCurve
 
 PERIOD_STEPS = 16
 PROMPT_TOKENS = 128

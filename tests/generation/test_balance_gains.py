@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from lightning_realloc.generation.balance import Choice, choose, plan_balance
-from lightning_realloc.generation.rank_load import MoveCost, RankLoad, StepCurve
+from lightning_realloc.generation.rebalance.balance import Choice, choose, plan_balance
+from lightning_realloc.generation.rebalance.load import MoveCost, RankLoad, StepCurve
 from tests.generation.simulated_ranks import SimulatedRank, SimulatedSample, fresh, simulate, simulate_stage
 
 LARGE_DEVICE = StepCurve(((1, 0.0060), (64, 0.0075), (256, 0.0180)))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LogitsProcessorList, TopPLogitsWarper
 
-from lightning_realloc.generation.sampling import Forbidden, SamplingParams, sample_tokens, sampling_weights
+from lightning_realloc.generation.core.sampling import Forbidden, SamplingParams, sample_tokens, sampling_weights
 
 KINDS = ("random", "flat", "nearly flat", "peaked", "tied", "mostly impossible", "bfloat16")
 

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, Conversation, GenerationEngine, SamplingParams, Speculation, Turn
-from lightning_realloc.generation.draft_model import ModelDrafter
-from lightning_realloc.generation.kv_cache import Places
-from lightning_realloc.generation.paged_cache import PagedCache
+from lightning_realloc.generation.cache.kv_cache import Places
+from lightning_realloc.generation.cache.paged_cache import PagedCache
+from lightning_realloc.generation.speculative.draft_model import ModelDrafter
 from tests.generation.dialogues import GREEDY, PROMPTS, SAMPLED, check_same, engine_of, exact_model, expected, tool
 from tests.generation.markov import VOCABULARY
+from tests.generation.speculative.test_config import DRAFTERS, prompts_of, speculating
 from tests.generation.test_partial import in_pieces
-from tests.generation.test_speculation import DRAFTERS, prompts_of, speculating
 from tests.models import tiny_model
 
 LONG = SamplingParams(max_new_tokens=70, n=2, seed=3, ignore_eos=True)

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation
-from lightning_realloc.generation.packed_linear import packed_linears
+from lightning_realloc.generation.forward.packed_linear import packed_linears
 from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.parallelize import parallelize
-from tests.generation.test_packed_linear import require_packing
+from tests.generation.forward.test_packed_linear import require_packing
 from tests.models import tiny_model
 from tests.workers import WorkerPool
 

@@ -20,9 +20,9 @@ from transformers import (
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Conversation, GenerationEngine, HFEngine, SamplingParams, Speculation, Turn
-from lightning_realloc.generation.drafting import Chance, Drafter, HistoryDrafter
-from lightning_realloc.generation.samples import Sample
-from lightning_realloc.generation.verification import Draft
+from lightning_realloc.generation.core.sample import Sample
+from lightning_realloc.generation.speculative.drafting import Chance, Drafter, HistoryDrafter
+from lightning_realloc.generation.speculative.verify import Draft
 from tests.models import SIZES, tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0)

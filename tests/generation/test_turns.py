@@ -13,11 +13,11 @@ import pytest
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Conversation, SamplingParams, Speculation, Turn
-from lightning_realloc.generation.draft_model import ModelDrafter
+from lightning_realloc.generation.core.noise import sample_key
+from lightning_realloc.generation.core.sample import Sample
+from lightning_realloc.generation.core.stopping import StopRule
 from lightning_realloc.generation.engine import GenerationEngine
-from lightning_realloc.generation.noise import sample_key
-from lightning_realloc.generation.samples import Sample
-from lightning_realloc.generation.stopping import StopRule
+from lightning_realloc.generation.speculative.draft_model import ModelDrafter
 from tests.generation.dialogues import (
     GREEDY,
     PROMPTS,

@@ -22,9 +22,9 @@ from lightning_realloc.runtime.measure.memory_stats import StorageMeter
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.memory import describe_roles, engine_memory
-from lightning_realloc.tuning.memory import forecast_memory
-from lightning_realloc.tuning.memory_parts import MemorySettings, RoleMemory, Workload
-from lightning_realloc.tuning.roofline import RooflineEstimator
+from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
+from lightning_realloc.tuning.memory.forecast import forecast_memory
+from lightning_realloc.tuning.memory.parts import MemorySettings, RoleMemory, Workload
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import calls

@@ -17,9 +17,9 @@ from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.layout.dims import ParallelDims
 from lightning_realloc.strategies import ReallocStrategy, profiling
 from lightning_realloc.strategies.profiling import Profile
-from lightning_realloc.tuning.lengths import Lengths
-from lightning_realloc.tuning.memory_parts import usable_bytes
-from lightning_realloc.tuning.profile import ProfileTable
+from lightning_realloc.tuning.estimate.profile import ProfileTable
+from lightning_realloc.tuning.memory.parts import usable_bytes
+from lightning_realloc.tuning.shapes.lengths import Lengths
 from tests.models import byte_tokenizer
 from tests.strategies import preferences, runs
 from tests.strategies.runs import Batches

@@ -17,15 +17,15 @@ from lightning.pytorch.callbacks import Callback
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.generation import SamplingParams
-from lightning_realloc.generation.balance import Choice
-from lightning_realloc.generation.rank_load import MoveCost, RankLoad, SampleMove
+from lightning_realloc.generation.rebalance.balance import Choice
+from lightning_realloc.generation.rebalance.load import MoveCost, RankLoad, SampleMove
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.routes import Routes
 from lightning_realloc.strategies.sample_table import SampleTable
 from lightning_realloc.strategies.tail import TailWork, TokenPace
 from lightning_realloc.strategies.workplace import Workplace
-from lightning_realloc.tuning.fusion import tail_sources
+from lightning_realloc.tuning.timeline.fusion import tail_sources
 from tests.generation.random_moves import moving
 from tests.models import tiny_scorer
 from tests.strategies import runs

@@ -26,7 +26,7 @@ from lightning_realloc.tuning.tuner import (
     WINDOW,
     Tuner,
 )
-from lightning_realloc.tuning.tuner_steps import (
+from lightning_realloc.tuning.tuner_actions import (
     Candidate,
     Commit,
     Measure,

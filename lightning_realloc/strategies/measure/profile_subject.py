@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
-from lightning_realloc.tuning.readings import Size
+from lightning_realloc.tuning.estimate.pass_samples import Size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -31,8 +31,7 @@ from lightning_realloc.runtime.parallel.tensor_parallel import slice_parameters
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.runtime.transfer.executor import Reallocation
 from lightning_realloc.strategies.measure.profile_subject import Machine, Subject
-from lightning_realloc.tuning.profile import Curve, PassKey, PassKind, PassTimes
-from lightning_realloc.tuning.readings import (
+from lightning_realloc.tuning.estimate.pass_samples import (
     Grid,
     Point,
     Readings,
@@ -43,6 +42,7 @@ from lightning_realloc.tuning.readings import (
     without_reduction,
     without_tp,
 )
+from lightning_realloc.tuning.estimate.profile import Curve, PassKey, PassKind, PassTimes
 
 DECODE_STEPS = 6
 RESERVE_S = 0.7

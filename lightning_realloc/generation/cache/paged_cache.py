@@ -1,0 +1,372 @@
+"""Where keys and values live when their bytes are bounded: pages of a fixed number of positions, handed to slots.
+
+The scheduler decides which pages a slot has (`PageTables`); this module keeps them. Attention reads whole pages, one
+after the other, into a buffer that all layers and forwards share; pages and buffer together stay within the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.cache.kv_cache import LayerShape, Places, Segment, fits, parts_of, shape_of
+from lightning_realloc.generation.cache.page_table import PageTables
+
+PAGE_SIZE = 16
+"""Positions of a page: few enough that prompts share most of what is alike, enough to copy in one go."""
+_BUFFER_SHARE = 8
+"""The buffer takes one part in so many of the bound, where that is enough to read the longest sample."""
+
+LayerKey = tuple[int, int]
+"""Which layer: of the model that generates (0) or of the one that drafts for it (1), and its number there."""
+Stored = tuple[Tensor, Tensor]
+"""Keys and values (pages, page size, heads, head size) of a layer."""
+
+
+class PagedCache:
+    """Keys and values of every layer in pages, of at most ``max_bytes``.
+
+    Contents mean something only within one generation; between two of them only the storage is kept.
+    """
+
+    def __init__(self, max_bytes: int, *, page_size: int = PAGE_SIZE) -> None:
+        """Allocate nothing yet; ``page_size`` in positions."""
+        self.max_bytes = max_bytes
+        self.page_size = page_size
+        self.tables = PageTables(0, page_size, num_slots=0)
+        self.table = torch.zeros(0, 0, dtype=torch.long)
+        """Pages of each slot (slots, most pages), 0 where it has none, on the device."""
+        self.buffer_pages = 0
+        """Pages of one layer's keys and values that the buffer holds."""
+        self._rows = self.table
+        self._shapes: dict[LayerKey, Stored] = {}
+        """Empty tensors, of a position's shape, dtype and device."""
+        self._layers: dict[LayerKey, Stored] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._num_pages = self._num_defined = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of storage held, the buffer with it."""
+        return self._buffer.nbytes + sum(tensor.nbytes for layer in self._layers.values() for tensor in layer)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in all layers."""
+        return sum(map(self._layer_bytes, self._shapes.values()))
+
+    def release(self) -> None:
+        """Give the storage back."""
+        self._layers.clear()
+        self._buffer = self._buffer.new_empty(0)
+        self._num_pages = self._num_defined = self.buffer_pages = 0
+
+    # ---- the beginning of a call
+    def forget_shapes(self) -> None:
+        """Take the layers' shapes from the next forward of every model, which writes nothing; then :meth:`lay_out`."""
+        self._shapes = {}
+
+    def for_drafts(self) -> DraftCache:
+        """Return a cache for a draft model, in the same pages."""
+        return DraftCache(self)
+
+    def lay_out(self, lengths: Sequence[int], *, num_slots: int, may_grow: bool = False) -> PageTables:
+        """Return empty tables for samples of these lengths at most, as many pages as fit or as can be of use.
+
+        ``may_grow``: others may come, of any length that the bound holds.
+
+        Raises:
+            GenerationError: where the bound does not hold the longest one.
+        """
+        longest = max(lengths, default=1)
+        self.tables = PageTables(0, self.page_size, num_slots=num_slots)
+        least, page_bytes = self.tables.pages_for(longest), self.page_bytes
+        buffer_page_bytes = max(map(self._layer_bytes, self._shapes.values()))
+        needed = least * (page_bytes + buffer_page_bytes)
+        if needed > self.max_bytes:
+            raise GenerationError(
+                f"max_cache_bytes={self.max_bytes} must hold the longest sample of a call, and one here may come to "
+                f"{longest} tokens of prompt and response: {least} pages of {self.page_size} tokens, {page_bytes} "
+                f"bytes each in all layers, and {least * buffer_page_bytes} bytes to read one layer, {needed} bytes "
+                f"together; raise max_cache_bytes to at least {needed}, lower max_new_tokens, or shorten prompts"
+            )
+        if may_grow:
+            least = self.max_bytes // (page_bytes + buffer_page_bytes)
+            lengths = [least * self.page_size] * num_slots
+        share = self.max_bytes // _BUFFER_SHARE // buffer_page_bytes
+        left = (self.max_bytes - least * page_bytes) // buffer_page_bytes
+        buffer_pages = min(max(share, least), left, num_slots * least)
+        of_use = sum(self.tables.pages_for(length) for length in sorted(lengths)[-num_slots:]) or least
+        num_pages = min((self.max_bytes - buffer_pages * buffer_page_bytes) // page_bytes, of_use)
+        self._allocate(num_pages, buffer_pages, buffer_page_bytes)
+        self.tables = PageTables(num_pages, self.page_size, num_slots=num_slots)
+        self._rows = torch.zeros(num_slots, least, dtype=torch.long)
+        self.table = self._rows.to(self._buffer.device)
+        return self.tables
+
+    def _layer_bytes(self, shape: Stored) -> int:
+        return self.page_size * sum(one.shape[-2] * one.shape[-1] * one.element_size() for one in shape)
+
+    def _allocate(self, num_pages: int, buffer_pages: int, buffer_page_bytes: int) -> None:
+        """Take storage for so many pages, unless there is enough of the right shapes."""
+        known = self._layers.keys() == self._shapes.keys() and all(
+            fits(stored, shape) for layer, shapes in self._shapes.items()
+            for stored, shape in zip(self._layers[layer], shapes, strict=True)
+        )  # fmt: skip
+        if known and num_pages <= self._num_pages and buffer_pages <= self.buffer_pages:
+            return
+        self.release()
+        for layer, (key, value) in self._shapes.items():
+            self._layers[layer] = (self._pages_like(key, num_pages), self._pages_like(value, num_pages))
+        device = next(iter(self._shapes.values()))[0].device
+        self._buffer = torch.empty(buffer_pages * buffer_page_bytes, dtype=torch.uint8, device=device)
+        self._num_pages, self.buffer_pages = num_pages, buffer_pages
+
+    def _pages_like(self, shape: Tensor, num_pages: int) -> Tensor:
+        return shape.new_empty(num_pages, self.page_size, *shape.shape[-2:])
+
+    # ---- between forwards
+    def make_room(self, num_slots: int, length: int, *, longest: int) -> None:
+        """Do nothing: the scheduler gives pages."""
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        """Let other slots hold the first ``length`` positions of one, too; pages that they share need no copy."""
+        tables, count = self.tables.tables, self.tables.pages_for(length)
+        pairs = [
+            (old, new) for target in targets
+            for old, new in zip(tables[source][:count], tables[target], strict=False) if old != new
+        ]  # fmt: skip
+        if not pairs:
+            return
+        self._define_pages()
+        old, new = torch.tensor(pairs, device=self.table.device).T
+        for layer in self._layers.values():
+            for tensor in layer:
+                tensor.index_copy_(0, new, tensor.index_select(0, old))
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Hand a slot's pages over to one that has none."""
+        assert not self.tables.tables[target], f"slot {target} holds pages"
+        self.tables.swap(source, target)
+
+    def swap(self, first: int, second: int, length: int) -> None:
+        """Exchange the pages of two slots."""
+        self.tables.swap(first, second)
+
+    def read(self, slot: int, begin: int, end: int) -> Tensor:
+        """Return what a slot holds of these positions as (bytes,) uint8 on the host, without a draft model's part."""
+        self._renew_table()
+        places = self.indices(slot, begin, end)
+        parts = [tensor.flatten(0, 1).index_select(0, places).view(-1).view(torch.uint8)
+                 for layer in self._own_layers() for tensor in layer]  # fmt: skip
+        return torch.cat(parts).cpu()
+
+    def write(self, slot: int, begin: int, end: int, content: Tensor) -> None:
+        """Put back what :meth:`read` returned, perhaps on another rank, into pages that the slot has."""
+        self.begin_forward()
+        places = self.indices(slot, begin, end)
+        tensors = [tensor for layer in self._own_layers() for tensor in layer]
+        for tensor, part in zip(tensors, parts_of(content, end - begin, tensors), strict=True):
+            tensor.flatten(0, 1).index_copy_(0, places, part)
+
+    def describe(self) -> list[LayerShape]:
+        """Return the shapes of all layers, without a draft model's."""
+        return [
+            shape_of(index, *shape)
+            for (model, index), shape in sorted(self._shapes.items(), key=itemgetter(0))
+            if model == 0
+        ]
+
+    def prepare(self, shapes: Sequence[LayerShape], device: torch.device) -> None:
+        """Do nothing: this rank's layers are known since its call began."""
+
+    def _own_layers(self) -> list[Stored]:
+        return [stored for (model, _), stored in sorted(self._layers.items(), key=itemgetter(0)) if model == 0]
+
+    # ---- within one forward
+    def places(self, places: Places) -> PagedPlaces:
+        """Return how a forward of these tokens writes and reads."""
+        self.begin_forward()
+        return PagedPlaces(self, places)
+
+    def begin_forward(self) -> None:
+        """Bring the table on the device up to date, and give pages that are in use for the first time a content."""
+        self._define_pages()
+        self._renew_table()
+
+    def layer(self, layer: LayerKey, key: Tensor, value: Tensor) -> Stored | None:
+        """Return the storage of a layer; None, or what is not to be used, in the forward that tells its shape."""
+        if layer not in self._shapes:
+            self._shapes[layer] = (key.new_empty(0, *key.shape[-2:]), value.new_empty(0, *value.shape[-2:]))
+        return self._layers.get(layer)
+
+    def indices(self, slot: int, begin: int, end: int) -> Tensor:
+        """Return where positions of a slot are in storage seen as (pages * page size, …)."""
+        positions = torch.arange(begin, end, device=self.table.device)
+        return self.table[slot, positions // self.page_size] * self.page_size + positions % self.page_size
+
+    def gather(self, stored: Stored, pages: Tensor) -> Stored:
+        """Copy pages (P) of a layer into the buffer; return their positions (P * page size, heads, head size)."""
+        keys, values = stored
+        num_bytes = len(pages) * keys[0].nbytes
+        both = (self._buffer[:num_bytes], self._buffer[num_bytes : num_bytes + len(pages) * values[0].nbytes])
+        read = []
+        for storage, buffer in zip(stored, both, strict=True):
+            target = buffer.view(storage.dtype).view(len(pages), *storage.shape[1:])
+            read.append(torch.index_select(storage, 0, pages, out=target).flatten(0, 1))
+        return read[0], read[1]
+
+    def _define_pages(self) -> None:
+        """Fill pages with zeros before their first use: what is masked gets the weight 0, and 0 times NaN is NaN."""
+        touched = max(1, self.tables.num_touched)  # page 0 stands in for those that a slot does not have
+        if self._layers and touched > self._num_defined:
+            end = min(self._num_pages, max(touched, 2 * self._num_defined))
+            for layer in self._layers.values():
+                for tensor in layer:
+                    tensor[self._num_defined : end].zero_()
+            self._num_defined = end
+
+    def _renew_table(self) -> None:
+        if self.tables.changed:
+            for slot in self.tables.changed:
+                pages = self.tables.tables[slot]
+                self._rows[slot, : len(pages)] = torch.tensor(pages, dtype=torch.long)
+                self._rows[slot, len(pages) :] = 0
+            self.tables.changed.clear()
+            self.table = self._rows.to(self._buffer.device)
+
+
+class DraftCache:
+    """Keys and values of a draft model, in the pages of the model that it drafts for.
+
+    Pages go where the sequence goes, whoever's they are; so what happens to slots is that model's cache's to do.
+    """
+
+    num_bytes = 0
+
+    def __init__(self, cache: PagedCache) -> None:
+        self._cache = cache
+
+    def make_room(self, num_slots: int, length: int, *, longest: int) -> None:
+        """Do nothing."""
+
+    def places(self, places: Places) -> PagedPlaces:
+        """Return how a forward of these tokens writes and reads."""
+        self._cache.begin_forward()
+        return PagedPlaces(self._cache, places, model=1)
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        """Do nothing."""
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Do nothing."""
+
+    def swap(self, first: int, second: int, length: int) -> None:
+        """Do nothing."""
+
+    def read(self, slot: int, begin: int, end: int) -> Tensor:
+        """Return nothing: samples move without what was read for drafts."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def write(self, slot: int, begin: int, end: int, content: Tensor) -> None:
+        """Do nothing."""
+
+    def describe(self) -> list[LayerShape]:
+        """Return no layers."""
+        return []
+
+    def prepare(self, shapes: Sequence[LayerShape], device: torch.device) -> None:
+        """Do nothing."""
+
+    def release(self) -> None:
+        """Do nothing."""
+
+
+class PagedPlaces:
+    """One forward's places in a `PagedCache`."""
+
+    def __init__(self, cache: PagedCache, places: Places, *, model: int = 0) -> None:
+        """Find where every token is written, once for all layers, and which pages the rows read."""
+        self._cache = cache
+        self._model = model
+        size = cache.page_size
+        self._sources, self._targets = self._writes(places)
+        widths = [cache.tables.pages_for(length) for length in places.row_lengths]
+        self.attended_length = max(widths, default=0) * size
+        self._blocks = [
+            (slice(first, stop), cache.table[first:stop, :width].reshape(-1))
+            for first, stop, width in blocks_of(widths, cache.buffer_pages)
+        ]
+
+    def _writes(self, places: Places) -> tuple[Tensor | None, Tensor | None]:
+        """Return which tokens of the packed row are written and where; None: all of them, or nowhere."""
+        cache, size = self._cache, self._cache.page_size
+        rows = None
+        if places.num_rows:
+            pages = cache.table[places.slots, places.positions // size]
+            rows = pages * size + places.positions % size
+        if not places.segments:
+            return None, rows
+        spans = [span for segment in places.segments for span in _written(segment, cache.tables)]
+        device = places.positions.device
+        sources = [torch.arange(segment.start + begin - segment.begin, segment.stop, device=device)
+                   for segment, _, begin in spans]  # fmt: skip
+        targets = [cache.indices(slot, begin, segment.end) for segment, slot, begin in spans]
+        if rows is not None:
+            sources.append(torch.arange(places.num_prefill, places.num_prefill + len(rows), device=device))
+            targets.append(rows)
+        return (torch.cat(sources), torch.cat(targets)) if targets else (None, None)
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> Stored | None:
+        """Keep the packed row's keys and values; return the layer's storage."""
+        stored = self._cache.layer((self._model, layer), key, value)
+        if stored is not None and self._targets is not None:
+            for storage, new in zip(stored, (key, value), strict=True):
+                written = new if self._sources is None else new.index_select(0, self._sources)
+                storage.flatten(0, 1).index_copy_(0, self._targets, written)
+        return stored
+
+    def sequence(self, stored: Stored, slot: int, end: int) -> Stored:
+        """Return a slot's first positions, in the buffer."""
+        pages = self._cache.table[slot, : self._cache.tables.pages_for(end)]
+        keys, values = self._cache.gather(stored, pages)
+        return keys[:end], values[:end]
+
+    def num_blocks(self) -> int:
+        """Return in how many parts the buffer holds the rows."""
+        return len(self._blocks)
+
+    def block(self, stored: Stored, index: int) -> tuple[slice, Tensor, Tensor]:
+        """Return some rows, and their keys and values in the buffer."""
+        rows, pages = self._blocks[index]
+        count = rows.stop - rows.start
+        keys, values = self._cache.gather(stored, pages)
+        return rows, keys.view(count, -1, *keys.shape[1:]), values.view(count, -1, *values.shape[1:])
+
+
+def _written(segment: Segment, tables: PageTables) -> list[tuple[Segment, int, int]]:
+    """Return from which position on a segment is written to each of its slots: what they share, to the first alone."""
+    spans, first = [], segment.slots[:1]
+    for slot in segment.slots:
+        begin = segment.begin
+        if slot not in first:
+            pages = list(zip(tables.tables[first[0]], tables.tables[slot], strict=False))
+            shared = next((index for index, (one, other) in enumerate(pages) if one != other), len(pages))
+            begin = max(begin, shared * tables.page_size)
+        spans.append((segment, slot, begin))
+    return [span for span in spans if span[2] < segment.end]
+
+
+def blocks_of(widths: Sequence[int], most: int) -> list[tuple[int, int, int]]:
+    """Return rows (first, stop) to be read together, and pages per row: at most ``most`` pages, or one row alone."""
+    blocks, first, widest = [], 0, 0
+    for row, width in enumerate(widths):
+        if row > first and (row + 1 - first) * max(widest, width) > most:
+            blocks.append((first, row, widest))
+            first, widest = row, 0
+        widest = max(widest, width)
+    return [*blocks, (first, len(widths), widest)] if widths else []

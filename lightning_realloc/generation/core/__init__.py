@@ -1,0 +1,4 @@
+"""Choose the next token: sampling, filters, keyed noise, stop rules, and the sample they work on.
+
+Start with `Sample` and `sample_tokens`.
+"""

@@ -1,0 +1,181 @@
+"""Linear layers on copies of their weights in oneDNN's own order, for the time of one generation on CPU.
+
+A step of decoding multiplies a few rows with every weight, and oneDNN would put a weight that lies in torch's order
+into its own each time. The copies cost about three such products, and as much memory as the weights. Layers that read
+the same tensor, such as a block's queries, keys and values, share one copy and one product: that costs no memory more,
+which one weight made of theirs would on other devices. Both operators are private to torch: this module alone knows
+them, and leaves a model as it is where they do not answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_realloc.runtime.parallel.tensor_parallel import multiplies_alone
+from lightning_realloc.tuning.memory.generation_memory import LEAST_PACKED_FLOAT32, LEAST_PACKED_STEPS, PACKED_AS_ONE
+
+_LEAST_FOR_ONE_ROW = 1 << 20
+"""Elements from which in float32 even a product of one row is faster."""
+_TYPICAL_ROWS = 32
+"""For which weights are packed. Measured with torch 2.13: any number but one gives the same speed for all others."""
+
+
+class _Group(NamedTuple):
+    """Layers that share a packed weight; most often one."""
+
+    layers: tuple[nn.Linear, ...]
+    dtype: torch.dtype
+    """In which they multiply: autocast's where that is on."""
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of all layers' weights."""
+        return sum(layer.weight.numel() for layer in self.layers)
+
+    @property
+    def pays(self) -> bool:
+        """Whether steps get faster: in float32 small weights gain nothing."""
+        return self.dtype is not torch.float32 or self.num_weights >= LEAST_PACKED_FLOAT32
+
+
+@contextmanager
+def packed_linears(model: nn.Module, *, num_steps: int) -> Iterator[None]:
+    """Let the linear layers for which it pays multiply with packed copies of the weights they hold now.
+
+    ``num_steps`` bounds the tokens of one response. Layers are left alone whose forward is more than the product with
+    their own weight or was replaced by somebody, and those whose weights are sharded or quantized; hooks stay in force.
+    """
+    groups = [group for group in _packable_groups(model) if group.pays] if num_steps >= LEAST_PACKED_STEPS else []
+    try:
+        for group in groups:
+            _pack_group(group)
+        yield
+    finally:
+        for group in groups:
+            for layer in group.layers:
+                vars(layer).pop("forward", None)
+
+
+@cache
+def packs(dtype: torch.dtype) -> bool:
+    """Return whether this torch on this processor multiplies with packed weights of ``dtype`` as `linear` does."""
+    if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    weight, rows = torch.eye(16, 32, dtype=dtype), torch.arange(64.0).to(dtype).view(2, 32)
+    try:
+        if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return False
+        product = _multiply(rows, _pack(weight), rows[0, :16])
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    return torch.equal(product, rows[:, :16] + rows[0, :16])
+
+
+def _packable_groups(model: nn.Module) -> list[_Group]:
+    """Return the layers that can be packed, those that read the same tensor together."""
+    if any(hasattr(module, "unshard") for module in model.modules()):  # FSDP frees weights between two uses
+        return []
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    dtypes: dict[nn.Module, torch.dtype] = {}
+    for module in model.modules():
+        if multiplies_alone(module) and type(module.weight.data) is Tensor and module.weight.device.type == "cpu":
+            dtype = autocast or module.weight.dtype
+            if packs(dtype) and module.weight.numel():
+                dtypes[module] = dtype
+    groups = []
+    for layers in _reading_the_same(model):
+        if all(layer in dtypes for layer in layers) and _can_be_joined(layers):
+            groups.append(_Group(layers, dtypes[layers[0]]))
+            for layer in layers:
+                del dtypes[layer]
+    return groups + [_Group((layer,), dtype) for layer, dtype in dtypes.items()]  # type: ignore[arg-type]
+
+
+def _reading_the_same(model: nn.Module) -> Iterator[tuple[nn.Linear, ...]]:
+    """Yield siblings that go by the names of layers that read the same tensor."""
+    if torch.is_inference_mode_enabled():  # tensors do not say there whether they were written to since
+        return
+    for module in model.modules():
+        for names in PACKED_AS_ONE:
+            layers = tuple(getattr(module, name, None) for name in names)
+            if all(isinstance(layer, nn.Linear) for layer in layers):
+                yield layers  # type: ignore[misc]
+
+
+def _can_be_joined(layers: Sequence[nn.Linear]) -> bool:
+    """Return whether the layers' weights, and their biases, can lie below each other in one."""
+    kinds = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in layers}
+    return len(kinds) == 1 and len(set(layers)) == len(layers)
+
+
+def _pack_group(group: _Group) -> None:
+    """Give every layer of the group a forward by the packed product, for steps in which that is faster."""
+    layers, dtype = group.layers, group.dtype
+    weight = _joined([layer.weight.detach().to(dtype) for layer in layers])
+    biases = [layer.bias.detach().to(dtype) for layer in layers if layer.bias is not None]
+    multiply = partial(_multiply_packed, _pack(weight), _joined(biases) if biases else None)
+    least_rows = 1 if group.num_weights >= _LEAST_FOR_ONE_ROW else 2
+    product = _SharedProduct(multiply, [layer.weight.shape[0] for layer in layers])
+    for index, layer in enumerate(layers):
+        own = multiply if len(layers) == 1 else partial(product.part, index)
+        vars(layer)["forward"] = _forward_from(own, layer, least_rows) if dtype is torch.float32 else own
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0].contiguous()
+
+
+def _forward_from(packed: Callable[[Tensor], Tensor], layer: nn.Linear, least_rows: int) -> Callable[[Tensor], Tensor]:
+    """Return a forward in float32: packed from so many rows on."""
+    plain, fewest_elements = layer.forward, least_rows * layer.in_features
+
+    def forward(input: Tensor) -> Tensor:
+        return packed(input) if input.numel() >= fewest_elements else plain(input)
+
+    return forward
+
+
+class _SharedProduct:
+    """What layers make of one tensor: the first of them that is called with it multiplies for all."""
+
+    def __init__(self, multiply: Callable[[Tensor], Tensor], widths: list[int]) -> None:
+        """Split what ``multiply`` returns (…, sum of widths) into parts."""
+        self._multiply = multiply
+        self._widths = widths
+        self._parts: dict[int, Tensor] = {}
+        """Those that nobody took yet."""
+        self._input: Tensor | None = None
+        self._version = 0
+
+    def part(self, index: int, input: Tensor) -> Tensor:
+        """Return the product of one layer with ``input``."""
+        if self._input is not input or self._version != input._version or index not in self._parts:
+            self._input, self._version = input, input._version
+            self._parts = dict(enumerate(torch.split(self._multiply(input), self._widths, -1)))
+        part = self._parts.pop(index)
+        if not self._parts:
+            self._input = None
+        return part
+
+
+def _pack(weight: Tensor) -> Tensor:
+    """Return the weight in the order that suits products of a few rows; others are possible too."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
+    return packed
+
+
+def _multiply(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+    return product
+
+
+def _multiply_packed(packed: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
+    """Return the product (…, out) with ``input`` (…, in), in the packed weight's dtype."""
+    rows = input.reshape(-1, input.shape[-1]).to(packed.dtype)
+    return _multiply(rows, packed, bias).view(*input.shape[:-1], -1)

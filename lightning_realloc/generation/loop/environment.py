@@ -1,0 +1,210 @@
+"""What comes after the model's turn? An environment says, in its own time; the batch goes on meanwhile.
+
+Every question has a thread of its own, since a tool that hangs can neither be stopped nor be given a place in a pool
+that others wait for. There are at most as many as samples that wait. Threads are daemons: none keeps the process alive.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from numbers import Real
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+from lightning_realloc.elsewhere import named_elsewhere
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.core.sample import Sample
+from lightning_realloc.generation.core.sampling import check_counts, check_kind
+from lightning_realloc.generation.core.token_ids import as_token_ids, check_vocabulary
+
+_log = logging.getLogger(__name__)
+_LONGEST_WAIT_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The model's turn that just ended, as an environment sees it."""
+
+    sample_id: int
+    prompt_index: int
+    prompt: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    """The response so far, with what environments appended; its last token ended the turn."""
+    number: int
+    """From 1."""
+    columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """In training: the data's row, column by column, its prompt as text or messages; otherwise empty."""
+
+
+class Environment(Protocol):
+    """A tool, a simulated user, a game: whatever the model talks to. Called from several threads at once."""
+
+    def __call__(self, turn: Turn) -> Sequence[int] | None:
+        """Return the tokens to append, with those of the chat template; None: the response is over."""
+        ...
+
+
+@named_elsewhere({})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """How long a response with an environment may go on."""
+
+    max_turns: int = 8
+    """Most turns of the model in one response. After the last one the environment is not asked."""
+    deadline_s: float = 60.0
+    """Most seconds for one answer of the environment."""
+
+    def __post_init__(self) -> None:
+        check_counts(max_turns=self.max_turns)
+        check_kind("deadline_s", self.deadline_s, Real, "a number")
+        if not self.deadline_s > 0:
+            raise GenerationError(f"deadline_s={self.deadline_s} must be positive; use math.inf to wait for ever")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an environment said about one sample."""
+
+    index: int
+    """The sample's place in the call."""
+    token_ids: tuple[int, ...] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    number: int
+    """Of the turn."""
+    due: float
+
+
+def check_environment(environment: object, settings: object) -> None:
+    """Raise GenerationError for what cannot be asked for tokens, and for settings of another kind or without use."""
+    given = f"environment={environment!r}"
+    if settings is not None and not isinstance(settings, Conversation):
+        raise GenerationError(f"conversation={settings!r} is a {type(settings).__name__}; write Conversation(...)")
+    if environment is None:
+        if settings is not None:
+            raise GenerationError(f"{settings} bounds a conversation without environment; give environment= too")
+    elif isinstance(environment, type) or not callable(environment):
+        raise GenerationError(f"{given} cannot be called with a Turn; give a function, or an object with __call__")
+    elif inspect.iscoroutinefunction(environment) or inspect.iscoroutinefunction(type(environment).__call__):
+        raise GenerationError(
+            f"{given} is async; give a plain function, which may run the other one by asyncio.run(...): every question "
+            "has a thread of its own"
+        )
+
+
+class Conversations:
+    """Asks the environment and collects its answers, without ever waiting longer than told."""
+
+    def __init__(
+        self,
+        environment: Environment | None,
+        settings: Conversation | None = None,
+        *,
+        vocabulary: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Ask ``environment``, whose tokens must lie below ``vocabulary``; None: every response has one turn."""
+        check_environment(environment, settings)
+        self._environment = environment
+        self._settings = settings or Conversation()
+        self._vocabulary = vocabulary
+        self._clock = clock
+        self._asked: dict[int, _Question] = {}
+        self._heard: list[tuple[int, _Question, Answer]] = []
+        self._queue: SimpleQueue[tuple[int, _Question, Answer]] = SimpleQueue()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any question is open."""
+        return bool(self._asked)
+
+    @property
+    def asked(self) -> Collection[int]:
+        """Indices of the samples whose question is open."""
+        return self._asked.keys()
+
+    def goes_on_after(self, sample: Sample) -> bool:
+        """Return whether the environment is to be asked about a turn that ended by its stop rule."""
+        return self._environment is not None and sample.turn < self._settings.max_turns
+
+    def ask(self, index: int, sample: Sample) -> None:
+        """Put the question what follows the sample's turn; `answers` will hold what comes of it."""
+        question = _Question(sample.turn, self._clock() + self._settings.deadline_s)
+        self._asked[index] = question
+        turn = Turn(
+            sample.sample_id, sample.prompt_index, tuple(sample.prompt), tuple(sample.token_ids), sample.turn
+        )  # fmt: skip
+        name = f"environment of sample {sample.sample_id}"
+        threading.Thread(target=self._run, args=(index, question, turn), name=name, daemon=True).start()
+
+    def answers(self) -> list[Answer]:
+        """Return what came since the last call, and a failure for every question past its deadline."""
+        while not self._queue.empty():
+            self._heard.append(self._queue.get())
+        # What comes after its deadline belongs to a question that is closed.
+        heard = [answer for index, question, answer in self._heard if self._asked.get(index) is question]
+        self._heard.clear()
+        for answer in heard:
+            del self._asked[answer.index]
+        now = self._clock()
+        for index, question in [(index, question) for index, question in self._asked.items() if question.due <= now]:
+            del self._asked[index]
+            heard.append(
+                Answer(
+                    index,
+                    error=f"the environment did not answer turn {question.number} within deadline_s="
+                    f"{self._settings.deadline_s}; bound the tool's own time, or raise Conversation(deadline_s=...)",
+                )
+            )
+        return heard
+
+    def wait(self, most_s: float) -> None:
+        """Return once there is an answer, or a deadline passes, or ``most_s`` seconds are over."""
+        left = min((question.due for question in self._asked.values()), default=math.inf) - self._clock()
+        with suppress(Empty):
+            self._heard.append(self._queue.get(timeout=max(0.0, min(left, most_s, _LONGEST_WAIT_S))))
+
+    def close(self) -> None:
+        """Forget all open questions."""
+        self._asked.clear()
+
+    def _run(self, index: int, question: _Question, turn: Turn) -> None:
+        assert self._environment is not None, "a question without an environment"
+        try:
+            answer = Answer(index, self._checked(self._environment(turn), turn))
+        except GenerationError as error:
+            answer = Answer(index, error=str(error))
+        except BaseException as error:  # also SystemExit: nobody else would hear of it
+            _log.debug("environment failed", exc_info=True)
+            answer = Answer(
+                index,
+                error=f"the environment raised {type(error).__name__}({error}) after turn {turn.number}; catch it "
+                "there and return what the model is to read instead, or None to end the response",
+            )
+        self._queue.put((index, question, answer))
+
+    def _checked(self, given: Any, turn: Turn) -> tuple[int, ...] | None:
+        if given is None:
+            return None
+        said = f"the environment's answer to turn {turn.number}"
+        try:
+            tokens = as_token_ids(given)
+        except TypeError:
+            raise GenerationError(
+                f"{said} is {repr(given)[:60]}; return a list of token ids, such as "
+                'tokenizer(text, add_special_tokens=False)["input_ids"], or None to end the response'
+            ) from None
+        if not tokens:
+            raise GenerationError(f"{said} holds no tokens; return None to end the response")
+        check_vocabulary(said, tokens, self._vocabulary)
+        return tokens

@@ -1,0 +1,202 @@
+"""What a caller asks for, checked and turned into samples."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from torch import Tensor
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.core.noise import sample_key
+from lightning_realloc.generation.core.sample import Completion, Sample
+from lightning_realloc.generation.core.sampling import SamplingParams, check_kind, is_of_kind
+from lightning_realloc.generation.core.token_ids import as_token_ids, check_vocabulary
+from lightning_realloc.generation.schedule.scheduler import Prompt
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requests:
+    """One call's arguments about what to generate; each list holds one entry per prompt, then one per ``resume``."""
+
+    prompts: Sequence[Sequence[int]]
+    resume: Sequence[Completion]
+    params: SamplingParams
+    sample_ids: Sequence[int] | None
+    length_hints: Sequence[int] | None
+    token_limits: Sequence[int] | None
+    vocabulary: int
+    bounds: Mapping[str, int]
+    """Most tokens of prompt and response, by what says so."""
+
+    def samples(self) -> list[Sample]:
+        """Return ``params.n`` samples per prompt, those of one prompt adjacent, then those that are resumed.
+
+        Raises:
+            GenerationError: for what cannot be generated from.
+        """
+        self._check_kinds()
+        n = self.params.n
+        ids = self._sample_ids()
+        cut: Counter[str] = Counter()
+        limits = _whole_numbers(
+            "token_limits",
+            self._per_request("token_limits", self.token_limits, self.params.max_new_tokens),
+            "one for each prompt",
+        )
+        samples = []
+        for index, given in enumerate(self.prompts):
+            prompt = self._check_prompt(f"prompt {index}", given)
+            limit = self._limit(index, len(prompt), limits, cut, n)
+            for sample_id in ids[index * n : (index + 1) * n]:
+                samples.append(Sample(sample_id, index, prompt, limit, sample_key(self.params.seed, sample_id)))
+        for index, completion in enumerate(self.resume, start=len(self.prompts)):
+            samples.append(self._resumed(index, completion, limits, cut))
+        for name, count in cut.items():
+            _log.warning(
+                "%d of %d samples have room for fewer than their max_new_tokens: %s ends them earlier; shorten their "
+                "prompts, or lower max_new_tokens",
+                count, len(samples), name,
+            )  # fmt: skip
+        return samples
+
+    def _check_kinds(self) -> None:
+        if not isinstance(self.params, SamplingParams):
+            raise GenerationError(
+                f"params={self.params!r} is a {type(self.params).__name__}; write SamplingParams(...)"
+            )
+        if not hasattr(self.prompts, "__len__"):
+            raise GenerationError(
+                f"prompts must be a list of lists of token ids; it is a {type(self.prompts).__name__}"
+            )
+        if not isinstance(self.resume, Sequence):
+            raise GenerationError(
+                "resume must be a list of unfinished completions of an earlier call; it is a "
+                f"{type(self.resume).__name__}"
+            )
+        if not all(isinstance(completion, Completion) for completion in self.resume):
+            kinds = sorted({type(completion).__name__ for completion in self.resume})
+            raise GenerationError(f"resume must hold completions of an earlier call; it holds {', '.join(kinds)}")
+
+    def queue(self, samples: Sequence[Sample]) -> list[Prompt]:
+        """Return what the scheduler starts with: whoever was begun before comes first among equal hints."""
+        n, num_fresh = self.params.n, len(self.prompts)
+        hints = self._per_request("length_hints", self.length_hints, 0)
+        for index, hint in enumerate(hints):
+            if not is_of_kind(hint, Real) or not math.isfinite(hint):
+                raise GenerationError(
+                    f"length_hints[{index}]={hint!r} must be a number of tokens, 0 where none is known"
+                )
+        begun = [Prompt(num_fresh + index, samples[place].position, (place,), hints[num_fresh + index])
+                 for index, place in enumerate(range(num_fresh * n, len(samples)))]  # fmt: skip
+        fresh = [Prompt(index, samples[index * n].position, tuple(range(index * n, (index + 1) * n)), hints[index])
+                 for index in range(num_fresh)]  # fmt: skip
+        return begun + fresh
+
+    def _sample_ids(self) -> list[int]:
+        """Return the ids of the prompts' samples, distinct among themselves and from those that are resumed."""
+        total, taken = len(self.prompts) * self.params.n, {completion.sample_id for completion in self.resume}
+        if self.sample_ids is None:
+            first = max(taken, default=-1) + 1
+            ids = list(range(first, first + total))
+        else:
+            ids = list(_whole_numbers("sample_ids", self.sample_ids, "one for each new completion"))
+        if len(ids) != total or len(set(ids)) != total:
+            raise GenerationError(
+                f"{len(self.prompts)} prompts with n={self.params.n} need {total} distinct sample_ids, "
+                f"got {len(ids)} of which {len(set(ids))} distinct"
+            )
+        twice = Counter([*ids, *(completion.sample_id for completion in self.resume)]) - Counter({*ids, *taken})
+        if twice:
+            raise GenerationError(
+                f"resume holds the sample ids {sorted(twice)[:8]} twice, or they are also among the new ones; give "
+                "sample_ids that were not used before"
+            )
+        return ids
+
+    def _resumed(self, index: int, completion: Completion, limits: Sequence[int], cut: Counter[str]) -> Sample:
+        name = f"resume[{index - len(self.prompts)}]"
+        if completion.finish_reason != "unfinished":
+            raise GenerationError(
+                f"{name}, sample {completion.sample_id}, is finished ({completion.finish_reason!r}); resume those "
+                "whose finish_reason is 'unfinished' alone"
+            )
+        prompt = self._check_prompt(f"the prompt of {name}", completion.prompt)
+        return Sample(
+            completion.sample_id, index, prompt, self._limit(index, len(prompt), limits, cut, 1),
+            sample_key(self.params.seed, completion.sample_id), list(completion.token_ids), list(completion.logprobs),
+            list(completion.model_mask), completion.versions, prompt_index=completion.prompt_index,
+        )  # fmt: skip
+
+    def _limit(self, index: int, length: int, limits: Sequence[int], cut: Counter[str], count: int) -> int:
+        """Return how many tokens may follow a prompt of ``length``; note in ``cut`` what leaves less than was asked."""
+        if limits[index] < 1:
+            raise GenerationError(f"token_limits[{index}]={limits[index]} must be at least 1")
+        asked = min(self.params.max_new_tokens, limits[index])
+        name, bound = min(self.bounds.items(), key=lambda item: item[1], default=("", length + asked))
+        if bound - length < asked:
+            cut[f"{name} of {bound}"] += count
+        return min(asked, bound - length)
+
+    def _check_prompt(self, name: str, given: Sequence[int]) -> tuple[int, ...]:
+        prompt = _token_ids(name, given)
+        if not prompt:
+            raise GenerationError(f"{name} is empty; give it at least one token, for example the tokenizer's BOS")
+        check_vocabulary(name, prompt, self.vocabulary)
+        for what, bound in self.bounds.items():
+            if len(prompt) >= bound:
+                raise GenerationError(
+                    f"{name} holds {len(prompt)} tokens and leaves no room for a response within {what} of "
+                    f"{bound}; shorten the prompt to at most {bound - 1} tokens or drop it from the data"
+                )
+        return prompt
+
+    def _per_request(self, name: str, given: Sequence[int] | None, default: int) -> Sequence[int]:
+        num_prompts, total = len(self.prompts), len(self.prompts) + len(self.resume)
+        if given is None:
+            return [default] * total
+        if not hasattr(given, "__len__"):
+            raise GenerationError(f"{name}={given!r} must be a list with one number for each prompt")
+        if len(given) != total:
+            also = f" and {len(self.resume)} resumed completions" if self.resume else ""
+            raise GenerationError(
+                f"{name} must hold one number per prompt: got {len(given)} for {num_prompts} prompts{also}"
+            )
+        return given.tolist() if isinstance(given, Tensor) else given
+
+
+def _whole_numbers(name: str, given: Any, wanted: str) -> tuple[int, ...]:
+    try:
+        return as_token_ids(given)
+    except TypeError as error:
+        raise GenerationError(f"{name}={given!r} must be a list of whole numbers, {wanted}") from error
+
+
+def _token_ids(name: str, given: Any) -> tuple[int, ...]:
+    try:
+        return as_token_ids(given)
+    except TypeError as error:
+        text = repr(given)
+        raise GenerationError(
+            f"{name} must be a list of token ids; it is {text if len(text) <= 60 else text[:57] + '...'}, "
+            f'turn text into ids first: tokenizer(texts)["input_ids"]'
+        ) from error
+
+
+def check_callables(**given: object) -> None:
+    """Raise GenerationError for the first that is neither a function nor None, before anything is generated."""
+    for name, function in given.items():
+        check_kind(name, function, Callable, "a function", optional=True)  # type: ignore[arg-type]
+
+
+def next_version(last: int, given: int | None) -> int:
+    """Return what to call parameters that changed: as ``given``, or by the number after the ``last``."""
+    check_kind("version", given, Integral, "a whole number", optional=True)
+    return last + 1 if given is None else given

@@ -1,0 +1,97 @@
+"""Speculative decoding, as a user chooses it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Literal, get_args
+
+from torch import nn
+
+from lightning_realloc.elsewhere import OF_SPECULATION, named_elsewhere
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.core.sampling import SamplingParams, check_kind
+from lightning_realloc.generation.speculative.verify import GumbelDraws, KeyedDraws, Rejection, Verification
+
+DrafterName = Literal["ngram", "history", "model", "blocks", "none"]
+VerificationName = Literal["match", "gumbel", "reject"]
+
+
+@named_elsewhere(OF_SPECULATION)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """How tokens are drafted and verified. Responses follow the model's distribution whatever is chosen here."""
+
+    drafter: DrafterName = "history"
+    """``"ngram"``: as the sample's own text went on before; ``"history"``: as earlier responses to its prompt and
+    finished siblings did; ``"model"``: ``draft_model``; ``"blocks"``: the model's own first ``draft_blocks``;
+    ``"none"``: nothing is drafted."""
+    verification: VerificationName = "match"
+    """``"match"``: the same tokens as without speculation; ``"gumbel"``: the same in whatever is drafted, and model
+    drafters hit more often; ``"reject"``: the right distribution only, other tokens with other drafts."""
+    num_draft_tokens: int | None = None
+    """None: as many as pay in each step; a number: always so many."""
+    max_draft_tokens: int = 8
+    """Most tokens drafted ahead of one sample in a step where ``num_draft_tokens`` is None."""
+    draft_model: str | Path | nn.Module | None = None
+    """A causal language model with the same tokenizer: its name or folder, or the model itself, which is copied."""
+    draft_learning_rate: float | None = None
+    """At which ``draft_model`` learns from every generation's responses; None: it stays as it is."""
+    draft_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        _choice("drafter", self.drafter, get_args(DrafterName))
+        _choice("verification", self.verification, get_args(VerificationName))
+        for name, least in (("num_draft_tokens", 0), ("max_draft_tokens", 1), ("draft_blocks", 1)):
+            value = getattr(self, name)
+            check_kind(name, value, Integral, "a whole number", optional=name != "max_draft_tokens")
+            if value is not None and value < least:
+                raise GenerationError(f"{name}={value} must be at least {least}")
+        kinds = (str, Path, nn.Module)
+        check_kind("draft_model", self.draft_model, kinds, "a name, a folder or a model", optional=True)
+        rate = self.draft_learning_rate
+        check_kind("draft_learning_rate", rate, Real, "a number", optional=True)
+        if rate is not None and self.drafter != "model":
+            raise GenerationError(
+                f"drafter={self.drafter!r} has no use for draft_learning_rate={rate}: a draft model learns; leave it "
+                f"out, or set drafter='model'"
+            )
+        if rate is not None and not 0 < rate < math.inf:
+            raise GenerationError(
+                f"draft_learning_rate={rate} must be a finite number above 0; None: the draft model stays as it is"
+            )
+        for name, drafter in (("draft_model", "model"), ("draft_blocks", "blocks")):
+            given, wanted = getattr(self, name) is not None, self.drafter == drafter
+            if given != wanted:
+                raise GenerationError(
+                    f"drafter={self.drafter!r} {'needs' if wanted else 'has no use for'} {name}; "
+                    f"{'set it, or use another drafter' if wanted else f'leave it out, or set drafter={drafter!r}'}"
+                )
+
+    def __repr__(self) -> str:
+        """Return what is not as by default, and of a model no more than its class."""
+        given = ((own.name, getattr(self, own.name), own.default) for own in fields(self))
+        told = (f"{name}={_shown(value)}" for name, value, default in given if value != default)
+        return f"Speculation({', '.join(told)})"
+
+    @property
+    def most_ahead(self) -> int:
+        """Most tokens that a step may verify behind a sample's last one."""
+        return self.max_draft_tokens if self.num_draft_tokens is None else self.num_draft_tokens
+
+    def rule(self, params: SamplingParams) -> Verification:
+        """Return the verification rule for responses drawn as ``params`` say."""
+        rules: dict[str, type[Verification]] = {"match": KeyedDraws, "gumbel": GumbelDraws, "reject": Rejection}
+        return rules[self.verification](params)  # type: ignore[call-arg]
+
+
+def _choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise GenerationError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
+
+
+def _shown(value: object) -> str:
+    return f"{type(value).__name__}(...)" if isinstance(value, nn.Module) else repr(value)

@@ -1,0 +1,100 @@
+"""A draft model that learns from what the target answered: the policy moves while it trains, and drafts must follow.
+
+How well it learns decides how many drafts stand, never which tokens come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from lightning_realloc.generation.core.model_config import text_config_of
+from lightning_realloc.generation.speculative.drafting import Exchange
+
+_BATCH_TOKENS = 1024
+_MOST_GRADIENT = 1.0
+
+
+class Distillation:
+    """Trains a draft model on responses by cross-entropy, which is the divergence of its law from the target's.
+
+    Every rank learns from its own responses. Ranks that share a tensor-parallel target see the same ones in the same
+    order, and must draft alike: ``spread`` gives all of them one rank's weights, which rounding would drive apart.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        learning_rate: float,
+        most_tokens: int = 65_536,
+        spread: Callable[[Sequence[Tensor]], None] | None = None,
+    ) -> None:
+        """Train with AdamW; of each generation at most ``most_tokens`` tokens of responses, those finished last.
+
+        What lies beyond the model's own context is left out, and so is a step whose gradient is not finite.
+        """
+        self._model = model.requires_grad_(True)
+        self._context: int | None = getattr(text_config_of(model), "max_position_embeddings", None)
+        self._spread = spread
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+        self._most_tokens = most_tokens
+
+    def learn(self, exchanges: Sequence[Exchange]) -> float | None:
+        """Take one pass over the responses and return the mean loss per token, None without any."""
+        total, count = 0.0, 0
+        # Callers may generate in inference mode, whose tensors cannot be learnt from.
+        with torch.inference_mode(False), torch.enable_grad():
+            for tokens, is_response in self._batches(exchanges):
+                logits = self._model(input_ids=tokens, use_cache=False).logits[:, :-1]
+                targets, learnt = tokens[:, 1:], is_response[:, 1:]
+                loss = cross_entropy(logits[learnt].float(), targets[learnt])
+                loss.backward()  # type: ignore[no-untyped-call]
+                norm = nn.utils.clip_grad_norm_(self._model.parameters(), _MOST_GRADIENT)
+                if torch.isfinite(norm):
+                    self._optimizer.step()
+                    total += float(loss.detach()) * int(learnt.sum())
+                    count += int(learnt.sum())
+                self._optimizer.zero_grad(set_to_none=True)
+        if self._spread is not None:
+            self._spread([parameter.detach() for parameter in self._model.parameters()])
+        return total / count if count else None
+
+    def _batches(self, exchanges: Sequence[Exchange]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield tokens (B, S) and where they are a response's, of about the same length within a batch.
+
+        Rows are filled up behind their ends, where causal attention does not look.
+        """
+        recent: list[Exchange] = []
+        num_tokens = 0
+        for prompt, response in reversed(exchanges):
+            exchange = prompt, response if self._context is None else response[: max(self._context - len(prompt), 0)]
+            if not exchange[1]:
+                continue
+            num_tokens += len(exchange[1])
+            if num_tokens > self._most_tokens and recent:
+                break
+            recent.append(exchange)
+        recent.sort(key=lambda exchange: len(exchange[0]) + len(exchange[1]))
+        batch: list[Exchange] = []
+        for exchange in recent:
+            if batch and (len(batch) + 1) * (len(exchange[0]) + len(exchange[1])) > _BATCH_TOKENS:
+                yield self._padded(batch)
+                batch = []
+            batch.append(exchange)
+        if batch:
+            yield self._padded(batch)
+
+    def _padded(self, batch: Sequence[Exchange]) -> tuple[Tensor, Tensor]:
+        width = max(len(prompt) + len(response) for prompt, response in batch)
+        tokens = torch.zeros(len(batch), width, dtype=torch.int64)
+        is_response = torch.zeros(len(batch), width, dtype=torch.bool)
+        for row, (prompt, response) in enumerate(batch):
+            end = len(prompt) + len(response)
+            tokens[row, :end] = torch.tensor((*prompt, *response))
+            is_response[row, len(prompt) : end] = True
+        device = next(self._model.parameters()).device
+        return tokens.to(device), is_response.to(device)

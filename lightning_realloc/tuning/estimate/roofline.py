@@ -1,0 +1,245 @@
+"""Seconds and bytes of calls and moves from shapes and a cluster's rates alone: what is known before anything ran."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import CallPlan
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.dims import Coordinate, Layout, ParallelDims
+from lightning_realloc.tuning.estimate.cost import CallCost, Placement, Tokens
+from lightning_realloc.tuning.estimate.estimator import CallSeconds
+from lightning_realloc.tuning.estimate.hardware import Device, Efficiency, Links
+from lightning_realloc.tuning.estimate.kernels import Kernels
+from lightning_realloc.tuning.memory.call_memory import CallMemory
+from lightning_realloc.tuning.memory.generation_memory import draft_bytes
+from lightning_realloc.tuning.memory.parts import MemorySettings, RoleMemory, Workload
+from lightning_realloc.tuning.shapes.role_elements import RankElements, RoleElements
+from lightning_realloc.tuning.shapes.weights import Weights, traffic
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+MOST_LAYOUTS = 4096
+"""Entries of a cache whose keys are layouts, which hold all their ranks; it is emptied when it is full."""
+
+
+class RooflineEstimator:
+    """An :class:`~lightning_realloc.tuning.estimate.estimator.Estimator` that measures nothing.
+
+    Calls under layouts that differ in their ranks alone, and lie on nodes alike, are worked out once.
+
+    Args:
+        workload: Its ``response_tokens`` are the longest response, which memory must have room for.
+        responses: Equally likely response lengths; by default all are as long as the longest.
+        cores_per_node: Which the ranks of a node share, where they compute on cores and there are fewer of them; None:
+            nobody is in anybody's way.
+
+    Raises:
+        PlanError: for a role without a model or without a shape, and for lengths beyond the workload's.
+    """
+
+    def __init__(
+        self,
+        dataflow: Dataflow,
+        cluster: ClusterSpec,
+        roles: Mapping[str, RoleMemory],
+        settings: MemorySettings,
+        workload: Workload,
+        *,
+        responses: tuple[int, ...] | None = None,
+        efficiency: Efficiency | None = None,
+        cores_per_node: int | None = None,
+    ) -> None:
+        _check(dataflow, roles, workload, responses)
+        self.dataflow = dataflow
+        self.cluster = cluster
+        self.roles = dict(roles)
+        self.settings = settings
+        self.tokens = Tokens(workload, responses or (workload.response_tokens,))
+        self.efficiency = efficiency or Efficiency()
+        self._cores = cores_per_node
+        self._weights = {name: Weights.of(role.model) for name, role in roles.items()}
+        self._trained = {name: Weights.of(role.model, role.frozen_params) for name, role in roles.items()}
+        self._kernels: dict[tuple[str, int], Kernels] = {}
+        self._placements: dict[Layout, Placement] = {}
+        self._calls: dict[tuple[object, ...], CallSeconds] = {}
+        self._moves: dict[tuple[str, Layout, Layout], float] = {}
+        self._elements = _counted(roles)
+        self._sizes: dict[tuple[str, ParallelDims], tuple[RankElements, ...]] = {}
+        self._active: dict[tuple[object, ...], int] = {}
+
+    def owner(self, role: str) -> str:
+        """Return the role on whose replicas a role's calls work."""
+        return self.roles[role].shares or role
+
+    def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
+        """Return how long a call takes once its inputs and weights are there."""
+        layout = plan.layout
+        place = self._placements.get(layout)
+        if place is None:
+            place = _kept(self._placements, layout, Placement.of(layout, self.cluster))
+        busy = 1 if self._cores is None else busiest_node(layout, self.cluster)
+        key = (call, layout.dims, place, busy, plan.micro_batch_tokens, plan.gradient_checkpointing, plan.max_slots)
+        if key not in self._calls:
+            self._calls[key] = self._work_out(call, plan, place).times(self.slowdown(busy))
+        return self._calls[key]
+
+    def _work_out(self, call: str, plan: CallPlan, place: Placement) -> CallSeconds:
+        chosen = self.dataflow.call(call)
+        if chosen.role is None:
+            return CallSeconds()
+        return self.cost(chosen.role, plan, place).seconds(
+            chosen.kind, micro_batch_tokens=plan.micro_batch_tokens,
+            gradient_checkpointing=plan.gradient_checkpointing, max_slots=plan.max_slots,
+        )  # fmt: skip
+
+    def cost(self, role: str, plan: CallPlan, place: Placement | None = None) -> CallCost:
+        """Return what a role's calls are worked out from under a plan."""
+        dims = plan.layout.dims
+        return CallCost(
+            weights=self._weights[role], trained=self._trained[role], dims=dims,
+            place=place or Placement.of(plan.layout, self.cluster), kernels=self._kernels_of(role, dims.tp),
+            links=Links(self.cluster, self.efficiency), settings=self.settings, tokens=self.tokens,
+        )  # fmt: skip
+
+    def moved_weights(self, role: str) -> Weights:
+        """Return a role's elements that travel to a copy time and again, by how they are cut.
+
+        A copy has what training leaves as it is from the first time on, unless it is freed after every call.
+        """
+        return self._weights[role] if self.settings.frees_copies else self._trained[role]
+
+    def _kernels_of(self, role: str, tp: int) -> Kernels:
+        if (role, tp) not in self._kernels:
+            shape = self.roles[role].shape
+            assert shape is not None, "checked when the estimator was made"
+            element_bytes = min(self.settings.copy_bytes, self.settings.gathered_bytes)
+            self._kernels[role, tp] = Kernels(shape, tp, Device(self.cluster, self.efficiency), element_bytes)
+        return self._kernels[role, tp]
+
+    def move_seconds(self, role: str, source: Layout, target: Layout) -> float:
+        """Return how long a role's weights travel from their home to another layout, 0 between equal ones.
+
+        The slowest of: what the neediest rank receives, what the busiest ranks send, what enters a node and leaves the
+        source through adapters, and writing the target.
+        """
+        if source == target:
+            return 0.0
+        key = (role, source, target)
+        known = self._moves.get(key)
+        return _kept(self._moves, key, self._move(role, source, target)) if known is None else known
+
+    def _move(self, role: str, source: Layout, target: Layout) -> float:
+        moved, size = traffic(self.moved_weights(role), source, target, self.cluster), self.settings.copy_bytes
+        links, device = Links(self.cluster, self.efficiency), Device(self.cluster, self.efficiency)
+        written = device.stream(moved.needed * (self.settings.master_bytes + size))
+        if moved.total_received == 0:
+            return written
+        slowest = max(
+            written,
+            links.send(size * max(moved.received, moved.sent_inside), within_node=True),
+            links.send(size * max(moved.received_between, moved.sent_between), within_node=moved.total_between == 0),
+        )
+        return slowest + self.efficiency.call_s
+
+    def offload_seconds(self, num_bytes: float) -> float:
+        """Return how long a rank takes to have so many bytes back from its host."""
+        return num_bytes / self.cluster.host_bytes_per_s
+
+    def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
+        """Return what a replica keeps between calls on the fullest rank of its layout; a trained home its optimizer."""
+        settings, ends = self.settings, self._ends(role, layout.dims)
+        if not is_home:
+            return max(sizes.num_sharded for sizes in ends) * settings.copy_bytes
+        trains = role in self.dataflow.trained_roles
+        optimizer = settings.optimizer_bytes if trains else 0
+        return max(
+            settings.weights_bytes(self.roles[role], sizes.num_sharded, sizes.num_trained_sharded, is_trained=trains)
+            + sizes.num_trained_sharded * optimizer
+            for sizes in ends
+        )
+
+    def active_bytes(self, call: str, plan: CallPlan) -> int:
+        """Return what a call adds on the rank where it adds most."""
+        layout = plan.layout
+        key = (call, layout.dims, plan.micro_batch_tokens, plan.gradient_checkpointing, plan.max_slots)
+        if key not in self._active:
+            self._active[key] = self._peak(call, plan)
+        return self._active[key]
+
+    def _peak(self, call: str, plan: CallPlan) -> int:
+        chosen = self.dataflow.call(call)
+        if chosen.role is None:
+            return 0
+        role = self.owner(chosen.role)
+        is_home, is_trained = chosen == self.dataflow.home_call(role), role in self.dataflow.trained_roles
+        merges = chosen.kind == "generate" and role == chosen.role and plan.layout.dims.fsdp == 1
+        return self._draft_bytes(chosen, is_home=is_home) + max(
+            CallMemory.of_replica(
+                self.roles[role], plan, self.settings, self.tokens.workload, sizes,
+                is_home=is_home, is_trained=is_trained,
+            ).peak(chosen.kind).total
+            + (sizes.num_adapted * self.settings.copy_bytes if merges else 0)
+            for sizes in self._ends(role, plan.layout.dims)
+        )  # fmt: skip
+
+    def _draft_bytes(self, call: ModelFunctionCall, *, is_home: bool) -> int:
+        """Return a draft model's bytes, which stay between calls, but count here in the call that it drafts for."""
+        if call.kind != "generate" or self.settings.engine.draft is None:
+            return 0
+        role, trains = str(call.role), call.role in self.dataflow.trained_roles
+        home = self.settings.home_bytes(self.roles[role], is_trained=trains)
+        return draft_bytes(self.settings.engine.draft, element_bytes=home if is_home else self.settings.copy_bytes)
+
+    def slowdown(self, busy: int) -> float:
+        """Return how many ranks there are for each core; 1 where none was said to be shared."""
+        return 1.0 if self._cores is None else max(1.0, busy / self._cores)
+
+    def _ends(self, role: str, dims: ParallelDims) -> tuple[RankElements, ...]:
+        """Return the first and the last stage of a layout's shape; in between no rank holds more than the first."""
+        if (role, dims) not in self._sizes:
+            stages = sorted({0, dims.pp - 1})
+            self._sizes[role, dims] = tuple(self._elements[role].at(dims, Coordinate(at, 0, 0, 0)) for at in stages)
+        return self._sizes[role, dims]
+
+
+def _kept(cache: dict[Key, Value], key: Key, value: Value) -> Value:
+    """Store a value, after making room, and return it."""
+    if len(cache) >= MOST_LAYOUTS:
+        cache.clear()
+    cache[key] = value
+    return value
+
+
+def _counted(roles: Mapping[str, RoleMemory]) -> dict[str, RoleElements]:
+    """Return what counts every role's elements, one for roles that are alike."""
+    first: dict[RoleMemory, RoleElements] = {}
+    return {name: first.setdefault(role, RoleElements(role)) for name, role in roles.items()}
+
+
+def busiest_node(layout: Layout, cluster: ClusterSpec) -> int:
+    """Return how many ranks of a layout lie on the node that has most of them."""
+    counts: dict[int, int] = {}
+    for rank in layout.ranks:
+        counts[cluster.node_of(rank)] = counts.get(cluster.node_of(rank), 0) + 1
+    return max(counts.values())
+
+
+def _check(
+    dataflow: Dataflow, roles: Mapping[str, RoleMemory], workload: Workload, responses: tuple[int, ...] | None
+) -> None:
+    for role in dataflow.roles:
+        if role not in roles:
+            raise PlanError(f"role {role!r} has no model to estimate; there are {', '.join(roles) or 'none'}")
+        if roles[role].shape is None:
+            raise PlanError(
+                f"role {role!r} has no shape, which times are worked out from; use a model with a decoder's config"
+            )
+    if responses is not None and (not responses or min(responses) < 1 or max(responses) > workload.response_tokens):
+        raise PlanError(
+            f"response lengths must lie between 1 and response_tokens={workload.response_tokens}, and there must be "
+            f"one; got {len(responses)} from {min(responses, default=0)} to {max(responses, default=0)}"
+        )

@@ -1,0 +1,84 @@
+"""What is wrong with a plan that does not fit into memory, and which single change of it would fit?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+
+import yaml
+
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX, CallPlan, ExecutionPlan
+from lightning_realloc.errors import LayoutError
+from lightning_realloc.layout.dims import Layout, ParallelDims
+from lightning_realloc.tuning.memory.forecast import MemoryForecast, PhaseMemory
+from lightning_realloc.tuning.memory.parts import MemoryParts
+
+Forecast = Callable[[ExecutionPlan], MemoryForecast]
+DEFAULT_MICRO_BATCH_TOKENS = 8192
+
+
+def find_excess(dataflow: Dataflow, plan: ExecutionPlan, forecast: Forecast, *, budget_bytes: int) -> str | None:
+    """Return what exceeds the budget most and what would fit, None when everything fits."""
+    worst = forecast(plan).peak()
+    if worst.parts.total <= budget_bytes:
+        return None
+    fitting = [
+        text for text, other in _alternatives(dataflow, plan) if _total(forecast, other) <= budget_bytes
+    ]  # fmt: skip
+    way_out = f"what would fit: {'; or '.join(fitting)}" if fitting else _without_alternative(worst)
+    return (
+        f"the plan needs {_gib(worst.parts.total)} on rank {worst.rank} in {worst.phase}, and a device has "
+        f"{_gib(budget_bytes)} ({_largest(worst.parts)}); {way_out}"
+    )
+
+
+def _total(forecast: Forecast, plan: ExecutionPlan) -> float:
+    try:
+        return forecast(plan).peak().parts.total
+    except LayoutError:  # the degree is not possible for this model
+        return float("inf")
+
+
+def _alternatives(dataflow: Dataflow, plan: ExecutionPlan) -> Iterator[tuple[str, ExecutionPlan]]:
+    """Yield single changes, to a call or to what is offloaded, with what to write."""
+    for call in dataflow.iteration_calls:
+        if call.role is None:
+            continue
+        before = plan.call(call.name)
+        for other in _other_call_plans(call, before):
+            changed = [(name, other if name == call.name else chosen) for name, chosen in plan.calls]
+            entry = yaml.safe_dump(other.to_entry(), default_flow_style=True, width=1000).removesuffix("\n...\n")
+            yield f"{call.name}: {entry.strip()}", replace(plan, calls=tuple(changed))
+    for role in dataflow.roles:
+        part = role + OPTIMIZER_SUFFIX if role in dataflow.trained_roles else role
+        if part not in plan.offload:
+            yield f"offload: [{', '.join((*plan.offload, part))}]", replace(plan, offload=(*plan.offload, part))
+
+
+def _other_call_plans(call: ModelFunctionCall, plan: CallPlan) -> Iterator[CallPlan]:
+    if call.kind == "train" and not plan.gradient_checkpointing:
+        yield replace(plan, gradient_checkpointing=True)
+    if call.kind == "generate":
+        yield replace(plan, max_slots=max(1, plan.max_slots // 4))
+    else:
+        yield replace(plan, micro_batch_tokens=max(1, (plan.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS) // 4))
+    dims = plan.layout.dims
+    if dims.dp > 1:
+        yield replace(plan, layout=Layout(replace(dims, dp=1, fsdp=dims.fsdp * dims.dp), plan.layout.ranks))
+        yield replace(plan, layout=Layout(ParallelDims(tp=dims.size), plan.layout.ranks))
+
+
+def _without_alternative(worst: PhaseMemory) -> str:
+    if worst.phase == "set-up":
+        return "whole models are built before they are divided; use smaller models, or devices with more memory"
+    return "no change of one call makes it fit; use more ranks, smaller models, or devices with more memory"
+
+
+def _largest(parts: MemoryParts) -> str:
+    sizes = sorted(((getattr(parts, item.name), item.name) for item in fields(parts)), reverse=True)
+    return ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for size, name in sizes[:4] if size)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.2f} MiB"

@@ -1,0 +1,297 @@
+"""How many bytes does every rank need in each call of a plan, and on the way between calls? Pure arithmetic.
+
+What stays between calls (weights, optimizer state, copies) follows from layouts exactly; what a call adds is in
+``call_memory``. The measured counterpart is ``callbacks.memory_monitor``, and ``docs/memory.md`` compares the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, replace
+
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX, ExecutionPlan
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.dims import Layout, format_ranks
+from lightning_realloc.layout.model import ModelLayout
+from lightning_realloc.tuning.memory.call_memory import CallMemory
+from lightning_realloc.tuning.memory.generation_memory import draft_bytes
+from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
+from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, RoleMemory, Workload
+from lightning_realloc.tuning.shapes.role_elements import RankElements, RoleElements
+
+SET_UP = "set-up"
+"""The phase in which models are built and laid out."""
+MAX_STAGING_BYTES = 64 << 20
+"""What one reallocation over the direct transport stages at most, both directions together."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseMemory:
+    """What one rank needs in one phase."""
+
+    phase: str
+    """A call, ``set-up``, or ``-> call`` for the transition to it."""
+    rank: int
+    parts: MemoryParts
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryForecast:
+    """Ranks' bytes in every phase of a plan."""
+
+    phases: tuple[PhaseMemory, ...] = field(repr=False)
+
+    def at(self, phase: str, rank: int) -> MemoryParts:
+        """Return what a rank needs in a phase. Raises PlanError for one that is not there."""
+        for entry in self.phases:
+            if entry.phase == phase and entry.rank == rank:
+                return entry.parts
+        known = ", ".join(dict.fromkeys(entry.phase for entry in self.phases))
+        raise PlanError(f"the forecast has no phase {phase!r} on rank {rank}; it has {known}")
+
+    def peak(self, rank: int | None = None) -> PhaseMemory:
+        """Return the phase that needs most, on one rank or on any; the first of several."""
+        return max((e for e in self.phases if rank in (None, e.rank)), key=lambda entry: entry.parts.total)
+
+    def summary(self) -> str:
+        """Return a table: for every phase the rank that needs most, with its parts, in MiB; then each rank's peak."""
+        names = [item.name for item in fields(MemoryParts)]
+        head = ["phase", "rank", "total", *(name.replace("_", " ") for name in names)]
+        rows = []
+        for phase in dict.fromkeys(entry.phase for entry in self.phases):
+            most = max((e for e in self.phases if e.phase == phase), key=lambda entry: entry.parts.total)
+            sizes = [most.parts.total, *(getattr(most.parts, name) for name in names)]
+            rows.append([phase, str(most.rank), *(_mebibytes(size) for size in sizes)])
+        lines = [head, *rows]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+        table = [f"{line[0]:<{widths[0]}}" + "".join(f"  {c:>{w}}" for c, w in zip(line[1:], widths[1:], strict=True))
+                 for line in lines]  # fmt: skip
+        return "\n".join([*(line.rstrip() for line in table), "", "MiB of the rank that needs most", *self._peaks()])
+
+    def _peaks(self) -> Iterator[str]:
+        groups: dict[tuple[int, str], list[int]] = {}
+        for rank in sorted({entry.rank for entry in self.phases}):
+            most = self.peak(rank)
+            groups.setdefault((most.parts.total, most.phase), []).append(rank)
+        for (total, phase), ranks in groups.items():
+            yield f"peak of rank {format_ranks(ranks)}: {_mebibytes(total)} MiB in {phase}"
+
+
+def forecast_memory(
+    dataflow: Dataflow,
+    plan: ExecutionPlan,
+    roles: Mapping[str, RoleMemory],
+    settings: MemorySettings,
+    workload: Workload | None,
+    *,
+    ranks: Sequence[int],
+) -> MemoryForecast:
+    """Return the bytes of these ranks in every phase, from the second iteration on, when all copies exist.
+
+    Without a ``workload`` it is what the plan needs however short the sequences are: no activations, logits, caches.
+
+    Raises:
+        PlanError: for a role without a model.
+        LayoutError: for a layout that does not fit its model.
+    """
+    missing = [role for role in dataflow.roles if role not in roles]
+    if missing:
+        raise PlanError(f"role {missing[0]!r} has no model to forecast; there are {', '.join(roles) or 'none'}")
+    elements = {name: RoleElements(role) for name, role in roles.items()}
+    forecaster = _Forecaster(dataflow, plan, roles, settings, workload, elements)
+    alike: dict[object, list[PhaseMemory]] = {}
+    places = {rank: forecaster.place(rank) for rank in ranks}
+    for rank, place in places.items():
+        if place not in alike:
+            alike[place] = list(forecaster.of_rank(rank))
+    return MemoryForecast(tuple(replace(entry, rank=rank) for rank in ranks for entry in alike[places[rank]]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Forecaster:
+    dataflow: Dataflow
+    plan: ExecutionPlan
+    roles: Mapping[str, RoleMemory]
+    settings: MemorySettings
+    workload: Workload | None
+    elements: Mapping[str, RoleElements]
+
+    def place(self, rank: int) -> tuple[tuple[int, int, int] | None, ...]:
+        """Return where a rank stands in every layout, as far as its bytes depend on that.
+
+        Replicas need the same, and so do FSDP's shards, which are padded, where nothing is copied from them or to them.
+        """
+        exact = {layout for role, copy in self._copied_layouts() for layout in (copy, self._home(role))}
+        found = []
+        for layout in self.plan.layouts:
+            at = layout.coordinate(rank) if rank in layout else None
+            found.append(None if at is None else (at.pp, at.fsdp if layout in exact else 0, at.tp))
+        return tuple(found)
+
+    def of_rank(self, rank: int) -> Iterator[PhaseMemory]:
+        copies = {(role, layout): self._copy(role, layout, rank) for role, layout in self._copied_layouts()}
+        kept = sum((copy for (role, _), copy in copies.items() if not self._frees_copies(role)), MemoryParts())
+        kept += MemoryParts(drafts=self._drafts(rank))
+        schedule = OffloadSchedule(self.dataflow, self.plan, rank, self._leaders, self._sharers)
+        yield PhaseMemory(SET_UP, rank, self._set_up(rank))
+        for call in self.dataflow.iteration_calls:
+            if call.role is None:
+                continue
+            base = kept + self._homes(rank, away=set(schedule.parts) - schedule.present(call.name))
+            own = copies.get((self._owner(call.role), self.plan.layout(call.name)))
+            if own is not None and self._frees_copies(self._owner(call.role)):
+                base += own
+            if own is not None:
+                yield PhaseMemory(f"-> {call.name}", rank, base)
+            yield PhaseMemory(call.name, rank, base + self._during(call, rank))
+
+    @property
+    def _leaders(self) -> dict[str, str]:
+        return {name: role.follows for name, role in self.roles.items() if role.follows is not None}
+
+    @property
+    def _sharers(self) -> dict[str, str]:
+        return {name: role.shares for name, role in self.roles.items() if role.shares is not None}
+
+    def _owner(self, role: str) -> str:
+        """Return the role on whose replicas a role's calls work."""
+        return self.roles[role].shares or role
+
+    @property
+    def _owners(self) -> tuple[str, ...]:
+        """The roles of the dataflow that have replicas."""
+        return tuple(role for role in self.dataflow.roles if self._owner(role) == role)
+
+    def _frees_copies(self, role: str) -> bool:
+        return self.settings.frees_copies or role in self.plan.offload
+
+    def _drafts(self, rank: int) -> int:
+        """Return what draft models keep: every replica that generates has one of its own."""
+        calls = [call for call in self.dataflow.iteration_calls if call.kind == "generate"]
+        generating = {(str(call.role), self.plan.layout(call.name)) for call in calls}
+        return sum(
+            draft_bytes(
+                self.settings.engine.draft,
+                element_bytes=self._home_bytes(role) if layout == self._home(role) else self.settings.copy_bytes,
+            )
+            for role, layout in generating
+            if rank in layout
+        )
+
+    def _homes(self, rank: int, *, away: Set[str]) -> MemoryParts:
+        """Return weights and optimizer states, but for what is offloaded and away."""
+        parts = MemoryParts()
+        for name in self._owners:
+            layout = self._home(name)
+            if rank not in layout:
+                continue
+            sizes = self.elements[name].on(layout, rank)
+            if name not in away:
+                parts += MemoryParts(weights=self._weights(name, sizes))
+            if name in self.dataflow.trained_roles and name + OPTIMIZER_SUFFIX not in away:
+                parts += MemoryParts(optimizer=sizes.num_trained_sharded * self.settings.optimizer_bytes)
+        return parts
+
+    def _weights(self, role: str, sizes: RankElements) -> int:
+        """Return the bytes of a rank's part of the home replica."""
+        num, num_trained = sizes.num_sharded, sizes.num_trained_sharded
+        return self.settings.weights_bytes(self.roles[role], num, num_trained, is_trained=self._is_trained(role))
+
+    def _is_trained(self, role: str) -> bool:
+        return role in self.dataflow.trained_roles
+
+    def _home_bytes(self, role: str) -> int:
+        """Return the bytes of one weight that the home replica computes with."""
+        return self.settings.home_bytes(self.roles[role], is_trained=self._is_trained(role))
+
+    def _home(self, role: str) -> Layout:
+        return self.plan.layout(self.dataflow.home_call(role).name)
+
+    def _copied_layouts(self) -> Iterator[tuple[str, Layout]]:
+        for role in self._owners:
+            calls = (call for call in self.dataflow.model_calls if self._owner(str(call.role)) == role)
+            layouts = {self.plan.layout(call.name) for call in calls}
+            for layout in sorted(layouts - {self._home(role)}, key=str):
+                yield role, layout
+
+    def _copy(self, name: str, layout: Layout, rank: int) -> MemoryParts:
+        """Return what a copy keeps on a rank once it was filled."""
+        role, home = self.roles[name], self._home(name)
+        if rank not in layout and rank not in home:
+            return MemoryParts()
+        element = self.settings.copy_bytes
+        if layout.dims.fsdp > 1:
+            sharded = self.elements[name].on(layout, rank).num_sharded * element if rank in layout else 0
+            return MemoryParts(copies=sharded, staging=self._staging(name, layout, rank))
+        # A tensor that the home replica has, too, is the copy's as well.
+        may_alias = self._home_bytes(name) == element
+        trained_too = self.settings.master_bytes == element or not self._is_trained(name)
+        if self.settings.shares_memory:
+            fresh = set() if trained_too else {p.name for p in role.model.params} - role.frozen_params
+            return MemoryParts(copies=self._shared_copy(role, layout, home if may_alias else None, fresh, rank))
+        unlike = home if may_alias else None
+        own = self.elements[name].tensors(layout, rank, unlike=unlike, trained_too=trained_too) if rank in layout else 0
+        return MemoryParts(copies=own * element, staging=self._staging(name, layout, rank))
+
+    def _shared_copy(self, role: RoleMemory, layout: Layout, home: Layout | None, fresh: Set[str], rank: int) -> int:
+        """Return a rank's part of a copy of which equal shards are stored once; those of ``home`` are not stored, but
+        for ``fresh`` ones, which are of another dtype there."""
+        target = ModelLayout(role.model, layout)
+        source = None if home is None else ModelLayout(role.model, home)
+        size = 0.0
+        for param in target.names(rank):
+            readers = [r for r in layout.ranks if target.shard(param, r) == target.shard(param, rank)]
+            if source is not None and param not in fresh:
+                readers = [r for r in readers if source.shard(param, r) != target.shard(param, r)]
+            if rank in readers:
+                size += math.prod(target.local_shape(param, rank)) * self.settings.copy_bytes / len(readers)
+        return int(size)
+
+    def _staging(self, name: str, layout: Layout, rank: int) -> int:
+        """Return the most that sending and receiving may stage; less where pieces travel from storage to storage."""
+        element, half, staged = self.settings.copy_bytes, MAX_STAGING_BYTES // 2, 0
+        for one in (self._home(name), layout):
+            if rank in one:
+                staged += min(half, self.elements[name].tensors(one, rank) * element)
+        return staged
+
+    def _set_up(self, rank: int) -> MemoryParts:
+        """Return what building takes: whole models of all roles where that is in the counted memory, else of one."""
+        whole = {name: self.roles[name].model.num_elements * 4 for name in self._owners}
+        if self.settings.builds_on_device:
+            return MemoryParts(weights=sum(whole.values()))
+        most, laid_out = 0, 0
+        for name in whole:
+            most = max(most, laid_out + self._whole(name))  # on ranks outside, too, which then let go of it
+            if rank in self._home(name):
+                laid_out += self._weights(name, self.elements[name].on(self._home(name), rank))
+        return MemoryParts(weights=max(most, laid_out))
+
+    def _whole(self, name: str) -> int:
+        role = self.roles[name]
+        num_trained = role.model.num_elements - role.num_frozen
+        return self.settings.weights_bytes(
+            role, role.model.num_elements, num_trained, is_trained=self._is_trained(name)
+        )
+
+    def _during(self, call: ModelFunctionCall, rank: int) -> MemoryParts:
+        chosen = self.plan.call(call.name)
+        if rank not in chosen.layout:
+            return MemoryParts()
+        name = self._owner(str(call.role))
+        parts = CallMemory.of_replica(
+            self.roles[name], chosen, self.settings, self.workload, self.elements[name].on(chosen.layout, rank),
+            is_home=chosen.layout == self._home(name), is_trained=name in self.dataflow.trained_roles,
+        ).peak(call.kind)  # fmt: skip
+        merges = call.kind == "generate" and name == call.role and chosen.layout.dims.fsdp == 1
+        return parts + MemoryParts(copies=self._merged(name, chosen.layout, rank)) if merges else parts
+
+    def _merged(self, name: str, layout: Layout, rank: int) -> int:
+        """Return the bytes of the copies that a role's adapters are merged into for the time of a call."""
+        return self.elements[name].on(layout, rank).num_adapted * self.settings.copy_bytes
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:,.1f}" if size else "-"

@@ -1,0 +1,95 @@
+"""What to say when no plan fits into memory: what is missing, and how many nodes would do."""
+
+from __future__ import annotations
+
+from lightning_realloc.errors import PlanError, ReallocError
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.tuning.search.problem import Problem, Score
+from lightning_realloc.tuning.search.space import legal_dims
+
+MOST_NODES = 4096
+"""Beyond this no larger cluster is looked for."""
+
+
+class NothingFitsError(PlanError):
+    """No plan of the space fits into memory.
+
+    Args:
+        message: What is missing, and what would do.
+        shortage: What is missing alone.
+        enough_nodes: So many would do with one layout for all calls; None where no number is known.
+    """
+
+    def __init__(self, message: str, *, shortage: str = "", enough_nodes: int | None = None) -> None:
+        super().__init__(message)
+        self.shortage, self.enough_nodes = shortage, enough_nodes
+
+
+def nothing_fits(problem: Problem, best: Score | None) -> NothingFitsError:
+    """Return the error; ``best`` is what the most frugal plan found costs, None where none was."""
+    cluster, budget = problem.cluster, problem.budget
+    need = _least_peak(problem, cluster.num_nodes)
+    missing = best.excess_bytes if best is not None else max(0, (need or 0) - budget)
+    here = f"{cluster.num_nodes} x {cluster.devices_per_node} devices with {_bytes(budget)} each for a plan"
+    nodes = _enough_nodes(problem)
+    way_out = "no number of nodes that was tried would do; use devices with more memory, or smaller micro-batches"
+    if nodes is not None:
+        way_out = (
+            f"{nodes} x {cluster.devices_per_node} such devices would do with one layout for all calls, and fewer "
+            f"perhaps with several; or devices with that much more memory"
+        )
+    if best is not None and best.idle_ranks and not best.excess_bytes:
+        return NothingFitsError(
+            f"no plan uses all of {cluster.num_nodes} x {cluster.devices_per_node} devices: the best one leaves "
+            f"{best.idle_ranks} without a call; use fewer devices"
+        )
+    what = f"lacks {_bytes(missing)}" if missing else "cannot run a call at all, as the estimator says"
+    shortage = f"no plan fits on {here}: the fullest rank of the best one {what}"
+    return NothingFitsError(f"{shortage}; {way_out}", shortage=shortage, enough_nodes=nodes)
+
+
+def _bytes(size: int) -> str:
+    return f"{size:,} bytes ({size / 2**30:,.2f} GiB)" if size >= 2**27 else f"{size:,} bytes"
+
+
+def _enough_nodes(problem: Problem) -> int | None:
+    """Return the smallest number of nodes, beyond what is there, on which one layout for all calls fits."""
+    few, many = problem.cluster.num_nodes, problem.cluster.num_nodes + 1
+    while not _fits(problem, many):
+        few, many = many, 2 * many
+        if many > MOST_NODES:
+            return None
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if _fits(problem, middle) else (middle, many)
+    return many
+
+
+def _fits(problem: Problem, num_nodes: int) -> bool:
+    peak = _least_peak(problem, num_nodes)
+    return peak is not None and peak <= problem.budget
+
+
+def _least_peak(problem: Problem, num_nodes: int) -> int | None:
+    """Return the bytes of a rank when every call runs on all ranks of so many nodes, every role at home there."""
+    ranks = tuple(range(num_nodes * problem.cluster.devices_per_node))
+    resident, active = 0, 0
+    try:
+        for role in problem.dataflow.roles:
+            calls = [call for call in problem.calls if call.role == role]
+            generating = [call for call in calls if call.kind == "generate"]  # what it allows, others allow too
+            least: tuple[int, int] | None = None
+            for dims in legal_dims(problem.models[role], (generating or calls)[0].kind, len(ranks), problem.cluster):
+                layout = Layout(dims, ranks)
+                is_owner = problem.estimator.owner(role) == role
+                kept = problem.estimator.resident_bytes(role, layout, is_home=True) if is_owner else 0
+                added = max(problem.estimator.active_bytes(call.name, plan) for call in calls
+                            for plan in problem.options.plans(call.kind, layout)[:1])  # fmt: skip
+                if least is None or kept + added < sum(least):
+                    least = (kept, added)
+            if least is None:
+                return None
+            resident, active = resident + least[0], max(active, least[1])
+    except ReallocError:
+        return None  # an estimator may refuse ranks that its cluster has not
+    return resident + active

@@ -1,0 +1,287 @@
+"""Good plans of a large space: annealing over joint placements of all calls, from several starts.
+
+A step changes what plans differ in as a whole: one call's option, where one call runs, the border between two groups of
+calls, or a training layout with the copies that are filled from it. After a step that changes places, the calls it
+touched take the best of a short list of options, so that a good division is not judged by poor options.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+from lightning_realloc.tuning.search.exact import offload_sets
+from lightning_realloc.tuning.search.options import Option, undominated
+from lightning_realloc.tuning.search.problem import Choice, Problem, Score
+from lightning_realloc.tuning.search.progress import Progress
+from lightning_realloc.tuning.search.space import RankSet, node_counts, node_run, parts
+
+HOT, COLD = 0.02, 0.0002
+"""Temperatures at the ends of a round, as shares of an iteration's seconds."""
+ROUNDS = 8
+"""Rounds of annealing; the first ones begin with plans of simple forms, later ones begin at the best plan."""
+STARTS = 3
+"""Rounds that begin with the best plans of simple forms."""
+SHORT = 8
+"""Options of a short list."""
+MOST_TRIALS = 120
+"""Choices that a polish tries for one call."""
+PARTS_BELOW = 32
+"""On clusters of more devices only the parts of the first node are tried: the others are like it."""
+
+
+class LocalSearch:
+    """Annealing in rounds, each ended by a polish of one call after the other."""
+
+    def __init__(self, problem: Problem, rng: random.Random, progress: Progress) -> None:
+        self._problem, self._rng, self._progress = problem, rng, progress
+        cluster = problem.cluster
+        self._counts = node_counts(cluster)
+        self._runs: dict[tuple[int, int], RankSet] = {}
+        self._parts = [part for part in parts(cluster)
+                       if cluster.num_devices <= PARTS_BELOW or part.ranks[-1] < cluster.devices_per_node]  # fmt: skip
+        self._short: dict[tuple[int, int], list[Option]] = {}
+        self._offload_sets = offload_sets(problem)
+        self._state: list[Choice] = []
+        self._offload: frozenset[str] = frozenset()
+
+    def run(self, until: float = 1.0) -> None:
+        """Search until this share of the effort is spent; a first plan is made in any case."""
+        begin = self._progress.share
+        starts = self._starts(until)
+        polished = None
+        for number in range(ROUNDS):
+            if self._progress.share >= until:
+                return
+            if number < len(starts):
+                self._state, self._offload = list(starts[number]), frozenset()
+            else:
+                self._state, self._offload = list(self._progress.state), self._progress.offload
+            self._anneal(begin + (until - begin) * (number + 1) / ROUNDS)
+            if self._progress.best != polished:
+                self._state, self._offload = list(self._progress.state), self._progress.offload
+                self._polish(until)
+                polished = self._progress.best
+
+    # ---- starts
+    def _starts(self, until: float) -> list[list[Choice]]:
+        """Return a few good states: all calls on all ranks, and the nodes divided between trained roles."""
+        found: list[tuple[float, int, list[Choice]]] = []
+        for division in self._divisions():
+            if found and self._progress.share >= until:
+                break
+            self._start(division)
+            found.append((self._cost(self._score()), len(found), list(self._state)))
+        return [state for _, _, state in sorted(found)[:STARTS]]
+
+    def _divisions(self) -> Iterator[list[RankSet]]:
+        """Yield places for every role: everywhere, then a part for each trained one.
+
+        Nodes are divided in all proportions of the first trained role, what that leaves between the others by their
+        work; a cluster of fewer nodes than trained roles into equal parts of all sizes.
+        """
+        problem, nodes = self._problem, self._problem.cluster.num_nodes
+        everywhere = problem.all_ranks()
+        yield [everywhere]
+        trained = [i for i in problem.numbers if problem.trained[i] and problem.home[i] == i]
+        if len(trained) < 2:
+            return
+        if nodes < len(trained):
+            for _, alike in itertools.groupby(self._parts, key=lambda part: part.size):
+                places = list(itertools.islice(alike, len(trained)))
+                if len(places) == len(trained):
+                    yield [everywhere, *places]
+            return
+        for count in reversed(self._counts):
+            counts = self._shared_out(trained[1:], nodes - count)
+            if counts is not None:
+                ends = list(itertools.accumulate([count, *counts], initial=0))
+                yield [everywhere, *(self._run(a, b - a) for a, b in itertools.pairwise(ends))]
+
+    def _shared_out(self, homes: Sequence[int], nodes: int) -> list[int] | None:
+        """Return a legal number of nodes for each home call, together at most so many; None for too few."""
+        work = [self._problem.least_work[i] for i in homes]
+        counts: list[int] = []
+        for at in range(len(homes)):
+            left = nodes - sum(counts) - (len(homes) - at - 1)
+            if left < 1:
+                return None
+            wished = max(1, min(left, round(nodes * work[at] / max(sum(work), 1e-9))))
+            counts.append(max(count for count in self._counts if count <= wished))
+        return counts
+
+    def _start(self, places: Sequence[RankSet]) -> None:
+        """Put the home of each trained role on its place, and every other call where it does best."""
+        problem = self._problem
+        parts = iter(places[1:])
+        sets = [next(parts, places[0]) if problem.trained[i] and problem.home[i] == i else places[0]
+                for i in problem.numbers]  # fmt: skip
+        self._offload, self._state = frozenset(), []
+        for i, ranks in enumerate(sets):
+            if ranks.size not in problem.tables[i]:  # nothing fits there
+                ranks = self._rng.choice(self._somewhere(i))
+            self._state.append(problem.choose(self._shortlist(i, ranks.size)[0], ranks))
+        for _ in range(2):
+            self._refit(problem.numbers)
+            for i in problem.numbers if len(places) > 1 else ():
+                fitting = [ranks for ranks in places if ranks.size in problem.tables[i]]
+                self._take_best(i, [(option, ranks) for ranks in dict.fromkeys([*fitting, self._state[i].ranks])
+                                    for option in self._shortlist(i, ranks.size)])  # fmt: skip
+
+    # ---- steps
+    def _anneal(self, until: float) -> None:
+        progress, begin = self._progress, self._progress.share
+        current = self._cost(self._score())
+        while (share := progress.share) < until:
+            heat = HOT * (COLD / HOT) ** ((share - begin) / (until - begin))
+            old_state, old_offload = list(self._state), self._offload
+            self._step()
+            cost = self._cost(self._score())
+            if cost > current and self._rng.random() >= math.exp((current - cost) / (heat * current)):
+                self._state, self._offload = old_state, old_offload
+            else:
+                current = cost
+
+    def _step(self) -> None:
+        i = self._rng.randrange(len(self._state))
+        draw = self._rng.random()
+        if draw < 0.2:
+            self._trade(i)
+        elif draw < 0.4:
+            self._put(i, self._rng.choice(self._problem.tables[i][self._state[i].ranks.size]), self._state[i].ranks)
+        elif draw < 0.6:
+            self._replace(i)
+        elif draw < 0.8:
+            self._shift_border()
+        elif draw < 0.97 or len(self._offload_sets) == 1:
+            self._retrain(i)
+        else:
+            self._offload = self._rng.choice(self._offload_sets)
+
+    def _trade(self, i: int) -> None:
+        """Let a call take more or less memory, and other ones use or make up for it."""
+        ranks = self._state[i].ranks
+        self._put(i, self._rng.choice(self._shortlist(i, ranks.size)), ranks)
+        others = [j for j in self._problem.numbers if j != i]
+        self._refit(self._rng.sample(others, min(2, len(others))))
+
+    def _replace(self, i: int) -> None:
+        """Run a call elsewhere."""
+        self._put(i, None, self._rng.choice(self._somewhere(i)))
+        self._refit((i,))
+
+    def _shift_border(self) -> None:
+        """Move the border at which some calls begin or end to another node."""
+        nodes = self._problem.cluster.num_nodes
+        borders = sorted({at for choice in self._state for at in self._ends(choice.ranks)} - {0, nodes})
+        if not borders:
+            return self._replace(self._rng.randrange(len(self._state)))
+        old, new = self._rng.choice(borders), self._rng.randrange(1, nodes)
+        if self._rng.random() < 0.5:
+            new = min(nodes - 1, max(1, old + self._rng.choice((-2, -1, 1, 2))))
+        touched = []
+        for i, choice in enumerate(self._state):
+            ends = self._ends(choice.ranks)
+            if old in ends:
+                first, last = sorted(new if at == old else at for at in ends)
+                count = last - first
+                if count in self._counts and count * self._problem.cluster.devices_per_node in self._problem.tables[i]:
+                    self._put(i, None, self._run(first, count))
+                    touched.append(i)
+        return self._refit(touched)
+
+    def _retrain(self, i: int) -> None:
+        """Change the layout at which a role's weights live, and then the calls that they are moved to."""
+        home = self._problem.home[i]
+        ranks = self._state[home].ranks
+        self._put(home, self._rng.choice(self._problem.tables[home][ranks.size]), ranks)
+        self._refit([j for j in self._problem.siblings[i] if j != home])
+
+    def _refit(self, calls: Sequence[int]) -> None:
+        """Give calls, one after the other, the best option of a short list where they are."""
+        for i in calls:
+            ranks = self._state[i].ranks
+            options = list(self._shortlist(i, ranks.size))
+            home = self._state[self._problem.home[i]].option.dims
+            options += [one for one in self._problem.tables[i][ranks.size] if one.dims == home][:2]
+            self._take_best(i, [(option, ranks) for option in options])
+
+    def _take_best(self, i: int, choices: Sequence[tuple[Option, RankSet]]) -> None:
+        best, least = self._state[i], math.inf
+        for option, ranks in choices:
+            self._put(i, option, ranks)
+            cost = self._cost(self._score())
+            if cost < least:
+                best, least = self._state[i], cost
+        self._state[i] = best
+
+    def _polish(self, until: float) -> None:
+        """Try, for one call after the other, many places and options, until none is better."""
+        before = math.inf
+        while (cost := self._cost(self._score())) < before * (1 - 1e-6):
+            before = cost
+            for i in self._problem.numbers:
+                places = [ranks for ranks in self._somewhere(i, everywhere=True)]
+                trials = [(option, ranks) for ranks in places for option in self._shortlist(i, ranks.size)
+                          if option.seconds < cost]  # fmt: skip
+                same = self._state[i].ranks
+                trials += [(option, same) for option in self._problem.tables[i][same.size]]
+                if len(trials) > MOST_TRIALS:
+                    trials = self._rng.sample(trials, MOST_TRIALS)
+                for at in range(0, len(trials), 100):
+                    if self._progress.share >= until:
+                        return
+                    self._take_best(i, [(self._state[i].option, self._state[i].ranks), *trials[at : at + 100]])
+
+    # ---- places and options
+    def _put(self, i: int, option: Option | None, ranks: RankSet) -> None:
+        self._state[i] = self._problem.choose(option or self._shortlist(i, ranks.size)[0], ranks)
+
+    def _somewhere(self, i: int, *, everywhere: bool = False) -> list[RankSet]:
+        """Return sets of ranks for a call that begin or end where another one's do, and some others."""
+        cluster, table = self._problem.cluster, self._problem.tables[i]
+        borders = {0, cluster.num_nodes, *(at for choice in self._state for at in self._ends(choice.ranks))}
+        counts = [count for count in self._counts if count * cluster.devices_per_node in table]
+        if not everywhere and len(counts) > SHORT:
+            counts = self._rng.sample(counts, SHORT)
+        runs = {(at - back, count) for count in counts for at in borders for back in (0, count)}
+        found = [self._run(first, count) for first, count in sorted(runs)
+                 if first >= 0 and first + count <= cluster.num_nodes]  # fmt: skip
+        found += [choice.ranks for choice in self._state if choice.ranks.size in table]
+        return found + [part for part in self._parts if part.size in table]
+
+    def _run(self, first: int, count: int) -> RankSet:
+        if (first, count) not in self._runs:
+            self._runs[first, count] = node_run(self._problem.cluster, first, count)
+        return self._runs[first, count]
+
+    def _ends(self, ranks: RankSet) -> tuple[int, ...]:
+        """Return the nodes at which a run of whole nodes begins and ends; () for a part of a node."""
+        devices = self._problem.cluster.devices_per_node
+        if ranks.size % devices:
+            return ()
+        return ranks.ranks[0] // devices, ranks.ranks[-1] // devices + 1
+
+    def _shortlist(self, i: int, size: int) -> list[Option]:
+        """Return the fastest option on so many ranks, and such that are slower but need less memory."""
+        if (i, size) not in self._short:
+            options = self._problem.tables[i][size]
+            front = undominated(options, lambda one: (one.seconds, one.active_bytes + one.resident_bytes))
+            last, count = len(front) - 1, min(SHORT, len(front))
+            # Denser at the fast end: memory rarely asks for the slow one.
+            picked = sorted({round(last * (at / max(1, count - 1)) ** 2) for at in range(count)})
+            self._short[i, size] = [front[at] for at in picked]
+        return self._short[i, size]
+
+    # ---- costs
+    def _score(self) -> Score:
+        return self._progress.score(self._problem, self._state, self._offload)
+
+    def _cost(self, score: Score) -> float:
+        """Return seconds, made longer by what is illegal: a way to a better legal plan may lead through others."""
+        problem = self._problem
+        beyond = score.excess_bytes / problem.budget
+        idle = score.idle_ranks / problem.cluster.num_devices
+        return score.seconds * (1 + 4 * beyond + idle + (0.05 if not score.is_legal else 0.0))

@@ -1,0 +1,195 @@
+"""How many elements of one role's tensors lie on one rank of a layout? Equal blocks are counted once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_realloc.layout.dims import Coordinate, Layout, ParallelDims
+from lightning_realloc.layout.model import ModelLayout, ParamSpec, stage_blocks
+from lightning_realloc.layout.sharding import LocalShard, TensorParallelCut, local_shard
+from lightning_realloc.tuning.memory.parts import RoleMemory, is_adapted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankElements:
+    """Elements of one role's tensors on one rank under one layout.
+
+    ``whole`` sizes are those after tensor parallelism and pipeline stages alone: what FSDP gathers, and what gradients
+    are of before they are reduced. Sharded ones are padded to equal length, as FSDP keeps them.
+    """
+
+    dims: ParallelDims
+    stage: int
+    """Of the pipeline."""
+    num_sharded: int
+    num_trained_sharded: int
+    num_trained: int
+    """Whole ones."""
+    root: int
+    """Whole ones outside of blocks."""
+    trained_root: int
+    num_blocks: int
+    """Of the rank's stage."""
+    largest_block: int
+    trained_block: int
+    """Of the block with most trained elements."""
+    num_adapted: int
+    """Whole ones of the weights that adapters are trained beside."""
+
+
+class RoleElements:
+    """Counts a role's elements on ranks of layouts, and remembers what it has counted."""
+
+    def __init__(self, role: RoleMemory) -> None:
+        self.role = role
+        outside: dict[str, list[_Param]] = {"input": [], "output": []}
+        blocks: list[list[_Param]] = [[] for _ in range(role.model.num_blocks)]
+        for param in role.model.params:
+            place = outside[param.section] if param.block is None else blocks[param.block]
+            place.append(_Param.of(param, role))
+        kinds: dict[tuple[_Param, ...], int] = {}
+        self._input, self._output, *self._blocks = (
+            kinds.setdefault(tuple(params), len(kinds)) for params in (*outside.values(), *blocks)
+        )
+        self._kinds = tuple(kinds)
+        self._fitting: set[tuple[int, int, bool]] = set()
+        self._counts: dict[tuple[int, int, int, int], _Count] = {}
+        self._ranks: dict[tuple[int, int, int, int, int], dict[str, int]] = {}
+        self._tensors: dict[tuple[int, _Position, _Position | None, bool], int] = {}
+
+    def on(self, layout: Layout, rank: int) -> RankElements:
+        """Return what lies on a rank.
+
+        Raises:
+            LayoutError: for a layout that does not fit the model, and for a rank outside of it.
+        """
+        return self.at(layout.dims, layout.coordinate(rank))
+
+    def at(self, dims: ParallelDims, at: Coordinate) -> RankElements:
+        """Return what lies at a coordinate, on whatever rank that is. Raises LayoutError as :meth:`on`."""
+        degrees = (dims.tp, dims.pp, dims.fsdp > 1)
+        if degrees not in self._fitting:
+            ModelLayout(self.role.model, Layout(dims, tuple(range(dims.size))))  # refuses what does not fit
+            self._fitting.add(degrees)
+        key = (dims.tp, at.tp, dims.fsdp, dims.pp, at.pp)
+        if key not in self._ranks:
+            self._ranks[key] = self._count_stage(*key)
+        return RankElements(dims=dims, stage=at.pp, **self._ranks[key])
+
+    def tensors(self, layout: Layout, rank: int, *, unlike: Layout | None = None, trained_too: bool = True) -> int:
+        """Return the elements of a rank's tensors as they are, without padding.
+
+        With ``unlike`` only of those that are not the same under that layout; without ``trained_too`` what training
+        changes is never the same.
+        """
+        at, there = _Position.of(layout, rank), None
+        same: dict[int | str, int] = {}
+        if unlike is not None and rank in unlike:
+            there = _Position.of(unlike, rank)
+            same = self._places(unlike.dims.pp, unlike.coordinate(rank).pp)
+        places = self._places(layout.dims.pp, layout.coordinate(rank).pp)
+        return sum(
+            self._count_tensors(kind, at, there if place in same else None, trained_too)
+            for place, kind in places.items()
+        )
+
+    def _count_tensors(self, kind: int, at: _Position, unlike: _Position | None, trained_too: bool) -> int:
+        key = (kind, at, unlike, trained_too)
+        if key not in self._tensors:
+            size = 0
+            for param in self._kinds[kind]:
+                shard = param.shard(*at)
+                other = None if unlike is None or (param.is_trained and not trained_too) else param.shard(*unlike)
+                if shard != other:
+                    size += math.prod(shard.shape)
+            self._tensors[key] = size
+        return self._tensors[key]
+
+    def _places(self, pp: int, stage: int) -> dict[int | str, int]:
+        """Return what a stage has, blocks by their number and what comes before and after them, and its kind."""
+        run = stage_blocks(self.role.model.num_blocks, pp)[stage]
+        places: dict[int | str, int] = {block: self._blocks[block] for block in run}
+        if stage == 0:
+            places["input"] = self._input
+        if stage == pp - 1:
+            places["output"] = self._output
+        return places
+
+    def _count_stage(self, tp: int, tp_index: int, fsdp: int, pp: int, stage: int) -> dict[str, int]:
+        places = self._places(pp, stage)
+        blocks = [self._count(kind, tp, tp_index, fsdp) for place, kind in places.items() if isinstance(place, int)]
+        outside = [self._count(kind, tp, tp_index, fsdp) for place, kind in places.items() if isinstance(place, str)]
+        everything = blocks + outside
+        return {
+            "num_sharded": sum(count.sharded for count in everything),
+            "num_trained_sharded": sum(count.trained_sharded for count in everything),
+            "num_trained": sum(count.trained for count in everything),
+            "root": sum(count.whole for count in outside),
+            "trained_root": sum(count.trained for count in outside),
+            "num_blocks": sum(count.whole > 0 for count in blocks),
+            "largest_block": max((count.whole for count in blocks), default=0),
+            "trained_block": max((count.trained for count in blocks), default=0),
+            "num_adapted": sum(count.adapted for count in everything),
+        }
+
+    def _count(self, kind: int, tp: int, tp_index: int, fsdp: int) -> _Count:
+        key = (kind, tp, tp_index, fsdp)
+        if key not in self._counts:
+            self._counts[key] = _Count.of(self._kinds[kind], tp, tp_index, fsdp)
+        return self._counts[key]
+
+
+class _Position(NamedTuple):
+    """Where a rank stands along the axes that cut tensors."""
+
+    tp: int
+    tp_index: int
+    fsdp: int
+    fsdp_index: int
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int) -> _Position:
+        at = layout.coordinate(rank)
+        return cls(layout.dims.tp, at.tp, layout.dims.fsdp, at.fsdp)
+
+
+class _Param(NamedTuple):
+    """What a parameter's size on a rank depends on."""
+
+    shape: tuple[int, ...]
+    cut: TensorParallelCut | None
+    is_trained: bool
+    is_adapted: bool
+
+    @classmethod
+    def of(cls, param: ParamSpec, role: RoleMemory) -> _Param:
+        return cls(param.shape, param.tp, param.name not in role.frozen_params, is_adapted(param))
+
+    def shard(self, tp: int, tp_index: int, fsdp: int, fsdp_index: int) -> LocalShard:
+        """Return what lies at a position."""
+        return local_shard(self.shape, self.cut, tp, tp_index, fsdp, fsdp_index)
+
+
+class _Count(NamedTuple):
+    """Elements of some parameters on one rank."""
+
+    whole: int
+    trained: int
+    sharded: int
+    trained_sharded: int
+    adapted: int
+
+    @classmethod
+    def of(cls, params: Iterable[_Param], tp: int, tp_index: int, fsdp: int) -> _Count:
+        sums = [0, 0, 0, 0, 0]
+        for param in params:
+            shape = param.shard(tp, tp_index, 1, 0).shape
+            whole = math.prod(shape)
+            padded = -(-shape[0] // fsdp) * math.prod(shape[1:]) if shape else 1
+            trained, adapted = param.is_trained, param.is_adapted
+            for at, size in enumerate((whole, whole * trained, padded, padded * trained, whole * adapted)):
+                sums[at] += size
+        return cls(*sums)

@@ -1,0 +1,298 @@
+"""Do replayed steps compute what the model would have? Where there is no CUDA, a "graph" runs its work again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation
+from lightning_realloc.generation import engine as engine_module
+from lightning_realloc.generation.cache.kv_cache import SlotCache
+from lightning_realloc.generation.forward.attention import slot_attention
+from lightning_realloc.generation.forward.cuda_graphs import StepGraphs, StepShape, _state_of, filled_up, rounded_up
+from lightning_realloc.generation.forward.packed_rows import Prefill, Row
+from lightning_realloc.generation.forward.runner import ModelRunner
+from lightning_realloc.generation.schedule.admission import Refill
+from lightning_realloc.generation.speculative import draft_model as draft_model_module
+from tests.generation.test_engine import draw_prompts, tokens_of
+from tests.models import tiny_model
+
+SAMPLED = SamplingParams(max_new_tokens=40, n=2, seed=3, ignore_eos=True)
+LIMITS = [3, 40, 11, 25, 7, 32, 18]
+
+
+class Recorder:
+    """Stands in for CUDA: counts what is captured and what is replayed."""
+
+    def __init__(self) -> None:
+        self.num_captured = self.num_replayed = 0
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.num_captured += 1
+
+        def replay() -> None:
+            self.num_replayed += 1
+            work()
+
+        return replay
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Let engines that are made from now on capture on CPU."""
+    recorder = Recorder()
+    captured = partial(StepGraphs, make_record=lambda: recorder, device_type="cpu")
+    for module in (engine_module, draft_model_module):
+        monkeypatch.setattr(module, "StepGraphs", captured)
+    return recorder
+
+
+def generate(engine: GenerationEngine, params: SamplingParams = SAMPLED) -> list[Completion]:
+    return engine.generate(draw_prompts(len(LIMITS)), params, token_limits=LIMITS)
+
+
+@given(number=st.integers(1, 5000), per_octave=st.sampled_from([1, 2, 4]))
+def test_few_sizes_cover_all_and_none_by_much(number: int, per_octave: int) -> None:
+    rounded = rounded_up(number, per_octave)
+    assert number <= rounded < number * (1 + 1 / per_octave)
+    assert rounded_up(rounded, per_octave) == rounded
+    sizes = {rounded_up(n, per_octave) for n in range(1, 1025)}
+    assert len(sizes) <= 10 * per_octave + 1
+
+
+@given(
+    larger=st.builds(StepShape, st.integers(1, 64), st.integers(1, 8), st.sampled_from([128, 192, 256])),
+    smaller=st.builds(StepShape, st.integers(1, 64), st.integers(1, 8), st.sampled_from([128, 192, 256])),
+)
+def test_a_shape_covers_what_fits_into_it_and_hardly_costs_less(larger: StepShape, smaller: StepShape) -> None:
+    assert larger.covers(larger)
+    if larger.covers(smaller):
+        assert larger == tuple(map(max, larger, smaller))
+        assert larger.num_tokens - smaller.num_tokens <= 0.25 * (256 + smaller.num_tokens)
+        assert larger.length <= 2 * smaller.length
+
+
+@given(data=st.data(), capacity=st.integers(20, 50), width=st.integers(1, 5))
+def test_what_fills_a_shape_up_is_written_where_no_sample_is(data: st.DataObject, capacity: int, width: int) -> None:
+    count = st.integers(1, width)
+    row = st.builds(lambda n, at: Row(list(range(1, n + 1)), at), count, st.integers(0, capacity - width - 1))
+    rows = data.draw(st.lists(row, max_size=6))
+    shape = StepShape(len(rows) + data.draw(st.integers(0, 3)), width, capacity)
+    ids, positions, places = filled_up(rows, shape, capacity)
+    assert {len(ids), len(positions), len(places)} == {shape.rows * width}
+    own = {slot * width + place for slot, row in enumerate(rows) for place in range(len(row.tokens))}
+    for index, (token, position, place) in enumerate(zip(ids, positions, places, strict=True)):
+        slot = index // width
+        if index in own:
+            assert token == index % width + 1
+            assert place == slot * capacity + position < (slot + 1) * capacity - 1
+            assert position == rows[slot].position + index % width
+        else:
+            assert (token, position, place) == (0, 0, (slot + 1) * capacity - 1)
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram", "history", "model", "blocks"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_replayed_steps_draw_the_same_tokens(recorder: Recorder, family: str, drafter: str | None) -> None:
+    model = tiny_model(family)
+    speculation = None
+    if drafter is not None:
+        own = {"model": {"draft_model": tiny_model(family)}, "blocks": {"draft_blocks": 1}}.get(drafter, {})
+        speculation = Speculation(drafter=drafter, num_draft_tokens=3, **own)  # type: ignore[arg-type]
+    plain = generate(GenerationEngine(model, max_slots=5, cuda_graphs=False))
+    engine = GenerationEngine(model, max_slots=5, speculation=speculation)
+    for _ in range(2):
+        completions = generate(engine)
+        assert tokens_of(completions) == tokens_of(plain)
+        for one, other in zip(completions, plain, strict=True):
+            torch.testing.assert_close(
+                torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-5, rtol=0, check_dtype=False
+            )
+    assert recorder.num_replayed > engine.stats.num_steps / 2
+    assert recorder.num_captured < recorder.num_replayed / 2
+
+
+def test_models_that_state_their_window_in_their_mask_are_captured_within_it(recorder: Recorder) -> None:
+    model = tiny_model("mistral", sliding_window=48)
+    plain = generate(GenerationEngine(model, cuda_graphs=False))
+    assert tokens_of(generate(GenerationEngine(model))) == tokens_of(plain)
+    assert recorder.num_replayed
+
+
+def test_samples_that_end_at_the_end_of_the_context_keep_their_last_position(recorder: Recorder) -> None:
+    model = tiny_model("gpt2")  # it has 128 positions
+    params = SamplingParams(max_new_tokens=200, seed=1, ignore_eos=True)
+    prompts = [[5] * 30, [7] * 100]
+    plain = GenerationEngine(model, cuda_graphs=False).generate(prompts, params)
+    replayed = GenerationEngine(model, speculation=Speculation(drafter="ngram", num_draft_tokens=4)).generate(
+        prompts, params
+    )
+    assert [len(completion.token_ids) for completion in plain] == [98, 28]
+    assert tokens_of(replayed) == tokens_of(plain)
+
+
+def test_graphs_outlive_a_generation_and_what_moved_is_captured_anew(recorder: Recorder) -> None:
+    model = tiny_model("llama")
+    engine = GenerationEngine(model, max_slots=4)
+    for _ in range(3):  # shapes that came once in the first two
+        generate(engine)
+    settled = recorder.num_captured
+    generate(engine)
+    assert recorder.num_captured == settled
+
+    engine.release()  # the cache will lie elsewhere
+    generate(engine)
+    assert recorder.num_captured > settled
+
+    settled = recorder.num_captured
+    norm = model.get_submodule("model.norm")
+    norm.weight.data = norm.weight.data.clone()
+    generate(engine)
+    assert recorder.num_captured > settled
+
+
+def test_what_changes_a_models_launches_changes_its_state() -> None:
+    model = tiny_model("llama")
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
+    states = [_state_of(model)]
+    assert _state_of(model.train()) == _state_of(model.eval()) == states[0]
+    with torch.no_grad():
+        layer.weight.add_(1.0)  # numbers are read anew
+    assert _state_of(model) == states[0]
+
+    handle = layer.register_forward_hook(lambda module, args, output: output)
+    states.append(_state_of(model))
+    handle.remove()
+    assert _state_of(model) == states[0]
+    layer.switch = {"merged": [True]}
+    states.append(_state_of(model))
+    layer.switch["merged"][0] = False
+    states.append(_state_of(model))
+    layer.weight = nn.Parameter(layer.weight.detach().clone())
+    states.append(_state_of(model))
+    assert len(set(states)) == len(states)
+
+
+def test_a_model_that_cannot_be_captured_is_run_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def record(work: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(engine_module, "StepGraphs", partial(StepGraphs, make_record=lambda: record, device_type="cpu"))
+    model = tiny_model("llama")
+    engine = GenerationEngine(model)
+    with caplog.at_level(logging.WARNING):
+        completions = [generate(engine) for _ in range(2)]
+    plain = generate(GenerationEngine(model, cuda_graphs=False))
+    assert all(tokens_of(each) == tokens_of(plain) for each in completions)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "LlamaForCausalLM cannot be captured as a CUDA graph" in warning
+    assert warning.endswith("not permitted when stream is capturing")
+
+
+def test_free_slots_wait_until_reading_pays() -> None:
+    refill = Refill()
+    assert not refill.holds_back(num_running=0, num_free=4), "nothing would be done meanwhile"
+    for _ in range(2):
+        waited = [refill.holds_back(num_running=3, num_free=1) for _ in range(12)]
+        assert waited == [True] * 11 + [False]  # a quarter of a step each time, and reading costs three
+    assert [refill.holds_back(num_running=1, num_free=3) for _ in range(4)] == [True] * 3 + [False]
+
+
+def num_steps_with_prompts(monkeypatch: pytest.MonkeyPatch, *, cuda_graphs: bool) -> int:
+    """Generate 96 responses of ragged lengths in 16 slots; return how many steps read prompts."""
+    num_prefills = []
+    forward = ModelRunner.forward
+
+    def noted(self: ModelRunner, prefills: Sequence[Prefill], rows: Sequence[Row]) -> torch.Tensor:
+        num_prefills.append(len(prefills))
+        return forward(self, prefills, rows)
+
+    monkeypatch.setattr(ModelRunner, "forward", noted)
+    limits = [8 + 5 * (index % 7) for index in range(48)]
+    engine = GenerationEngine(tiny_model("llama"), max_slots=16, cuda_graphs=cuda_graphs)
+    completions = engine.generate([[5, 6, 7]] * 48, SAMPLED, token_limits=limits)
+    monkeypatch.setattr(ModelRunner, "forward", forward)
+    assert [len(completion.token_ids) for completion in completions] == [limit for limit in limits for _ in range(2)]
+    return sum(count > 0 for count in num_prefills)
+
+
+def test_prompts_are_read_several_at_a_time_where_steps_are_replayed(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayed, plain = (num_steps_with_prompts(monkeypatch, cuda_graphs=graphs) for graphs in (True, False))
+    assert replayed < plain / 2
+
+
+def test_steps_that_are_never_captured_are_usual_and_others_once_they_are_replayed() -> None:
+    cache = SlotCache()
+    cache.make_room(128, 40, longest=40)
+    model = tiny_model("llama")
+    graphs = StepGraphs(model, cache, make_record=Recorder, device_type="cpu")
+    graphs.begin()
+    runner = ModelRunner(model, cache, num_slots=128, longest=40, graphs=graphs)
+    with slot_attention(model):
+        usual = []
+        for num_rows, width in ((4, 2), (4, 2), (4, 2), (3, 2), (128, 5), (128, 5)):
+            runner.forward([], [Row([5] * width, 7)] * num_rows)
+            usual.append(runner.was_usual)
+    assert usual == [False, False, True, True, True, True]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"cuda_graphs": False}, {"max_cache_bytes": 1 << 20}, {"lockstep": lambda has_work: has_work}]
+)
+def test_what_cannot_be_captured_or_is_not_to_be_is_not(recorder: Recorder, settings: dict[str, Any]) -> None:
+    engine = GenerationEngine(tiny_model("llama"), **settings)
+    drafting = GenerationEngine(
+        tiny_model("llama"), speculation=Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=2), **settings
+    )
+    for _ in range(2):
+        generate(engine)
+        generate(drafting)
+    with torch.autocast("cpu", torch.bfloat16):
+        generate(GenerationEngine(tiny_model("llama")))
+    assert not recorder.num_captured
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafter", [None, "ngram", "blocks"])
+def test_cuda_graphs_draw_the_same_tokens_and_follow_the_weights(drafter: str | None) -> None:
+    model = tiny_model("llama").to("cuda")
+    own = {"draft_blocks": 1} if drafter == "blocks" else {}
+    speculation = Speculation(drafter=drafter, num_draft_tokens=3, **own) if drafter else None  # type: ignore[arg-type]
+    engine = GenerationEngine(model, max_slots=5, speculation=speculation)
+    for change in (None, "in place", "elsewhere"):
+        with torch.no_grad():
+            for weight in model.parameters():
+                if change == "in place":
+                    weight.mul_(0.9)
+                elif change == "elsewhere":
+                    weight.data = weight.data.clone().mul_(1.2)
+        plain = generate(GenerationEngine(model, max_slots=5, cuda_graphs=False))
+        for _ in range(2):
+            assert tokens_of(generate(engine)) == tokens_of(plain), change
+    assert engine._graphs is not None
+    assert engine._graphs._graphs
+
+
+@pytest.mark.gpu
+def test_prompts_read_at_once_in_half_precision_are_those_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_realloc.generation.forward import attention
+
+    model = tiny_model("llama").to("cuda", torch.bfloat16)
+    prompts, greedy = draw_prompts(9), SamplingParams(max_new_tokens=1, temperature=0)
+    at_once = GenerationEngine(model).generate(prompts, greedy)
+    monkeypatch.setattr(attention, "can_attend_varlen", lambda query, value: False)
+    one_by_one = GenerationEngine(model).generate(prompts, greedy)
+    for one, other in zip(at_once, one_by_one, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=0.05)

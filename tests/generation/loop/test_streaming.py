@@ -1,0 +1,62 @@
+"""Does what is finished leave a generation early, each sample once, in portions of the same size?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_realloc.algorithms.rollout import sample_responses
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.generation import Completion, GenerationEngine, HFEngine, SamplingParams
+from lightning_realloc.generation.loop.streaming import Outlet
+from tests.models import tiny_model
+
+PARAMS = SamplingParams(max_new_tokens=12, n=2, seed=3, stop_token_ids=tuple(range(100, 128)))
+PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
+
+
+def _batch(count: int) -> Samples:
+    return Samples(torch.arange(count), {"prompt_ids": Ragged.from_list(PROMPTS[:count])})
+
+
+@pytest.mark.parametrize("kind", [GenerationEngine, HFEngine])
+def test_every_completion_is_told_once_and_as_it_is_returned(kind: Any) -> None:
+    heard: list[Completion] = []
+    engine = kind(tiny_model("llama"), max_slots=3)
+    completions = engine.generate(PROMPTS, PARAMS, on_finished=heard.append)
+    assert sorted(heard, key=lambda completion: completion.sample_id) == completions
+
+
+def test_short_responses_are_told_first_and_unfinished_ones_last() -> None:
+    heard: list[Completion] = []
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    engine = GenerationEngine(tiny_model("llama"))
+    engine.generate(PROMPTS, params, token_limits=[9, 3, 12, 6], token_budget=25, on_finished=heard.append)
+    # Every step gives each running sample a token: 8 steps make 8 + 3 + 8 + 6 = 25.
+    assert [completion.prompt_index for completion in heard] == [1, 3, 0, 2]
+    assert [completion.finish_reason for completion in heard] == ["length", "length", "unfinished", "unfinished"]
+
+
+@pytest.mark.parametrize("num_parts", [2, 3, 8, 20])
+def test_portions_hold_the_rows_that_the_rollout_returns(num_parts: int) -> None:
+    engine = GenerationEngine(tiny_model("llama"), max_slots=3)
+    plain = sample_responses(engine, _batch(4), PARAMS)
+    parts: list[Samples] = []
+    engine.outlet = Outlet(num_parts, parts.append)
+    rollout = sample_responses(engine, _batch(4), PARAMS)
+    assert rollout.equals(plain)
+    # 8 samples: all portions but the last have 8 / num_parts of them, with more portions than samples 1 each.
+    sizes = {2: [4], 3: [3, 3], 8: [1] * 7, 20: [1] * 8}[num_parts]
+    assert [len(part) for part in parts] == sizes
+    early = Samples.concatenate(parts)
+    assert rollout.by_ids(early.ids).equals(early)
+
+
+def test_a_rank_without_prompts_hands_on_nothing() -> None:
+    parts: list[Samples] = []
+    engine = GenerationEngine(tiny_model("llama"))
+    engine.outlet = Outlet(4, parts.append)
+    assert len(sample_responses(engine, _batch(0), PARAMS)) == 0
+    assert parts == []

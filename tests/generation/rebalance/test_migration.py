@@ -1,0 +1,524 @@
+"""Samples that move between ranks in the middle of their generation get the tokens that they would have got at home."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation, Turn
+from lightning_realloc.generation.loop.run import GenerationRun, foreign_prompt, prompt_of_one
+from lightning_realloc.generation.rebalance import kv_transfer as shipping
+from lightning_realloc.generation.rebalance import migration
+from lightning_realloc.generation.rebalance.balance import Choice
+from lightning_realloc.generation.rebalance.kv_transfer import Peers
+from lightning_realloc.generation.rebalance.load import MoveCost, RankLoad, SampleMove
+from lightning_realloc.generation.rebalance.migration import MigrationStats, WaitingCalls
+from lightning_realloc.runtime.messages.mailbox import FAILURE_DEADLINE_S, FrameKind, Mailbox
+from tests.generation.random_moves import at_random, moving
+from tests.models import tiny_model
+from tests.workers import WorkerPool
+
+PARAMS = SamplingParams(max_new_tokens=48, n=2, seed=5, temperature=1.2)
+NUM_PROMPTS = 9
+
+
+def _prompts() -> list[list[int]]:
+    rng = random.Random(3)
+    return [[rng.randrange(4, 120) for _ in range(rng.randrange(1, 14))] for _ in range(NUM_PROMPTS)]
+
+
+def _limits() -> list[int]:
+    """Return bounds that let samples end at all sorts of times, one of them after its first token."""
+    return [1 + (17 * prompt) % 48 for prompt in range(NUM_PROMPTS)]
+
+
+def _peers() -> Peers:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mailbox = Mailbox(rank, world_size, dist.new_group(backend="gloo"))
+    return Peers(mailbox, rank, mailbox.others)
+
+
+def _generate(
+    speculation: Speculation | None, max_slots: int, max_cache_bytes: int | None, calls: int
+) -> list[tuple[list[Completion], Any]]:
+    """Return what each call of this rank's made while samples moved at random, every other step."""
+    with moving(every=2, plan_balance=at_random):
+        return _calls(speculation, max_slots, max_cache_bytes, calls)
+
+
+def _calls(
+    speculation: Speculation | None,
+    max_slots: int,
+    max_cache_bytes: int | None,
+    calls: int,
+    waiting_calls: WaitingCalls | None = None,
+) -> list[tuple[list[Completion], Any]]:
+    peers = _peers()
+    # A clock that ticks: on a busy machine rounds would be as rare as the slowest step is long.
+    engine = GenerationEngine(
+        tiny_model("llama"), max_slots=max_slots, peers=peers, speculation=speculation, max_prefill_tokens=8,
+        max_cache_bytes=max_cache_bytes, clock=map(float, itertools.count()).__next__,
+    )  # fmt: skip
+    engine.waiting_calls = waiting_calls
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = [i for i in range(NUM_PROMPTS) if i % (size + 1) == rank or (rank == 0 and i % (size + 1) == size)]
+    ids = [2 * i + k for i in mine for k in range(2)]
+    prompts, limits = _prompts(), _limits()
+    made = []
+    for _ in range(calls):
+        completions = engine.generate(
+            [prompts[i] for i in mine], PARAMS, sample_ids=ids, token_limits=[limits[i] for i in mine]
+        )
+        made.append((completions, engine.migration_stats))
+    peers.mailbox.let_go(0)
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[int, Completion]:
+    made = GenerationEngine(tiny_model("llama")).generate(_prompts(), PARAMS, token_limits=_limits())
+    return {completion.sample_id: completion for completion in made}
+
+
+@pytest.mark.parametrize(
+    ("speculation", "max_slots", "max_cache_bytes", "world_size"),
+    [
+        (None, 4, None, 2),
+        (None, 16, None, 3),
+        (Speculation(drafter="history", num_draft_tokens=3), 5, None, 2),
+        (Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=2), 8, None, 2),
+        (None, 16, 90_000, 2),
+        (Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=2), 8, 130_000, 3),
+    ],
+    ids=["few slots", "three ranks", "look-ups", "draft model", "few pages", "draft model in few pages"],
+)
+def test_samples_that_move_at_random_get_the_tokens_of_one_rank(
+    workers: WorkerPool,
+    alone: dict[int, Completion],
+    speculation: Speculation | None,
+    max_slots: int,
+    max_cache_bytes: int | None,
+    world_size: int,
+) -> None:
+    ranks = workers.run(_generate, speculation, max_slots, max_cache_bytes, 2, world_size=world_size)
+    for call in range(2):
+        completions = [completion for rank in ranks for completion in rank[call][0]]
+        assert {c.sample_id: c.token_ids for c in completions} == {i: c.token_ids for i, c in alone.items()}
+        assert {c.sample_id: (c.finish_reason, c.prompt) for c in completions} == {
+            i: (c.finish_reason, c.prompt) for i, c in alone.items()
+        }
+        for completion in completions:
+            assert completion.logprobs == pytest.approx(alone[completion.sample_id].logprobs, abs=1e-5)
+        sent, received = (sum(getattr(rank[call][1], name) for rank in ranks) for name in ("num_sent", "num_received"))
+        assert sent == received > 0
+
+
+class Chores:
+    """Other calls that always wait, and never end; what this rank did of them."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def seconds(self) -> float:
+        """As `WaitingCalls.seconds`."""
+        return 1.0
+
+    def work(self) -> bool:
+        """As `WaitingCalls.work`."""
+        time.sleep(0.001)
+        self.done += 1
+        return True
+
+
+def _gather(loads: Sequence[RankLoad], cost: MoveCost, *, step: int, **_: Any) -> Choice:
+    """Move at random; in the fourth round gather everything of the last rank on the others, in the seventh more."""
+    moves, freed = at_random(loads, cost, step=step), tuple[int, ...]()
+    leaving = loads[-1]
+    others = [load for load in loads if load is not leaving]
+    if step in (4, 7) and others and any(load.live for load in others):
+        moves, freed = (), (leaving.rank,)
+        for index, sample in enumerate(leaving.live):
+            target = others[index % len(others)].rank
+            moves += (SampleMove(sample.sample_id, leaving.rank, target, "send" if index % 2 else "recompute"),)
+    return Choice("consolidate" if freed else "none", moves, freed, 0.0)
+
+
+def _generate_and_free(max_cache_bytes: int | None) -> tuple[list[tuple[list[Completion], Any]], int]:
+    """Return what two calls made, whose ranks are freed one after the other, and what they did meanwhile."""
+    chores = Chores()
+    with moving(every=2, choose=_gather):
+        made = _calls(None, 8, max_cache_bytes, 2, chores)
+    return made, chores.done
+
+
+@pytest.mark.parametrize(
+    ("world_size", "max_cache_bytes"), [(2, None), (3, 130_000)], ids=["two ranks", "three ranks, few pages"]
+)
+def test_ranks_that_are_freed_do_other_work_and_get_the_tokens_of_one_rank(
+    workers: WorkerPool, alone: dict[int, Completion], world_size: int, max_cache_bytes: int | None
+) -> None:
+    ranks = workers.run(_generate_and_free, max_cache_bytes, world_size=world_size)
+    for call in range(2):
+        completions = [completion for made, _ in ranks for completion in made[call][0]]
+        assert {c.sample_id: c.token_ids for c in completions} == {i: c.token_ids for i, c in alone.items()}
+        freed = [made[call][1].was_freed for made, _ in ranks]
+        assert freed == [False] + [True] * (world_size - 1)
+        assert sum(made[call][1].num_sent for made, _ in ranks) > 0
+    assert [done > 0 for _, done in ranks] == [False] + [True] * (world_size - 1)
+
+
+TALK = SamplingParams(max_new_tokens=40, n=2, seed=5, stop_token_ids=tuple(range(110, 128)))
+"""A seventh of the vocabulary ends a turn: the shorter they are, the less there is to move."""
+
+
+def _answer(turn: Turn) -> list[int] | None:
+    """Say something that depends on the turn, after a while; after a few turns nothing."""
+    prompts = _prompts()
+    indices = turn.prompt_index, 2 * turn.prompt_index + turn.sample_id // 2 % 2  # of all prompts, or of one rank's
+    assert list(turn.prompt) in [prompts[index] for index in indices if index < NUM_PROMPTS]
+    time.sleep(0.002 * (turn.sample_id % 3))
+    return None if turn.number + turn.sample_id % 3 > 4 else [5 + turn.number, turn.token_ids[-1] % 80 + 3]
+
+
+def _talk(max_cache_bytes: int | None) -> list[tuple[list[Completion], MigrationStats]]:
+    """Return what calls made of conversations that move at random, in slots or in few pages.
+
+    They are several: when answers come is up to the clock, and on a busy machine a call now and then moves nothing.
+    """
+    calls = []
+    with moving(every=1, plan_balance=at_random):
+        peers, rank = _peers(), dist.get_rank()
+        engine = GenerationEngine(tiny_model("llama"), max_slots=6, peers=peers, max_cache_bytes=max_cache_bytes)
+        mine = range(rank, NUM_PROMPTS, dist.get_world_size())
+        for _ in range(4):
+            made = engine.generate(
+                [_prompts()[i] for i in mine], TALK, sample_ids=[2 * i + k for i in mine for k in range(2)],
+                environment=_answer,
+            )  # fmt: skip
+            calls.append((made, engine.migration_stats))
+    peers.mailbox.let_go(0)
+    return calls
+
+
+@pytest.mark.parametrize("max_cache_bytes", [None, 60_000], ids=["slots", "pages"])
+def test_conversations_move_between_their_turns_and_within(workers: WorkerPool, max_cache_bytes: int | None) -> None:
+    alone = GenerationEngine(tiny_model("llama")).generate(_prompts(), TALK, environment=_answer)
+    expected = {c.sample_id: (c.token_ids, c.model_mask, c.finish_reason) for c in alone}
+    assert any(not all(c.model_mask) for c in alone)
+    ranks = workers.run(_talk, max_cache_bytes, world_size=2)
+    num_sent = 0
+    for call in zip(*ranks, strict=True):
+        assert {c.sample_id: (c.token_ids, c.model_mask, c.finish_reason) for made, _ in call for c in made} == expected
+        assert sum(stats.num_sent for _, stats in call) == sum(stats.num_received for _, stats in call)
+        num_sent += sum(stats.num_sent for _, stats in call)
+    assert num_sent > 0
+
+
+def _generate_while_shipments_are_late() -> list[tuple[list[Completion], Any]]:
+    """Return what samples made that move at random, and are taken in only once the rank has no other."""
+    is_ready = shipping._Shipment.is_ready.fget
+    late = property(lambda shipment: shipment.rest is None and is_ready(shipment))
+    with mock.patch.object(shipping._Shipment, "is_ready", late):
+        return _generate(None, 6, None, 2)
+
+
+def test_a_sample_may_stay_and_move_again_before_its_first_shipment_is_taken_in(
+    workers: WorkerPool, alone: dict[int, Completion]
+) -> None:
+    for call in zip(*workers.run(_generate_while_shipments_are_late, world_size=3), strict=True):
+        made = {c.sample_id: c.token_ids for completions, _ in call for c in completions}
+        assert made == {i: c.token_ids for i, c in alone.items()}
+        assert sum(stats.num_received for _, stats in call) > 0
+
+
+def test_no_two_prompts_of_a_rank_have_the_same_number() -> None:
+    numbers = [
+        *range(100), *map(prompt_of_one, range(100)), *(foreign_prompt(r, n) for r in range(4) for n in range(100))
+    ]  # fmt: skip
+    assert len(set(numbers)) == 600
+
+
+def _exchange(loads: Sequence[RankLoad], cost: MoveCost, *, step: int, **_: Any) -> tuple[SampleMove, ...]:
+    """Let each of two ranks send its sample to the other in the second round."""
+    return tuple(
+        SampleMove(sample.sample_id, load.rank, 1 - load.rank, "send")
+        for load in loads if step == 2 for sample in load.samples
+    )  # fmt: skip
+
+
+def _end_on_the_way() -> tuple[list[int], MigrationStats]:
+    """Return the lengths of samples that end after their bulk has left, on ranks without any other."""
+    peers, rank = _peers(), dist.get_rank()
+    with moving(every=4, plan_balance=_exchange):
+        engine = GenerationEngine(tiny_model("llama"), peers=peers, clock=lambda: 0.0)
+        assert engine._migration is not None
+        engine._migration.pace.bytes_per_s = 1e-6  # the bulk is thought to travel for ever
+        engine._migration.pace.steps.observe(1, 1.0)
+        params = SamplingParams(max_new_tokens=10, ignore_eos=True)
+        made = engine.generate([[5 + rank]], params, sample_ids=[rank])
+    peers.mailbox.let_go(0)
+    return [len(completion.token_ids) for completion in made], engine.migration_stats
+
+
+def test_ranks_whose_samples_end_on_the_way_do_not_wait_for_each_other(workers: WorkerPool) -> None:
+    for lengths, stats in workers.run(_end_on_the_way, world_size=2, deadline_s=15.0):
+        assert lengths == [10]
+        assert stats.bytes_sent > 2000  # the bulk left, and nothing followed it
+        assert stats.num_sent == stats.num_received == 0
+
+
+def _ids_used_twice() -> str:
+    peers = _peers()
+    engine = GenerationEngine(tiny_model("llama"), peers=peers)
+    try:
+        engine.generate([[5, 6]], SamplingParams(max_new_tokens=40, ignore_eos=True))
+    except GenerationError as error:
+        peers.mailbox.let_go(0)
+        return str(error)
+    return "nothing"
+
+
+def test_ids_that_several_ranks_use_are_refused_by_all(workers: WorkerPool) -> None:
+    for message in workers.run(_ids_used_twice, world_size=2):
+        assert "[0] are on several" in message
+
+
+def _skewed(peers_move: bool) -> tuple[dict[int, tuple[int, ...]], MigrationStats]:
+    """Return what a rank with all the long responses, or one with none of them, made."""
+    rank = dist.get_rank()
+    peers, model, now = _peers(), tiny_model("llama"), 0.0
+
+    def take_time(_: torch.nn.Module, args: Any, arguments: Mapping[str, Any]) -> None:
+        nonlocal now
+        now += 1e-3 * arguments["input_ids"].shape[1]
+
+    model.register_forward_pre_hook(take_time, with_kwargs=True)  # a millisecond for every token
+    engine = GenerationEngine(model, peers=peers if peers_move else None, max_slots=12, clock=lambda: now)
+    limits = [100] * 12 if rank == 0 else [4] * 12
+    prompts = [[5 + i, 7] for i in range(12)]
+    with moving():
+        for _ in range(2):  # steps' seconds are known from the second time on
+            made = engine.generate(
+                prompts, SamplingParams(max_new_tokens=100, ignore_eos=True),
+                sample_ids=range(12 * rank, 12 * rank + 12), token_limits=limits, length_hints=limits,
+            )  # fmt: skip
+    peers.mailbox.let_go(0)
+    return {c.sample_id: c.token_ids for c in made}, engine.migration_stats
+
+
+def test_a_rank_that_is_done_takes_over_from_one_that_is_not(workers: WorkerPool) -> None:
+    moved, stayed = (workers.run(_skewed, peers_move, world_size=2) for peers_move in (True, False))
+    assert [tokens for tokens, _ in moved] == [tokens for tokens, _ in stayed]
+    assert moved[0][1].num_sent == moved[1][1].num_received
+    assert 3 <= moved[0][1].num_sent <= 9
+
+
+def _num_rounds(least_period_s: float) -> int:
+    """Return how often two ranks meet while each makes a hundred steps of a millisecond."""
+    peers, now = _peers(), 0.0
+    model = tiny_model("llama")
+
+    def take_time(*_: Any) -> None:
+        nonlocal now
+        now += 1e-3
+
+    model.register_forward_pre_hook(take_time)
+    engine = GenerationEngine(model, peers=peers, clock=lambda: now)
+    with moving(every=8), mock.patch.object(migration, "LEAST_PERIOD_S", least_period_s):
+        for _ in range(2):  # steps' seconds are known from the second time on
+            engine.generate([[5]], SamplingParams(max_new_tokens=100, ignore_eos=True), sample_ids=[dist.get_rank()])
+    peers.mailbox.let_go(0)
+    return engine.migration_stats.num_rounds
+
+
+def test_ranks_do_not_meet_more_often_for_short_steps(workers: WorkerPool) -> None:
+    often, seldom = (workers.run(_num_rounds, least_period_s, world_size=2)[0] for least_period_s in (0.0, 0.05))
+    assert often >= 6
+    assert seldom <= often - 3
+
+
+def _told_in_calls(lengths: Sequence[int]) -> list[tuple[int, list[int], int]]:
+    """Return of calls with responses of these lengths how many rounds each has, the samples in each report, and how
+    many messages each rank sends to another."""
+    peers, rank, found = _peers(), dist.get_rank(), []
+    engine = GenerationEngine(tiny_model("llama"), peers=peers)
+    report, told = migration._Call._report, []
+
+    def note(call: migration._Call) -> migration.Report:
+        made = report(call)
+        told.append(len(made.live))
+        return made
+
+    with mock.patch.object(migration._Call, "_report", note):
+        for length in lengths:
+            params = SamplingParams(max_new_tokens=length, ignore_eos=True)
+            before = peers.num_reports
+            engine.generate([[5], [6]], params, sample_ids=[2 * rank, 2 * rank + 1])
+            found.append((engine.migration_stats.num_rounds, told.copy(), peers.num_reports - before))
+            told.clear()
+    peers.mailbox.let_go(0)
+    return found
+
+
+def test_calls_too_short_for_a_move_have_no_rounds(workers: WorkerPool) -> None:
+    for short, longer in workers.run(_told_in_calls, [13, 30], world_size=2, deadline_s=15.0):
+        assert short == (0, [0], 1)
+        num_rounds, told, num_messages = longer
+        assert num_rounds >= 1
+        assert told[0] == 2
+        assert num_messages == len(told) + 1  # and a last word
+
+
+def _told_of(error: Exception, mailbox: Mailbox) -> str:
+    """Return what the others hear of an error; where it is theirs, what this rank has heard."""
+    if mailbox.has_failed:
+        return str(error)
+    try:
+        mailbox.fail(error)
+    except Exception as heard:
+        return str(heard)
+
+
+def _in_short_calls(limits: Sequence[int], fails_in: int | None = None) -> list[tuple[int, tuple[int, ...]]] | str:
+    """Return of calls with responses of these lengths, all of which count as short, how many messages each rank sends
+    to another one and what it generates; or what is heard where one of them fails on the second rank."""
+    peers, rank, found = _peers(), dist.get_rank(), []
+    model = tiny_model("llama")
+    engine = GenerationEngine(model, peers=peers)
+    with mock.patch.object(migration, "LEAST_PERIOD_S", 100.0):
+        try:
+            for number, length in enumerate(limits):
+                if rank and number == fails_in:
+                    with torch.no_grad():
+                        next(model.parameters()).fill_(float("nan"))
+                before = peers.num_reports
+                params = SamplingParams(max_new_tokens=length, ignore_eos=True)
+                (made,) = engine.generate([[5]], params, sample_ids=[rank])
+                found.append((peers.num_reports - before, made.token_ids))
+            if fails_in is not None:
+                peers.mailbox.receive(FrameKind.ROWS, 0, 0, 1 - rank)  # as in a call behind it
+            peers.mailbox.let_go(0)
+        except Exception as error:
+            return _told_of(error, peers.mailbox)
+    return found
+
+
+def test_short_calls_are_followed_by_others_without_a_word(workers: WorkerPool) -> None:
+    limits = [8] * 12 + [9, 8]
+    (ours, theirs), alone = workers.run(_in_short_calls, limits, world_size=2, deadline_s=20.0), tiny_model("llama")
+    for rank, made in enumerate((ours, theirs)):
+        assert [num_messages for num_messages, _ in made] == [1, 0, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0]
+        for length, (_, tokens) in zip(limits, made, strict=True):
+            params = SamplingParams(max_new_tokens=length, ignore_eos=True)
+            assert tokens == GenerationEngine(alone).generate([[5]], params, sample_ids=[rank])[0].token_ids
+
+
+def test_a_failure_without_a_word_reaches_the_others(workers: WorkerPool) -> None:
+    for heard in workers.run(_in_short_calls, [8] * 6, 4, world_size=2, deadline_s=20.0):
+        assert "not finite" in heard
+
+
+def _messages_where_samples_move() -> list[tuple[int, int]]:
+    """Return of calls that are over soon, in which samples move all the same, how many leave and what is told."""
+    peers, rank, found = _peers(), dist.get_rank(), []
+    engine = GenerationEngine(tiny_model("llama"), peers=peers, max_slots=8)
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    with moving(every=2, plan_balance=at_random), mock.patch.object(migration, "LEAST_PERIOD_S", 100.0):
+        for _ in range(3):
+            before = peers.num_reports
+            engine.generate([[5]] * 4, params, sample_ids=range(4 * rank, 4 * rank + 4))
+            found.append((engine.migration_stats.num_sent, peers.num_reports - before))
+    peers.mailbox.let_go(0)
+    return found
+
+
+def test_calls_in_which_samples_move_are_not_short(workers: WorkerPool) -> None:
+    ours, theirs = workers.run(_messages_where_samples_move, world_size=2, deadline_s=20.0)
+    assert all(num_messages > 1 for _, num_messages in (*ours, *theirs))
+    assert sum(sent for sent, _ in (*ours, *theirs)) > 0
+
+
+def _one_fails() -> str:
+    peers = _peers()
+    model = tiny_model("llama")
+    engine = GenerationEngine(model, peers=peers, max_slots=4)
+    rank, params = dist.get_rank(), SamplingParams(max_new_tokens=100, ignore_eos=True)
+    ids, limits = range(4 * rank, 4 * rank + 4), [40 + 60 * rank] * 4
+    try:
+        with mock.patch.object(migration, "LEAST_PERIOD_S", 0.0):  # no call is short
+            engine.generate([[5]] * 4, params, sample_ids=ids, token_limits=limits)
+            with torch.no_grad():
+                next(model.parameters()).fill_(float("nan") if rank else 0.0)
+            engine.generate([[5]] * 4, params, sample_ids=ids)
+    except Exception as error:
+        return _told_of(error, peers.mailbox)
+    return "nothing"
+
+
+def _one_cannot_begin() -> str:
+    """Return what this rank hears where one asks for what cannot be: nobody has met before."""
+    peers, rank = _peers(), dist.get_rank()
+    engine = GenerationEngine(tiny_model("llama"), peers=peers, max_cache_bytes=90_000)
+    prompts = [[5] * (120 if rank else 2)]
+    try:
+        engine.generate(prompts, SamplingParams(max_new_tokens=8, ignore_eos=True), sample_ids=[rank])
+    except GenerationError as error:
+        return _told_of(error, peers.mailbox)
+    return "nothing"
+
+
+def test_a_rank_that_cannot_even_begin_keeps_nobody_waiting(workers: WorkerPool) -> None:
+    for message in workers.run(_one_cannot_begin, world_size=2, deadline_s=15.0):
+        assert "max_cache_bytes=90000 must hold the longest sample of a call" in message
+
+
+def _leave(loads: Sequence[RankLoad], cost: MoveCost, *, step: int, **_: Any) -> tuple[SampleMove, ...]:
+    """Let the first rank's sample go to the second one in the third round, when that one has none left."""
+    return tuple(SampleMove(sample.sample_id, 0, 1, "send") for sample in loads[0].samples if step == 3)
+
+
+def _one_fails_while_it_sends(stage: int) -> tuple[str, float]:
+    """Return what this rank hears where the first one fails in packing what is to leave, and after how long."""
+    peers, rank = _peers(), dist.get_rank()
+    engine = GenerationEngine(tiny_model("llama"), peers=peers, max_slots=4)
+
+    read, num_read = GenerationRun.read_positions, 0
+
+    def fail(*arguments: Any) -> torch.Tensor:
+        nonlocal num_read
+        num_read += 1
+        if num_read > stage:
+            raise MemoryError("no room to pack")
+        return read(*arguments)
+
+    replaced = mock.patch.object(GenerationRun, "read_positions", fail) if rank == 0 else nullcontext()
+    params = SamplingParams(max_new_tokens=4 if rank else 100, ignore_eos=True)
+    with moving(every=2, plan_balance=_leave), replaced:
+        try:
+            engine.generate([[5]], params, sample_ids=[rank])
+        except Exception as error:
+            begin = time.monotonic()
+            return _told_of(error, peers.mailbox), time.monotonic() - begin
+    return "nothing", 0.0
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_rank_that_fails_while_samples_leave_it_keeps_nobody_waiting(workers: WorkerPool, stage: int) -> None:
+    for message, seconds in workers.run(_one_fails_while_it_sends, stage, world_size=2, deadline_s=30.0):
+        assert "no room to pack" in message
+        assert seconds < FAILURE_DEADLINE_S / 2  # else one waited for samples, and the other one for its answer
+
+
+def test_a_failure_of_one_rank_reaches_the_others(workers: WorkerPool) -> None:
+    for message in workers.run(_one_fails, world_size=2):
+        assert "not finite" in message

@@ -1,0 +1,255 @@
+"""The scheduler's promises, checked by playing its steps on slots that remember what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_realloc.generation.schedule.scheduler import Admission, Move, Prompt, Read, Scheduler, Step, Swap
+
+Label = tuple[str, int]
+"""What one position of a slot holds: something of a prompt, or of a sample."""
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A sample waits once it ran for so many steps, and then has more to read."""
+
+    after: int
+    num_steps: int
+    num_tokens: int
+
+
+class Slots:
+    """Slots that remember what they hold, and refuse what does not follow from it."""
+
+    def __init__(self, prompts: list[Prompt]) -> None:
+        self.held: dict[int, list[Label]] = {}
+        self.sequences = {
+            sample: [("prompt", prompt.index)] * prompt.num_tokens for prompt in prompts for sample in prompt.samples
+        }
+        self.prompts = {prompt.index: prompt for prompt in prompts}
+        self.read_of_prompts: list[int] = []
+
+    def carry_out(self, step: Step, max_prefill_tokens: int) -> None:
+        for admission in step.admissions:
+            assert len(admission.samples) == len(admission.slots)
+            kept: list[Label] = []
+            if admission.source is not None:
+                length = self.prompts[admission.prompt].num_tokens
+                kept = self.held[admission.source][:length]
+                assert kept == [("prompt", admission.prompt)] * length, "the source holds the prompt"
+            for slot in admission.slots:
+                self.held[slot] = list(kept)
+        for move in step.moves:
+            moved = self.held[move.source]
+            if isinstance(move, Swap):
+                self.held[move.source] = self.held[move.target]
+            self.held[move.target] = list(moved)
+        assert sum(read.end - read.begin for read in step.reads) <= max_prefill_tokens
+        for read in step.reads:
+            labels = self.sequences[read.samples[0]][read.begin : read.end]
+            self.read_of_prompts += [prompt for kind, prompt in labels if kind == "prompt"]
+            for slot in read.slots:
+                assert len(self.held[slot]) == read.begin, "what is before it is there"
+                self.held[slot] += labels
+
+
+def play(
+    prompts: list[Prompt],
+    lengths: dict[int, int],
+    num_slots: int,
+    max_prefill_tokens: int,
+    pauses: Mapping[int, Pause] | None = None,
+    holds: Sequence[bool] = (False,),
+) -> list[list[int]]:
+    """Run every sample for ``lengths[sample]`` steps, checking every promise; return who ran in each step.
+
+    ``holds`` tells in turn whether prompts wait on, where others run.
+    """
+    scheduler = Scheduler(prompts, num_slots=num_slots, max_prefill_tokens=max_prefill_tokens)
+    slots, pauses = Slots(prompts), dict(pauses or {})
+    left, waiting = dict(lengths), dict[int, Pause]()
+    history: list[list[int]] = []
+    while scheduler.has_work:
+        for sample, pause in list(waiting.items()):
+            waiting[sample] = replace(pause, num_steps=pause.num_steps - 1)
+            if not pause.num_steps:
+                begin = len(slots.sequences[sample])
+                slots.sequences[sample] += [("sample", sample)] * pause.num_tokens
+                scheduler.read(sample, begin, begin + pause.num_tokens)
+                del waiting[sample]
+        holds_back = holds[len(history) % len(holds)] and any(sample is not None for sample in scheduler.running)
+        reads_to_admit, scheduler.holds_back = scheduler.reads_to_admit, holds_back
+        step = scheduler.next_step()
+        assert not (holds_back and reads_to_admit and step.reads), "what waits for more to be read is not read alone"
+        slots.carry_out(step, max_prefill_tokens)
+        running = [sample for sample in scheduler.running if sample is not None]
+        assert len(running) == len(scheduler.running), "running samples fill the first slots"
+        assert running or step.reads or waiting, "somebody gets further"
+        assert len(scheduler.slots) <= num_slots
+        for slot, sample in enumerate(running):
+            assert slots.held[slot] == slots.sequences[sample], "a slot holds all that its sample needs"
+            slots.held[slot].append(("sample", sample))
+            slots.sequences[sample].append(("sample", sample))
+            left[sample] -= 1
+            if not left[sample]:
+                scheduler.finish(slot)
+            elif sample in pauses and lengths[sample] - left[sample] >= pauses[sample].after:
+                scheduler.park(slot)
+                waiting[sample] = pauses.pop(sample)
+        history.append(running)
+    prompt_tokens = [prompt.index for prompt in prompts for _ in range(prompt.num_tokens)]
+    assert sorted(slots.read_of_prompts) == sorted(prompt_tokens), "every prompt is computed exactly once"
+    assert not any(left.values())
+    return history
+
+
+def make_prompts(sizes: list[int], n: int, hints: list[int] | None = None) -> list[Prompt]:
+    hints = hints or [0] * len(sizes)
+    return [
+        Prompt(index, size, tuple(range(index * n, (index + 1) * n)), hint)
+        for index, (size, hint) in enumerate(zip(sizes, hints, strict=True))
+    ]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=8),
+    n=st.integers(1, 5),
+    num_slots=st.integers(1, 7),
+    max_prefill_tokens=st.integers(1, 30),
+    data=st.data(),
+)
+def test_every_sample_runs_to_its_end_and_every_prompt_is_computed_once(
+    sizes: list[int], n: int, num_slots: int, max_prefill_tokens: int, data: st.DataObject
+) -> None:
+    total = len(sizes) * n
+    lengths = data.draw(st.lists(st.integers(1, 6), min_size=total, max_size=total))
+    pause = st.builds(Pause, after=st.integers(1, 4), num_steps=st.integers(0, 5), num_tokens=st.integers(1, 12))
+    pauses = data.draw(st.dictionaries(st.integers(0, total - 1), pause))
+    holds = data.draw(st.lists(st.booleans(), min_size=1, max_size=9))
+    history = play(make_prompts(sizes, n), dict(enumerate(lengths)), num_slots, max_prefill_tokens, pauses, holds)
+    assert sum(map(len, history)) == sum(lengths)  # nobody runs a step longer than its response
+
+
+def test_a_free_slot_is_refilled_in_the_next_step() -> None:
+    history = play(make_prompts([3, 3, 3], 1), {0: 1, 1: 3, 2: 2}, num_slots=2, max_prefill_tokens=100)
+    # Sample 0 ends after one step and sample 2 takes its slot.
+    assert history == [[0, 1], [2, 1], [2, 1]]
+
+
+def test_the_last_sample_moves_into_a_hole_that_nobody_waits_for() -> None:
+    scheduler = Scheduler(make_prompts([1, 1, 1], 1), num_slots=3)
+    scheduler.next_step()
+    scheduler.finish(0)
+    assert scheduler.next_step().moves == (Move(source=2, target=0),)
+    assert list(scheduler.running) == [2, 1]
+
+
+def test_later_samples_of_a_prompt_copy_it_from_a_slot_that_holds_it() -> None:
+    scheduler = Scheduler(make_prompts([4], 3), num_slots=2)
+    assert scheduler.next_step().admissions == (Admission(0, (0, 1), (0, 1), source=None),)
+    scheduler.finish(1)
+    assert scheduler.next_step().admissions == (Admission(0, (2,), (1,), source=0),)
+
+
+def test_longest_hint_goes_first_and_equal_hints_keep_their_order() -> None:
+    scheduler = Scheduler(make_prompts([1, 1, 1, 1], 1, hints=[5, 9, 5, 9]), num_slots=4)
+    assert [admission.prompt for admission in scheduler.next_step().admissions] == [1, 3, 0, 2]
+
+
+def test_prompts_beyond_the_prefill_budget_wait_a_step() -> None:
+    scheduler = Scheduler(make_prompts([6, 5, 1], 1), num_slots=4, max_prefill_tokens=10)
+    # 6, for which 5 more would exceed 10; then 5 and 1.
+    steps = [[admission.prompt for admission in scheduler.next_step().admissions] for _ in range(3)]
+    assert steps == [[0], [1, 2], []]
+
+
+def test_a_prompt_longer_than_the_budget_is_read_beside_those_who_run() -> None:
+    scheduler = Scheduler(make_prompts([2, 25, 6], 2), num_slots=6, max_prefill_tokens=10)
+    reads, running = [], []
+    for _ in range(5):
+        step = scheduler.next_step()
+        reads.append([(read.samples, read.begin, read.end) for read in step.reads])
+        running.append(list(scheduler.running))
+    # 25 = 8 + 10 + 7; both samples of the prompt hold it, and run with its last part; then 6 is whole again.
+    assert reads == [
+        [((0, 1), 0, 2), ((2, 3), 0, 8)], [((2, 3), 8, 18)], [((2, 3), 18, 25)], [((4, 5), 0, 6)], []
+    ]  # fmt: skip
+    assert running == [[0, 1], [0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
+
+
+def test_a_sample_that_waits_changes_its_slot_with_the_last_that_runs() -> None:
+    scheduler = Scheduler(make_prompts([1, 1, 1], 1), num_slots=3)
+    scheduler.next_step()
+    scheduler.park(0)
+    assert scheduler.next_step().moves == (Swap(source=2, target=0),)
+    assert (list(scheduler.running), list(scheduler.slots)) == ([2, 1], [2, 1, 0])
+    scheduler.read(0, 4, 7)
+    scheduler.finish(1)
+    step = scheduler.next_step()
+    assert step.moves == (Move(source=2, target=1),) and step.reads == (Read((0,), (1,), 4, 7),)
+    assert list(scheduler.running) == [2, 0]
+
+
+def test_what_a_waiting_sample_gives_back_goes_to_the_next_prompt() -> None:
+    scheduler = Scheduler(make_prompts([1, 1, 1], 1), num_slots=2)
+    scheduler.next_step()
+    scheduler.park(0)
+    assert list(scheduler.slots) == [0, 1] and scheduler.next_step().admissions == ()
+    scheduler.drop(0)
+    assert scheduler.next_step().admissions == (Admission(2, (2,), (1,), source=None),)
+    assert list(scheduler.running) == [1, 2]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    n=st.integers(1, 4),
+    num_slots=st.integers(1, 6),
+    data=st.data(),
+)
+def test_samples_leave_and_come_at_any_time(sizes: list[int], n: int, num_slots: int, data: st.DataObject) -> None:
+    prompts = make_prompts(sizes, n)
+    scheduler, slots = Scheduler(prompts, num_slots=num_slots, max_prefill_tokens=12), Slots(prompts)
+    left = {sample: data.draw(st.integers(1, 6)) for prompt in prompts for sample in prompt.samples}
+    guests = iter(range(1000, 1000 + data.draw(st.integers(0, 5))))
+    while scheduler.has_work or left:
+        what = data.draw(st.sampled_from(["nothing", "leave", "come"]))
+        if what == "come" and (guest := next(guests, None)) is not None:
+            left[guest] = data.draw(st.integers(1, 6))
+            slots.sequences[guest] = [("sample", guest)] * data.draw(st.integers(1, 20))
+            _welcome(scheduler, slots, guest)
+        elif what == "leave" and left:
+            leaver = data.draw(st.sampled_from(sorted(left)))
+            if leaver in scheduler.waiting:
+                scheduler.withdraw({leaver})
+                del left[leaver]
+            elif leaver in scheduler.slots and not scheduler.is_parked(leaver):
+                scheduler.finish(scheduler.slots.index(leaver))
+                del left[leaver]
+        assert scheduler.num_free == num_slots - sum(sample is not None for sample in scheduler.slots)
+        slots.carry_out(scheduler.next_step(), 12)
+        for slot, sample in enumerate(sample for sample in scheduler.running if sample is not None):
+            assert slots.held[slot] == slots.sequences[sample], "a slot holds all that its sample needs"
+            slots.held[slot].append(("sample", sample))
+            slots.sequences[sample].append(("sample", sample))
+            left[sample] -= 1
+            if not left[sample]:
+                scheduler.finish(slot)
+                del left[sample]
+    assert not scheduler.waiting
+
+
+def _welcome(scheduler: Scheduler, slots: Slots, guest: int) -> None:
+    """Let a sample in that brings all that it has read; without a slot it is read again."""
+    length = len(slots.sequences[guest])
+    slot = scheduler.seat(guest, -guest)
+    if slot is None:
+        scheduler.add(Prompt(-guest, length, (guest,)))
+        slots.prompts[-guest] = Prompt(-guest, length, (guest,))
+    else:
+        slots.held[slot] = list(slots.sequences[guest])
+        scheduler.read(guest, length, length)

@@ -1,0 +1,110 @@
+"""Places behind the same tokens, beside what reading all texts through finds."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_realloc.generation.speculative.recurrences import (
+    NO_TOKEN,
+    ORDERS,
+    Branch,
+    Recurrences,
+    SharedRecurrences,
+)
+
+LONGEST = ORDERS[0]
+TOKENS = st.lists(st.integers(0, 3), max_size=10)
+TEXTS = st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=3)
+"""Each with what is before it; no token is as common as the places that are looked at."""
+
+
+def recurrences_in(texts: list[tuple[list[int], list[int]]]) -> Recurrences:
+    recurrences = Recurrences()
+    for before, text in texts:
+        recurrences.begin(before[-LONGEST:])
+        recurrences.extend(text)
+    return recurrences
+
+
+def followers_of(branch: Branch | None) -> list[int]:
+    return [] if branch is None else list(branch.followers)
+
+
+def found_by_reading(texts: list[tuple[list[int], list[int]]], context: list[int]) -> tuple[int, list[int]]:
+    """Return the length of the longest end of a context that is known, as one of `ORDERS`, and what followed it."""
+    for order in ORDERS:
+        followers = []
+        for before, text in texts:
+            whole, first = [*before[-LONGEST:], *text], len(before[-LONGEST:])
+            followers += [
+                whole[place]
+                for place in range(max(first, order), len(whole))
+                if whole[place - order : place] == context[-order:]
+            ]
+        if followers:
+            return order, sorted(followers)
+    return 0, []
+
+
+@given(TEXTS, st.lists(st.integers(0, 3), min_size=LONGEST, max_size=LONGEST))
+def test_the_longest_known_end_of_a_context_is_found_with_all_that_followed_it(
+    texts: list[tuple[list[int], list[int]]], context: list[int]
+) -> None:
+    order, branch = recurrences_in(texts).find(context)
+    assert (order, followers_of(branch)) == found_by_reading(texts, context)
+
+
+@given(TEXTS, st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=12))
+def test_what_is_kept_for_others_is_what_would_be_found_anew(
+    texts: list[tuple[list[int], list[int]]], tries: list[tuple[int, int]]
+) -> None:
+    shared = SharedRecurrences()
+    for number in range(1, len(texts) + 1):
+        shared.add(texts[number - 1][0][-LONGEST:], texts[number - 1][1])
+        alone = recurrences_in(texts[:number])
+        for last, token in tries:
+            context = [9] * (LONGEST - 1) + [last]
+            (order, branch), (own_order, own_branch) = shared.find(context), alone.find(context)
+            assert (order, followers_of(branch)) == (own_order, followers_of(own_branch))
+            if branch is not None and own_branch is not None:
+                assert followers_of(branch.behind(token)) == followers_of(own_branch.behind(token))
+
+
+def test_no_more_contexts_are_kept_than_samples_of_a_prompt_are_at() -> None:
+    shared = SharedRecurrences()
+    shared.add([], list(range(200)))
+    for last in range(200):
+        order, branch = shared.find([999] * (LONGEST - 1) + [last])
+        assert (order, followers_of(branch)) == ((1, [last + 1]) if last < 199 else (0, []))
+    assert len(shared._found) <= 64
+
+
+@given(st.lists(TOKENS, max_size=3))
+def test_a_text_that_grows_bit_by_bit_is_one_text(bits: list[list[int]]) -> None:
+    whole, by_bits = Recurrences(), Recurrences()
+    whole.extend([token for bit in bits for token in bit])
+    for bit in bits:
+        by_bits.extend(bit)
+    assert by_bits.num_tokens == sum(map(len, bits))
+    end = [NO_TOKEN] * LONGEST + [token for bit in bits for token in bit]
+    (order, branch), (whole_order, whole_branch) = by_bits.find(end[-LONGEST:]), whole.find(end[-LONGEST:])
+    assert (order, followers_of(branch)) == (whole_order, followers_of(whole_branch))
+
+
+@given(st.lists(TOKENS, max_size=4), st.integers(0, 3), st.integers(0, 3))
+def test_places_behind_a_token_are_those_of_a_context_longer_by_it(
+    bare: list[list[int]], last: int, token: int
+) -> None:
+    texts: list[tuple[list[int], list[int]]] = [([], text) for text in bare]
+    context = [9] * (LONGEST - 1) + [last]
+    _, branch = recurrences_in(texts).find(context)
+    order, followers = found_by_reading(texts, [*context[1:], token])
+    assert followers_of(branch and branch.behind(token)) == (followers if order == 2 else [])
+
+
+def test_common_tokens_are_told_by_the_latest_places() -> None:
+    recurrences = Recurrences()
+    recurrences.extend([7, 1] * 50 + [7, 2] * 50 + [7])
+    _, branch = recurrences.find([0] * 7 + [7])
+    assert followers_of(branch) == [2] * 32

@@ -1,0 +1,128 @@
+"""Are measured passes put together to the seconds that arithmetic by hand gives?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_realloc.dataflow.execution_plan import CallPlan
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.dims import Layout, ParallelDims
+from lightning_realloc.tuning.estimate.hardware import CPU_EFFICIENCY
+from lightning_realloc.tuning.estimate.measured import CAUTION, MeasuredEstimator
+from lightning_realloc.tuning.estimate.profile import Curve, PassKey, PassKind, PassTimes, ProfileTable, Surface
+from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
+from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
+from tests.tuning.examples import PPO_FLOW, SMALL, with_adapters
+
+CLUSTER = ClusterSpec.parse("cpu:1x4")
+LOAD = Workload(num_sequences=8, prompt_tokens=8, response_tokens=8, micro_batch_tokens=32)
+CALL_S = 0.25
+"""Fixed cost of every call."""
+
+
+def passes(block: float, rest: float) -> PassTimes:
+    """Seconds per token, or per decoded sequence, whatever the second size."""
+    return PassTimes(Surface(((16.0, Curve(((1.0, block),))),)), Surface(((16.0, Curve(((1.0, rest),))),)))
+
+
+def estimator(
+    known: dict[tuple[PassKind, ParallelDims], PassTimes], moves: dict[str, Curve] | None = None, *,
+    settings: MemorySettings | None = None, adapted: bool = False,
+) -> MeasuredEstimator:  # fmt: skip
+    """Four blocks, 2 of 4 ranks at full speed, clipping and stepping for 1 ms a weight."""
+    roles = {name: SMALL.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
+    if adapted:
+        roles["actor"] = with_adapters(roles["actor"], rank=4)
+        roles["reference"] = replace(roles["actor"], frozen_params=frozenset(), shares="actor")
+    roofline = RooflineEstimator(
+        PPO_FLOW, CLUSTER, roles, settings or MemorySettings(), LOAD,
+        efficiency=replace(CPU_EFFICIENCY, call_s=CALL_S),
+    )  # fmt: skip
+    table = ProfileTable(
+        machine={}, passes={PassKey("small", kind, dims): times for (kind, dims), times in known.items()},
+        optimizer={"small": Curve(((1.0, 1e-3),))}, moves=moves or {},
+        crowding={1: Curve(((1.0, 1.0), (2.0, 1.0), (4.0, 2.0)))},
+    )  # fmt: skip
+    return MeasuredEstimator(roofline, table, dict.fromkeys(PPO_FLOW.roles, "small"))
+
+
+def seconds(answers: MeasuredEstimator, call: str, layout: str) -> float:
+    return answers.call_seconds(call, CallPlan(Layout.parse(layout))).total
+
+
+ALONE = ParallelDims()
+
+
+def test_inference_takes_its_micro_batches_of_blocks_and_the_rest() -> None:
+    answers = estimator({("infer", ALONE): passes(0.01, 0.02)})
+    # 8 sequences of 16 tokens in micro-batches of 32: 128 tokens at 4 x 0.01 + 0.02.
+    assert seconds(answers, "reference.infer", "dp1@0") == pytest.approx(128 * 0.06 + CALL_S)
+    # Two ranks are in nobody's way, four on two cores take twice as long for a quarter.
+    assert seconds(answers, "reference.infer", "dp2@0-1") == pytest.approx(64 * 0.06 + CALL_S)
+    assert seconds(answers, "reference.infer", "dp4") == pytest.approx(2 * 32 * 0.06 + CALL_S)
+
+
+def test_training_reduces_with_its_last_micro_batch_and_steps_on_its_shard() -> None:
+    dims = ParallelDims(fsdp=2)
+    known = {("train", dims): passes(0.03, 0.0), ("train_last", dims): passes(0.05, 0.0), ("infer", dims): passes(1, 0)}
+    answers = estimator(known)  # type: ignore[arg-type]
+    weights = SMALL.role(scores=False).model.num_elements
+    # 64 tokens a rank, of which the last micro-batch's 32 take 0.02 longer for each of 4 blocks.
+    by_hand = 64 * 4 * 0.03 + 32 * 4 * 0.02 + weights / 2 * 1e-3 + CALL_S
+    assert seconds(answers, "actor.train", "fsdp2@0-1") == pytest.approx(by_hand)
+
+
+def test_generation_reads_prompts_and_then_takes_a_step_a_token() -> None:
+    answers = estimator({("infer", ALONE): passes(0.01, 0.02), ("decode", ALONE): passes(0.1, 0.2)})
+    # Prompts but for their last tokens, without logits; 8 steps of 8 sequences at 4 x 0.1 + 0.2.
+    by_hand = 8 * 7 * 4 * 0.01 + 8 * 8 * 0.6 + CALL_S
+    assert seconds(answers, "actor.generate", "dp1@0") == pytest.approx(by_hand)
+
+
+def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
+    answers = estimator({("infer", ALONE): passes(0.01, 0.0)})
+    stage = 32 * 2 * 0.01  # a micro-batch through two of four blocks
+    send = answers.roofline.cost("reference", CallPlan(Layout.parse("pp2@0-1")))._send(32)
+    assert seconds(answers, "reference.infer", "pp2@0-1") == pytest.approx(5 * stage + 5 * send + CALL_S)
+
+
+def test_what_was_not_measured_is_worked_out_and_scaled_by_what_was() -> None:
+    answers = estimator({("infer", ALONE): passes(0.01, 0.0)})
+    worked_out = answers.roofline
+    off_by = (
+        seconds(answers, "reference.infer", "dp1@0")
+        / worked_out.call_seconds("reference.infer", CallPlan(Layout.parse("dp1@0"))).total
+    )
+    cut = CallPlan(Layout.parse("tp2@0-1"))
+    assert not answers.is_measured("reference.infer", cut.layout.dims)
+    assert answers.call_seconds("reference.infer", cut).total == pytest.approx(
+        CAUTION * off_by * worked_out.call_seconds("reference.infer", cut).total
+    )
+    nothing = estimator({})
+    assert nothing.call_seconds("actor.train", cut) == worked_out.call_seconds("actor.train", cut)
+
+
+def test_weights_are_written_by_each_source_rank_or_sent_to_shards() -> None:
+    answers = estimator({}, {"push": Curve(((4.0, 1.0),)), "direct": Curve(((4.0, 100.0),))})
+    weights = SMALL.role(scores=False).model.num_elements
+    source, copies, shards = map(Layout.parse, ("fsdp2@0-1", "dp4", "fsdp4"))
+    # One copy of fp32 weights, half by each of two ranks.
+    assert answers.move_seconds("actor", source, copies) == pytest.approx(weights / 2)
+    # Three ranks receive a quarter each, which two ranks send.
+    assert answers.move_seconds("actor", source, shards) == pytest.approx(100 * weights * 3 / 8, rel=0.01)
+    assert answers.move_seconds("actor", source, source) == 0.0
+
+
+def test_adapters_alone_are_written_and_sent_after_the_first_time() -> None:
+    moves = {"push": Curve(((4.0, 1.0),)), "direct": Curve(((4.0, 100.0),))}
+    source, copies, shards = map(Layout.parse, ("fsdp2@0-1", "dp4", "fsdp4"))
+    answers, trained = estimator(moves=moves, known={}, settings=MemorySettings(), adapted=True), 4 * 2 * 64 * 4
+    assert answers.move_seconds("actor", source, copies) == pytest.approx(trained / 2)
+    assert answers.move_seconds("actor", source, shards) == pytest.approx(100 * trained * 3 / 8, rel=0.01)
+    # Copies that are freed need their base again.
+    freed = estimator(moves=moves, known={}, settings=MemorySettings(frees_copies=True), adapted=True)
+    everything = SMALL.role(scores=False).model.num_elements + trained
+    assert freed.move_seconds("actor", source, copies) == pytest.approx(everything / 2)
+    assert freed.owner("reference") == "actor"

@@ -1,0 +1,300 @@
+"""Do estimates grow with what they should, and agree with figures worked out by hand where one term rules?"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from lightning_realloc.dataflow.execution_plan import CallPlan
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.tuning.estimate.estimator import CallSeconds, Estimator
+from lightning_realloc.tuning.estimate.hardware import Efficiency
+from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
+from lightning_realloc.tuning.memory.forecast import forecast_memory
+from lightning_realloc.tuning.memory.parts import MemorySettings, RoleMemory, Workload
+from lightning_realloc.tuning.shapes.known_models import KnownModel, find_known_model
+from lightning_realloc.tuning.shapes.role_elements import RoleElements
+from tests.tuning.estimate.test_hardware import IDEAL
+from tests.tuning.examples import PPO_FLOW, SMALL, with_adapters
+from tests.tuning.timeline.test_simulator import SCORED_BY_BASE, plan_of
+
+LLAMA = find_known_model("Llama-2-7b-hf")
+CLUSTER = ClusterSpec.parse("a100-80g:4x8")
+HALF = MemorySettings(copy_bytes=2, gathered_bytes=2)
+LOAD = Workload(num_sequences=512, prompt_tokens=128, response_tokens=384, micro_batch_tokens=8192)
+CALLS = ("actor.generate", "reference.infer", "actor.train")
+
+
+def estimator(
+    model: KnownModel = LLAMA,
+    cluster: ClusterSpec = CLUSTER,
+    load: Workload = LOAD,
+    efficiency: Efficiency | None = None,
+    **options: tuple[int, ...],
+) -> RooflineEstimator:
+    roles = {name: model.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
+    return RooflineEstimator(PPO_FLOW, cluster, roles, HALF, load, efficiency=efficiency, **options)
+
+
+def seconds(call: str, layout: str = "dp8", answers: Estimator | None = None, **options: bool | int) -> CallSeconds:
+    return (answers or estimator()).call_seconds(call, CallPlan(Layout.parse(layout), **options))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_more_tokens_more_layers_and_less_bandwidth_take_longer(call: str) -> None:
+    base = seconds(call, "fsdp2.tp4").total
+    longer = estimator(load=replace(LOAD, response_tokens=768))
+    more = estimator(load=replace(LOAD, num_sequences=1024))
+    deeper = estimator(replace(LLAMA, num_layers=64))
+    for other in (longer, more, deeper):
+        assert seconds(call, "fsdp2.tp4", other).total > 1.3 * base
+    slower = replace(CLUSTER, intra_node_bytes_per_s=CLUSTER.intra_node_bytes_per_s / 10)
+    thinner = replace(CLUSTER, device_memory_bytes_per_s=CLUSTER.device_memory_bytes_per_s / 10)
+    assert seconds(call, "fsdp2.tp4", estimator(cluster=slower)).total > base
+    assert seconds(call, "fsdp2.tp4", estimator(cluster=thinner)).total > base
+
+
+def test_without_overheads_inference_is_flops_over_the_device() -> None:
+    answers = estimator(cluster=replace(CLUSTER, device_memory_bytes_per_s=1e18), efficiency=IDEAL)
+    tokens = 512 * 512 / 8  # on each of 8 replicas
+    products = 2 * 32 * (4 * 4096**2 + 3 * 4096 * 11008) * tokens
+    attention = 4 * 32 * 4096 * tokens * 256  # a token attends to half a sequence of 512
+    head = 2 * 4096 * 32000 * tokens * 384 / 512  # of response tokens
+    assert seconds("reference.infer", "dp8", answers).total == pytest.approx(
+        (products + attention + head) / CLUSTER.device_flops, rel=1e-3
+    )
+    # Backward is twice the products and 2.5 times the attention; checkpointing adds the blocks' forward once more.
+    trained = (3 * (products + head) + 3.5 * attention) / CLUSTER.device_flops
+    assert seconds("actor.train", "dp8", answers).compute == pytest.approx(trained, rel=1e-3)
+    again = seconds("actor.train", "dp8", answers, gradient_checkpointing=True).compute
+    assert again == pytest.approx(trained + (products + attention) / CLUSTER.device_flops, rel=1e-3)
+
+
+def test_without_overheads_decoding_reads_weights_and_cache_in_every_step() -> None:
+    load = replace(LOAD, num_sequences=8, response_tokens=101)
+    answers = estimator(
+        cluster=replace(CLUSTER, device_flops=1e30), load=load, efficiency=replace(IDEAL, memory_share=0.5)
+    )
+    read = 2 * 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 2 * 4096 * 32000
+    cache = 2 * 2 * 32 * 4096 * (128 + 50)  # of one sequence: keys and values of 178 tokens, as a mean
+    steps = 100 * (read + cache) / (0.5 * CLUSTER.device_memory_bytes_per_s)
+    prefill = seconds("actor.generate", "dp8", estimator(load=replace(load, response_tokens=1), efficiency=IDEAL))
+    assert seconds("actor.generate", "dp8", answers).total - prefill.total == pytest.approx(steps, rel=0.03)
+
+
+def test_tensor_parallel_ranks_divide_the_work_and_pay_for_sums() -> None:
+    answers = estimator(efficiency=replace(IDEAL, layer_launch_s=0.0))
+    whole, halved = seconds("reference.infer", "dp1", answers), seconds("reference.infer", "tp2", answers)
+    assert halved.compute == pytest.approx(whole.compute / 2, rel=0.15)
+    # Two sums of hidden states per block, each twice half of 2 * 4096 bytes a token; and the other's three fp32 numbers
+    # of every response token.
+    tokens = 512 * 512
+    sums = 32 * 2 * tokens * 2 * 4096 / CLUSTER.intra_node_bytes_per_s
+    numbers = tokens * 384 / 512 * 12 / CLUSTER.intra_node_bytes_per_s
+    # Of 32 micro-batches; a sum has the latency of a hop twice.
+    latency = 32 * (32 * 2 * 2 + 1) * CLUSTER.intra_node_latency_s
+    assert halved.tensor_parallel == pytest.approx(sums + numbers + latency)
+
+
+def test_data_parallel_ranks_divide_the_batch_and_add_up_gradients() -> None:
+    answers = estimator(efficiency=replace(IDEAL, hides_communication=False))
+    one, eight = seconds("actor.train", "dp1", answers), seconds("actor.train", "dp8", answers)
+    assert eight.compute == pytest.approx(one.compute / 8, rel=0.01)
+    gradients = 2 * 7 / 8 * 2 * 6.738e9 / CLUSTER.intra_node_bytes_per_s
+    assert eight.data_parallel == pytest.approx(gradients, rel=0.01)
+    assert one.data_parallel == one.sharding == 0
+    assert eight.optimizer == pytest.approx(one.optimizer)
+    assert seconds("actor.train", "fsdp8", answers).optimizer == pytest.approx(one.optimizer / 8)
+
+
+def test_fsdp_gathers_for_every_pass_and_scatters_gradients_once() -> None:
+    answers = estimator(efficiency=replace(IDEAL, hides_communication=False))
+    one_way = 7 / 8 * 2 * 6.738e9 / CLUSTER.intra_node_bytes_per_s
+    passes = 512 * 512 / 8 / 8192
+    assert seconds("actor.train", "fsdp8", answers).sharding == pytest.approx((2 * passes + 1) * one_way, rel=0.01)
+    assert seconds("reference.infer", "fsdp8", answers).sharding == pytest.approx(passes * one_way, rel=0.01)
+    assert seconds("actor.train", "fsdp8", estimator()).sharding < one_way  # hidden but for a block
+
+
+def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
+    answers = estimator(replace(LLAMA, vocabulary=32), efficiency=IDEAL)
+    one, four = seconds("actor.train", "dp1", answers), seconds("actor.train", "pp4", answers)
+    count = 512 * 512 // 8192
+    assert four.compute == pytest.approx(one.compute / 4, rel=0.01)
+    assert four.pipeline == pytest.approx(four.compute * 3 / count, rel=0.03)
+    few = seconds("actor.train", "pp4", answers, micro_batch_tokens=2 * 8192)
+    assert few.pipeline > 1.9 * four.pipeline
+
+
+def test_shards_across_nodes_cost_more_than_inside_one() -> None:
+    answers = estimator(efficiency=replace(Efficiency(), hides_communication=False))
+    inside = seconds("actor.train", "fsdp4@0-3", answers)
+    across = seconds("actor.train", "fsdp4@0,8,16,24", answers)
+    assert across.sharding > 5 * inside.sharding
+    assert across.compute == inside.compute
+
+
+def test_a_launch_bound_generation_takes_its_launches() -> None:
+    slow = replace(Efficiency(), decode_launch_s=4e-3, collective_launch_s=0.5e-3, step_s=0.0)
+    generated = seconds("actor.generate", "tp8", estimator(efficiency=slow), max_slots=512)
+    assert generated.total == pytest.approx(383 * 32 * 5e-3, rel=0.05)
+    assert seconds("actor.generate", "tp8", estimator(efficiency=slow), max_slots=64).total > 7 * generated.total
+
+
+def test_fewer_key_heads_read_less_cache_down_to_one_on_every_rank() -> None:
+    load = replace(LOAD, num_sequences=64, prompt_tokens=4096)
+    ideal = {"load": load, "efficiency": IDEAL}
+    heads = (32, 8, 4)
+    whole, grouped, few = (
+        estimator(replace(LLAMA, num_kv_heads=n), **ideal)
+        for n in heads  # type: ignore[arg-type]
+    )
+    prefill = seconds("actor.generate", "dp1", estimator(load=replace(load, response_tokens=1), efficiency=IDEAL))
+    decoding = [seconds("actor.generate", "dp1", one).total - prefill.total for one in (whole, grouped)]
+    cache = 2 * 2 * 32 * 4096 * 64 * (4096 + 191.5) / CLUSTER.device_memory_bytes_per_s
+    assert decoding[0] - decoding[1] >= 0.75 * 383 * cache  # and the projections to keys and values are smaller
+    assert decoding[0] - decoding[1] <= 0.9 * 383 * cache
+    # Eight ranks with a key head each hold as much as eight that share four.
+    assert seconds("actor.generate", "tp8", grouped).total == pytest.approx(
+        seconds("actor.generate", "tp8", few).total, rel=1e-6
+    )
+
+
+def test_a_pipeline_that_generates_takes_as_many_turns_as_stages() -> None:
+    load = replace(LOAD, num_sequences=8, response_tokens=101)
+    answers = estimator(replace(LLAMA, vocabulary=32), load=load, efficiency=replace(IDEAL, decode_launch_s=1e-2))
+    one, four = seconds("actor.generate", "dp1", answers), seconds("actor.generate", "pp4", answers)
+    assert one.compute == pytest.approx(100 * 32 * 1e-2, rel=0.02)  # launches rule
+    assert four.compute == pytest.approx(one.compute, rel=0.02)  # a quarter of the blocks, for four groups
+    assert four.pipeline >= 400 * CLUSTER.intra_node_latency_s
+
+
+def test_short_responses_end_before_the_longest() -> None:
+    mixed = seconds("actor.generate", answers=estimator(responses=(16, 32, 64, 384)), max_slots=16).total
+    assert mixed < 0.6 * seconds("actor.generate", max_slots=16).total
+
+
+def test_frozen_weights_need_no_gradients_and_no_optimizer() -> None:
+    role = LLAMA.role()
+    frozen = frozenset(param.name for param in role.model.params if param.name != "lm_head.weight")
+    adapted = RoleMemory(model=role.model, shape=role.shape, frozen_params=frozen)
+    roles = {name: adapted for name in PPO_FLOW.roles}
+    lora = RooflineEstimator(PPO_FLOW, CLUSTER, roles, HALF, LOAD)
+    full, few = seconds("actor.train"), seconds("actor.train", answers=lora)
+    assert few.compute == pytest.approx(full.compute * 2 / 3, rel=0.1)
+    assert few.optimizer < 0.05 * full.optimizer
+
+
+def test_moving_weights_takes_their_bytes_over_the_slowest_link() -> None:
+    answers = estimator(efficiency=replace(IDEAL, memory_share=1.0))
+    shards, copies, far = Layout.parse("fsdp4@0-3"), Layout.parse("dp4@0-3"), Layout.parse("dp4@8-11")
+    model = 2 * 6.738e9
+    assert answers.move_seconds("actor", shards, shards) == 0
+    inside = answers.move_seconds("actor", shards, copies)
+    assert inside == pytest.approx(0.75 * model / CLUSTER.intra_node_bytes_per_s, rel=0.01)
+    # Enters the other node once, a quarter through each adapter, and is spread there.
+    between = answers.move_seconds("actor", shards, far)
+    assert between == pytest.approx(model / 4 / CLUSTER.inter_node_bytes_per_s, rel=0.01)
+    # Nothing travels, but a quarter is read in fp32 and written in 2 bytes.
+    cast = 6 * 6.738e9 / 4 / CLUSTER.device_memory_bytes_per_s
+    assert answers.move_seconds("actor", copies, Layout.parse("tp4@0-3")) == pytest.approx(cast, rel=0.01)
+
+
+LAYOUTS = {
+    "actor.generate": "dp2.tp2@0-3", "reward.infer": "tp4@0-3", "reference.infer": "pp2.dp2@0-3",
+    "critic.infer": "dp4@0-3", "actor.train": "pp2.fsdp2@0-3", "critic.train": "fsdp2.tp2@0-3",
+}  # fmt: skip
+
+
+def test_bytes_are_those_of_the_forecast() -> None:
+    load = Workload(num_sequences=16, prompt_tokens=4, response_tokens=12, micro_batch_tokens=64)
+    answers = estimator(SMALL, load=load)
+    plan = plan_of(LAYOUTS)
+    forecast = forecast_memory(PPO_FLOW, plan, answers.roles, HALF, load, ranks=range(4))
+    for name, call in plan.calls:
+        during = max(
+            forecast.at(name, rank).total - forecast.at("reward.infer", rank).total for rank in range(4)
+        ) + answers.active_bytes("reward.infer", plan.call("reward.infer"))  # fmt: skip
+        assert answers.active_bytes(name, call) == pytest.approx(during, rel=0.15), name
+    homes = [("actor", "actor.train"), ("critic", "critic.train"), ("reward", "reward.infer")]
+    homes.append(("reference", "reference.infer"))
+    kept = sum(answers.resident_bytes(role, plan.layout(call), is_home=True) for role, call in homes)
+    first = [forecast.at("reward.infer", rank) for rank in range(4)]
+    fullest = max(parts.weights + parts.optimizer for parts in first)
+    assert fullest <= kept <= 1.2 * fullest  # stages of several roles may be fullest on different ranks
+
+
+@pytest.mark.parametrize("copy_bytes", [2, 4], ids=["bf16-mixed", "32-true"])
+def test_bytes_of_a_shared_base_are_those_of_the_forecast(copy_bytes: int) -> None:
+    half = replace(HALF, copy_bytes=copy_bytes, gathered_bytes=copy_bytes)
+    actor = with_adapters(SMALL.role(), rank=4)
+    roles = {"actor": actor, "reference": replace(actor, frozen_params=frozenset(), shares="actor")}
+    load = Workload(num_sequences=16, prompt_tokens=4, response_tokens=12, micro_batch_tokens=64)
+    answers = RooflineEstimator(SCORED_BY_BASE, CLUSTER, roles, half, load)
+    plan = plan_of({"actor.generate": "dp4@0-3", "reference.infer": "tp4@0-3", "actor.train": "dp2.tp2@0-3"})
+    forecast = forecast_memory(SCORED_BY_BASE, plan, roles, half, load, ranks=range(4))
+    home = answers.resident_bytes("actor", plan.layout("actor.train"), is_home=True)
+    copies = [answers.resident_bytes(role, plan.layout(call), is_home=False)
+              for role, call in (("actor", "actor.generate"), ("reference", "reference.infer"))]  # fmt: skip
+    for name, call in plan.calls:
+        counted = home + sum(copies) + answers.active_bytes(name, call)
+        parts = [forecast.at(name, rank) for rank in range(4)]
+        predicted = max(one.total - one.staging for one in parts)  # what moving stages no search counts
+        assert counted == pytest.approx(predicted, rel=0.1), name  # nor which tensors of a copy are the home's own
+    # By hand: the base once, of 2 or 4 bytes and half of what is cut; fp32 adapters with two moments.
+    weights = forecast.at("reference.infer", 0).weights
+    sizes = RoleElements(actor).on(plan.layout("actor.train"), 0)
+    trained = sizes.num_trained_sharded
+    assert weights == (sizes.num_sharded - trained) * copy_bytes + trained * 4
+    assert home == weights + trained * 8
+
+
+def test_the_bytes_of_a_frozen_or_copied_role_are_those_of_its_weights() -> None:
+    answers = estimator(SMALL)
+    elements = SMALL.spec().num_elements
+    layout = Layout.parse("dp2")
+    assert answers.resident_bytes("actor", layout, is_home=True) == elements * (4 + 8)
+    assert answers.resident_bytes("actor", layout, is_home=False) == elements * 2
+    assert answers.resident_bytes("reference", layout, is_home=True) == elements * 2
+
+
+def test_ten_thousand_distinct_calls_are_estimated_in_seconds() -> None:
+    answers = estimator(cluster=ClusterSpec.parse("a100-80g:16x8"))
+    plans = [
+        CallPlan(Layout.parse(layout), micro_batch_tokens=512 * n, max_slots=n)
+        for layout in ("fsdp8", "dp2.tp4", "fsdp4.tp8", "pp2.fsdp2.tp4", "dp16.tp8")
+        for n in range(1, 41)
+    ]
+    begin = time.process_time()
+    for plan in plans:
+        for call in CALLS[1:]:
+            answers.call_seconds(call, plan)
+    assert time.process_time() - begin < 5 * len(plans) * 2 / 10_000 + 0.5  # five times as slow as meant, and a start
+
+
+def test_what_cannot_be_estimated_is_refused() -> None:
+    with pytest.raises(PlanError, match="role 'reward' has no model to estimate; there are actor"):
+        RooflineEstimator(PPO_FLOW, CLUSTER, {"actor": LLAMA.role()}, HALF, LOAD)
+    shapeless = {name: RoleMemory(model=SMALL.spec()) for name in PPO_FLOW.roles}
+    with pytest.raises(PlanError, match="role 'actor' has no shape"):
+        RooflineEstimator(PPO_FLOW, CLUSTER, shapeless, HALF, LOAD)
+    with pytest.raises(PlanError, match="must lie between 1 and response_tokens=384"):
+        estimator(responses=(1, 500))
+
+
+def test_ranks_that_share_cores_take_longer_in_proportion() -> None:
+    four = ClusterSpec.parse("cpu:1x4")
+    roles = {name: SMALL.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
+    load = Workload(num_sequences=8, prompt_tokens=8, response_tokens=8)
+    alone, shared = (
+        RooflineEstimator(PPO_FLOW, four, roles, MemorySettings(), load, cores_per_node=cores) for cores in (None, 2)
+    )
+    for layout, factor in (("dp1@3", 1), ("dp2@0-1", 1), ("tp4", 2)):
+        plan = CallPlan(Layout.parse(layout))
+        ratio = shared.call_seconds("actor.train", plan).total / alone.call_seconds("actor.train", plan).total
+        assert ratio == pytest.approx(factor)
+    assert [shared.slowdown(busy) for busy in (1, 2, 3, 4)] == [1.0, 1.0, 1.5, 2.0]

@@ -1,0 +1,215 @@
+"""Are a plan's bytes what one counts by hand, and does a plan that is too large hear what would fit?"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout import ModelSpec, ParamSpec, TensorParallelCut
+from lightning_realloc.tuning.memory.advice import find_excess
+from lightning_realloc.tuning.memory.forecast import MemoryForecast, forecast_memory
+from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, RoleMemory, Workload, parse_bytes
+from lightning_realloc.tuning.shapes.model_shape import ModelShape
+
+# 4000 elements: an embedding of 1000, three blocks of 1000 each; the head is tied.
+SPEC = ModelSpec(
+    (
+        ParamSpec("embed", (100, 10), section="input"),
+        *(ParamSpec(f"block.{i}", (100, 10), TensorParallelCut(0), block=i) for i in range(3)),
+    ),
+    num_blocks=3,
+    aliases=(("head", "embed"),),
+)
+SHAPE = ModelShape(num_layers=3, hidden=10, intermediate=20, num_heads=2, num_kv_heads=1, head_dim=5, num_outputs=100)
+FLOW = Dataflow(
+    (
+        ModelFunctionCall("actor.generate", "generate", "actor", "roll_out", ("batch",), ("rollout",)),
+        ModelFunctionCall("reference.infer", "infer", "reference", "score", ("rollout",), ("ref",)),
+        ModelFunctionCall("actor.train", "train", "actor", "loss", ("rollout", "ref")),
+    )
+)
+ROLES = {"actor": RoleMemory(model=SPEC, shape=SHAPE), "reference": RoleMemory(model=SPEC, shape=SHAPE)}
+LOAD = Workload(num_sequences=8, prompt_tokens=4, response_tokens=6, micro_batch_tokens=40)
+
+
+def plan(generate: str, infer: str, train: object) -> ExecutionPlan:
+    """Return a plan for the three calls."""
+    calls = {"actor.generate": generate, "reference.infer": infer, "actor.train": train}
+    return ExecutionPlan.from_mapping({"calls": calls})
+
+
+def forecast(
+    chosen: ExecutionPlan, load: Workload | None = None, roles: dict[str, RoleMemory] = ROLES, **settings: object
+) -> MemoryForecast:
+    """Forecast four ranks."""
+    return forecast_memory(FLOW, chosen, roles, MemorySettings(**settings), load, ranks=range(4))  # type: ignore[arg-type]
+
+
+def test_shards_optimizer_state_and_gathered_blocks_add_up() -> None:
+    parts = forecast(plan("fsdp4", "fsdp4", "fsdp4")).at("actor.train", 0)
+    # Of the actor and the reference a quarter of 4000 weights each, in fp32; of the actor's two numbers more.
+    assert (parts.weights, parts.optimizer, parts.copies) == (2 * 4000, 8000, 0)
+    # The embedding and two blocks of 1000 are gathered, while gradients of embedding and block and, for one block, the
+    # message and its quarter are there.
+    assert (parts.gathered, parts.gradients) == (3 * 4000, 2 * 4000 + 5000)
+
+
+def test_a_role_costs_nothing_where_it_is_absent() -> None:
+    found = forecast(plan("dp2@0-1", "dp2@2-3", "dp2@0-1"))
+    assert found.at("actor.generate", 3).optimizer == 0
+    assert found.at("actor.train", 3) == found.at("actor.generate", 3)
+    assert found.at("actor.train", 3).weights == 4 * 4000  # the reference, whole
+
+
+def test_tied_weights_count_once() -> None:
+    assert forecast(plan("dp1", "dp1", "dp1")).at("actor.generate", 0).weights == 2 * 4 * SPEC.num_elements
+
+
+def test_a_copy_of_the_same_dtype_region_and_rank_is_the_source_itself() -> None:
+    # Under tp2 and under dp2 rank 0 holds the whole embedding; only the blocks are copied.
+    assert forecast(plan("dp2", "dp2", "tp2")).at("actor.generate", 0).copies == 3 * 4000
+    assert forecast(plan("dp2", "dp2", "tp2"), copy_bytes=2).at("actor.generate", 0).copies == 4 * 2000
+
+
+def test_shared_memory_is_counted_to_its_readers_in_equal_parts() -> None:
+    found = forecast(plan("dp4", "dp4", "fsdp4"), shares_memory=True)
+    assert [found.at("actor.generate", rank).copies for rank in range(4)] == [4000] * 4
+    assert forecast(plan("dp4", "dp4", "fsdp4")).at("actor.generate", 0).copies == 16000
+
+
+def test_copies_that_are_freed_count_in_their_own_call_only() -> None:
+    found = forecast(plan("dp4", "dp4", "fsdp4"), frees_copies=True)
+    assert found.at("actor.generate", 0).copies == 16000
+    assert found.at("actor.train", 0).copies == 0
+
+
+def test_frozen_parameters_have_neither_gradients_nor_optimizer_state() -> None:
+    adapted = RoleMemory(model=SPEC, frozen_params=frozenset({"embed", "block.0", "block.1"}))
+    parts = forecast(plan("dp1", "dp1", "dp1"), roles={**ROLES, "actor": adapted}).at("actor.train", 0)
+    assert (parts.optimizer, parts.gradients) == (8000, 4000)
+
+
+def test_a_role_that_shares_a_base_is_counted_once() -> None:
+    params = (*SPEC.params, ParamSpec("block.0.base_layer.weight", (100, 10), TensorParallelCut(0), block=0))
+    adapted = RoleMemory(model=ModelSpec(params, num_blocks=3), frozen_params=frozenset({"embed"}))
+    roles = {"actor": adapted, "reference": RoleMemory(model=adapted.model, shares="actor")}
+    beside = forecast(plan("dp1", "dp1", "dp1"), roles=roles)
+    assert beside.at("reference.infer", 0) == MemoryParts(weights=5 * 4000, optimizer=4 * 8000)
+    assert beside.at("set-up", 0).weights == 5 * 4000
+    # Generation merges adapters into a copy of the one weight that has some.
+    assert beside.at("actor.generate", 0).copies == 4000
+    # Where the two calls have one layout, that is one copy; in the reference's own, another.
+    together = forecast(plan("dp1@1", "dp1@1", "dp1@0"), roles=roles)
+    assert together.at("reference.infer", 1).copies == 5 * 4000
+    apart = forecast(plan("dp1@0", "dp1@1", "dp1@0"), roles=roles)
+    assert apart.at("reference.infer", 1).copies == 5 * 4000
+    assert apart.at("actor.train", 0).copies == 0
+
+
+def test_the_cache_holds_every_slot_at_its_longest() -> None:
+    # 8 sequences of 10 tokens, keys and values of one head of 5 in three layers, fp32.
+    parts = forecast(plan("dp1", "dp1", "dp1"), LOAD).at("actor.generate", 0)
+    assert parts.kv_cache == 8 * 10 * (2 * 5 * 3) * 4
+    halved = forecast(plan("dp2", "dp2", "dp2"), LOAD).at("actor.generate", 0)
+    assert halved.kv_cache == parts.kv_cache / 2
+
+
+def test_more_micro_batches_keep_whole_gradients_until_the_last() -> None:
+    one = forecast(plan("fsdp4", "fsdp4", "fsdp4"), LOAD).at("actor.train", 0)
+    several = {"layout": "fsdp4", "micro_batch_tokens": 10}
+    two = forecast(plan("fsdp4", "fsdp4", several), LOAD).at("actor.train", 0)
+    assert two.gradients >= 4 * SPEC.num_elements > one.gradients - 4 * 2000
+
+
+def _logits_bytes(call: str, head: ParamSpec | None, layout: str) -> int:
+    """Return the bytes of logits where a call has 800 response tokens and 10,000 tokens exist; no head: it is tied."""
+    embedding = ParamSpec("embed", (10_000, 10), TensorParallelCut(0), section="input")
+    params = (embedding, *SPEC.params[1:], *([] if head is None else [head]))
+    model = ModelSpec(params, num_blocks=3, aliases=(("head", "embed"),) if head is None else ())
+    role = RoleMemory(model=model, shape=replace(SHAPE, num_outputs=10_000))
+    load = Workload(num_sequences=8, prompt_tokens=1, response_tokens=100)
+    return forecast(plan(layout, layout, layout), load, {"actor": role, "reference": role}).at(call, 0).logits
+
+
+def test_logits_that_ranks_share_count_to_each_of_them() -> None:
+    cut = ParamSpec("head", (10_000, 10), TensorParallelCut(0), section="output")
+    whole = ParamSpec("head", (10_000, 10), section="output")
+    every = 800 * 10_000 * 4  # fp32, and as many in a chunk; for a backward pass both twice
+    for head in (cut, None):
+        assert [_logits_bytes("reference.infer", head, layout) for layout in ("dp1", "tp2")] == [2 * every, every]
+        assert [_logits_bytes("actor.train", head, layout) for layout in ("dp1", "tp2")] == [4 * every, 2 * every]
+        assert _logits_bytes("reference.infer", head, "tp3") == 2 * 800 * 3334 * 4
+        # Drawing takes all logits of 8 sequences, their message, the rank's share, and probabilities in fp32.
+        assert _logits_bytes("actor.generate", head, "tp2") == 8 * 10_000 * 4 * (2 + 0.5 + 1)
+    assert _logits_bytes("reference.infer", whole, "tp2") == 2 * every
+
+
+def test_checkpointing_and_smaller_micro_batches_keep_fewer_activations() -> None:
+    def activations(**options: object) -> int:
+        return forecast(plan("dp1", "dp1", {"layout": "dp1", **options}), LOAD).at("actor.train", 0).activations
+
+    assert activations(gradient_checkpointing=True) < activations()
+    assert activations(micro_batch_tokens=10) < activations(micro_batch_tokens=20) < activations()
+
+
+def test_without_a_workload_only_what_no_sequence_changes_is_counted() -> None:
+    for entry in forecast(plan("dp4", "dp4", "fsdp4")).phases:
+        assert entry.parts.activations == entry.parts.logits == entry.parts.kv_cache == 0
+
+
+def test_the_summary_names_every_phase_and_the_peak_of_each_rank() -> None:
+    text = forecast(plan("dp2@0-1", "dp2@2-3", "fsdp2@0-1"), LOAD).summary()
+    for phase in ("set-up", "-> actor.generate", "actor.generate", "reference.infer", "actor.train"):
+        assert re.search(rf"^{phase} +[0-3] ", text, re.MULTILINE)
+    assert "peak of rank 0-1: " in text
+
+
+def test_a_role_without_a_model_is_named() -> None:
+    with pytest.raises(PlanError, match="'reference' has no model"):
+        forecast(plan("dp1", "dp1", "dp1"), roles={"actor": ROLES["actor"]})
+
+
+def test_what_exceeds_the_budget_is_told_with_what_would_fit() -> None:
+    chosen = plan("dp4", "dp4", "dp4")
+    needed = forecast(chosen, LOAD).peak().parts.total
+    assert find_excess(FLOW, chosen, lambda p: forecast(p, LOAD), budget_bytes=needed) is None
+    text = find_excess(FLOW, chosen, lambda p: forecast(p, LOAD), budget_bytes=needed - 1)
+    assert text is not None and "on rank 0 in actor.train" in text
+    assert "actor.train: {gradient_checkpointing: true, layout: dp4@0-3}" in text
+    assert "actor.generate: {" not in text  # fewer slots change nothing about training
+
+
+def test_an_alternative_is_offered_only_where_it_fits() -> None:
+    text = find_excess(FLOW, plan("dp4", "dp4", "dp4"), lambda p: forecast(p, LOAD), budget_bytes=1000)
+    assert text is not None and "no change of one call makes it fit" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GiB", 24 << 30), ("1.5 GB", 1_500_000_000), (4096, 4096), ("7000b", 7000)]
+)
+def test_amounts_of_memory_are_read(text: str | int, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+def test_an_amount_without_its_unit_is_refused() -> None:
+    with pytest.raises(PlanError, match=r'24 bytes, no device.s memory; was "24GiB" meant'):
+        parse_bytes(24)
+
+
+@pytest.mark.parametrize("text", ["24 apples", "", "0", "-3GB", "GiB"])
+def test_other_amounts_are_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="is no amount of memory"):
+        parse_bytes(text)
+
+
+def test_a_config_without_the_sizes_of_a_decoder_is_refused() -> None:
+    config = SimpleNamespace()
+    config.get_text_config = lambda: config
+    with pytest.raises(PlanError, match="has no hidden_size"):
+        ModelShape.read(config, SPEC)

@@ -1,0 +1,188 @@
+"""Does what the engine keeps while it generates take the bytes that are worked out? Sizes of tensors are the judges."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lightning_realloc.algorithms.role import Role
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
+from lightning_realloc.generation import GenerationEngine, SamplingParams, Speculation
+from lightning_realloc.generation.forward.packed_linear import packed_linears, packs
+from lightning_realloc.generation.speculative.draft_distillation import Distillation
+from lightning_realloc.generation.speculative.draft_model import ModelDrafter
+from lightning_realloc.generation.speculative.drafting import Drafter
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.runtime.measure.memory_stats import StorageMeter
+from lightning_realloc.strategies.memory import describe_roles
+from lightning_realloc.tuning.memory.call_memory import CallMemory
+from lightning_realloc.tuning.memory.forecast import forecast_memory
+from lightning_realloc.tuning.memory.generation_memory import draft_bytes, packed_bytes
+from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemorySettings, RoleMemory, Workload
+from lightning_realloc.tuning.shapes.role_elements import RoleElements
+from tests.models import tiny_model
+
+SLOTS = 8
+LOAD = Workload(num_sequences=16, prompt_tokens=8, response_tokens=40)
+ALONE = Layout.parse("dp1")
+THREE_AHEAD = Speculation(num_draft_tokens=3)
+
+
+def described(model: nn.Module) -> RoleMemory:
+    return describe_roles([Role(name="actor", source=model, trained=False)], {})["actor"]
+
+
+def call_of(model: nn.Module, engine: EngineMemory, load: Workload = LOAD) -> CallMemory:
+    role = described(model)
+    return CallMemory.of_replica(
+        role, CallPlan(ALONE, max_slots=SLOTS), MemorySettings(engine=engine), load, RoleElements(role).on(ALONE, 0),
+        is_home=False, is_trained=False,
+    )  # fmt: skip
+
+
+def target() -> PreTrainedModel:
+    return tiny_model("llama", vocab_size=512)
+
+
+def drafter() -> PreTrainedModel:
+    return tiny_model("llama", vocab_size=512, num_hidden_layers=1, hidden_size=32, intermediate_size=64)
+
+
+class Measured(GenerationEngine):
+    """An engine that has generated once, all sequences as long as the workload says."""
+
+    def __init__(
+        self, model: nn.Module, load: Workload = LOAD, *, max_cache_bytes: int | None = None,
+        speculation: Speculation | None = None, drafter: Drafter | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            model, max_slots=SLOTS, max_cache_bytes=max_cache_bytes, speculation=speculation, drafter=drafter
+        )
+        prompts = [[3 + number] * load.prompt_tokens for number in range(load.num_sequences)]
+        meter = StorageMeter()
+        meter.start()
+        before = meter.current_bytes
+        self.generate(prompts, SamplingParams(max_new_tokens=load.response_tokens, ignore_eos=True))
+        meter.stop()
+        self.peak_bytes = meter.take_peak() - before
+
+
+@pytest.mark.parametrize("bound", [60_000, 150_000, 1_000_000])
+@pytest.mark.parametrize("drafts", [False, True], ids=["alone", "with drafts"])
+def test_a_bounded_cache_takes_the_pages_and_the_buffer_that_were_counted(bound: int, *, drafts: bool) -> None:
+    blocks = Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=2)
+    counted = call_of(target(), EngineMemory(max_cache_bytes=bound))  # blocks draft on the target's own
+    cache = counted.cache
+    assert cache is not None
+    measured = Measured(target(), max_cache_bytes=bound, speculation=blocks if drafts else None)
+    assert cache.at_last == measured.stats.cache_bytes <= bound
+    assert counted.peak("generate").total >= 0.85 * measured.peak_bytes
+
+
+def test_a_cache_that_others_may_fill_takes_almost_all_that_it_may() -> None:
+    counted = call_of(target(), EngineMemory(max_cache_bytes=400_000)).cache
+    assert counted is not None
+    filled = replace(counted, fills=True)
+    page = 16 * 2 * 2 * 2 * 16 * 4  # positions, layers, keys and values, heads, head size, fp32
+    assert counted.at_last < 400_000 - page < filled.at_last <= 400_000
+
+
+@pytest.mark.parametrize("prompt", [8, 64])
+def test_an_unbounded_cache_and_a_draft_models_own_are_counted(prompt: int) -> None:
+    load, model, small = replace(LOAD, prompt_tokens=prompt), target(), drafter()
+    # Of 47 or 103 positions; two layers of two heads of 16, keys and values, in fp32.
+    plain, drafting = (call_of(model, EngineMemory(draft=draft), load).cache
+                       for draft in (None, DraftMemory(model=described(small))))  # fmt: skip
+    assert plain is not None
+    assert drafting is not None
+    measured = Measured(model, load)
+    assert plain.at_last == pytest.approx(measured.stats.cache_bytes, rel=0.05)
+    # The drafter's one layer has half as many bytes, in slots of its own.
+    assert drafting.at_last - plain.at_last == SLOTS * (prompt + 40) * (2 * 2 * 8) * 4
+    of_drafts = Measured(model, load, speculation=THREE_AHEAD, drafter=ModelDrafter(small, model))
+    with_drafter = EngineMemory(draft=DraftMemory(model=described(small)), num_ahead=3)
+    for engine, found in ((EngineMemory(), measured), (with_drafter, of_drafts)):
+        assert call_of(model, engine, load).peak("generate").total == pytest.approx(found.peak_bytes, rel=0.2)
+
+
+def test_a_draft_model_keeps_its_weights_and_where_it_learns_what_it_learns_with() -> None:
+    model, small = target(), drafter()
+    weights = sum(parameter.nbytes for parameter in small.parameters())
+    fixed, learning = (DraftMemory(model=described(small), learns=learns) for learns in (False, True))
+    assert draft_bytes(fixed, element_bytes=4) == weights
+    assert draft_bytes(fixed, element_bytes=2) == weights // 2
+    distillation = Distillation(small, learning_rate=1e-3)
+    of_drafts = ModelDrafter(small, model, distillation=distillation)
+    measured = Measured(model, speculation=THREE_AHEAD, drafter=of_drafts)
+    state = [value for kept in distillation._optimizer.state.values() for value in kept.values() if value.dim()]
+    assert draft_bytes(learning, element_bytes=2) == weights + sum(value.nbytes for value in state)
+    peak = call_of(model, EngineMemory(draft=learning, num_ahead=3)).peak("generate")
+    assert peak.drafts == weights  # gradients, at the end
+    assert peak.total + sum(value.nbytes for value in state) == pytest.approx(measured.peak_bytes, rel=0.15)
+
+
+FLOW = Dataflow(
+    (
+        ModelFunctionCall("actor.generate", "generate", "actor", "roll_out", ("batch",), ("rollout",)),
+        ModelFunctionCall("reference.infer", "infer", "reference", "score", ("rollout",), ("ref",)),
+        ModelFunctionCall("actor.train", "train", "actor", "loss", ("rollout", "ref")),
+    )
+)
+
+
+def test_draft_models_stay_where_their_targets_generate_and_count_in_every_call_there() -> None:
+    role, small = described(target()), described(drafter())
+    plan = ExecutionPlan.from_mapping(
+        {"calls": {"actor.generate": "dp2@0-1", "reference.infer": "dp4", "actor.train": "fsdp4"}}
+    )
+    settings = MemorySettings(copy_bytes=2, engine=EngineMemory(draft=DraftMemory(model=small)))
+    forecast = forecast_memory(FLOW, plan, {"actor": role, "reference": role}, settings, None, ranks=range(4))
+    kept = 2 * small.model.num_elements
+    for call in ("actor.generate", "reference.infer", "actor.train"):
+        assert [forecast.at(call, rank).drafts for rank in range(4)] == [kept, kept, 0, 0]
+
+
+def test_packed_weights_take_the_memory_of_the_process_that_was_counted() -> None:
+    if not packs(torch.float32):
+        pytest.skip("this torch packs no weights on this processor")
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 2048, "num_hidden_layers": 3}
+    model = tiny_model("llama", **sizes, num_key_value_heads=4).requires_grad_(False)
+    counted = packed_bytes(described(model), EngineMemory(packs_weights=True), tp=1, element_bytes=4, num_steps=64)
+    # Of three blocks queries, keys, values, output and three of the MLP; and the head.
+    assert counted == 4 * (3 * (4 * 1024**2 + 3 * 1024 * 2048) + 1024 * 2048)
+    gc.collect()
+    before = resident_bytes()
+    with packed_linears(model, num_steps=64):
+        measured = resident_bytes() - before
+    joined = 4 * 2 * 1024 * 2048  # gate and up are laid end to end before they are packed as one
+    assert counted + joined == pytest.approx(measured, rel=0.1)
+
+
+def resident_bytes() -> int:
+    """Return what this process has in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def test_weights_are_packed_only_where_that_pays_and_they_lie_whole() -> None:
+    model = described(tiny_model("qwen2", hidden_size=64))  # its head is tied to the embedding of 128 tokens
+    packing = EngineMemory(packs_weights=True)
+
+    def counted(engine: EngineMemory = packing, **changes: int) -> int:
+        given = {"tp": 1, "element_bytes": 2, "num_steps": 64} | changes
+        return packed_bytes(model, engine, **given)
+
+    of_block = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128
+    assert counted() == 2 * (2 * of_block + 128 * 64)
+    assert counted(EngineMemory()) == 0
+    assert counted(num_steps=16) == 0  # too few steps to earn the copies
+    assert counted(element_bytes=4) == 0  # in fp32, matrices are too small
+    columns = 64 * 64 + 2 * 64 * 32 + 2 * 64 * 128  # those of the other products are summed over ranks
+    assert counted(tp=2) == 2 * (2 * columns + 128 * 64) // 2

@@ -1,0 +1,47 @@
+"""What a rank needs while models move, worked out by hand for a model of known size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
+from lightning_realloc.tuning.memory.parts import MemorySettings
+from lightning_realloc.tuning.memory.transition import transition_bytes
+from tests.tuning.examples import PPO_FLOW, SMALL
+
+ROLES = {name: SMALL.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
+SETTINGS = MemorySettings()
+ACTOR = ROLES["actor"].model.num_elements
+
+
+def plan(**layouts: Any) -> ExecutionPlan:
+    """Return a plan in which everything is replicated on ranks 0-1, but for some calls."""
+    calls = {call.name: "dp2@0-1" for call in PPO_FLOW.model_calls}
+    return ExecutionPlan.from_mapping({"calls": calls | {n.replace("_", "."): one for n, one in layouts.items()}})
+
+
+def extra(before: ExecutionPlan, after: ExecutionPlan, rank: int) -> int:
+    """Return the bytes of a change."""
+    return transition_bytes(PPO_FLOW, before, after, ROLES, SETTINGS, rank=rank)
+
+
+def test_what_stays_takes_nothing() -> None:
+    assert extra(plan(), plan(), 0) == 0
+    assert extra(plan(), plan(actor_generate="tp2@0-1"), 0) == 0  # a copy: filled when it is needed
+
+
+def test_a_role_is_whole_beside_its_old_replica_while_it_moves() -> None:
+    arriving = extra(plan(), plan(actor_train="dp2@2-3"), 2)
+    assert arriving == 2 * 4 * ACTOR + 4 * ACTOR  # whole and divided at once is less than weights with two moments
+    assert extra(plan(), plan(actor_train="dp2@2-3"), 0) == 0
+    # The old replica stays until the new one has everything.
+    assert extra(plan(), plan(actor_train={"layout": "dp2@0-1", "gradient_checkpointing": True}), 0) == arriving
+
+
+def test_what_a_role_leaves_makes_room_for_the_next_one() -> None:
+    before = plan(critic_train="dp2@2-3", critic_infer="dp2@2-3")
+    swapped = plan(actor_train="dp2@2-3", actor_generate="dp2@2-3")
+    critic = ROLES["critic"].model.num_elements
+    # Roles move in the dataflow's order: on rank 0 the actor has gone before the critic comes.
+    assert extra(before, swapped, 0) == max(0, 12 * critic - 12 * ACTOR)
+    assert extra(before, swapped, 2) == 12 * ACTOR

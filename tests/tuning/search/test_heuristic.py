@@ -1,0 +1,171 @@
+"""The plan that needs no measurement trains sharded, and cuts copies only as far as memory asks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_realloc.dataflow.dataflow import Dataflow
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec
+from lightning_realloc.layout.sharding import TensorParallelCut
+from lightning_realloc.tuning.search.heuristic import TRAINING_SHARE_OF_MEMORY, WEIGHTS_SHARE_OF_MEMORY, heuristic_plan
+from tests.dataflow.test_dataflow import GENERATE, JUDGE, SCORE, TRAIN, call
+
+PPO_FLOW = Dataflow(
+    (
+        GENERATE,
+        SCORE,
+        call("reward.infer", ("rollout",), ("scores",)),
+        call("critic.infer", ("rollout",), ("values",)),
+        call("estimate_advantages", ("scores", "values", "ref_logprobs"), ("advantages", "returns")),
+        call("actor.train", ("rollout", "advantages")),
+        call("critic.train", ("rollout", "values", "returns")),
+    )
+)
+"""Two models that are trained, and two that are not."""
+FLOW = Dataflow((GENERATE, SCORE, JUDGE, TRAIN))
+NUM_ELEMENTS = 1024 * 64
+MODEL = ModelSpec(
+    (ParamSpec("block.0.weight", (1024, 64), TensorParallelCut(0, num_units=4), "block", 0),), num_blocks=1
+)
+UNCUT = ModelSpec((ParamSpec("block.0.weight", (1024, 64), None, "block", 0),), num_blocks=1, tp_refusal="no plan")
+
+
+def layouts(model: ModelSpec, device_memory_bytes: float, *, world_size: int = 8) -> dict[str, str]:
+    """Return call name -> layout on ``world_size`` devices of one node."""
+    cluster = replace(ClusterSpec.local(world_size), device_memory_bytes=int(device_memory_bytes))
+    plan = heuristic_plan(FLOW, {"actor": model, "reference": model}, cluster, world_size=world_size, element_bytes=2)
+    plan.check(FLOW, world_size)
+    return {name: str(call.layout) for name, call in plan.calls}
+
+
+def test_with_room_every_rank_generates_with_a_whole_copy() -> None:
+    copy_bytes = 2 * NUM_ELEMENTS
+    assert layouts(MODEL, copy_bytes / WEIGHTS_SHARE_OF_MEMORY + 1) == {
+        "actor.train": "fsdp8@0-7",
+        "actor.generate": "dp8@0-7",
+        "reference.infer": "dp8@0-7",
+    }
+
+
+def test_a_base_that_a_role_shares_lies_where_its_owner_generates() -> None:
+    cluster = replace(ClusterSpec.local(8), device_memory_bytes=int(NUM_ELEMENTS / WEIGHTS_SHARE_OF_MEMORY + 1))
+    models = {"actor": MODEL, "reference": MODEL}
+    plan = heuristic_plan(FLOW, models, cluster, world_size=8, element_bytes=2, sharers={"reference": "actor"})
+    assert plan.layout("actor.generate").dims.tp == 2
+    assert plan.layout("reference.infer") == plan.layout("actor.generate")  # one copy
+
+
+def test_copies_are_cut_by_the_smallest_degree_that_fits() -> None:
+    copy_bytes = 2 * NUM_ELEMENTS
+    halves = layouts(MODEL, copy_bytes / 2 / WEIGHTS_SHARE_OF_MEMORY + 1)
+    assert halves["actor.generate"].startswith("dp4.tp2@")
+    assert halves["reference.infer"] == "dp4.tp2@0-7"
+    quarters = layouts(MODEL, copy_bytes / 4 / WEIGHTS_SHARE_OF_MEMORY + 1)
+    assert quarters["actor.generate"].startswith("dp2.tp4@")
+
+
+def test_a_model_that_fits_nowhere_stays_sharded() -> None:
+    # Four heads allow no tp beyond 4, and an eighth of the memory would be needed.
+    assert set(layouts(MODEL, 2 * NUM_ELEMENTS / 8 / WEIGHTS_SHARE_OF_MEMORY).values()) == {"fsdp8@0-7"}
+    assert set(layouts(UNCUT, NUM_ELEMENTS / WEIGHTS_SHARE_OF_MEMORY).values()) == {"fsdp8@0-7"}
+
+
+def test_any_number_of_ranks_gets_a_plan() -> None:
+    for world_size in (1, 2, 3, 6, 7):
+        found = layouts(MODEL, NUM_ELEMENTS / WEIGHTS_SHARE_OF_MEMORY + 1, world_size=world_size)
+        assert all(layout.endswith(f"0-{world_size - 1}") or "@" in layout for layout in found.values())
+
+
+def sized(num_rows: int) -> ModelSpec:
+    """Return a model of ``num_rows * 64`` elements and four heads."""
+    cut = TensorParallelCut(0, num_units=4)
+    return ModelSpec((ParamSpec("block.0.weight", (num_rows, 64), cut, "block", 0),), num_blocks=1)
+
+
+def ppo_plan(world_size: int, *, device_memory_bytes: float = 1e12, **rows: int) -> dict[str, Layout]:
+    """Return call name -> layout on nodes of eight; ``rows`` are the models' sizes, 1024 where they are not given."""
+    models = {role: sized(rows.get(role, 1024)) for role in PPO_FLOW.roles}
+    cluster = replace(
+        ClusterSpec.local(min(8, world_size)), num_nodes=-(-world_size // 8),
+        device_memory_bytes=int(device_memory_bytes),
+    )  # fmt: skip
+    plan = heuristic_plan(PPO_FLOW, models, cluster, world_size=world_size, element_bytes=2)
+    plan.check(PPO_FLOW, world_size)
+    for name, planned in plan.calls:
+        ModelLayout(models[str(PPO_FLOW.call(name).role)], planned.layout)  # raises where the model does not allow it
+    return {name: planned.layout for name, planned in plan.calls}
+
+
+@pytest.mark.parametrize("rows", [{}, {"critic": 128}, {"actor": 4096, "reference": 4096}])
+def test_ppo_gets_a_legal_plan_on_1_to_64_ranks_that_trains_side_by_side(rows: dict[str, int]) -> None:
+    for world_size in range(1, 65):
+        plan = ppo_plan(world_size, **rows)
+        actor, critic = (set(plan[f"{role}.train"].ranks) for role in ("actor", "critic"))
+        assert actor | critic == set(range(world_size))
+        assert set(plan["actor.generate"].ranks) == set(range(world_size))
+        assert world_size == 1 or not actor & critic
+    assert {str(layout) for layout in ppo_plan(1, **rows).values()} == {"dp1@0"}
+
+
+def test_four_equal_models_share_eight_ranks_as_the_best_plans_do() -> None:
+    # Three equal inference calls on eight ranks: the reference on all, then 4 + 4, takes 1/8 + 1/4 = 3/8 of a call on
+    # one rank, as long as one after the other on all; 3 + 3 + 2 would take 1/2.
+    assert {name: str(layout) for name, layout in ppo_plan(8).items()} == {
+        "actor.generate": "dp8@0-7",
+        "reference.infer": "dp8@0-7",
+        "reward.infer": "dp4@0-3",
+        "critic.infer": "dp4@4-7",
+        "actor.train": "fsdp4@0-3",
+        "critic.train": "fsdp4@4-7",
+    }
+    # On six, 2 + 2 + 2 wastes nothing: all three side by side.
+    six = ppo_plan(6)
+    assert [str(six[f"{role}.infer"]) for role in ("reference", "reward", "critic")] == [
+        "dp2@0-1",
+        "dp2@2-3",
+        "dp2@4-5",
+    ]
+    # On seven, no division comes near: 1/7 + 1/3 against 3/7.
+    assert {str(ppo_plan(7)[f"{role}.infer"]) for role in ("reference", "reward", "critic")} == {"dp7@0-6"}
+
+
+def test_ranks_follow_sizes_and_nodes_stay_whole() -> None:
+    # Three units to one: of eight ranks, six and two.
+    plan = ppo_plan(8, actor=3072, reference=3072)
+    assert (str(plan["actor.train"]), str(plan["critic.train"])) == ("fsdp6@0-5", "fsdp2@6-7")
+    # Of three nodes, two and one: not 18 and 6 ranks.
+    plan = ppo_plan(24, actor=3072, reference=3072)
+    assert (str(plan["actor.train"]), str(plan["critic.train"])) == ("fsdp16@0-15", "fsdp8@16-23")
+
+
+def test_models_too_large_for_their_part_train_on_all_ranks() -> None:
+    # 16 bytes for each of 65,536 elements, over the four ranks of a part: 262,144 bytes a rank.
+    need = 16 * NUM_ELEMENTS / 4 / TRAINING_SHARE_OF_MEMORY
+    assert str(ppo_plan(8, device_memory_bytes=need + 1)["actor.train"]) == "fsdp4@0-3"
+    tight = ppo_plan(8, device_memory_bytes=need - 1)
+    assert {str(tight[f"{role}.train"]) for role in ("actor", "critic")} == {"fsdp8@0-7"}
+
+
+def test_calls_that_wait_for_each_other_do_not_run_side_by_side() -> None:
+    chained = Dataflow(
+        (
+            GENERATE,
+            call("first.infer", ("rollout",), ("one",)),
+            call("second.infer", ("rollout", "one"), ("two",)),
+            call("actor.train", ("rollout", "two")),
+            call("second.train", ("rollout", "two")),
+        )
+    )
+    models = {role: MODEL for role in chained.roles}
+    plan = heuristic_plan(chained, models, ClusterSpec.local(4), world_size=4, element_bytes=2)
+    assert str(plan.layout("first.infer")) == str(plan.layout("second.infer")) == "dp4@0-3"
+
+
+def test_a_role_without_a_model_is_named() -> None:
+    with pytest.raises(PlanError, match=r"call 'reference\.infer' needs a model for role 'reference'; there are actor"):
+        heuristic_plan(FLOW, {"actor": MODEL}, ClusterSpec.local(2), world_size=2, element_bytes=2)

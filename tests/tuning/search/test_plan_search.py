@@ -1,0 +1,227 @@
+"""The search finds what trying everything finds, says how far it is from the best, and keeps to its budgets."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.random_estimator import RandomEstimator
+from benchmarks.search_baseline import every_state
+from benchmarks.toy_estimator import ToyEstimator, decoder
+from lightning_realloc.dataflow.dataflow import Dataflow
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.model import ModelSpec
+from lightning_realloc.tuning.estimate.estimator import Estimator
+from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
+from lightning_realloc.tuning.search.problem import Problem, Score
+from lightning_realloc.tuning.search.space import CallOptions
+from tests.dataflow.test_dataflow import GENERATE, JUDGE, SCORE, TRAIN, call
+from tests.tuning.search.test_heuristic import PPO_FLOW
+
+GRPO_FLOW = Dataflow((GENERATE, SCORE, JUDGE, TRAIN))
+TWO_COPIES = Dataflow(
+    (
+        GENERATE,
+        call("actor.infer", ("rollout",), ("old_logprobs",)),
+        call("actor.train", ("rollout", "old_logprobs")),
+    )
+)
+"""A role with two calls besides its training, which may share a copy."""
+TWO_TRAINED = Dataflow(
+    (
+        GENERATE,
+        call("critic.infer", ("rollout",), ("values",)),
+        call("actor.train", ("rollout", "values")),
+        call("critic.train", ("rollout", "values")),
+    )
+)
+MODEL = decoder(2, 4, 4)
+FEW = CallOptions(micro_batch_tokens=(1024, 2048), gradient_checkpointing=(False,), max_slots=(64,))
+
+
+def cluster(num_nodes: int, devices_per_node: int) -> ClusterSpec:
+    """Return so many nodes of CPU devices, with a fast way to the host."""
+    return replace(ClusterSpec.local(devices_per_node), num_nodes=num_nodes, host_bytes_per_s=1e4)
+
+
+def found(estimator: Estimator, budget: int, *, seconds: float = 60.0, **given: object) -> SearchResult:
+    """Return the result of a search with equal models for all roles."""
+    models = {role: MODEL for role in estimator.dataflow.roles}
+    arguments = {"seed": 0, "options": FEW, "memory_budget": budget} | given
+    return search_plan(estimator.dataflow, models, estimator.cluster, estimator, seconds=seconds, **arguments)  # type: ignore[arg-type]
+
+
+def best_of_all(estimator: Estimator, budget: int, generation_parts: int = 1) -> Score:
+    """Return the best score of all plans."""
+    problem = Problem(
+        estimator.dataflow, {role: MODEL for role in estimator.dataflow.roles}, estimator, options=FEW,
+        overlap="iterations", memory_budget=budget, is_late=lambda: False, generation_parts=generation_parts,
+    )  # fmt: skip
+    return min(problem.score(state, offload) for state, offload in every_state(problem))
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    st.sampled_from([GRPO_FLOW, TWO_COPIES, TWO_TRAINED]),
+    st.sampled_from([(1, 2), (2, 1)]),
+    st.integers(0, 10_000),
+    st.sampled_from([3500, 5000, 7000, 10**6]),
+    st.sampled_from([1, 4]),
+)
+def test_small_spaces_are_searched_exactly_whatever_the_prices(
+    flow: Dataflow, shape: tuple[int, int], seed: int, budget: int, parts: int
+) -> None:
+    if flow is TWO_TRAINED and shape == (1, 2):
+        shape = (2, 1)  # no tp across nodes: a fifth of the combinations
+    estimator = RandomEstimator(dataflow=flow, cluster=cluster(*shape), seed=seed)
+    best = best_of_all(estimator, budget, parts)
+    if not best.is_legal:
+        with pytest.raises(PlanError, match="no plan fits"):
+            found(estimator, budget, generation_parts=parts)
+        return
+    result = found(estimator, budget, generation_parts=parts)
+    assert result.seconds == pytest.approx(best.seconds, rel=1e-6)
+    assert result.gap == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (2, 2)])
+def test_four_ranks_are_searched_exactly(shape: tuple[int, int]) -> None:
+    estimator = RandomEstimator(dataflow=TWO_COPIES, cluster=cluster(*shape), seed=1)
+    assert found(estimator, 6000).seconds == pytest.approx(best_of_all(estimator, 6000).seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("flow", "shape"), [(GRPO_FLOW, (1, 2)), (TWO_COPIES, (1, 2)), (TWO_TRAINED, (2, 1))])
+def test_ranks_that_share_cores_are_searched_exactly(flow: Dataflow, shape: tuple[int, int], seed: int) -> None:
+    estimator = RandomEstimator(dataflow=flow, cluster=cluster(*shape), seed=seed, cores_per_node=1)
+    best = best_of_all(estimator, 10**6)
+    result = found(estimator, 10**6)
+    assert result.seconds == pytest.approx(best.seconds, rel=1e-6)
+    assert result.lower_bound <= result.seconds * (1 + 1e-9)
+
+
+SHARED = {"reference": "actor"}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("budget", [3000, 5000, 10**6])
+def test_a_base_that_two_roles_share_is_searched_exactly_and_counted_once(seed: int, budget: int) -> None:
+    estimator = RandomEstimator(dataflow=GRPO_FLOW, cluster=cluster(1, 2), seed=seed, sharers=SHARED)
+    best = best_of_all(estimator, budget)
+    if not best.is_legal:
+        with pytest.raises(PlanError, match="no plan fits"):
+            found(estimator, budget)
+        return
+    result = found(estimator, budget)
+    assert result.seconds == pytest.approx(best.seconds, rel=1e-6)
+    assert max(peaks(estimator, result.plan)) <= budget
+    assert not result.plan.offload  # neither the actor, which is trained, nor what has no weights of its own
+
+
+def test_the_bytes_of_a_shared_base_are_those_counted_by_hand() -> None:
+    estimator = RandomEstimator(dataflow=GRPO_FLOW, cluster=cluster(1, 2), seed=3, sharers=SHARED)
+    problem = Problem(
+        GRPO_FLOW, {"actor": MODEL, "reference": MODEL}, estimator, options=FEW, overlap="iterations",
+        memory_budget=1, is_late=lambda: False,
+    )  # fmt: skip
+    for state, _ in itertools.islice(every_state(problem), 0, None, 53):
+        counted = max(peaks(estimator, problem.execution_plan(state)))
+        assert problem.score(state).excess_bytes == counted - 1
+
+
+def peaks(estimator: Estimator, plan: ExecutionPlan) -> list[int]:
+    """Return every rank's peak, by hand, without offload."""
+    flow, most = estimator.dataflow, []
+    for rank in range(estimator.cluster.num_devices):
+        resident = 0
+        for role in {estimator.owner(role) for role in flow.roles}:
+            home = plan.layout(flow.home_call(role).name)
+            layouts = {plan.layout(one.name) for one in flow.model_calls if estimator.owner(str(one.role)) == role}
+            resident += sum(estimator.resident_bytes(role, layout, is_home=layout == home)
+                            for layout in layouts if rank in layout)  # fmt: skip
+        active = [estimator.active_bytes(name, one) for name, one in plan.calls if rank in one.layout]
+        most.append(resident + max(active) if active else 0)  # a rank that no call uses is refused for that
+    return most
+
+
+@pytest.mark.parametrize("budget", [5500, 7000, 10**6])
+def test_no_rank_of_a_plan_is_filled_beyond_the_budget(budget: int) -> None:
+    estimator = RandomEstimator(dataflow=TWO_TRAINED, cluster=cluster(2, 2), seed=5)
+    result = found(estimator, budget, seconds=20.0, max_evaluations=3000)
+    assert max(peaks(estimator, result.plan)) <= budget
+
+
+def toy(text: str = "a100-80g:6x8", **sizes: ModelSpec) -> ToyEstimator:
+    """Return PPO with a 13B actor and a 7B critic."""
+    large, small = sizes.get("large", decoder(40, 5120, 40)), decoder(32, 4096, 32)
+    models = {"actor": large, "reference": large, "critic": small, "reward": small}
+    return ToyEstimator(dataflow=PPO_FLOW, cluster=ClusterSpec.parse(text), models=models, num_sequences=512)
+
+
+def searched(estimator: ToyEstimator, **arguments: object) -> SearchResult:
+    """Search a toy's plans, a few hundred of them, so that the machine's speed does not matter."""
+    few = CallOptions(micro_batch_tokens=(8192,))
+    given = {"seed": 0, "seconds": 1000.0, "max_evaluations": 600, "options": few} | arguments
+    return search_plan(PPO_FLOW, estimator.models, estimator.cluster, estimator, **given)  # type: ignore[arg-type]
+
+
+def test_one_seed_gives_one_plan_and_the_effort_is_bounded() -> None:
+    first, second = (searched(toy(), seed=3) for _ in range(2))
+    assert (first.plan.digest, first.seconds, first.evaluations) == (
+        second.plan.digest, second.seconds, second.evaluations,
+    )  # fmt: skip
+    assert first.evaluations <= 600 + 600
+    assert [step.seconds for step in first.history] == sorted((s.seconds for s in first.history), reverse=True)
+    assert first.history[-1].seconds == first.seconds
+
+
+def test_the_result_is_a_plan_that_a_run_accepts_and_a_bound_that_holds() -> None:
+    estimator = toy()
+    result = searched(estimator)
+    result.plan.check(PPO_FLOW, estimator.cluster.num_devices)
+    assert ExecutionPlan.from_mapping(result.plan.to_mapping()) == result.plan
+    assert 0 < result.lower_bound <= result.seconds
+    assert result.gap == pytest.approx(1 - result.lower_bound / result.seconds)
+
+
+@pytest.mark.parametrize("overlap", ["iterations", "calls", "none"])
+def test_the_bound_is_below_the_best_plan_under_every_overlap(overlap: str) -> None:
+    estimator = RandomEstimator(dataflow=TWO_TRAINED, cluster=cluster(5, 1), seed=2)
+    stopped = found(estimator, 10**6, max_evaluations=500, overlap=overlap)
+    longer = found(estimator, 10**6, max_evaluations=5000, overlap=overlap)
+    assert 0 < stopped.lower_bound <= longer.seconds <= stopped.seconds
+
+
+def test_a_search_without_time_to_price_everything_claims_nothing() -> None:
+    ticks = itertools.count()
+    result = searched(toy(), seconds=100.0, clock=lambda: float(next(ticks) * 20))
+    assert result.lower_bound == 0.0
+    assert result.gap == 1.0
+
+
+def test_what_does_not_fit_says_how_many_bytes_and_nodes_it_lacks() -> None:
+    # 70B under Adam: 16 bytes for each of 64.4e9 elements are more than eight devices of 80 GiB hold.
+    estimator = toy("a100-80g:1x8", large=decoder(80, 8192, 64))
+    with pytest.raises(PlanError, match=r"lacks [\d,]+ bytes.*; \d+ x 8 such devices would do") as caught:
+        searched(estimator)
+    nodes = int(re.search(r"(\d+) x 8 such", str(caught.value))[1])  # type: ignore[index]
+    assert nodes > 1
+    searched(toy(f"a100-80g:{nodes}x8", large=decoder(80, 8192, 64)))
+
+
+def test_an_estimator_of_something_else_and_a_role_without_a_model_are_refused() -> None:
+    estimator = toy()
+    with pytest.raises(PlanError, match="another cluster"):
+        search_plan(PPO_FLOW, estimator.models, ClusterSpec.parse("h100"), estimator, seed=0, seconds=1.0)
+    with pytest.raises(PlanError, match="role 'reward' needs a model"):
+        models = {role: MODEL for role in ("actor", "critic", "reference")}
+        search_plan(PPO_FLOW, models, estimator.cluster, estimator, seed=0, seconds=1.0)
+    with pytest.raises(PlanError, match="must be positive"):
+        searched(estimator, seconds=0.0)

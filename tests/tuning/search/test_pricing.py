@@ -1,0 +1,131 @@
+"""Are whole plans priced as their parts are, with the options that fit?"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+
+import pytest
+
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
+from lightning_realloc.tuning.memory.parts import HEADROOM, MemorySettings, Workload, usable_bytes
+from lightning_realloc.tuning.search.infeasible import NothingFitsError
+from lightning_realloc.tuning.search.plan_search import search_plan
+from lightning_realloc.tuning.search.pricing import PlanningTask, PlanPricer
+from lightning_realloc.tuning.shapes.known_models import parse_shape
+from tests.tuning.examples import PPO_FLOW
+from tests.tuning.timeline.test_simulator import plan_of
+
+MODEL = parse_shape("layers=8,hidden=1024,intermediate=2816,heads=16,vocabulary=8000")
+HALF = MemorySettings(copy_bytes=2, gathered_bytes=2)
+LOAD = Workload(num_sequences=64, prompt_tokens=128, response_tokens=384)
+HOMES = {"actor.train": "fsdp4@0-3", "critic.train": "fsdp4@4-7", "reference.infer": "dp8", "reward.infer": "dp8"}
+
+
+def pricer(budget: int, *, cluster: str = "a100-80g:2x4", headroom: float = 0.0) -> PlanPricer:
+    roles = {name: MODEL.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
+    spec = ClusterSpec.parse(cluster)
+    task = PlanningTask(
+        dataflow=PPO_FLOW, roles=roles, cluster=spec, settings=HALF, workload=LOAD, memory_budget=budget,
+        headroom=headroom,
+    )  # fmt: skip
+    return PlanPricer(task, RooflineEstimator(PPO_FLOW, spec, roles, HALF, LOAD))
+
+
+def plan() -> ExecutionPlan:
+    return plan_of({"actor.generate": "dp8", "critic.infer": "dp4@4-7", **HOMES})
+
+
+@pytest.mark.parametrize("budget", [80 << 30, 4 << 30, 3 << 30])
+def test_options_are_the_fastest_that_fit_of_all_combinations(budget: int) -> None:
+    bench = pricer(budget)
+    chosen = bench.price(bench.with_best_options(plan()))
+    names = [name for name, _ in plan().calls]
+    best = min(
+        bench.price(replace(plan(), calls=tuple(zip(names, options, strict=True)))).seconds
+        for options in _some_options(bench)
+    )
+    assert chosen.missing_bytes == 0
+    assert chosen.seconds <= best * (1 + 1e-9)
+
+
+def _some_options(bench: PlanPricer) -> list[tuple]:
+    """All combinations of two calls' options, the others as chosen, that fit."""
+    chosen = dict(bench.with_best_options(plan()).calls)
+    found = []
+    for names in itertools.combinations(("actor.generate", "actor.train", "critic.train"), 2):
+        tables = [bench.options.plans(PPO_FLOW.call(name).kind, plan().layout(name)) for name in names]
+        for options in itertools.product(*tables):
+            calls = {**chosen, **dict(zip(names, options, strict=True))}
+            if not bench.price(ExecutionPlan(tuple(calls.items()))).missing_bytes:
+                found.append(tuple(calls[name] for name, _ in plan().calls))
+    return found
+
+
+def test_what_does_not_fit_has_the_smallest_options_and_says_what_is_missing() -> None:
+    bench = pricer(1 << 30)
+    priced = bench.price(bench.with_best_options(plan()))
+    assert priced.missing_bytes == priced.peak.parts.total - (1 << 30) > 0
+    assert dict(priced.plan.calls)["actor.train"].gradient_checkpointing
+
+
+def test_static_plans_have_one_layout_and_the_best_fitting_one_comes_first() -> None:
+    found = pricer(2 << 30).static()
+    assert all(len(priced.plan.layouts) == 1 for priced in found)
+    assert {str(priced.plan.layouts[0].dims) for priced in found} >= {"dp8", "fsdp8", "dp2.tp4", "fsdp2.tp4"}
+    fitting = [priced.seconds for priced in found if not priced.missing_bytes]
+    assert 0 < len(fitting) < len(found)
+    assert [priced.seconds for priced in found[: len(fitting)]] == sorted(fitting)
+
+
+def test_what_is_found_fits_by_every_ranks_forecast_and_beats_what_needs_no_search() -> None:
+    bench = pricer(4 << 30, cluster="a100-80g:1x2")
+    best, found = bench.search(seed=0, seconds=2, clock=time.process_time)
+    assert best.missing_bytes == 0
+    assert best.seconds == pytest.approx(found.seconds, rel=0.02)
+    others = [priced.seconds for priced in (bench.heuristic(), *bench.static()) if not priced.missing_bytes]
+    assert best.seconds <= min(others) * 1.001
+    with pytest.raises(NothingFitsError, match=r"lacks [0-9,]+ bytes"):
+        pricer(100 << 20, cluster="a100-80g:1x2").search(seed=0, seconds=1, clock=time.process_time)
+
+
+def test_building_a_model_is_told_apart_from_iterations() -> None:
+    bench = pricer(1200 << 20)
+    priced = bench.price(bench.with_best_options(plan_of(dict.fromkeys(HOMES, "fsdp8") | {
+        "actor.generate": "fsdp8", "critic.infer": "fsdp8"})))  # fmt: skip
+    assert priced.missing_bytes == 0 and priced.peak.phase != "set-up"
+    # Of the last model that is built, whole, in float32 if it is trained; the others are divided by then.
+    assert priced.set_up_bytes > MODEL.spec().num_elements * 4
+
+
+def test_a_plan_that_can_start_is_preferred_to_a_faster_one_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "tests.tuning.search.test_pricing.LOAD", Workload(num_sequences=8, prompt_tokens=16, response_tokens=32)
+    )
+    bench, limits = pricer(720 << 20, cluster="a100-80g:4x8"), {"seed": 0, "seconds": 60, "max_evaluations": 1000}
+    task = bench.task
+    fastest = search_plan(
+        task.dataflow, task.models, task.cluster, bench.estimator, memory_budget=task.memory_budget, **limits
+    )  # fmt: skip
+    refused = bench.price(fastest.plan)
+    assert not refused.missing_bytes and not refused.can_start
+    best, found = bench.search(clock=time.process_time, **limits)
+    assert best.can_run and refused.seconds <= best.seconds == found.seconds
+    assert found.plan == best.plan and found.gap == pytest.approx(1 - found.lower_bound / best.seconds)
+    assert best.seconds <= min(other.seconds for other in (bench.heuristic(), *bench.static()) if other.can_run)
+
+
+def test_a_plan_that_is_chosen_leaves_a_tenth_of_a_device_free() -> None:
+    bench = pricer(4 << 30, cluster="a100-80g:1x2", headroom=HEADROOM)
+    assert bench.task.usable_bytes == usable_bytes(4 << 30) == int(0.9 * (4 << 30))
+    best, _ = bench.search(seed=0, seconds=2, clock=time.process_time)
+    assert best.peak.parts.total <= 0.9 * (4 << 30) < pricer(4 << 30).task.usable_bytes
+    priced = bench.price(bench.with_best_options(plan_of(dict.fromkeys(best.plan.to_mapping()["calls"], "fsdp2"))))
+    assert priced.peak.parts.total <= priced.usable_bytes < priced.memory_budget == 4 << 30
+    for wrong in (-0.1, 1.0):
+        with pytest.raises(PlanError, match=r"is a share of a device's memory; it must lie in \[0, 1\)"):
+            usable_bytes(4 << 30, wrong)

@@ -1,0 +1,127 @@
+"""Every legal plan is offered, none that is not, and of placements that are renamings of each other exactly one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from lightning_realloc.dataflow.dataflow import CallKind
+from lightning_realloc.errors import LayoutError
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.dims import Layout, ParallelDims
+from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec
+from lightning_realloc.layout.sharding import TensorParallelCut
+from lightning_realloc.tuning.search.space import (
+    CallOptions,
+    RankSet,
+    canonical_sets,
+    legal_dims,
+    node_counts,
+    rank_sets,
+    sizes,
+)
+
+KINDS: tuple[CallKind, ...] = ("generate", "infer", "train")
+PARAMS = tuple(ParamSpec(f"block.{b}", (24, 4), TensorParallelCut(0, num_units=12), "block", b) for b in range(3))
+MODEL = ModelSpec(PARAMS, num_blocks=3)
+HEAD = ParamSpec("embedding", (16, 4), None, "input")
+TIED = ModelSpec((HEAD, *PARAMS), num_blocks=3, aliases=(("head", "embedding"),))
+SCALED = ModelSpec((ParamSpec("scale", (), None, "input"), *PARAMS), num_blocks=3)
+UNCUT = ModelSpec(PARAMS, num_blocks=3, tp_refusal="no plan")
+
+
+def cluster(num_nodes: int, devices_per_node: int) -> ClusterSpec:
+    """Return so many nodes of CPU devices."""
+    return replace(ClusterSpec.local(devices_per_node), num_nodes=num_nodes)
+
+
+def test_a_call_runs_on_aligned_parts_of_a_node_or_on_whole_nodes() -> None:
+    found = {one.ranks for one in rank_sets(cluster(1, 4))}
+    assert found == {(0,), (1,), (2,), (3,), (0, 1), (2, 3), (0, 1, 2, 3)}
+    # Three nodes of six: parts of one and two devices, and nodes in the 7 combinations there are.
+    by_size = [one.size for one in rank_sets(cluster(3, 6))]
+    assert {size: by_size.count(size) for size in set(by_size)} == {1: 18, 2: 9, 6: 3, 12: 3, 18: 1}
+    assert sizes(cluster(3, 6)) == (1, 2, 6, 12, 18)
+
+
+def test_large_clusters_offer_counts_that_divide_well_and_themselves() -> None:
+    counts = node_counts(cluster(127, 8))
+    assert counts[:16] == tuple(range(1, 17))
+    assert counts[16:20] == (18, 20, 24, 25)
+    assert counts[-1] == 127
+
+
+@pytest.mark.parametrize("model", [MODEL, TIED, SCALED, UNCUT])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8, 24])
+def test_the_degrees_are_those_that_model_kind_and_nodes_allow(
+    model: ModelSpec, kind: CallKind, num_ranks: int
+) -> None:
+    def is_legal(dims: ParallelDims) -> bool:
+        try:
+            ModelLayout(model, Layout(dims, tuple(range(num_ranks))))
+        except LayoutError:
+            return False
+        leaves_node = any(len({rank // 8 for rank in group}) > 1 for group in layout_groups(dims))
+        return not leaves_node and (kind != "generate" or dims.pp == 1)
+
+    def layout_groups(dims: ParallelDims) -> Iterator[tuple[int, ...]]:
+        return iter(Layout(dims, tuple(range(num_ranks))).groups("tp"))
+
+    degrees = [degree for degree in range(1, num_ranks + 1) if num_ranks % degree == 0]
+    products = (ParallelDims(*four) for four in itertools.product(degrees, repeat=4))
+    expected = {dims for dims in products if dims.size == num_ranks and is_legal(dims)}
+    found = legal_dims(model, kind, num_ranks, cluster(3, 8))
+    assert set(found) == expected
+    assert len(found) == len(expected)
+
+
+def test_options_belong_to_the_kind_of_a_call() -> None:
+    options = CallOptions(micro_batch_tokens=(1024, 2048), max_slots=(16, 32, 64))
+    layout = Layout(ParallelDims(), (0,))
+    assert [len(options.plans(kind, layout)) for kind in KINDS] == [3, 2, 4]
+    assert not any(plan.gradient_checkpointing for plan in options.plans("infer", layout))
+
+
+def renamings(num_nodes: int, devices: int) -> list[tuple[int, ...]]:
+    """Return every permutation of ranks that permutes nodes, and halves of nodes, and so on: by brute force."""
+
+    def within(size: int) -> list[tuple[int, ...]]:
+        if size == 1:
+            return [(0,)]
+        half = within(size // 2)
+        both = [(*a, *(size // 2 + at for at in b)) for a in half for b in half]
+        return both + [(*one[size // 2 :], *one[: size // 2]) for one in both]
+
+    found = []
+    for order in itertools.permutations(range(num_nodes)):
+        for insides in itertools.product(within(devices), repeat=num_nodes):
+            found.append(tuple(node * devices + at for node, inside in zip(order, insides, strict=True)
+                               for at in inside))  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize(("num_nodes", "devices"), [(1, 4), (2, 2), (3, 2), (4, 1), (2, 4)])
+def test_canonical_placements_are_one_of_each_class_of_renamings(num_nodes: int, devices: int) -> None:
+    machines, group = cluster(num_nodes, devices), renamings(num_nodes, devices)
+    everything = list(rank_sets(machines))
+    for placed in [(), *((one,) for one in everything), *itertools.product(everything[::3], repeat=2)]:
+        keeping = [p for p in group if all({p[r] for r in one.ranks} == set(one.ranks) for one in placed)]
+        classes = {frozenset(frozenset(p[r] for r in one.ranks) for p in keeping) for one in everything}
+        found = canonical_sets(everything, placed, machines)
+        chosen = [next(c for c in classes if frozenset(one.ranks) in c) for one in found]
+        assert len(chosen) == len(classes)
+        assert set(chosen) == classes
+
+
+def test_the_first_placement_is_canonical_for_its_size_alone() -> None:
+    machines = cluster(3, 4)
+    assert [one.ranks for one in canonical_sets(rank_sets(machines), (), machines)] == [
+        (0,), (0, 1), (0, 1, 2, 3), tuple(range(8)), tuple(range(12)),
+    ]  # fmt: skip
+    # Beside the first node: a part of it or of another, itself or another, with it or without, all.
+    second = canonical_sets(rank_sets(machines), (RankSet((0, 1, 2, 3)),), machines)
+    assert len(second) == 2 + 2 + 2 + 2 + 1

@@ -1,0 +1,47 @@
+"""Does a generation decode every token once, in as many steps as continuous batching takes?"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_realloc.tuning.shapes.decoding import plan_decoding, sample_lengths
+
+
+def test_equal_lengths_decode_together_and_remember_half_a_response_on_average() -> None:
+    stretches = plan_decoding((9,), 10, 4, 8)  # the prompt's own pass yields the first token
+    assert sum(s.steps for s in stretches) == 8
+    assert all(s.sequences == 4 for s in stretches)
+    assert sum(s.steps * s.context for s in stretches) / 8 == pytest.approx(10 + 8 / 2)
+
+
+def test_more_sequences_than_slots_take_turns() -> None:
+    assert sum(s.steps for s in plan_decoding((9,), 10, 8, 4)) == 2 * 8
+
+
+def test_a_freed_slot_is_filled_at_once() -> None:
+    # One slot decodes the long one, 100 steps; the other all short ones, 10 steps each, meanwhile.
+    lengths = (11,) * 9 + (101,)
+    assert sample_lengths(lengths, 10).count(101) == 1
+    stretches = plan_decoding(lengths, 1, 10, 2)
+    total = sum(s.steps for s in stretches)
+    assert 100 <= total <= 100 + 9 * 10 / 2
+    assert stretches[0].sequences == 2
+
+
+def test_the_longest_response_is_always_among_the_samples() -> None:
+    assert sample_lengths((1, 2, 3, 50), 1) == (50,)
+    assert sorted(sample_lengths((1, 2, 3, 50), 2)) == [2, 50]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5).map(tuple),
+    count=st.integers(1, 40),
+    slots=st.integers(1, 16),
+)
+def test_every_token_is_decoded_once(lengths: tuple[int, ...], count: int, slots: int) -> None:
+    stretches = plan_decoding(lengths, 5, count, slots)
+    tokens = sum(length - 1 for length in sample_lengths(lengths, count))
+    assert sum(s.steps * s.sequences for s in stretches) == pytest.approx(tokens)
+    assert all(s.sequences <= slots + 1e-9 and 5 <= s.context <= 5 + max(lengths) for s in stretches)

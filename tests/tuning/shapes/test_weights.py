@@ -1,0 +1,90 @@
+"""Do the closed forms count what layouts hold, and what the planner of reallocations moves?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.dims import Layout, ParallelDims
+from lightning_realloc.layout.model import ModelLayout
+from lightning_realloc.realloc.planner import plan_reallocation
+from lightning_realloc.tuning.shapes.experts import Experts
+from lightning_realloc.tuning.shapes.weights import Weights, traffic
+from tests.tuning.examples import SMALL
+
+CLUSTER = ClusterSpec.parse("h100:4x4")
+MODEL = SMALL.spec()
+WEIGHTS = Weights.of(MODEL)
+MIXTURE = replace(SMALL, experts=Experts(count=6, per_token=2, features=32)).spec()
+"""FSDP chunks its experts: over four ranks the last one has none, over eight the last two."""
+DEGREES = (1, 2, 4, 8)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, most_tp: int = 8) -> Layout:
+    """Up to 16 ranks, aligned to their number or shifted, in order or not."""
+    pp, fsdp = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from(DEGREES))
+    tp = draw(st.sampled_from([degree for degree in DEGREES if degree <= most_tp]))
+    while pp * fsdp * tp > 16:
+        pp, fsdp, tp = (pp, fsdp // 2, tp) if fsdp > 1 else (pp // 2, fsdp, tp)
+    dp = draw(st.sampled_from([n for n in DEGREES if pp * fsdp * tp * n <= 16]))
+    dims = ParallelDims(pp, dp, fsdp, tp)
+    first = draw(st.integers(0, 16 - dims.size))
+    ranks = range(first, first + dims.size)
+    return Layout(dims, tuple(draw(st.permutations(ranks)) if draw(st.booleans()) else ranks))
+
+
+@given(source=layouts(), target=layouts())
+@settings(max_examples=120, deadline=None)
+def test_what_travels_is_what_the_planner_moves(source: Layout, target: Layout) -> None:
+    plan = plan_reallocation(ModelLayout(MODEL, source), ModelLayout(MODEL, target), CLUSTER, element_bytes=1)
+    moved = traffic(WEIGHTS, source, target, CLUSTER)
+    by_rank = plan.bytes_by_rank()
+    assert moved.total_received == pytest.approx(plan.bytes_minimum)
+    assert moved.total_between == pytest.approx(plan.inter_node_bytes_minimum)
+    assert moved.received == pytest.approx(max(row.received_bytes for row in by_rank.values()))
+
+
+@given(source=layouts(most_tp=1), target=layouts(most_tp=1))
+@settings(max_examples=60, deadline=None)
+def test_experts_travel_in_the_chunks_that_fsdp_makes_of_them(source: Layout, target: Layout) -> None:
+    before, after = ModelLayout(MIXTURE, source), ModelLayout(MIXTURE, target)
+    plan = plan_reallocation(before, after, CLUSTER, element_bytes=1)
+    weights = Weights.of(MIXTURE)
+    moved = traffic(weights, source, target, CLUSTER)
+    routers = 4 * 6 * 64  # whose chunks, as uneven, count as even ones
+    assert moved.total_received == pytest.approx(plan.bytes_minimum, abs=routers * len(target.ranks))
+    assert moved.total_between == pytest.approx(plan.inter_node_bytes_minimum, abs=routers * len(target.ranks))
+    received = max(row.received_bytes for row in plan.bytes_by_rank().values())
+    assert moved.received == pytest.approx(received, abs=routers)
+    fullest = max(after.num_local_elements(rank) for rank in target.ranks)
+    assert moved.needed == pytest.approx(fullest, abs=routers)
+    assert weights.of_stage(target.dims) / target.dims.fsdp == pytest.approx(fullest, abs=routers)
+
+
+def test_what_a_source_sends_is_what_the_planner_lets_it_send() -> None:
+    """Balanced cases, worked out by the planner: shards to replicas on one node, then across two."""
+    for source, target in (("fsdp4@0-3", "dp4@0-3"), ("fsdp4@0-3", "tp4@4-7"), ("dp2.tp2@0-3", "fsdp4@4-7")):
+        before, after = Layout.parse(source), Layout.parse(target)
+        plan = plan_reallocation(ModelLayout(MODEL, before), ModelLayout(MODEL, after), CLUSTER, element_bytes=1)
+        moved = traffic(WEIGHTS, before, after, CLUSTER)
+        sent = max(plan.bytes_by_rank()[rank].sent_bytes for rank in before.ranks)
+        assert max(moved.sent_inside, moved.sent_between) == pytest.approx(sent, rel=0.05)
+
+
+@given(layout=layouts())
+@settings(max_examples=60, deadline=None)
+def test_the_fullest_stage_is_that_of_the_layout(layout: Layout) -> None:
+    held = ModelLayout(MODEL, layout)
+    fullest = max(held.num_local_elements(rank) for rank in layout.ranks)
+    assert WEIGHTS.of_stage(layout.dims) / layout.dims.fsdp == pytest.approx(fullest)
+
+
+def test_the_whole_model_is_counted_once() -> None:
+    assert WEIGHTS.total == pytest.approx(MODEL.num_elements)
+    frozen = frozenset(param.name for param in MODEL.params if param.block is not None)
+    assert Weights.of(MODEL, without=frozen).total == 2 * 256 * 64 + 64  # embedding, head, last norm

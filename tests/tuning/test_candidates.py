@@ -1,0 +1,121 @@
+"""What is proposed differs in kind, fits into memory, and is never the plan that runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.tuning.candidates import Prospects, alike_ranks
+from lightning_realloc.tuning.estimate.estimator import Estimator
+from lightning_realloc.tuning.estimate.hardware import CPU_EFFICIENCY
+from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
+from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
+from lightning_realloc.tuning.search.plan_search import search_plan
+from lightning_realloc.tuning.search.space import CallOptions
+from lightning_realloc.tuning.shapes.lengths import Lengths, TypicalLengths
+from tests.tuning.examples import PPO_FLOW, SMALL
+
+CLUSTER = ClusterSpec.local(4)
+TYPICAL = TypicalLengths.of([Lengths((8, 10), (30, 40)), Lengths((10, 12), (50, 0))])
+ROLES = {name: SMALL.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
+START = ExecutionPlan.static(PPO_FLOW, Layout.parse("fsdp4@0-3"))
+
+
+def roofline(lengths: TypicalLengths) -> Estimator:
+    load = Workload(num_sequences=lengths.num_sequences, prompt_tokens=lengths.prompt_tokens, response_tokens=64)
+    return RooflineEstimator(
+        PPO_FLOW, CLUSTER, ROLES, MemorySettings(), load, responses=lengths.responses, efficiency=CPU_EFFICIENCY
+    )
+
+
+PROSPECTS = Prospects(
+    dataflow=PPO_FLOW, estimate=roofline, lengths=TYPICAL, roles=ROLES, settings=MemorySettings(),
+    workload=Workload(num_sequences=2, prompt_tokens=12, response_tokens=64), memory_budget=2**30, overlap="iterations",
+)  # fmt: skip
+
+
+def test_lengths_of_iterations_are_put_together() -> None:
+    assert TypicalLengths(2, 10, 12, (1, 30, 40, 50)) == TYPICAL
+    assert Lengths((3,), (4,)).num_tokens == 7
+    with pytest.raises(PlanError, match="1 prompts and 2 responses"):
+        Lengths((1,), (2, 3))
+    with pytest.raises(PlanError, match="at least one iteration"):
+        TypicalLengths.of([])
+
+
+def test_proposals_differ_fit_and_leave_out_what_runs() -> None:
+    found = PROSPECTS.propose(START, seconds=0.5, seed=0)
+    plans = [candidate.plan for candidate in found]
+    assert len(plans) == len(set(plans)) >= 3 and START not in plans
+    assert all(PROSPECTS.fits(plan) for plan in plans)
+    assert [one.predicted_s for one in found] == sorted(PROSPECTS.seconds(plan) for plan in plans)
+    assert found[0].predicted_s < PROSPECTS.seconds(START)
+    static = [plan for plan in plans if len(plan.layouts) == 1]
+    apart = [plan for plan in plans if any(layout.dims.size < 4 for layout in plan.layouts)]
+    assert static and apart
+
+
+def test_a_proposal_is_never_the_plan_that_runs() -> None:
+    best = PROSPECTS.propose(START, seconds=0.3, seed=0)[0].plan
+    assert best not in [candidate.plan for candidate in PROSPECTS.propose(best, seconds=0.3, seed=0)]
+
+
+def test_nothing_is_proposed_that_has_no_room() -> None:
+    least = max(PROSPECTS.peak_bytes(START).values())
+    tight = replace(PROSPECTS, memory_budget=least)
+    assert tight.fits(START) and not replace(PROSPECTS, memory_budget=least - 1).fits(START)
+    replicated = ExecutionPlan.static(PPO_FLOW, Layout.parse("dp4@0-3"))
+    assert PROSPECTS.fits(replicated) and not tight.fits(replicated)
+    assert all(tight.fits(candidate.plan) for candidate in tight.propose(START, seconds=0.3, seed=0))
+    assert replace(PROSPECTS, memory_budget=least // 8).propose(START, seconds=0.1, seed=0) == []
+
+
+def test_ranks_are_alike_in_the_same_calls_and_stages() -> None:
+    plan = ExecutionPlan.from_mapping({"calls": {"actor.train": "pp2.fsdp2@0-3", "critic.train": "tp2@1,3"}})
+    assert alike_ranks(plan) == [(0,), (1,), (2,), (3,)]
+    assert alike_ranks(START) == [(0, 1, 2, 3)]
+
+
+def test_options_of_the_start_are_kept() -> None:
+    calls = tuple(
+        (name, replace(plan, max_slots=3) if name == "actor.generate" else plan) for name, plan in START.calls
+    )
+    found = PROSPECTS.propose(ExecutionPlan(calls), seconds=0.2, seed=0)
+    kept = [one.plan.call("actor.generate").max_slots for one in found]
+    assert kept.count(3) >= len(kept) - 1  # the heuristic knows nothing of them
+
+
+def test_work_grows_with_the_longest_response_and_with_tokens() -> None:
+    def work(*responses: int) -> float:
+        return PROSPECTS.work(START, TypicalLengths.of([Lengths((10,) * len(responses), responses)]))
+
+    even = work(20, 20, 20, 20)
+    assert work(5, 5, 5, 65 - 1) > 1.5 * even  # as many tokens, three times the decoding steps
+    assert work(*[20] * 16) > even
+
+
+def test_seconds_of_calls_hold_the_moves_before_them() -> None:
+    plan = ExecutionPlan.from_mapping({"calls": {call.name: "fsdp4@0-3" for call in PPO_FLOW.model_calls}
+                                       | {"actor.generate": "dp4@0-3"}})  # fmt: skip
+    seconds = PROSPECTS.call_seconds(plan)
+    prices = roofline(TYPICAL)
+    own = prices.call_seconds("actor.generate", plan.call("actor.generate")).total
+    moved = prices.move_seconds("actor", plan.layout("actor.train"), plan.layout("actor.generate"))
+    assert seconds["actor.generate"] == pytest.approx(own + moved) and moved > 0
+    assert set(seconds) == {call.name for call in PPO_FLOW.model_calls}
+
+
+def test_a_search_may_be_bound_to_all_ranks() -> None:
+    def sizes(num_ranks: int | None) -> set[int]:
+        plan = search_plan(
+            PPO_FLOW, PROSPECTS.models, CLUSTER, roofline(TYPICAL), seed=0, seconds=0.3,
+            options=CallOptions(micro_batch_tokens=(None,), num_ranks=num_ranks),
+        ).plan  # fmt: skip
+        return {layout.dims.size for layout in plan.layouts}
+
+    assert sizes(4) == {4} and sizes(None) - {4}

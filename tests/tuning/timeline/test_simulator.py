@@ -1,0 +1,237 @@
+"""Are timelines what one draws by hand, and do they keep the rules whatever the plan?"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.tuning.timeline.simulator import MOVE_PREFIX, Overlap, Timeline, simulate
+from tests.tuning.examples import PPO_FLOW, FixedEstimator
+
+SECONDS = {
+    "actor.generate": 4.0, "reward.infer": 1.0, "reference.infer": 2.0, "critic.infer": 1.0, "actor.train": 6.0,
+    "critic.train": 3.0,
+}  # fmt: skip
+OVERLAPS: tuple[Overlap, ...] = ("iterations", "calls", "none")
+
+
+def plan_of(layouts: dict[str, str], offload: tuple[str, ...] = ()) -> ExecutionPlan:
+    return ExecutionPlan(tuple((name, CallPlan(Layout.parse(text))) for name, text in layouts.items()), offload)
+
+
+def times(timeline: Timeline, iteration: int) -> dict[str, tuple[float, float]]:
+    return {entry.phase: (entry.start, entry.end) for entry in timeline.entries if entry.iteration == iteration}
+
+
+def test_calls_on_the_same_ranks_run_one_after_the_other() -> None:
+    plan = ExecutionPlan.static(PPO_FLOW, Layout.parse("fsdp4"))
+    for overlap in OVERLAPS:
+        timeline = simulate(PPO_FLOW, plan, FixedEstimator(PPO_FLOW, SECONDS), overlap=overlap)
+        assert timeline.seconds_per_iteration == pytest.approx(4 + 1 + 2 + 1 + 6 + 3)
+        assert timeline.mean_idle_share == pytest.approx(0)
+
+
+SPLIT = {
+    "actor.generate": "dp2@0-1", "reward.infer": "dp1@2", "reference.infer": "dp2@0-1", "critic.infer": "dp1@3",
+    "actor.train": "fsdp2@0-1", "critic.train": "fsdp2@2-3",
+}  # fmt: skip
+"""The actor on ranks 0-1, the critic on 2-3: its inference is a copy, and so is the actor's generation."""
+MOVES = {"actor": 0.5, "critic": 0.25, "reward": 100.0}
+
+
+def test_a_timeline_worked_out_by_hand() -> None:
+    timeline = simulate(
+        PPO_FLOW, plan_of(SPLIT), FixedEstimator(PPO_FLOW, SECONDS, MOVES), iterations=2, overlap="calls"
+    )
+    # The first move takes 0.5 s; generation ends at 4.5; the reward reads until 5.5, the reference until 6.5.
+    # The critic's weights move on ranks 2-3: rank 2 is in reward.infer until 5.5, so from 5.5 to 5.75.
+    first = {
+        "-> actor.generate": (0, 0.5), "actor.generate": (0.5, 4.5), "reward.infer": (4.5, 5.5),
+        "reference.infer": (4.5, 6.5), "-> critic.infer": (5.5, 5.75), "critic.infer": (5.75, 6.75),
+        "actor.train": (6.75, 12.75), "critic.train": (6.75, 9.75),
+    }  # fmt: skip
+    assert times(timeline, 0) == first
+    assert times(timeline, 1) == {name: (start + 12.75, end + 12.75) for name, (start, end) in first.items()}
+    assert timeline.seconds_per_iteration == 12.75
+    # Rank 2: 1 s of reward, 0.25 s of the critic's move, 3 s of its training.
+    assert timeline.idle_share(2) == pytest.approx(1 - 4.25 / 12.75)
+
+
+def test_the_next_generation_starts_beside_a_training_that_it_does_not_depend_on() -> None:
+    slow_critic = SECONDS | {"actor.train": 3.0, "critic.train": 6.0}
+    answers = FixedEstimator(PPO_FLOW, slow_critic, MOVES)
+    timeline = simulate(PPO_FLOW, plan_of(SPLIT), answers, iterations=2, overlap="iterations")
+    assert times(timeline, 0)["actor.train"] == (6.75, 9.75)
+    assert times(timeline, 0)["critic.train"] == (6.75, 12.75)
+    assert times(timeline, 1)["-> actor.generate"] == (9.75, 10.25)
+    assert times(timeline, 1)["reward.infer"][0] == pytest.approx(14.25)  # generation has ended
+
+
+def test_inference_apart_begins_with_the_first_portion_and_ends_a_portion_after_the_last() -> None:
+    layouts = SPLIT | {"reference.infer": "dp1@2"}
+    timeline = simulate(PPO_FLOW, plan_of(layouts), FixedEstimator(PPO_FLOW, SECONDS, MOVES), iterations=2,
+                        overlap="calls", generation_parts=2)  # fmt: skip
+    first = [(entry.phase, entry.start, entry.end) for entry in timeline.entries if entry.iteration == 0]
+    # Samples finish from 2.5 on, so portions are there at 3.5 and 4.5. On rank 2 the reward and the reference read half
+    # a second and a second of each; the critic reads its second on rank 3 once its weights have come, from 0 to 0.25 on
+    # ranks 2 and 3.
+    by_call = {name: [(start, end) for phase, start, end in first if phase == name] for name, _, _ in first}
+    assert by_call["actor.generate"] == [(0.5, 4.5)]
+    assert by_call["-> critic.infer"] == [(0.0, 0.25)]
+    assert by_call["reward.infer"] == [(3.5, 4.0), (5.0, 5.5)]
+    assert by_call["reference.infer"] == [(4.0, 5.0), (5.5, 6.5)]
+    assert by_call["critic.infer"] == [(3.5, 4.0), (4.5, 5.0)]
+    assert by_call["actor.train"] == [(6.5, 12.5)]
+    alone = simulate(PPO_FLOW, plan_of(layouts), FixedEstimator(PPO_FLOW, SECONDS, MOVES), overlap="none",
+                     generation_parts=2)  # fmt: skip
+    assert alone.entries == simulate(
+        PPO_FLOW, plan_of(layouts), FixedEstimator(PPO_FLOW, SECONDS, MOVES), overlap="none"
+    ).entries  # fmt: skip
+
+
+def test_a_copy_moves_once_between_two_trainings() -> None:
+    timeline = simulate(PPO_FLOW, plan_of(SPLIT), FixedEstimator(PPO_FLOW, SECONDS, MOVES), iterations=3)
+    moved = [(entry.phase, entry.iteration) for entry in timeline.entries if entry.phase.startswith(MOVE_PREFIX)]
+    assert moved == [(f"-> {call}", i) for i in range(3) for call in ("actor.generate", "critic.infer")]
+
+
+SCORED_TWICE = Dataflow(
+    (
+        ModelFunctionCall("judge.infer", "infer", "judge", "judge", ("batch",), ("first",)),
+        ModelFunctionCall("judge.check", "infer", "judge", "check", ("first",), ("second",)),
+        ModelFunctionCall("actor.train", "train", "actor", "loss", ("second",)),
+    )
+)
+
+
+def test_a_frozen_role_moves_once_and_an_offloaded_one_every_time() -> None:
+    layouts = {"judge.infer": "tp2@0-1", "judge.check": "dp2@0-1", "actor.train": "fsdp2@0-1"}
+    answers = FixedEstimator(SCORED_TWICE, dict.fromkeys(layouts, 1.0), {"judge": 0.5})
+    kept = simulate(SCORED_TWICE, plan_of(layouts), answers, iterations=4)
+    freed = simulate(SCORED_TWICE, plan_of(layouts, ("judge",)), answers, iterations=4)
+    assert kept.seconds_per_iteration == pytest.approx(3.0)
+    assert freed.seconds_per_iteration == pytest.approx(3.5)
+
+
+SCORED_BY_BASE = Dataflow(
+    (
+        ModelFunctionCall("actor.generate", "generate", "actor", "roll_out", ("batch",), ("rollout",)),
+        ModelFunctionCall("reference.infer", "infer", "reference", "score", ("rollout",), ("ref",)),
+        ModelFunctionCall("actor.train", "train", "actor", "loss", ("rollout", "ref")),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("infer", "moves"), [("dp1@1", "first"), ("dp2@0-1", "never"), ("fsdp2@0-1", "never")],
+    ids=["of its own", "with the generation's", "at home"],
+)  # fmt: skip
+def test_a_shared_base_moves_once_and_what_is_trained_every_time(infer: str, moves: str) -> None:
+    layouts = {"actor.generate": "dp2@0-1", "reference.infer": infer, "actor.train": "fsdp2@0-1"}
+    answers = FixedEstimator(
+        SCORED_BY_BASE, dict.fromkeys(layouts, 1.0), {"actor": 0.25, "reference": 8.0}, sharers={"reference": "actor"}
+    )
+    timeline = simulate(SCORED_BY_BASE, plan_of(layouts), answers, iterations=4)
+    moved = [(entry.phase, entry.iteration) for entry in timeline.entries if entry.phase.startswith(MOVE_PREFIX)]
+    first = [("-> reference.infer", 0)] if moves == "first" else []
+    assert sorted(moved) == sorted([*(("-> actor.generate", i) for i in range(4)), *first])
+    assert timeline.seconds_per_iteration == pytest.approx(3.25)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[ExecutionPlan, FixedEstimator]:
+    layouts = {}
+    for call in PPO_FLOW.model_calls:
+        size = draw(st.sampled_from((1, 2, 4)))
+        first = size * draw(st.integers(0, 4 // size - 1))
+        axis = draw(st.sampled_from(("dp", "fsdp", "tp")))
+        layouts[call.name] = f"{axis}{size}@{first}-{first + size - 1}"
+    seconds = {name: draw(st.integers(1, 9)) for name in layouts}
+    moves = {role: draw(st.integers(0, 3)) for role in PPO_FLOW.roles}
+    return plan_of(layouts), FixedEstimator(PPO_FLOW, seconds, moves)
+
+
+@given(case=cases(), overlap=st.sampled_from(OVERLAPS))
+@settings(max_examples=150, deadline=None)
+def test_ranks_are_in_one_place_inputs_exist_and_nothing_ends_before_its_work(
+    case: tuple[ExecutionPlan, FixedEstimator], overlap: Overlap
+) -> None:
+    timeline = simulate(PPO_FLOW, case[0], case[1], iterations=3, overlap=overlap)
+    for rank in timeline.ranks:
+        own = sorted((e.start, e.end) for e in timeline.entries if rank in e.ranks)
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(own))
+        assert sum(end - start for start, end in own) <= timeline.makespan
+        assert 0 <= timeline.idle_share(rank) <= 1
+    ends = {(e.phase, e.iteration): e.end for e in timeline.entries}
+    producers = {name: call for call in PPO_FLOW.calls for name in call.produces}
+    for entry in timeline.entries:
+        if entry.phase.startswith(MOVE_PREFIX):
+            continue
+        needs = [producers[name] for name in PPO_FLOW.call(entry.phase).needs if name in producers]
+        needs += [producers[name] for call in needs if call.kind == "compute" for name in call.needs]
+        assert all(ends[call.name, entry.iteration] <= entry.start for call in needs if call.role is not None)
+        assert ends.get((f"-> {entry.phase}", entry.iteration), 0) <= entry.start
+
+
+@given(case=cases())
+@settings(max_examples=150, deadline=None)
+def test_overlap_is_never_slower(case: tuple[ExecutionPlan, FixedEstimator]) -> None:
+    spans = [simulate(PPO_FLOW, *case, iterations=4, overlap=overlap).makespan for overlap in OVERLAPS]
+    assert spans == sorted(spans)
+    in_turn = simulate(PPO_FLOW, *case, iterations=4, overlap="none")
+    assert in_turn.makespan == pytest.approx(sum(entry.seconds for entry in in_turn.entries))
+
+
+SCORED_ONCE = Dataflow(
+    (
+        ModelFunctionCall("actor.generate", "generate", "actor", "roll_out", ("batch",), ("rollout",)),
+        ModelFunctionCall("reference.infer", "infer", "reference", "score", ("rollout",), ("ref_logprobs",)),
+        ModelFunctionCall("actor.train", "train", "actor", "loss", ("rollout", "ref_logprobs")),
+    )
+)
+
+
+@given(case=cases(), overlap=st.sampled_from(OVERLAPS), parts=st.integers(1, 6))
+@settings(max_examples=100, deadline=None)
+def test_more_portions_for_one_call_are_never_slower_and_no_rank_does_more_than_it_can(
+    case: tuple[ExecutionPlan, FixedEstimator], overlap: Overlap, parts: int
+) -> None:
+    # With several such calls they may be: ranks of two take turns portion by portion, and one of them ends later.
+    estimator = FixedEstimator(SCORED_ONCE, case[1].seconds, case[1].moves)
+    few, many = (
+        simulate(SCORED_ONCE, case[0], estimator, iterations=4, overlap=overlap, generation_parts=count)
+        for count in (parts, parts + 1)
+    )
+    assert many.makespan <= few.makespan * (1 + 1e-9)
+    for timeline in (few, many):
+        for rank in timeline.ranks:
+            busy = sum(entry.seconds for entry in timeline.entries if rank in entry.ranks)
+            assert busy <= timeline.makespan * (1 + 1e-9)
+    for call in SCORED_ONCE.calls:  # portions are parts of the same work
+        took = [sum(e.seconds for e in timeline.entries if e.phase == call.name) for timeline in (few, many)]
+        assert took[0] == pytest.approx(took[1])
+
+
+def test_bad_requests_are_refused() -> None:
+    plan = ExecutionPlan.static(PPO_FLOW, Layout.parse("fsdp4"))
+    answers = FixedEstimator(PPO_FLOW, SECONDS)
+    with pytest.raises(PlanError, match="iterations=0 must be at least 1"):
+        simulate(PPO_FLOW, plan, answers, iterations=0)
+    with pytest.raises(PlanError, match="overlap='all' is not one of iterations, calls, none"):
+        simulate(PPO_FLOW, plan, answers, overlap="all")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="rank 9 takes part in no call; the timeline has ranks 0-3"):
+        simulate(PPO_FLOW, plan, answers).idle_share(9)
+
+
+def test_the_table_lists_the_last_iteration_from_its_first_phase_on() -> None:
+    text = simulate(PPO_FLOW, plan_of(SPLIT), FixedEstimator(PPO_FLOW, SECONDS, MOVES), overlap="calls").table()
+    assert "-> actor.generate       0.00       0.50  0-1" in text
+    assert "critic.train            6.75       3.00  2-3" in text
+    assert "12.75 s an iteration" in text
