@@ -189,7 +189,7 @@ def _from_teachers() -> dict[str, Learner]:
 
 
 def _from_rows() -> dict[str, Learner]:
-    from lightning_realloc.algorithms.preference_losses import PairLossName
+    from lightning_realloc.algorithms.losses.preference_losses import PairLossName
 
     def learner(name: str, metric: str, reach: float, *, falls: bool = False, **settings: Any) -> Learner:
         return Learner(make=partial(_given, name, **settings), metric=f"{_HELD_OUT}{metric}", reach=reach, falls=falls)

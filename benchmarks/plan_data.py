@@ -21,8 +21,8 @@ from lightning_realloc import ExecutionPlan, ModelFunctionCall
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
-from lightning_realloc.strategies.iteration import Iteration
-from lightning_realloc.strategies.routes import Routes, Workplace
+from lightning_realloc.strategies.exchange.iteration_data import Iteration
+from lightning_realloc.strategies.exchange.routing import Routes, Workplace
 
 PROMPT_TOKENS = RESPONSE_TOKENS = 1024
 PER_TOKEN = ("behaviour_logprobs", "ref_logprobs", "values", "advantages", "returns")

@@ -13,8 +13,8 @@ import torch
 
 from examples.sorting import byte_tokenizer, problem, random_words, tiny_llama
 from lightning_realloc import GRPO, PromptDataModule, ReallocStrategy, SamplingParams
-from lightning_realloc.algorithms.calls import compute, infer
-from lightning_realloc.algorithms.role import Role
+from lightning_realloc.algorithms.base.calls import compute, infer
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.runtime.parallel.packed_forward import sequence_scores
 
 PLAN = {"calls": {

@@ -12,30 +12,30 @@ from typing import TYPE_CHECKING
 from lightning_realloc_autoload import install as _register_strategies
 
 if TYPE_CHECKING:
-    from lightning_realloc.algorithms.accuracy import Accuracy as Accuracy
+    from lightning_realloc.algorithms.base.accuracy import Accuracy as Accuracy
+    from lightning_realloc.algorithms.base.calls import compute as compute
+    from lightning_realloc.algorithms.base.calls import generate as generate
+    from lightning_realloc.algorithms.base.calls import infer as infer
+    from lightning_realloc.algorithms.base.calls import train as train
+    from lightning_realloc.algorithms.base.module import MultiModelModule as MultiModelModule
+    from lightning_realloc.algorithms.base.optimizers import RoleOptimizer as RoleOptimizer
+    from lightning_realloc.algorithms.base.role import Role as Role
     from lightning_realloc.algorithms.best_of_n import BestOfN as BestOfN
-    from lightning_realloc.algorithms.calls import compute as compute
-    from lightning_realloc.algorithms.calls import generate as generate
-    from lightning_realloc.algorithms.calls import infer as infer
-    from lightning_realloc.algorithms.calls import train as train
-    from lightning_realloc.algorithms.correction import EngineCorrection as EngineCorrection
     from lightning_realloc.algorithms.distillation import OnPolicyDistillation as OnPolicyDistillation
     from lightning_realloc.algorithms.dpo import DPO as DPO
-    from lightning_realloc.algorithms.dynamic_sampling import DynamicSampling as DynamicSampling
     from lightning_realloc.algorithms.grpo import GRPO as GRPO
     from lightning_realloc.algorithms.kto import KTO as KTO
-    from lightning_realloc.algorithms.module import MultiModelModule as MultiModelModule
+    from lightning_realloc.algorithms.losses.correction import EngineCorrection as EngineCorrection
     from lightning_realloc.algorithms.online_dpo import OnlineDPO as OnlineDPO
-    from lightning_realloc.algorithms.optimizers import RoleOptimizer as RoleOptimizer
     from lightning_realloc.algorithms.orpo import ORPO as ORPO
-    from lightning_realloc.algorithms.policy_gradient import PolicyGradient as PolicyGradient
     from lightning_realloc.algorithms.ppo import PPO as PPO
     from lightning_realloc.algorithms.process_reward import ProcessReward as ProcessReward
     from lightning_realloc.algorithms.reinforce import ReinforcePlusPlus as ReinforcePlusPlus
     from lightning_realloc.algorithms.remax import ReMax as ReMax
     from lightning_realloc.algorithms.reward_model import RewardModel as RewardModel
     from lightning_realloc.algorithms.rloo import RLOO as RLOO
-    from lightning_realloc.algorithms.role import Role as Role
+    from lightning_realloc.algorithms.rollout.dynamic_sampling import DynamicSampling as DynamicSampling
+    from lightning_realloc.algorithms.rollout.policy_gradient import PolicyGradient as PolicyGradient
     from lightning_realloc.algorithms.sft import SFT as SFT
     from lightning_realloc.batch.training import TrainOptions as TrainOptions
     from lightning_realloc.callbacks import EMA as EMA
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from lightning_realloc.callbacks import PredictionWriter as PredictionWriter
     from lightning_realloc.callbacks import RolloutTable as RolloutTable
     from lightning_realloc.callbacks import SaveHuggingFace as SaveHuggingFace
+    from lightning_realloc.data.demonstrations import SFTDataModule as SFTDataModule
     from lightning_realloc.data.feedback import BinaryFeedbackDataModule as BinaryFeedbackDataModule
     from lightning_realloc.data.preferences import PreferenceDataModule as PreferenceDataModule
     from lightning_realloc.data.prompts import PromptDataModule as PromptDataModule
-    from lightning_realloc.data.sft import SFTDataModule as SFTDataModule
     from lightning_realloc.data.sources import DatasetSource as DatasetSource
     from lightning_realloc.data.steps import StepDataModule as StepDataModule
     from lightning_realloc.dataflow.dataflow import Dataflow as Dataflow
@@ -115,25 +115,25 @@ _HOMES = {
     "Turn": "generation",
     "PromptDataModule": "data.prompts",
     "exact_match": "rewards.verifiers",
-    "SFTDataModule": "data.sft",
+    "SFTDataModule": "data.demonstrations",
     "PreferenceDataModule": "data.preferences",
     "BinaryFeedbackDataModule": "data.feedback",
     "StepDataModule": "data.steps",
     "DatasetSource": "data.sources",
-    "MultiModelModule": "algorithms.module",
-    "Role": "algorithms.role",
-    "compute": "algorithms.calls",
-    "generate": "algorithms.calls",
-    "infer": "algorithms.calls",
-    "train": "algorithms.calls",
-    "Accuracy": "algorithms.accuracy",
+    "MultiModelModule": "algorithms.base.module",
+    "Role": "algorithms.base.role",
+    "compute": "algorithms.base.calls",
+    "generate": "algorithms.base.calls",
+    "infer": "algorithms.base.calls",
+    "train": "algorithms.base.calls",
+    "Accuracy": "algorithms.base.accuracy",
     "GRPO": "algorithms.grpo",
     "BestOfN": "algorithms.best_of_n",
-    "DynamicSampling": "algorithms.dynamic_sampling",
-    "EngineCorrection": "algorithms.correction",
+    "DynamicSampling": "algorithms.rollout.dynamic_sampling",
+    "EngineCorrection": "algorithms.losses.correction",
     "OnPolicyDistillation": "algorithms.distillation",
     "OnlineDPO": "algorithms.online_dpo",
-    "PolicyGradient": "algorithms.policy_gradient",
+    "PolicyGradient": "algorithms.rollout.policy_gradient",
     "ReinforcePlusPlus": "algorithms.reinforce",
     "ReMax": "algorithms.remax",
     "RLOO": "algorithms.rloo",
@@ -145,7 +145,7 @@ _HOMES = {
     "RewardModel": "algorithms.reward_model",
     "ProcessReward": "algorithms.process_reward",
     "TrainOptions": "batch.training",
-    "RoleOptimizer": "algorithms.optimizers",
+    "RoleOptimizer": "algorithms.base.optimizers",
     "ReallocStrategy": "strategies",
     "AutoTuner": "callbacks",
     "EMA": "callbacks",

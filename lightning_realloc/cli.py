@@ -33,19 +33,19 @@ from lightning_realloc.callbacks import (
     RolloutTable,
     SaveHuggingFace,
 )
+from lightning_realloc.data.demonstrations import SFTDataModule
 from lightning_realloc.data.feedback import BinaryFeedbackDataModule
 from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.data.prompts import PromptDataModule
-from lightning_realloc.data.sft import SFTDataModule
 from lightning_realloc.data.steps import StepDataModule
-from lightning_realloc.elsewhere import hint_for, no_such_setting
 from lightning_realloc.report.plan_command import run_plan
 from lightning_realloc.report.plan_request import PLAN_HELP, plan_parser
+from lightning_realloc.setting_hints import hint_for, no_such_setting
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.strategies.export import export_checkpoint
-from lightning_realloc.strategies.failures import OUR_ERRORS, end_started_ranks, told_in_a_line
-from lightning_realloc.strategies.huggingface import parse_dtype
-from lightning_realloc.strategies.precision import refuse_precision
+from lightning_realloc.strategies.checkpoints.export import export_checkpoint
+from lightning_realloc.strategies.checkpoints.hf_folder import parse_dtype
+from lightning_realloc.strategies.lightning.failures import OUR_ERRORS, end_started_ranks, told_in_a_line
+from lightning_realloc.strategies.pool.precision import refuse_precision
 
 SHORT_NAMES = (
     GRPO,

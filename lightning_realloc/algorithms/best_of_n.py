@@ -7,11 +7,11 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_realloc.algorithms.averages import LossAverage, averaged_loss
-from lightning_realloc.algorithms.calls import train
-from lightning_realloc.algorithms.reward_sources import RewardSource
-from lightning_realloc.algorithms.rewarded import RewardedModule, check_group
-from lightning_realloc.algorithms.role import ModelSource
+from lightning_realloc.algorithms.base.calls import train
+from lightning_realloc.algorithms.base.role import ModelSource
+from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
+from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
+from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, check_group
 from lightning_realloc.algorithms.settings import check_choice
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Samples

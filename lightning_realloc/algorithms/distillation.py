@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.algorithms.averages import LossAverage, averaged_loss
-from lightning_realloc.algorithms.calls import compute, infer, train
-from lightning_realloc.algorithms.functional import kept_tokens, masked_sum, sequence_sums
-from lightning_realloc.algorithms.policy import PolicyModule
-from lightning_realloc.algorithms.policy_losses import PolicyLoss
-from lightning_realloc.algorithms.role import ModelSource, Role
-from lightning_realloc.algorithms.rollout import model_mask, response_summary
+from lightning_realloc.algorithms.base.calls import compute, infer, train
+from lightning_realloc.algorithms.base.role import ModelSource, Role
+from lightning_realloc.algorithms.base.rollout_columns import model_mask, response_summary
+from lightning_realloc.algorithms.base.vocabulary import require_same_vocabulary
+from lightning_realloc.algorithms.losses.functional import kept_tokens, masked_sum, sequence_sums
+from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
+from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss
+from lightning_realloc.algorithms.rollout.policy import PolicyModule
 from lightning_realloc.algorithms.settings import check_choice, check_minibatches
-from lightning_realloc.algorithms.vocabulary import require_same_vocabulary
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals

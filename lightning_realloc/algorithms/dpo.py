@@ -12,9 +12,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_realloc.algorithms.calls import compute, train
-from lightning_realloc.algorithms.functional import sequence_sums
-from lightning_realloc.algorithms.pairs import (
+from lightning_realloc.algorithms.base.calls import compute, train
+from lightning_realloc.algorithms.base.pairs import (
     PairwiseModule,
     both_sides,
     chosen_tokens,
@@ -22,7 +21,11 @@ from lightning_realloc.algorithms.pairs import (
     pair_sums,
     sides,
 )
-from lightning_realloc.algorithms.preference_losses import (
+from lightning_realloc.algorithms.base.referenced import ReferencedModule
+from lightning_realloc.algorithms.base.role import ModelSource
+from lightning_realloc.algorithms.losses.functional import sequence_sums
+from lightning_realloc.algorithms.losses.pair_metrics import calibration_error
+from lightning_realloc.algorithms.losses.preference_losses import (
     OF_DIFFERENCES,
     OF_WHOLE_BATCH,
     Divergence,
@@ -33,9 +36,6 @@ from lightning_realloc.algorithms.preference_losses import (
     policy_weights,
     rank_matches,
 )
-from lightning_realloc.algorithms.ranking import calibration_error
-from lightning_realloc.algorithms.referenced import ReferencedModule
-from lightning_realloc.algorithms.role import ModelSource
 from lightning_realloc.algorithms.settings import (
     check_choice,
     check_not_negative,

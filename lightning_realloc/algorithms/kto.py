@@ -9,12 +9,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_realloc.algorithms.calls import compute, train
-from lightning_realloc.algorithms.functional import sequence_sums
-from lightning_realloc.algorithms.preference_losses import kto_loss
-from lightning_realloc.algorithms.ranking import ranking_metrics
-from lightning_realloc.algorithms.referenced import ReferencedModule
-from lightning_realloc.algorithms.role import ModelSource
+from lightning_realloc.algorithms.base.calls import compute, train
+from lightning_realloc.algorithms.base.referenced import ReferencedModule
+from lightning_realloc.algorithms.base.role import ModelSource
+from lightning_realloc.algorithms.losses.functional import sequence_sums
+from lightning_realloc.algorithms.losses.pair_metrics import ranking_metrics
+from lightning_realloc.algorithms.losses.preference_losses import kto_loss
 from lightning_realloc.algorithms.settings import (
     check_choice,
     check_minibatches,

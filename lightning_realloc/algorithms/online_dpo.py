@@ -7,20 +7,20 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from lightning_realloc.algorithms.base.calls import train
+from lightning_realloc.algorithms.base.pairs import pair_metrics, sides
+from lightning_realloc.algorithms.base.role import ModelSource
 from lightning_realloc.algorithms.best_of_n import best_rows
-from lightning_realloc.algorithms.calls import train
-from lightning_realloc.algorithms.pairs import pair_metrics, sides
-from lightning_realloc.algorithms.policy_losses import response_sums
-from lightning_realloc.algorithms.preference_losses import (
+from lightning_realloc.algorithms.losses.policy_losses import response_sums
+from lightning_realloc.algorithms.losses.preference_losses import (
     OF_WHOLE_BATCH,
     PairLossName,
     PairLossSettings,
     Pairs,
     pair_loss,
 )
-from lightning_realloc.algorithms.reward_sources import RewardSource
-from lightning_realloc.algorithms.rewarded import RewardedModule, check_group
-from lightning_realloc.algorithms.role import ModelSource
+from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
+from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, check_group
 from lightning_realloc.algorithms.settings import check_choice, check_positive
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Samples

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.algorithms.calls import compute, infer, train
-from lightning_realloc.algorithms.pairs import (
+from lightning_realloc.algorithms.base.calls import compute, infer, train
+from lightning_realloc.algorithms.base.pairs import (
     PairwiseModule,
     both_sides,
     chosen_tokens,
@@ -18,8 +18,8 @@ from lightning_realloc.algorithms.pairs import (
     pair_sums,
     sides,
 )
-from lightning_realloc.algorithms.preference_losses import odds_ratio_loss
-from lightning_realloc.algorithms.role import ModelSource, Role
+from lightning_realloc.algorithms.base.role import ModelSource, Role
+from lightning_realloc.algorithms.losses.preference_losses import odds_ratio_loss
 from lightning_realloc.algorithms.settings import check_not_negative
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples

@@ -14,19 +14,28 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.algorithms.averages import LossAverage, averaged_loss
-from lightning_realloc.algorithms.calls import compute, infer, train
-from lightning_realloc.algorithms.controllers import KLController, RunningMoments
-from lightning_realloc.algorithms.functional import (
+from lightning_realloc.algorithms.base.calls import compute, infer, train
+from lightning_realloc.algorithms.base.missing_rewards import judged_only, of_judged
+from lightning_realloc.algorithms.base.optimizers import with_learning_rate
+from lightning_realloc.algorithms.base.role import ModelSource, Role
+from lightning_realloc.algorithms.base.rollout_columns import (
+    num_model_tokens,
+    response_summary,
+    reward_columns,
+    reward_summary,
+)
+from lightning_realloc.algorithms.base.vocabulary import require_same_vocabulary
+from lightning_realloc.algorithms.losses.controllers import KLController, RunningMoments
+from lightning_realloc.algorithms.losses.functional import (
     KLEstimator,
     clipped_policy_loss,
     clipped_value_loss,
     kl_estimate,
     masked_sum,
 )
-from lightning_realloc.algorithms.optimizers import with_learning_rate
-from lightning_realloc.algorithms.policy import PolicyModule
-from lightning_realloc.algorithms.reward_sources import (
+from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
+from lightning_realloc.algorithms.rollout.policy import PolicyModule
+from lightning_realloc.algorithms.rollout.reward_sources import (
     RewardSource,
     RewardSources,
     RewardTokenizer,
@@ -34,22 +43,13 @@ from lightning_realloc.algorithms.reward_sources import (
     less_for_cut_off,
     with_further,
 )
-from lightning_realloc.algorithms.role import ModelSource, Role
-from lightning_realloc.algorithms.rollout import (
-    num_model_tokens,
-    response_summary,
-    reward_columns,
-    reward_summary,
-)
+from lightning_realloc.algorithms.rollout.token_advantages import TokenAdvantages
 from lightning_realloc.algorithms.settings import (
     check_choice,
     check_minibatches,
     check_not_negative,
     check_positive,
 )
-from lightning_realloc.algorithms.token_advantages import TokenAdvantages
-from lightning_realloc.algorithms.unjudged import judged_only, of_judged
-from lightning_realloc.algorithms.vocabulary import require_same_vocabulary
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals, TrainOptions

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.algorithms.calls import compute, infer, train
-from lightning_realloc.algorithms.functional import sequence_sums
-from lightning_realloc.algorithms.module import MultiModelModule
-from lightning_realloc.algorithms.preference_losses import step_loss
-from lightning_realloc.algorithms.role import ModelSource, Role
+from lightning_realloc.algorithms.base.calls import compute, infer, train
+from lightning_realloc.algorithms.base.module import MultiModelModule
+from lightning_realloc.algorithms.base.role import ModelSource, Role
+from lightning_realloc.algorithms.losses.functional import sequence_sums
+from lightning_realloc.algorithms.losses.preference_losses import step_loss
 from lightning_realloc.algorithms.settings import check_minibatches
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples

@@ -7,21 +7,21 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_realloc.algorithms.averages import LossAverage
-from lightning_realloc.algorithms.calls import compute
-from lightning_realloc.algorithms.functional import (
+from lightning_realloc.algorithms.base.calls import compute
+from lightning_realloc.algorithms.base.missing_rewards import of_judged
+from lightning_realloc.algorithms.base.role import ModelSource
+from lightning_realloc.algorithms.base.rollout_columns import model_mask
+from lightning_realloc.algorithms.losses.functional import (
     KLEstimator,
     group_advantages,
     spread_tokens,
     whiten,
 )
-from lightning_realloc.algorithms.policy_gradient import KLPlace, PolicyGradient
-from lightning_realloc.algorithms.reward_sources import RewardSource
-from lightning_realloc.algorithms.rewarded import check_group
-from lightning_realloc.algorithms.role import ModelSource
-from lightning_realloc.algorithms.rollout import model_mask
+from lightning_realloc.algorithms.losses.loss_reduction import LossAverage
+from lightning_realloc.algorithms.rollout.policy_gradient import KLPlace, PolicyGradient
+from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
+from lightning_realloc.algorithms.rollout.rewarded import check_group
 from lightning_realloc.algorithms.settings import check_choice, check_share
-from lightning_realloc.algorithms.unjudged import of_judged
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.generation import SamplingParams
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.algorithms.calls import compute, infer, train
-from lightning_realloc.algorithms.pairs import PairwiseModule, both_sides, pair_metrics, sides
-from lightning_realloc.algorithms.preference_losses import bradley_terry_loss
-from lightning_realloc.algorithms.ranking import calibration_error, ranking_metrics
-from lightning_realloc.algorithms.role import ModelSource, Role
+from lightning_realloc.algorithms.base.calls import compute, infer, train
+from lightning_realloc.algorithms.base.pairs import PairwiseModule, both_sides, pair_metrics, sides
+from lightning_realloc.algorithms.base.role import ModelSource, Role
+from lightning_realloc.algorithms.losses.pair_metrics import calibration_error, ranking_metrics
+from lightning_realloc.algorithms.losses.preference_losses import bradley_terry_loss
 from lightning_realloc.algorithms.settings import check_not_negative
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Samples

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_realloc.algorithms.functional import leave_one_out_advantages
-from lightning_realloc.algorithms.policy_gradient import KLPlace, PolicyGradient
-from lightning_realloc.algorithms.policy_losses import RatioLevel
-from lightning_realloc.algorithms.reward_sources import RewardSource
-from lightning_realloc.algorithms.rewarded import check_group
-from lightning_realloc.algorithms.role import ModelSource
+from lightning_realloc.algorithms.base.role import ModelSource
+from lightning_realloc.algorithms.losses.functional import leave_one_out_advantages
+from lightning_realloc.algorithms.losses.policy_losses import RatioLevel
+from lightning_realloc.algorithms.rollout.policy_gradient import KLPlace, PolicyGradient
+from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
+from lightning_realloc.algorithms.rollout.rewarded import check_group
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.generation import SamplingParams
 

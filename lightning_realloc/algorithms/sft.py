@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.algorithms.calls import compute, infer, train
-from lightning_realloc.algorithms.functional import cross_entropy, sequence_sums
-from lightning_realloc.algorithms.module import MultiModelModule
-from lightning_realloc.algorithms.role import ModelSource, Role
-from lightning_realloc.algorithms.rollout import num_model_tokens
+from lightning_realloc.algorithms.base.calls import compute, infer, train
+from lightning_realloc.algorithms.base.module import MultiModelModule
+from lightning_realloc.algorithms.base.role import ModelSource, Role
+from lightning_realloc.algorithms.base.rollout_columns import num_model_tokens
+from lightning_realloc.algorithms.losses.functional import cross_entropy, sequence_sums
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals

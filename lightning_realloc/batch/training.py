@@ -18,8 +18,8 @@ from torch import Tensor
 from lightning_realloc.batch.packing import PackedBatch, micro_batches, pack
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.shares import balanced_shares
-from lightning_realloc.elsewhere import OF_TRAIN_OPTIONS, named_elsewhere
 from lightning_realloc.errors import ConfigError, DataError
+from lightning_realloc.setting_hints import OF_TRAIN_OPTIONS, named_elsewhere
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.callbacks.tuning_report import Measured, comparison, outcome
 from lightning_realloc.callbacks.tuning_resume import obstacle, ranks_of, settings_of
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
-from lightning_realloc.elsewhere import named_elsewhere
 from lightning_realloc.errors import ConfigError, LayoutError, PlanError, ReallocError
 from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.setting_hints import named_elsewhere
 from lightning_realloc.tuning.candidates import Prospects, Yardstick
 from lightning_realloc.tuning.shapes.lengths import Lengths
 from lightning_realloc.tuning.tuner import Tuner

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.data.chat import is_conversation
-from lightning_realloc.data.module import TokenLimit, tabulated
+from lightning_realloc.data.data_module import TokenLimit, tabulated
 from lightning_realloc.data.responses import ResponseDataModule, ResponseText, cut, encoded, response_text
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.data.chat import Text, begun_answer, conversation_text, prompt_text, prompt_token_ids
-from lightning_realloc.data.module import LongRows, RowDataModule, tabulated
+from lightning_realloc.data.data_module import LongRows, RowDataModule, tabulated
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
 

@@ -21,7 +21,7 @@ from lightning_realloc.data.chat import (
     token_ids,
     with_end,
 )
-from lightning_realloc.data.module import RowDataModule, TokenLimit, tabulated
+from lightning_realloc.data.data_module import RowDataModule, TokenLimit, tabulated
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.data.chat import Text, prompt_text, prompt_token_ids, token_ids
-from lightning_realloc.data.module import tabulated
+from lightning_realloc.data.data_module import tabulated
 from lightning_realloc.data.responses import ResponseDataModule, cut
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError

@@ -15,7 +15,6 @@ from numbers import Real
 import torch
 from torch import nn
 
-from lightning_realloc.elsewhere import OF_ENGINE, named_elsewhere
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import SlotCache
 from lightning_realloc.generation.cache.paged_cache import PagedCache
@@ -47,6 +46,8 @@ from lightning_realloc.generation.speculative.config import Speculation
 from lightning_realloc.generation.speculative.drafters import build_drafter
 from lightning_realloc.generation.speculative.drafting import Drafter
 from lightning_realloc.generation.speculative.speculator import Speculator
+from lightning_realloc.limits import MAX_PREFILL_TOKENS
+from lightning_realloc.setting_hints import OF_ENGINE, named_elsewhere
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class GenerationEngine:
         pack_weights: bool = True,
         cuda_graphs: bool = True,
         clock: Callable[[], float] = time.perf_counter,
-        max_prefill_tokens: int = 8192,
+        max_prefill_tokens: int = MAX_PREFILL_TOKENS,
         max_cache_bytes: int | None = None,
         wall_clock: Callable[[], float] = time.monotonic,
         peers: Peers | None = None,

@@ -20,15 +20,15 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from lightning_realloc.algorithms.adapters import AdapterSource
-from lightning_realloc.algorithms.reward_sources import is_further
-from lightning_realloc.algorithms.role import Role, Task
+from lightning_realloc.algorithms.base.adapters import AdapterSource
+from lightning_realloc.algorithms.base.role import Role, Task
+from lightning_realloc.algorithms.rollout.reward_sources import is_further
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import ConfigError, PlanError
-from lightning_realloc.strategies.memory import describe_roles
-from lightning_realloc.tuning.memory.parts import RoleMemory
+from lightning_realloc.strategies.pool.memory_check import describe_roles
 from lightning_realloc.tuning.shapes.experts import declared_experts
 from lightning_realloc.tuning.shapes.known_models import KnownModel, find_known_model, is_shape, parse_shape
+from lightning_realloc.tuning.shapes.role import RoleMemory
 
 _TASKS: dict[str, Task] = {"critic": "token_classification", "reward": "sequence_classification"}
 """Roles whose models score; all others predict tokens."""

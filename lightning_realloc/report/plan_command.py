@@ -31,7 +31,7 @@ from lightning_realloc.report.plan_report import (
 )
 from lightning_realloc.report.plan_request import PlanRequest, parse_request
 from lightning_realloc.report.tables import gib
-from lightning_realloc.strategies.memory import settings_of_precision
+from lightning_realloc.strategies.pool.memory_check import settings_of_precision
 from lightning_realloc.tuning.estimate.hardware import CPU_EFFICIENCY
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.advice import find_excess

@@ -25,9 +25,9 @@ from lightning_realloc.algorithms import (
     ReMax,
     RewardModel,
 )
-from lightning_realloc.algorithms.adapters import AdapterSource
-from lightning_realloc.algorithms.module import MultiModelModule
-from lightning_realloc.algorithms.reward_sources import is_further
+from lightning_realloc.algorithms.base.adapters import AdapterSource
+from lightning_realloc.algorithms.base.module import MultiModelModule
+from lightning_realloc.algorithms.rollout.reward_sources import is_further
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec

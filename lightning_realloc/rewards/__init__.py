@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_realloc.rewards.code_tests import CodeTests as CodeTests
-    from lightning_realloc.rewards.failures import Failed as Failed
+    from lightning_realloc.rewards.failure_rule import Failed as Failed
     from lightning_realloc.rewards.functions import RewardFunction as RewardFunction
     from lightning_realloc.rewards.functions import RewardFunctions as RewardFunctions
     from lightning_realloc.rewards.functions import Rewards as Rewards
-    from lightning_realloc.rewards.pooled import PooledReward as PooledReward
     from lightning_realloc.rewards.remote import RemoteReward as RemoteReward
     from lightning_realloc.rewards.retries import Retries as Retries
     from lightning_realloc.rewards.shaping import OverlongPenalty as OverlongPenalty
@@ -24,15 +23,16 @@ if TYPE_CHECKING:
     from lightning_realloc.rewards.verifiers import NumericAnswer as NumericAnswer
     from lightning_realloc.rewards.verifiers import Regex as Regex
     from lightning_realloc.rewards.verifiers import exact_match as exact_match
+    from lightning_realloc.rewards.workers.pooled import PooledReward as PooledReward
 
 # Public name -> the module of this package it lives in; the imports above say the same to type checkers.
 _HOMES = {
     "CodeTests": "code_tests",
-    "Failed": "failures",
+    "Failed": "failure_rule",
     "RewardFunction": "functions",
     "RewardFunctions": "functions",
     "Rewards": "functions",
-    "PooledReward": "pooled",
+    "PooledReward": "workers.pooled",
     "RemoteReward": "remote",
     "Retries": "retries",
     "OverlongPenalty": "shaping",

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_realloc.errors import RewardError
-from lightning_realloc.rewards.sandbox import run_limited
-from lightning_realloc.rewards.supervisor import Ending, Limits
+from lightning_realloc.rewards.sandbox.sandbox import run_limited
+from lightning_realloc.rewards.sandbox.supervisor import Ending, Limits
 from lightning_realloc.rewards.texts import completion_texts, shortened
 
 log = logging.getLogger(__name__)

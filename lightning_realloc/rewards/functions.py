@@ -19,9 +19,9 @@ from transformers import TrainerState
 
 from lightning_realloc.data.chat import begun_answer, is_conversation
 from lightning_realloc.errors import RewardError
-from lightning_realloc.rewards.asking import ask, ask_async, finite_number
 from lightning_realloc.rewards.event_loop import EventLoop
-from lightning_realloc.rewards.failures import Failed, Outcome
+from lightning_realloc.rewards.failure_rule import Failed, Outcome
+from lightning_realloc.rewards.invoke import ask, ask_async, finite_number
 from lightning_realloc.rewards.signatures import RewardFunction as RewardFunction
 from lightning_realloc.rewards.signatures import is_async, required_columns, resolved, unique_names
 from lightning_realloc.rewards.texts import describe_completion

@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from lightning_realloc.errors import RewardError
-from lightning_realloc.rewards.asking import finite_number
 from lightning_realloc.rewards.event_loop import EventLoop
-from lightning_realloc.rewards.failures import Failed, FailureRule, OnFailure, Outcome
+from lightning_realloc.rewards.failure_rule import Failed, FailureRule, OnFailure, Outcome
+from lightning_realloc.rewards.invoke import finite_number
 from lightning_realloc.rewards.retries import RETRIED, Retries, retry_after_s
 from lightning_realloc.rewards.signatures import columns_alone
 from lightning_realloc.rewards.texts import shortened

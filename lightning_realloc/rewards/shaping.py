@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_realloc.errors import RewardError
-from lightning_realloc.rewards.asking import checked
-from lightning_realloc.rewards.failures import Failed, OnFailure, Outcome
+from lightning_realloc.rewards.failure_rule import Failed, OnFailure, Outcome
+from lightning_realloc.rewards.invoke import checked
 from lightning_realloc.rewards.signatures import (
     RewardFunction,
     accepted,

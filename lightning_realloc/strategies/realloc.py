@@ -23,7 +23,6 @@ from lightning_realloc.batch.samples import Samples
 from lightning_realloc.callbacks.phase import dispatch
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
-from lightning_realloc.elsewhere import OF_STRATEGY, named_elsewhere
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
@@ -32,22 +31,23 @@ from lightning_realloc.runtime.measure.host_memory import give_back_freed_memory
 from lightning_realloc.runtime.messages.mailbox import Mailbox
 from lightning_realloc.runtime.parallel.shards import reshard
 from lightning_realloc.runtime.transfer.agreement import TransportName
-from lightning_realloc.strategies.call_runner import CallRunner
-from lightning_realloc.strategies.data_parallel import broadcast_module
-from lightning_realloc.strategies.estimation import lengths_of, profile_of, prospects_of
-from lightning_realloc.strategies.failures import dismiss_observer
-from lightning_realloc.strategies.fusion import check_parts
+from lightning_realloc.setting_hints import OF_STRATEGY, named_elsewhere
+from lightning_realloc.strategies.calls.call_runner import CallRunner
+from lightning_realloc.strategies.calls.train_call import Trainee
+from lightning_realloc.strategies.exchange.call_fusion import check_parts
+from lightning_realloc.strategies.lightning.data_parallel import broadcast_module
+from lightning_realloc.strategies.lightning.failures import dismiss_observer
+from lightning_realloc.strategies.lightning.optimizer_hooks import SteppingStrategy
+from lightning_realloc.strategies.lightning.schedules import check_schedules
+from lightning_realloc.strategies.measure.estimation import lengths_of, profile_of, prospects_of
 from lightning_realloc.strategies.measure.profile_subject import Machine
-from lightning_realloc.strategies.model_pool import ModelPool
-from lightning_realloc.strategies.offload import Offloader
-from lightning_realloc.strategies.plan_source import PlanSource, read_plan_source
-from lightning_realloc.strategies.pool_builder import PoolBuilder
-from lightning_realloc.strategies.precision import check_precision
-from lightning_realloc.strategies.profiling import Profile
-from lightning_realloc.strategies.replica import Replica
-from lightning_realloc.strategies.schedules import check_schedules
-from lightning_realloc.strategies.stepping import SteppingStrategy
-from lightning_realloc.strategies.trainer_step import Trainee
+from lightning_realloc.strategies.measure.profiling import Profile
+from lightning_realloc.strategies.pool.builder import PoolBuilder
+from lightning_realloc.strategies.pool.model_pool import ModelPool
+from lightning_realloc.strategies.pool.offloader import Offloader
+from lightning_realloc.strategies.pool.plan_source import PlanSource, read_plan_source
+from lightning_realloc.strategies.pool.precision import check_precision
+from lightning_realloc.strategies.pool.replica import Replica
 from lightning_realloc.tuning.candidates import Prospects
 from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
 from lightning_realloc.tuning.memory.parts import parse_bytes

@@ -20,11 +20,12 @@ from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.estimate.estimator import Estimator
 from lightning_realloc.tuning.memory.forecast import forecast_memory
-from lightning_realloc.tuning.memory.parts import MemorySettings, RoleMemory, Workload
+from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
 from lightning_realloc.tuning.search.heuristic import heuristic_plan
 from lightning_realloc.tuning.search.plan_search import search_plan
 from lightning_realloc.tuning.search.space import CallOptions, legal_dims
 from lightning_realloc.tuning.shapes.lengths import Lengths, TypicalLengths
+from lightning_realloc.tuning.shapes.role import RoleMemory
 from lightning_realloc.tuning.timeline.simulator import Overlap, simulate
 from lightning_realloc.tuning.tuner_actions import Candidate
 

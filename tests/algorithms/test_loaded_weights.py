@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lightning_realloc.algorithms.role import Role
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.errors import ConfigError
 from tests.models import tiny_model
 

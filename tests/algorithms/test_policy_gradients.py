@@ -19,7 +19,7 @@ from lightning_realloc import (
     ReMax,
     SamplingParams,
 )
-from lightning_realloc.algorithms.functional import leave_one_out_advantages
+from lightning_realloc.algorithms.losses.functional import leave_one_out_advantages
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.errors import ConfigError
 from tests.algorithms import test_grpo

@@ -13,9 +13,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFast
 
+from lightning_realloc.algorithms.base.role import is_model_source
+from lightning_realloc.algorithms.base.vocabulary import retokenized
 from lightning_realloc.algorithms.ppo import PPO
-from lightning_realloc.algorithms.role import is_model_source
-from lightning_realloc.algorithms.vocabulary import retokenized
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.batch.training import Totals, pack_columns
 from lightning_realloc.errors import ConfigError, RewardError

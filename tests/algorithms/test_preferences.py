@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_realloc.algorithms.base.module import MultiModelModule
+from lightning_realloc.algorithms.base.pairs import pair_sums
 from lightning_realloc.algorithms.dpo import DPO
 from lightning_realloc.algorithms.kto import KTO, with_mismatches
-from lightning_realloc.algorithms.module import MultiModelModule
+from lightning_realloc.algorithms.losses.preference_losses import PairLossSettings, Pairs, pair_loss
 from lightning_realloc.algorithms.orpo import ORPO
-from lightning_realloc.algorithms.pairs import pair_sums
-from lightning_realloc.algorithms.preference_losses import PairLossSettings, Pairs, pair_loss
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.batch.training import Loss, Totals, TrainOptions, pack_columns
 from lightning_realloc.errors import ConfigError, DataError
 from tests.models import tiny_model
-from tests.strategies import preferences
+from tests.strategies.algorithms import preferences
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7], [5, 6, 7], [8], [8]]

@@ -14,9 +14,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.optim import SGD
 
-from lightning_realloc.algorithms.calls import train as trains
-from lightning_realloc.algorithms.module import MultiModelModule
-from lightning_realloc.algorithms.role import Role
+from lightning_realloc.algorithms.base.calls import train as trains
+from lightning_realloc.algorithms.base.module import MultiModelModule
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.callbacks import AutoTuner, ParameterReallocation
 from lightning_realloc.callbacks.iteration_clock import IterationClock, Timed
 from lightning_realloc.callbacks.tuning_report import Measured, comparison, outcome

@@ -18,11 +18,11 @@ from lightning_realloc.callbacks.ema import AVERAGE, averaged_weights, update_av
 from lightning_realloc.data.loader import BatchLoader
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.strategies.export import export_checkpoint
+from lightning_realloc.strategies.checkpoints.export import export_checkpoint
 from tests.strategies import runs
-from tests.strategies.checkpoint_runs import BATCH_SIZE, Part, SaveAt, contents, table
+from tests.strategies.checkpoints.checkpoint_runs import BATCH_SIZE, Part, SaveAt, contents, table
+from tests.strategies.pool.test_set_plan import Move
 from tests.strategies.runs import Batches, calls
-from tests.strategies.test_set_plan import Move
 from tests.workers import WorkerPool
 
 DECAY = 0.75

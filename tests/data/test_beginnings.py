@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from lightning_realloc.data.data_module import RowDataModule
+from lightning_realloc.data.demonstrations import SFTDataModule
 from lightning_realloc.data.feedback import BinaryFeedbackDataModule
-from lightning_realloc.data.module import RowDataModule
 from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.data.prompts import PromptDataModule
-from lightning_realloc.data.sft import SFTDataModule
 from lightning_realloc.data.steps import StepDataModule
 from tests.data.test_preferences import batch_of
 from tests.data.test_prompts import CHAT_TEMPLATE

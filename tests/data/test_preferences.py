@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lightning_realloc.batch.samples import Samples
+from lightning_realloc.data.data_module import RowDataModule
 from lightning_realloc.data.feedback import BinaryFeedbackDataModule
-from lightning_realloc.data.module import RowDataModule
 from lightning_realloc.data.preferences import PreferenceDataModule, implied_prompt
 from lightning_realloc.data.steps import StepDataModule
 from lightning_realloc.errors import DataError

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.data.data_module import RowDataModule
 from lightning_realloc.data.feedback import BinaryFeedbackDataModule
 from lightning_realloc.data.loader import BatchLoader
-from lightning_realloc.data.module import RowDataModule
 from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.rows import Row, RowSource

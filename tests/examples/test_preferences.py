@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
 from examples import preference_data, sorting
-from lightning_realloc.algorithms.role import Role
+from lightning_realloc.algorithms.base.role import Role
 from tests.workers import WorkerPool
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from lightning_realloc import EngineCorrection, OnPolicyDistillation, PolicyGradient, SamplingParams
-from lightning_realloc.algorithms import distillation, policy_gradient
+from lightning_realloc.algorithms import distillation
+from lightning_realloc.algorithms.rollout import policy_gradient
 from lightning_realloc.batch.packing import PackedBatch, pack
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.batch.training import Totals

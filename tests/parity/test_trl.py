@@ -19,10 +19,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_realloc.algorithms.base.pairs import chosen_tokens
 from lightning_realloc.algorithms.dpo import DPO
 from lightning_realloc.algorithms.kto import KTO
 from lightning_realloc.algorithms.orpo import ORPO
-from lightning_realloc.algorithms.pairs import chosen_tokens
 from lightning_realloc.algorithms.reward_model import RewardModel
 from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.batch.packing import pack
@@ -213,7 +213,7 @@ def test_dpo_of_the_same_log_probabilities(case: Mapping[str, Any]) -> None:
 def test_every_loss_that_trl_has_is_compared() -> None:
     from typing import get_args
 
-    from lightning_realloc.algorithms.preference_losses import PairLossName
+    from lightning_realloc.algorithms.losses.preference_losses import PairLossName
 
     compared = {
         name for case in DPO_CASES for name in ([case["loss"]] if isinstance(case["loss"], str) else case["loss"])

@@ -14,7 +14,7 @@ from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.report.model_source import read_roles
 from lightning_realloc.report.plan_request import parse_request
-from lightning_realloc.strategies.memory import describe_roles
+from lightning_realloc.strategies.pool.memory_check import describe_roles
 from lightning_realloc.tuning.shapes.known_models import parse_shape
 
 TINY = "layers=4,hidden=512,intermediate=1024,heads=8,vocabulary=1000"

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards import Failed, OverlongPenalty, RewardFunctions, Shaped
-from lightning_realloc.rewards.failures import Outcome
+from lightning_realloc.rewards.failure_rule import Outcome
 from lightning_realloc.rewards.shaping import overlong_penalty
 
 

@@ -21,8 +21,8 @@ from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.callbacks import SaveHuggingFace
+from lightning_realloc.data.demonstrations import SFTDataModule
 from lightning_realloc.data.preferences import PreferenceDataModule
-from lightning_realloc.data.sft import SFTDataModule
 from lightning_realloc.errors import ConfigError, PlanError, ReallocError, RewardError
 from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.strategies import ReallocStrategy

@@ -17,8 +17,8 @@ from lightning_realloc.generation import Speculation
 from lightning_realloc.strategies import ReallocStrategy
 from tests.generation.random_moves import at_random, moving
 from tests.strategies import runs
+from tests.strategies.calls.test_sample_reallocation import Moved
 from tests.strategies.runs import Batches, Outcome
-from tests.strategies.test_sample_reallocation import Moved
 from tests.workers import WorkerFailure, WorkerPool
 
 LONGER = replace(runs.SAMPLING, n=3, max_new_tokens=16)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-_LENGTH_MULTIPLE = 32
+from lightning_realloc.limits import CACHE_MULTIPLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class SlotCache:
     def make_room(self, num_slots: int, length: int, *, longest: int) -> None:
         """Let slots hold so many positions, and some more, up to ``longest``: room grows by copying what is there."""
         if length > self.capacity or num_slots > self.num_slots:
-            rounded = -(-length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+            rounded = -(-length // CACHE_MULTIPLE) * CACHE_MULTIPLE
             grown = rounded if length <= self.capacity else max(rounded, 2 * self.capacity)
             self.reserve(num_slots, max(length, min(grown, longest)))
 
@@ -233,7 +233,7 @@ class SlotCache:
 
     def places(self, places: Places) -> SlotPlaces:
         """Return how a forward of these tokens writes and reads."""
-        rounded = -(-places.max_length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+        rounded = -(-places.max_length // CACHE_MULTIPLE) * CACHE_MULTIPLE
         return SlotPlaces(
             self, places.slots * self.capacity + places.positions, num_rows=places.num_rows,
             attended_length=min(self.capacity, rounded), segments=places.segments, num_prefill=places.num_prefill,

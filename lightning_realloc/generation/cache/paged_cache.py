@@ -15,11 +15,7 @@ from torch import Tensor
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import LayerShape, Places, Segment, fits, parts_of, shape_of
 from lightning_realloc.generation.cache.page_table import PageTables
-
-PAGE_SIZE = 16
-"""Positions of a page: few enough that prompts share most of what is alike, enough to copy in one go."""
-_BUFFER_SHARE = 8
-"""The buffer takes one part in so many of the bound, where that is enough to read the longest sample."""
+from lightning_realloc.limits import BUFFER_SHARE, PAGE_SIZE
 
 LayerKey = tuple[int, int]
 """Which layer: of the model that generates (0) or of the one that drafts for it (1), and its number there."""
@@ -97,7 +93,7 @@ class PagedCache:
         if may_grow:
             least = self.max_bytes // (page_bytes + buffer_page_bytes)
             lengths = [least * self.page_size] * num_slots
-        share = self.max_bytes // _BUFFER_SHARE // buffer_page_bytes
+        share = self.max_bytes // BUFFER_SHARE // buffer_page_bytes
         left = (self.max_bytes - least * page_bytes) // buffer_page_bytes
         buffer_pages = min(max(share, least), left, num_slots * least)
         of_use = sum(self.tables.pages_for(length) for length in sorted(lengths)[-num_slots:]) or least

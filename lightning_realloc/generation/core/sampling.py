@@ -11,11 +11,11 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-from lightning_realloc.elsewhere import OF_SAMPLING, named_elsewhere
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.filters import Ranking, rankings
 from lightning_realloc.generation.core.noise import gumbel_noise
 from lightning_realloc.generation.core.repetition import Repeated, penalized
+from lightning_realloc.setting_hints import OF_SAMPLING, named_elsewhere
 
 Forbidden = tuple[Sequence[int], Sequence[int]]
 """Rows of the logits, and the tokens that may not be drawn in them."""

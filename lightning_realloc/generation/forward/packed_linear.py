@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_realloc.limits import MIN_PACKED_FLOAT32_WEIGHTS, MIN_PACKED_STEPS, PACKED_TOGETHER
 from lightning_realloc.runtime.parallel.tensor_parallel import multiplies_alone
-from lightning_realloc.tuning.memory.generation_memory import LEAST_PACKED_FLOAT32, LEAST_PACKED_STEPS, PACKED_AS_ONE
 
 _LEAST_FOR_ONE_ROW = 1 << 20
 """Elements from which in float32 even a product of one row is faster."""
@@ -41,7 +41,7 @@ class _Group(NamedTuple):
     @property
     def pays(self) -> bool:
         """Whether steps get faster: in float32 small weights gain nothing."""
-        return self.dtype is not torch.float32 or self.num_weights >= LEAST_PACKED_FLOAT32
+        return self.dtype is not torch.float32 or self.num_weights >= MIN_PACKED_FLOAT32_WEIGHTS
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def packed_linears(model: nn.Module, *, num_steps: int) -> Iterator[None]:
     ``num_steps`` bounds the tokens of one response. Layers are left alone whose forward is more than the product with
     their own weight or was replaced by somebody, and those whose weights are sharded or quantized; hooks stay in force.
     """
-    groups = [group for group in _packable_groups(model) if group.pays] if num_steps >= LEAST_PACKED_STEPS else []
+    groups = [group for group in _packable_groups(model) if group.pays] if num_steps >= MIN_PACKED_STEPS else []
     try:
         for group in groups:
             _pack_group(group)
@@ -102,7 +102,7 @@ def _reading_the_same(model: nn.Module) -> Iterator[tuple[nn.Linear, ...]]:
     if torch.is_inference_mode_enabled():  # tensors do not say there whether they were written to since
         return
     for module in model.modules():
-        for names in PACKED_AS_ONE:
+        for names in PACKED_TOGETHER:
             layers = tuple(getattr(module, name, None) for name in names)
             if all(isinstance(layer, nn.Linear) for layer in layers):
                 yield layers  # type: ignore[misc]

@@ -18,11 +18,11 @@ from numbers import Real
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from lightning_realloc.elsewhere import named_elsewhere
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.core.sampling import check_counts, check_kind
 from lightning_realloc.generation.core.token_ids import as_token_ids, check_vocabulary
+from lightning_realloc.setting_hints import named_elsewhere
 
 _log = logging.getLogger(__name__)
 _LONGEST_WAIT_S = 3600.0

@@ -9,9 +9,9 @@ from numbers import Integral, Real
 from types import NoneType
 from typing import Literal, get_args
 
-from lightning_realloc.elsewhere import named_elsewhere
 from lightning_realloc.errors import ConfigError, GenerationError
 from lightning_realloc.generation.core.sampling import check_kind, is_of_kind
+from lightning_realloc.setting_hints import named_elsewhere
 
 LateResponses = Literal["finish", "drop"]
 """What becomes of a response that was carried on as often as it may be: finished whatever it takes, or left out."""

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from lightning_realloc.generation.cache.page_table import PageTables
 from lightning_realloc.generation.schedule.scheduler import Admission, Prompt, Scheduler, Step, Unread
+from lightning_realloc.limits import MAX_PREFILL_TOKENS
 
 
 class Lengths(Protocol):
@@ -65,7 +66,7 @@ class PagedScheduler(Scheduler):
         num_slots: int,
         num_ahead: int = 0,
         num_spare: int = 32,
-        max_prefill_tokens: int = 8192,
+        max_prefill_tokens: int = MAX_PREFILL_TOKENS,
     ) -> None:
         """Begin as `Scheduler` does; ``num_ahead`` tokens at most are drafted to follow a sample's last one.
         Another is admitted where that leaves pages for ``num_spare`` positions more of everyone.

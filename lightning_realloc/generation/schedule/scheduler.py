@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_realloc.limits import MAX_PREFILL_TOKENS
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -94,7 +96,9 @@ class Scheduler:
     behind them: because its owner says so, or because not all of its tokens are read yet.
     """
 
-    def __init__(self, prompts: Iterable[Prompt], *, num_slots: int, max_prefill_tokens: int = 8192) -> None:
+    def __init__(
+        self, prompts: Iterable[Prompt], *, num_slots: int, max_prefill_tokens: int = MAX_PREFILL_TOKENS
+    ) -> None:
         """Order the prompts by length hint, longest first; equal hints keep the order given.
 
         ``max_prefill_tokens`` bounds the tokens read in one step, besides those of running samples. What is longer is

@@ -11,10 +11,10 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from lightning_realloc.elsewhere import OF_SPECULATION, named_elsewhere
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.sampling import SamplingParams, check_kind
 from lightning_realloc.generation.speculative.verify import GumbelDraws, KeyedDraws, Rejection, Verification
+from lightning_realloc.setting_hints import OF_SPECULATION, named_elsewhere
 
 DrafterName = Literal["ngram", "history", "model", "blocks", "none"]
 VerificationName = Literal["match", "gumbel", "reject"]

@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from lightning_realloc.generation.core.model_config import text_config_of
 from lightning_realloc.generation.speculative.drafting import Exchange
+from lightning_realloc.limits import DISTILLATION_TOKENS
 
-_BATCH_TOKENS = 1024
 _MOST_GRADIENT = 1.0
 
 
@@ -81,7 +81,7 @@ class Distillation:
         recent.sort(key=lambda exchange: len(exchange[0]) + len(exchange[1]))
         batch: list[Exchange] = []
         for exchange in recent:
-            if batch and (len(batch) + 1) * (len(exchange[0]) + len(exchange[1])) > _BATCH_TOKENS:
+            if batch and (len(batch) + 1) * (len(exchange[0]) + len(exchange[1])) > DISTILLATION_TOKENS:
                 yield self._padded(batch)
                 batch = []
             batch.append(exchange)

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.dataflow.execution_plan import CallPlan
-from lightning_realloc.tuning.memory.generation_memory import MOST_PREFILL_TOKENS, Cache, learning, packed_bytes
-from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, RoleMemory, Workload
+from lightning_realloc.limits import MAX_PREFILL_TOKENS
+from lightning_realloc.tuning.memory.generation_memory import Cache, learning, packed_bytes
+from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload
+from lightning_realloc.tuning.shapes.role import RoleMemory
 from lightning_realloc.tuning.shapes.role_elements import RankElements
 
 CHUNK_ELEMENTS = 1 << 23
@@ -192,7 +194,7 @@ class CallMemory:
             return [*self._gathering(0), body]
         share, slots, last = self._generated, cache.slots, cache.at_last
         prompts = math.ceil(slots / load.samples_per_prompt) * (load.prompt_tokens - 1)
-        prefill = min(MOST_PREFILL_TOKENS, prompts if cache.positions is None else cache.positions) + slots
+        prefill = min(MAX_PREFILL_TOKENS, prompts if cache.positions is None else cache.positions) + slots
         # Where samples wait for slots, prompts are still read when the cache has grown.
         read = MemoryParts(kv_cache=cache.at_first if share == slots else last, activations=self._working(prefill))
         verified = slots * (1 + engine.num_ahead)

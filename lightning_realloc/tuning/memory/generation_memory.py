@@ -8,21 +8,19 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemoryParts, RoleMemory
+from lightning_realloc.limits import (
+    BUFFER_SHARE,
+    CACHE_MULTIPLE,
+    DISTILLATION_TOKENS,
+    MIN_PACKED_FLOAT32_WEIGHTS,
+    MIN_PACKED_STEPS,
+    PACKED_TOGETHER,
+    PAGE_SIZE,
+)
+from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemoryParts
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
+from lightning_realloc.tuning.shapes.role import RoleMemory
 
-CACHE_MULTIPLE = 32
-"""What the engine rounds the first capacity of an unbounded cache to."""
-MOST_PREFILL_TOKENS = 8192
-"""That one step reads of prompts; the engine's default."""
-PAGE_SIZE, BUFFER_SHARE = 16, 8
-"""Positions of a page, and the share of a bound that its buffer takes at least; as in ``generation.paged_cache``."""
-LEAST_PACKED_STEPS, LEAST_PACKED_FLOAT32 = 32, 512 * 512
-"""When packing pays: tokens of a response, and in fp32 elements."""
-PACKED_AS_ONE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Siblings of these names share a product where they are called with the same tensor, as they are in most families."""
-LEARNING_TOKENS = 1024
-"""Of a batch that a draft model learns from; ``generation.distillation`` has the same number."""
 _FLOAT32 = 4
 
 
@@ -124,9 +122,9 @@ def packed_bytes(role: RoleMemory, engine: EngineMemory, *, tp: int, element_byt
 
     Weights of two dims count as linear layers', unless they come before the blocks.
     """
-    if not engine.packs_weights or num_steps < LEAST_PACKED_STEPS:
+    if not engine.packs_weights or num_steps < MIN_PACKED_STEPS:
         return 0
-    least = LEAST_PACKED_FLOAT32 if element_bytes == _FLOAT32 else 0
+    least = MIN_PACKED_FLOAT32_WEIGHTS if element_bytes == _FLOAT32 else 0
     tied = {owner for _, owner in role.model.aliases}
     sizes: Counter[str] = Counter()
     for param in role.model.params:
@@ -138,7 +136,7 @@ def packed_bytes(role: RoleMemory, engine: EngineMemory, *, tp: int, element_byt
 
 def _shared_product(name: str) -> str:
     """Return the same for weights that are packed as one."""
-    for siblings in PACKED_AS_ONE:
+    for siblings in PACKED_TOGETHER:
         for sibling in siblings:
             name = name.replace(f".{sibling}.", f".{siblings[0]}.")
     return name
@@ -164,7 +162,7 @@ def learning(draft: DraftMemory | None, *, samples: int, longest: int) -> Memory
     shape, gradients = draft.model.shape, draft.model.model.num_elements * _FLOAT32
     if shape is None:
         return MemoryParts(drafts=gradients)
-    tokens = max(longest, min(LEARNING_TOKENS, samples * longest))
+    tokens = max(longest, min(DISTILLATION_TOKENS, samples * longest))
     kept = shape.num_layers * shape.saved_bytes(1, _FLOAT32)
     # First logits, those of responses, their log-probabilities and a gradient of these; then gradients of a block.
     logits, backward = 4 * _FLOAT32 * shape.num_outputs, shape.backward_elements(1) * _FLOAT32

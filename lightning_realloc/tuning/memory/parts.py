@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from lightning_realloc.errors import PlanError
-from lightning_realloc.layout.model import ModelSpec, ParamSpec
-from lightning_realloc.tuning.shapes.model_shape import ModelShape
+from lightning_realloc.tuning.shapes.role import RoleMemory
 
 HEADROOM = 0.1
 """Share of a device's memory that chosen plans leave free, since forecasts err by up to 9 %. A larger share is safer,
@@ -25,41 +24,6 @@ def usable_bytes(device_bytes: int, headroom: float = HEADROOM) -> int:
     if not 0 <= headroom < 1:
         raise PlanError(f"headroom={headroom:g} is a share of a device's memory; it must lie in [0, 1)")
     return int(device_bytes * (1 - headroom))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleMemory:
-    """What the memory of one role depends on, besides the plan."""
-
-    model: ModelSpec
-    shape: ModelShape | None = None
-    """None: unknown, as of a module without a config; activations and caches are then left out."""
-    frozen_params: frozenset[str] = frozenset()
-    """Parameters without gradients in a role that is trained, as under adapters."""
-    follows: str | None = None
-    """The trained role whose weights this one's move towards; it keeps them as exactly as a trained one."""
-    shares: str | None = None
-    """The role whose replicas this one's calls work on: it keeps none."""
-
-    @property
-    def num_frozen(self) -> int:
-        """Elements of ``frozen_params``."""
-        return sum(param.numel for param in self.model.params if param.name in self.frozen_params)
-
-    @property
-    def divides_logits(self) -> bool:
-        """Whether tensor parallelism cuts the head by tokens, so that each rank makes a share of the logits."""
-        if self.shape is None or self.shape.num_outputs == 1:
-            return False
-        by_token = [param for param in self.model.params if param.shape[:-1] == (self.shape.num_outputs,)]
-        owners = {owner for _, owner in self.model.aliases}
-        heads = [param for param in by_token if param.section == "output" or param.name in owners]
-        return any(head.tp is not None and head.tp.dim == 0 for head in heads)
-
-
-def is_adapted(param: ParamSpec) -> bool:
-    """Return whether adapters are trained beside a weight, of which generation makes a merged copy then."""
-    return param.name.endswith(".base_layer.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.tuning.memory.parts import MemorySettings, RoleMemory
+from lightning_realloc.tuning.memory.parts import MemorySettings
+from lightning_realloc.tuning.shapes.role import RoleMemory
 from lightning_realloc.tuning.shapes.role_elements import RoleElements
 
 

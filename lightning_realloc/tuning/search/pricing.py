@@ -18,11 +18,12 @@ from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.estimate.estimator import Estimator
 from lightning_realloc.tuning.memory.forecast import SET_UP, MemoryForecast, PhaseMemory, forecast_memory
-from lightning_realloc.tuning.memory.parts import HEADROOM, MemorySettings, RoleMemory, Workload, usable_bytes
+from lightning_realloc.tuning.memory.parts import HEADROOM, MemorySettings, Workload, usable_bytes
 from lightning_realloc.tuning.search.heuristic import heuristic_plan
 from lightning_realloc.tuning.search.infeasible import NothingFitsError
 from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
 from lightning_realloc.tuning.search.space import CallOptions, legal_dims
+from lightning_realloc.tuning.shapes.role import RoleMemory
 from lightning_realloc.tuning.timeline.simulator import Timeline, simulate
 
 MOST_SEARCHES = 3

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.model import ModelSpec, ParamSpec
 from lightning_realloc.layout.sharding import TensorParallelCut
-from lightning_realloc.tuning.memory.parts import RoleMemory
 from lightning_realloc.tuning.shapes.experts import Experts
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
+from lightning_realloc.tuning.shapes.role import RoleMemory
 
 _Part = tuple[str, tuple[int, ...], TensorParallelCut | None]
 """A parameter of a block: its name, its shape, its cut."""

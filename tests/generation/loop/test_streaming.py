@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_realloc.algorithms.rollout import sample_responses
+from lightning_realloc.algorithms.base.rollout_columns import sample_responses
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.generation import Completion, GenerationEngine, HFEngine, SamplingParams
 from lightning_realloc.generation.loop.streaming import Outlet

@@ -11,7 +11,12 @@ from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.stage import cut_stage, passage_of
 from tests.models import tiny_model
-from tests.runtime.pipeline_cases import Case, move_weights_between_layouts, pipeline_beside_the_reference, score
+from tests.runtime.parallel.pipeline_cases import (
+    Case,
+    move_weights_between_layouts,
+    pipeline_beside_the_reference,
+    score,
+)
 from tests.workers import WorkerPool
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi3", "gpt_neox", "gpt2")

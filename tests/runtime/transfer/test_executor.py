@@ -14,7 +14,7 @@ from lightning_realloc.errors import PlanError, ReallocError
 from lightning_realloc.layout import ClusterSpec, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut
 from lightning_realloc.runtime.transfer import shared_memory, transport
 from lightning_realloc.runtime.transfer.executor import Reallocation
-from tests.runtime.reallocation_cases import full_tensors, lay_out, local_reference, odd_model
+from tests.runtime.transfer.reallocation_cases import full_tensors, lay_out, local_reference, odd_model
 from tests.workers import WorkerPool
 
 LAYOUTS = (

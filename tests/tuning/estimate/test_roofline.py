@@ -15,8 +15,9 @@ from lightning_realloc.tuning.estimate.estimator import CallSeconds, Estimator
 from lightning_realloc.tuning.estimate.hardware import Efficiency
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.forecast import forecast_memory
-from lightning_realloc.tuning.memory.parts import MemorySettings, RoleMemory, Workload
+from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
 from lightning_realloc.tuning.shapes.known_models import KnownModel, find_known_model
+from lightning_realloc.tuning.shapes.role import RoleMemory
 from lightning_realloc.tuning.shapes.role_elements import RoleElements
 from tests.tuning.estimate.test_hardware import IDEAL
 from tests.tuning.examples import PPO_FLOW, SMALL, with_adapters

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightning_realloc.algorithms.role import Role
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.generation import GenerationEngine, SamplingParams, Speculation
@@ -21,11 +21,12 @@ from lightning_realloc.generation.speculative.draft_model import ModelDrafter
 from lightning_realloc.generation.speculative.drafting import Drafter
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.measure.memory_stats import StorageMeter
-from lightning_realloc.strategies.memory import describe_roles
+from lightning_realloc.strategies.pool.memory_check import describe_roles
 from lightning_realloc.tuning.memory.call_memory import CallMemory
 from lightning_realloc.tuning.memory.forecast import forecast_memory
 from lightning_realloc.tuning.memory.generation_memory import draft_bytes, packed_bytes
-from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemorySettings, RoleMemory, Workload
+from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemorySettings, Workload
+from lightning_realloc.tuning.shapes.role import RoleMemory
 from lightning_realloc.tuning.shapes.role_elements import RoleElements
 from tests.models import tiny_model
 

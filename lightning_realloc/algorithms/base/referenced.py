@@ -1,0 +1,133 @@
+"""What do algorithms share that compare an actor with a reference on given responses? Both models, and their scores.
+
+What the reference says of given responses never changes. So it may be asked once, before the first step, instead of in
+every iteration: what it said is kept with the rows, and its weights go.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from lightning_realloc.algorithms.base.calls import infer
+from lightning_realloc.algorithms.base.module import MultiModelModule
+from lightning_realloc.algorithms.base.role import ModelSource, Role
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.data.data_module import RowDataModule
+from lightning_realloc.data.sources import is_stream
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
+
+_CALL, _COLUMN = "reference.infer", "ref_logprobs"
+
+
+class ReferencedModule(MultiModelModule):
+    """A module of an actor and of the reference that its log-probabilities of given responses are compared with.
+
+    Args:
+        actor: The policy: a Hugging Face name or folder, a config, or a module.
+        reference: What log-probabilities are compared with; by default the actor as it was loaded.
+        tokenizer: By default the actor's.
+        precompute_reference: Whether the reference is asked once about all rows of the data module, when training
+            begins, and leaves memory then; else in every iteration. Losses are the same.
+        settings: Of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+    """
+
+    evaluation_calls: tuple[str, ...] = (_CALL, "actor.infer", "measure")
+    share_prompts = True
+
+    def __init__(
+        self,
+        actor: ModelSource,
+        *,
+        reference: ModelSource | None = None,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        precompute_reference: bool = False,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        self.precompute_reference = precompute_reference
+        self.tokenizer = tokenizer
+        self.sources["actor"] = actor
+        if reference is not None:
+            self.sources["reference"] = reference
+
+    def roles(self) -> tuple[Role, ...]:
+        """Return the actor and the reference."""
+        actor = Role(name="actor", source=self.sources["actor"], trained=True, peft=self.peft_of("actor"))
+        return actor, self.reference_of(actor, self.sources.get("reference"))
+
+    @infer("reference", needs="batch", produces=_COLUMN)
+    def score_reference(self, reference: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return the reference's log-probability of every response token."""
+        return token_logprobs(reference, batch, only_responses=True).logprobs
+
+    @infer("actor", needs="batch", produces="logprobs")
+    def score(self, actor: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return the actor's log-probability of every response token, before the step."""
+        return token_logprobs(actor, batch, only_responses=True).logprobs
+
+    # ---- a reference that is asked once
+    def setup(self, stage: str) -> None:
+        """Refuse to ask ahead about rows that are not known ahead."""
+        super().setup(stage)
+        if stage == "fit" and self.precompute_reference:
+            self._known_rows()
+
+    def on_train_start(self) -> None:
+        """Ask the reference about all rows and let it go, where that was asked for."""
+        super().on_train_start()
+        if not self.precompute_reference or self.answered_ahead:
+            return
+        data = self._known_rows()
+        self._strategy.check_release("reference")
+        for split, table in data.tables.items():
+            data.add_columns(split, **self.reference_columns(table, data.batch_size * data.group_size))
+        self._strategy.release("reference")
+        self.answered_ahead = (_CALL,)
+        self.evaluation_calls = tuple(name for name in self.evaluation_calls if name != _CALL)
+
+    def runs(self, call: str, iteration: int) -> bool:
+        """Leave out what was asked before."""
+        return call not in self.answered_ahead and super().runs(call, iteration)
+
+    def check_batch(self, batch: Samples) -> None:
+        """Refuse rows that the reference was not asked about while it was there."""
+        super().check_batch(batch)
+        if self.answered_ahead and _COLUMN not in batch:
+            raise ConfigError(
+                f"precompute_reference=True asked the reference about other rows than these and let it go; give the "
+                f"data module of that fit, or a new {type(self).__name__}"
+            )
+
+    def reference_columns(self, table: Samples, batch_size: int) -> dict[str, Column]:
+        """Return what is to be kept with samples of what the reference says, asked ``batch_size`` at a time."""
+        return {_COLUMN: self.asked(table, batch_size)}
+
+    def asked(self, table: Samples, batch_size: int) -> Ragged:
+        """Return the reference's log-probabilities of every sample's response tokens, on the host."""
+        found: list[Ragged] = []
+        for begin in range(0, len(table), batch_size):
+            batch = table.select(range(begin, min(begin + batch_size, len(table))))
+            made = self._strategy.run_calls(batch, (_CALL,))
+            found.append(made.by_ids(batch.ids).ragged(_COLUMN).to("cpu"))
+        return Ragged.concatenate(found)
+
+    def _known_rows(self) -> RowDataModule:
+        data = getattr(self.trainer, "datamodule", None)
+        if not isinstance(data, RowDataModule):
+            raise ConfigError(
+                f"precompute_reference=True keeps what the reference says with the rows of a data module, and this fit "
+                f"has {'none' if data is None else type(data).__name__}; give PreferenceDataModule or "
+                f"BinaryFeedbackDataModule, or set precompute_reference=False"
+            )
+        if is_stream(data.data):
+            raise ConfigError(
+                "precompute_reference=True asks the reference about all rows before the first step, and those of a "
+                "stream are read as they are needed; set precompute_reference=False, or give the rows without streaming"
+            )
+        return data

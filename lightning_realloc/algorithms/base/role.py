@@ -1,0 +1,372 @@
+"""A role is one model of an algorithm: where its weights come from, what head it has, what of it is trained."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+)
+
+from lightning_realloc.algorithms.base.adapters import Adapters, AdapterSource, check_complete, check_trainable
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.model.adapter_layers import (
+    adapted_layers,
+    adapter_config,
+    head_names,
+    merge_for_good,
+    use_trained_copies,
+)
+from lightning_realloc.runtime.model.loaded_weights import record_untied_weights, unused_weights
+from lightning_realloc.runtime.model.structure import copied, copied_without_weights
+
+ModelSource = str | Path | PreTrainedConfig | nn.Module
+"""A Hugging Face name or folder, a config (random weights), or a module that is already built."""
+
+Task = Literal["causal_lm", "sequence_classification", "token_classification"]
+
+_AUTO_CLASSES = {
+    "causal_lm": AutoModelForCausalLM,
+    "sequence_classification": AutoModelForSequenceClassification,
+    "token_classification": AutoModelForTokenClassification,
+}
+_CLASSES = {
+    "causal_lm": MODEL_FOR_CAUSAL_LM_MAPPING,
+    "sequence_classification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    "token_classification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+}
+
+_MOST_NAMED = 4
+"""Weights that an error names; it counts the others."""
+
+
+def is_model_source(source: object) -> TypeGuard[ModelSource]:
+    """Return whether ``source`` names or is a model, where it might also name or be a function.
+
+    A text with a colon, or with dots and no slash, is a function's import path, unless there is such a folder.
+    """
+    if isinstance(source, str):
+        is_path = Path(source).expanduser().exists() or "/" in source
+        return is_path or not (":" in source or "." in source)
+    return isinstance(source, nn.Module | PreTrainedConfig | Path)
+
+
+def without_weights(source: ModelSource) -> ModelSource:
+    """Return a source that describes the same model. Of a module it is a copy whose parameters hold no weights."""
+    return copied_without_weights(source) if isinstance(source, nn.Module) and not _is_empty(source) else source
+
+
+def _is_empty(module: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in module.parameters())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """One model of an algorithm."""
+
+    name: str
+    """``actor``, ``critic``, ``reference``, ``reward``, or any name."""
+    source: ModelSource
+    """Where the weights come from."""
+    trained: bool
+    """Whether an optimizer changes them."""
+    task: Task = "causal_lm"
+    """The head: next-token logits, or one score per sequence or token."""
+    follows: str | None = None
+    """A trained role of the same shape that this one's weights follow, as an exponential moving average."""
+    follow_rate: float = 0.01
+    """How much of the way to that role's weights this one goes after each of its training calls: 1 less the decay."""
+    peft: AdapterSource | None = None
+    """Adapters to train in place of the weights; in a role that is not trained, saved ones to merge into them."""
+    shares: str | None = None
+    """A role with adapters whose model is this one's, too, without them: there is no second copy."""
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained in place of the weights."""
+        brings_some = isinstance(self.source, nn.Module) and bool(adapted_layers(self.source))
+        return self.trained and (self.peft is not None or brings_some)
+
+    def config(self) -> PreTrainedConfig | None:
+        """Return the model's configuration, None for a module without one."""
+        if isinstance(self.source, PreTrainedConfig):
+            return self.source
+        if isinstance(self.source, nn.Module):
+            config = getattr(self.source, "config", None)
+            return config if isinstance(config, PreTrainedConfig) else None
+        try:
+            config = AutoConfig.from_pretrained(self.source)
+        except (OSError, ValueError) as error:
+            raise self._not_loaded(error) from error
+        assert isinstance(config, PreTrainedConfig)
+        return config
+
+    def __post_init__(self) -> None:
+        if self.follows is not None and (self.trained or not 0 < self.follow_rate <= 1):
+            raise ConfigError(
+                f"{self.name} follows {self.follows!r} with follow_rate={self.follow_rate} and trained={self.trained}; "
+                f"a role that follows is not trained, and its rate lies above 0 and up to 1"
+            )
+        if self.shares is not None and (self.trained or self.follows is not None or self.peft is not None):
+            raise ConfigError(
+                f"{self.name} shares the base of {self.shares!r} and is trained, follows a role or has adapters of its "
+                f"own; leave shares out, and it gets a model of its own"
+            )
+        if not isinstance(self.source, str | Path):
+            return
+        # A name on the hub has at most one slash; anything else is meant as a folder, and is missed here, not later.
+        text = str(self.source)
+        is_path = isinstance(self.source, Path) or text.count("/") > 1 or text.startswith((".", "/", "~"))
+        if is_path and not Path(text).expanduser().exists():
+            raise ConfigError(
+                f"{self.name}={text!r}: there is no such folder in {Path.cwd()}; "
+                f"give a Hugging Face name, or a folder with config.json and weights"
+            )
+
+    def build(self, *, seed: int, allow_missing: bool = False) -> nn.Module:
+        """Return the model with its full weights, the same on every rank: a module's as they are, others in float32.
+
+        A module is copied, so that two roles may name the same one; for a classifier one with another head gives its
+        backbone. A new head and random weights depend on ``seed`` alone. Classifiers have one label. Weights that
+        a module's owner froze stay frozen, unless all are; under adapters all are but those, and a classifier's head.
+
+        Args:
+            seed: Of random weights.
+            allow_missing: Whether a folder's weights may be others than its config asks for; what is missing is random.
+
+        Raises:
+            ConfigError: for what cannot be loaded, weights that are missing or have no place in the model, a language
+                model without its head, a frozen classifier whose head was never trained, a quantised base, and
+                adapters that do not fit.
+        """
+        self._refuse_quantised()
+        adapters = self._adapters()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if isinstance(self.source, PreTrainedConfig):
+                model = self._from_config(self.source)
+            elif isinstance(self.source, nn.Module):
+                if _is_empty(self.source):
+                    raise ConfigError(
+                        f"{self.name} is a module on the meta device, which holds no weights; give one that does. A "
+                        f"LightningModule that built its models has let go of those that it was given: make a new one"
+                    )
+                model = self._copied(self.source)
+            else:
+                model = self._load(self.source, adapters, allow_missing=allow_missing)
+            self._adapt(model, adapters)
+        record_untied_weights(model)
+        # Lightning warns of modules in eval mode; every call chooses its own mode.
+        return model.train()
+
+    def describe(self) -> nn.Module:
+        """Return the model as far as its shapes go: on the meta device, without loading or making weights.
+
+        A module that is built already, with the head that the role needs, is returned as it is.
+        """
+        self._refuse_quantised()
+        source, adapters = self.source, self._adapters()
+        if isinstance(source, nn.Module) and not (
+            isinstance(source, PreTrainedModel) and self._has_another_head(source)
+        ):
+            if adapters is None and not adapted_layers(source):
+                return source
+            with torch.device("meta"):
+                return self._adapt(self._copied(source).to("meta"), adapters)
+        config = self.config()
+        assert config is not None, "models of transformers, names and folders have one"
+        with torch.device("meta"):
+            return self._adapt(self._from_config(config), adapters)
+
+    def resembling(self, config: PreTrainedConfig) -> Role:
+        """Return a role of another size with random weights, adapters of the same kind included."""
+        return replace(self, source=config, peft=self._adapter_config(), shares=None)
+
+    def describe_adapters(self) -> tuple[Any, ...]:
+        """Return what the time of its passes depends on besides the model's config; () without adapters."""
+        config = self._adapter_config()
+        options = {} if config is None else config.to_dict()  # sets are in another order on every rank
+        return tuple((name, sorted(v) if isinstance(v, set) else v) for name, v in options.items())
+
+    def _adapter_config(self) -> Any | None:
+        """Return the configuration of the adapters that are trained, None for none."""
+        if not self.has_adapters:
+            return None
+        adapters = self._adapters()
+        if adapters is not None:
+            return adapters.config
+        assert isinstance(self.source, nn.Module), "has_adapters has looked"
+        return adapter_config(self.source)
+
+    def frozen_parameters(self, model: nn.Module) -> frozenset[str]:
+        """Return the names of what is not trained of a described model, where some of it is."""
+        frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+        some = self.trained and len(frozen) < sum(1 for _ in model.named_parameters())
+        return frozen if some else frozenset()
+
+    def _adapters(self) -> Adapters | None:
+        return None if self.peft is None else Adapters.read(self.peft, self.name, self.task)
+
+    def _adapt(self, model: nn.Module, adapters: Adapters | None) -> nn.Module:
+        """Decide what of a model is trained, in place."""
+        if adapters is not None and adapted_layers(model):
+            raise ConfigError(f"{self.name} has adapters in it already; leave its peft_config out, or give its base")
+        if adapters is not None:
+            if not self.trained and adapters.origin is None:
+                raise ConfigError(
+                    f"{self.name} is not trained here, and fresh adapters change nothing; give a folder of saved ones"
+                )
+            adapters.inject(model, self._base_name(model))
+        elif adapted_layers(model):
+            check_trainable(model, self.name)
+        if not self.trained:
+            return merge_for_good(model).requires_grad_(False)
+        if isinstance(self.source, nn.Module) and adapted_layers(model):
+            check_complete(model, self._base_name(model), self.name)
+            use_trained_copies(model)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            model.requires_grad_(True)
+        return model
+
+    def _base_name(self, model: nn.Module) -> str | None:
+        """Return where the base's weights come from, None for random ones and modules that do not tell."""
+        if isinstance(self.source, str | Path):
+            return str(self.source)
+        return getattr(getattr(model, "config", None), "_name_or_path", None) or None
+
+    def _refuse_quantised(self) -> None:
+        settings = getattr(self.config(), "quantization_config", None)
+        if settings:
+            method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
+            raise ConfigError(
+                f"{self.name} is quantised ({getattr(method, 'value', method)}): weights that are packed into integers "
+                f"can neither be cut over ranks nor cast; give a base in bfloat16 or float32, as model.dequantize() "
+                f"makes one, and save memory by fsdp or tp; under precision='bf16-mixed' a frozen base is in bfloat16"
+            )
+
+    def _from_config(self, config: PreTrainedConfig) -> nn.Module:
+        if type(config) not in _CLASSES[self.task]:
+            raise ConfigError(
+                f"{self.name}: transformers has no {_AUTO_CLASSES[self.task].__name__} of {config.model_type!r}; "
+                f"give {self.name} a model of another family, or a module that is built already"
+            )
+        if self.task != "causal_lm":
+            config = copy.deepcopy(config)
+            config.num_labels = 1
+        return _AUTO_CLASSES[self.task].from_config(config, dtype=torch.float32)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _copied(self, module: nn.Module) -> nn.Module:
+        unwrap: Callable[[], nn.Module] = getattr(module, "get_base_model", lambda: module)
+        source = unwrap()  # out of PEFT's wrapper; adapters stay inside
+        if isinstance(source, PreTrainedModel) and self._has_another_head(source):
+            if self.task == "causal_lm":
+                raise ConfigError(
+                    f"{self.name} is a {type(source).__name__}, which has no head that says tokens; give a language "
+                    f"model"
+                )
+            self._require_head(["score"])
+            model: Any = self._from_config(source.config)
+            if adapted_layers(source):
+                source = merge_for_good(copied(source))
+            backbone: nn.Module = source.base_model  # type: ignore[assignment]
+            model.base_model.load_state_dict(backbone.state_dict())
+            ours, theirs = (getattr(getattr(m, "score", None), "weight", None) for m in (model, source))
+            if isinstance(ours, Tensor) and isinstance(theirs, Tensor) and ours.shape == theirs.shape:
+                ours.data.copy_(theirs)
+            return model.float()  # type: ignore[no-any-return]
+        labels = getattr(getattr(source, "config", None), "num_labels", 1)
+        if self.task != "causal_lm" and labels != 1:
+            raise ConfigError(f"{self.name} is a classifier of {labels} labels; give one with num_labels=1")
+        return copied(source)
+
+    def _has_another_head(self, model: PreTrainedModel) -> bool:
+        kind = type(model.config)
+        others: list[Any] = [
+            classes[kind] for task, classes in _CLASSES.items() if task != self.task and kind in classes
+        ]
+        return any(type(model) in (known if isinstance(known, tuple) else (known,)) for known in others)
+
+    def _load(self, source: str | Path, adapters: Adapters | None, *, allow_missing: bool) -> nn.Module:
+        options = {} if self.task == "causal_lm" else {"num_labels": 1}
+        auto: Any = _AUTO_CLASSES[self.task]
+        try:
+            model, found = auto.from_pretrained(
+                source, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise self._not_loaded(error) from error
+        self._require_shapes(found["mismatched_keys"])
+        missing, heads = sorted(found["missing_keys"]), head_names(model)
+        if self.task == "causal_lm":
+            self._require_output(model, missing)
+        elif adapters is None or not adapters.weights:  # which bring a head
+            self._require_head([name for name in missing if name.startswith(heads)])
+        if not allow_missing:
+            self._require_complete([name for name in missing if not name.startswith(heads)])
+            self._require_known(unused_weights(model, found["unexpected_keys"]))
+        return model  # type: ignore[no-any-return]
+
+    def _require_shapes(self, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+        for name, in_file, in_model in sorted(mismatched):
+            raise ConfigError(
+                f"{self.name}={str(self.source)!r} holds {name} with the shape {list(in_file)}, and its config.json "
+                f"(for a classifier: one label) asks for {list(in_model)}; give the config that it was saved with"
+            )
+
+    def _require_complete(self, missing: list[str]) -> None:
+        if missing:
+            raise ConfigError(
+                f"{self.name}={str(self.source)!r} has no weights for {_listed(missing)}, which would be random; give "
+                f"the complete model, or set allow_missing=True"
+            )
+
+    def _require_known(self, unused: list[str]) -> None:
+        if unused:
+            raise ConfigError(
+                f"{self.name}={str(self.source)!r} has weights that its config.json has no place for: "
+                f"{_listed(unused)}; give the config that they were saved with, or set allow_missing=True to leave "
+                f"them out"
+            )
+
+    def _require_output(self, model: PreTrainedModel, missing: Iterable[str]) -> None:
+        head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        outputs = tuple(f"{name}." for name, module in model.named_modules() if module is head)
+        if random := sorted(name for name in missing if name.startswith(outputs)):
+            raise ConfigError(
+                f"{self.name}={str(self.source)!r} brings no weights for {', '.join(random)}, and random ones say "
+                f"nothing; give a model that was saved as {type(model).__name__}, no classifier and no bare backbone"
+            )
+
+    def _require_head(self, missing: list[str]) -> None:
+        if missing and not self.trained:
+            raise ConfigError(
+                f"{self.name} is not trained here and brings no weights for {', '.join(missing)}: random ones say "
+                f"nothing; give a model that was saved as {_AUTO_CLASSES[self.task].__name__} with num_labels=1"
+            )
+
+    def _not_loaded(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"{self.name}={str(self.source)!r} could not be loaded ({error}); "
+            f"give a Hugging Face name, or a folder with config.json and weights"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    further = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {further} more" if further > 0 else "")

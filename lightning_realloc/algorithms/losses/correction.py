@@ -1,0 +1,74 @@
+"""How is it made up for that an engine draws tokens from another distribution than training computes?
+
+The same weights give other log-probabilities in an engine that multiplies other shapes, or in 16 bit. Where ratios are
+taken to the trained model's own log-probabilities, weights correct for that, bounded so that no token rules the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_realloc.algorithms.losses.functional import kl_estimate, masked_sum
+from lightning_realloc.algorithms.losses.policy_losses import response_sums
+from lightning_realloc.algorithms.settings import check_choice, check_not_negative, check_positive
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.training import Average
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.setting_hints import named_elsewhere
+
+
+@named_elsewhere({})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCorrection:
+    """Weights of truncated importance sampling: the trained model's probability over the engine's.
+
+    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025,
+    https://fengyao.notion.site/off-policy-rl; masked instead of truncated: Team Ling, arXiv:2510.18855.
+    """
+
+    cap: float = 2.0
+    """The largest weight."""
+    floor: float = 0.0
+    """The smallest one."""
+    level: Literal["token", "sequence"] = "token"
+    """Of each token by itself, or of its whole response: the product over it."""
+    beyond: Literal["truncate", "mask"] = "truncate"
+    """What becomes of a weight beyond these bounds: it is the bound, or 0, so that nothing is learnt from there."""
+
+    def __post_init__(self) -> None:
+        check_positive(cap=self.cap)
+        check_not_negative(floor=self.floor)
+        check_choice("level", self.level, ("token", "sequence"))
+        check_choice("beyond", self.beyond, ("truncate", "mask"))
+        if self.floor >= self.cap:
+            raise ConfigError(f"floor={self.floor} must lie below cap={self.cap}")
+
+    def weights(self, proximal: Tensor, behaviour: Tensor, batch: PackedBatch) -> Tensor:
+        """Return (N,) the factor of each token's loss, without a gradient.
+
+        Args:
+            proximal: (N,) log-probabilities of the trained model before it learns.
+            behaviour: (N,) those that the engine recorded.
+        """
+        differences = (proximal - behaviour).detach()
+        if self.level == "sequence":
+            differences = batch.per_token(response_sums(differences, batch))
+        weights = differences.exp()
+        if self.beyond == "truncate":
+            return weights.clamp(self.floor, self.cap)
+        return torch.where((weights < self.floor) | (weights > self.cap), 0.0, weights)
+
+
+def mismatch_metrics(proximal: Tensor, behaviour: Tensor, batch: PackedBatch) -> dict[str, Average]:
+    """Return how far the engine's log-probabilities are from the trained model's: mean |difference|, and k3 from
+    the engine to the trained model, which is what the tokens are draws for."""
+    mask, proximal = batch.response_mask, proximal.detach()
+    measured = {
+        "engine_difference": (proximal - behaviour).abs(),
+        "engine_kl": kl_estimate(behaviour, proximal, estimator="k3"),
+    }
+    return {name: Average(masked_sum(values, mask), mask.sum()) for name, values in measured.items()}

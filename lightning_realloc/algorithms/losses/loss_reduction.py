@@ -1,0 +1,38 @@
+"""Which mean of its tokens' values is a mini-batch's loss? As parts that add up over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from lightning_realloc.algorithms.losses.functional import masked_sum, sequence_mean_sum
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.training import Totals
+
+LossAverage = Literal["sequence", "token", "constant", "sum"]
+"""The mean over every response's tokens, and then over the responses; over all tokens; over the responses of their
+tokens' sums, divided by the most tokens that a response may have; or of these sums as they are.
+
+Sources: Shao et al., arXiv:2402.03300, eq. 3; Yu et al., arXiv:2503.14476, eq. 8; Liu et al., arXiv:2503.20783 (which
+calls the first one biased: it tells a long wrong response less often that it is wrong); arXiv:2602.05261 (LUSPO).
+"""
+
+
+def averaged_loss(
+    values: Tensor, batch: PackedBatch, totals: Totals, *, average: LossAverage, max_tokens: int | None = None
+) -> Tensor:
+    """Return this micro-batch's part of the mean of (N,) ``values`` over the response tokens of the mini-batch.
+
+    ``max_tokens`` is what ``"constant"`` divides by.
+    """
+    if average == "token":
+        return masked_sum(values, batch.response_mask) / totals.num_tokens
+    if average == "sequence":
+        summed = sequence_mean_sum(values, batch.response_mask, batch.sample_index, len(batch))
+        return summed / totals.num_sequences
+    per_response = masked_sum(values, batch.response_mask) / totals.num_sequences
+    if average == "sum":
+        return per_response
+    assert max_tokens is not None, "a constant average needs its constant"
+    return per_response / max_tokens

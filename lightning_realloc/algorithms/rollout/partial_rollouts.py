@@ -1,0 +1,236 @@
+"""Which responses of an iteration are learnt from now, and which go on in the next one?
+
+What goes on is known on every rank, with its prompts: so it may be generated on any rank in any layout, and one rank's
+checkpoint holds all of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, Dialogue, model_mask, rollout_of
+from lightning_realloc.algorithms.losses.functional import sequence_sums
+from lightning_realloc.batch.samples import Column, Divided, Ragged, Samples
+from lightning_realloc.errors import DataError
+from lightning_realloc.generation import Completion, GenerationEngine, RolloutBudget, SamplingParams
+
+_UNFINISHED = FINISH_REASONS.index("unfinished")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Carried:
+    """What an iteration leaves for the next one."""
+
+    prompts: Samples
+    """The loader's rows."""
+    responses: Samples
+    """To these prompts, with the columns of a rollout, ``versions`` (ragged: of the weights that made each token) and
+    ``began_in`` (B,), the iteration that the prompt came in. Finished ones wait for others of their group."""
+
+    @classmethod
+    def of(cls, responses: Samples, worked_on: Samples) -> Carried:
+        """Return responses with their prompts, some of those that an iteration worked on."""
+        wanted = set(responses.tensor("prompt_id").tolist())
+        rows = [row for row, prompt in enumerate(worked_on.ids.tolist()) if prompt in wanted]
+        return cls(worked_on.select(rows), responses)
+
+    def before(self, batch: Samples) -> Samples:
+        """Return these prompts, and then the loader's.
+
+        Raises:
+            DataError: for a prompt that comes again while its responses are not finished.
+        """
+        again = sorted(set(self.prompts.ids.tolist()) & set(batch.ids.tolist()))
+        if again:
+            raise DataError(
+                f"the ids {again[:5]} of this batch's prompts are those of prompts whose responses are not finished; a "
+                f"loader must count ids on from epoch to epoch where a rollout_budget carries responses on"
+            )
+        return Samples.concatenate([self.prompts, batch])
+
+    def state(self) -> dict[str, Any]:
+        """Return plain data for a checkpoint."""
+        return {"prompts": samples_state(self.prompts), "responses": samples_state(self.responses)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Carried:
+        """Return what :meth:`state` was of."""
+        return cls(samples_from_state(state["prompts"]), samples_from_state(state["responses"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialRollout:
+    """How a rank generates in an iteration with a budget."""
+
+    budget: RolloutBudget
+    iteration: int
+    """Counted from 0; the version of its weights."""
+    num_minibatches: int
+    """Samples that a rank finishes at least, if it has so many."""
+    whole_groups: bool
+    """Whether a finished response waits for the others to its prompt."""
+    dialogue: Dialogue | None = None
+
+    def run(
+        self, engine: GenerationEngine, prompts: Samples, sampling: SamplingParams, earlier: Samples | None
+    ) -> Divided:
+        """Answer prompts, going on with what there is of responses to them from ``earlier`` iterations."""
+        done, going_on = _begun(earlier, prompts)
+        seen = {prompt for part in (*done, *going_on) for prompt in part.tensor("prompt_id").tolist()}
+        fresh = prompts.select([row for row, prompt in enumerate(prompts.ids.tolist()) if prompt not in seen])
+        new = fresh.with_columns(prompt_id=fresh.ids, began_in=torch.full_like(fresh.ids, self.iteration))
+        new = new.repeat(sampling.n)
+        rows = Samples.concatenate([_only_known(part) for part in (new, *going_on)])
+        progress = Progress(
+            self._unit_of(rows), least=self.num_minibatches, late=self._late(rows), waiting=self._waiting(done)
+        )
+        completions = engine.generate(
+            fresh.ragged("prompt_ids").to_lists(), sampling, sample_ids=new.ids.tolist(),
+            resume=[completion for part in going_on for completion in _completions(part)],
+            token_budget=self.budget.tokens, seconds_budget=self.budget.seconds,
+            on_finished=progress.hear, may_stop=progress.may_stop,
+            **({} if self.dialogue is None else self.dialogue.settings),
+        )  # fmt: skip
+        versions = Ragged.from_list([completion.versions for completion in completions], dtype=torch.int64)
+        made = rollout_of(rows, completions, self.dialogue)
+        made = made.with_columns(versions=versions, began_in=rows.tensor("began_in"))
+        return self._divide(Samples.concatenate([made, *done]))
+
+    def _divide(self, made: Samples) -> Divided:
+        """Return what is learnt from now, and what goes on; whatever waits for a sample goes with it."""
+        units = self._unit_of(made)
+        unfinished = {
+            units[sample]
+            for sample, reason in zip(made.ids.tolist(), made.tensor("finish_reason").tolist(), strict=True)
+            if reason == _UNFINISHED
+        }
+        dropped = set() if self.budget.late == "finish" else {units[sample] for sample in self._expiring(made)}
+        by_row = [units[sample] for sample in made.ids.tolist()]
+        finished = made.select([row for row, unit in enumerate(by_row) if unit not in unfinished])
+        carried = made.select([row for row, unit in enumerate(by_row) if unit in unfinished - dropped])
+        return Divided(self._with_staleness(finished).without_columns("began_in"), carried)
+
+    def _with_staleness(self, samples: Samples) -> Samples:
+        """Add how many iterations each sample's tokens of the model are old, summed up."""
+        versions, mask = samples.ragged("versions"), model_mask(samples)
+        ages = self.iteration - versions.values
+        if mask is not None:
+            ages = ages * mask.values
+        return samples.with_columns(stale_tokens=sequence_sums(Ragged(ages, versions.lengths)))
+
+    def _unit_of(self, samples: Samples) -> dict[int, int]:
+        """Return sample id -> what is learnt from together with it: its prompt's group, or itself alone."""
+        ids = samples.ids.tolist()
+        return dict(zip(ids, samples.tensor("prompt_id").tolist() if self.whole_groups else ids, strict=True))
+
+    def _expiring(self, samples: Samples) -> list[int]:
+        """Return the ids of samples that may not be carried on any more."""
+        oldest = self.iteration - self.budget.max_staleness
+        pairs = zip(samples.ids.tolist(), samples.tensor("began_in").tolist(), strict=True)
+        return [sample for sample, began in pairs if began <= oldest]
+
+    def _late(self, rows: Samples) -> list[int]:
+        """Return the ids of samples that must be finished, whatever it takes."""
+        return self._expiring(rows) if self.budget.late == "finish" else []
+
+    def _waiting(self, done: Sequence[Samples]) -> Counter[int]:
+        """Return how many finished samples wait for others, by unit."""
+        return Counter(unit for part in done for unit in self._unit_of(part).values())
+
+
+class Progress:
+    """Counts what is finished while a rank generates, and says when there is enough of it.
+
+    Args:
+        unit_of: Open sample -> the unit that is learnt from together.
+        least: Samples in finished units that are enough.
+        late: Samples without which there is never enough.
+        waiting: Finished samples of units that others still belong to.
+    """
+
+    def __init__(
+        self, unit_of: Mapping[int, int], *, least: int, late: Collection[int], waiting: Mapping[int, int]
+    ) -> None:
+        self._unit_of = unit_of
+        self._num_open = Counter(unit_of.values())
+        self._sizes = self._num_open + Counter(waiting)
+        self._least = least
+        self._late = set(late)
+        self._num_finished = 0
+
+    def hear(self, completion: Completion) -> None:
+        """Take note of a sample; one that is unfinished at the end changes nothing."""
+        if completion.finish_reason == "unfinished":
+            return
+        unit = self._unit_of[completion.sample_id]
+        self._late.discard(completion.sample_id)
+        self._num_open[unit] -= 1
+        if not self._num_open[unit]:
+            self._num_finished += self._sizes[unit]
+
+    def may_stop(self) -> bool:
+        """Return whether the rest may wait."""
+        return self._num_finished >= self._least and not self._late
+
+
+def _begun(earlier: Samples | None, prompts: Samples) -> tuple[list[Samples], list[Samples]]:
+    """Return what there is of responses to these prompts: the finished ones, and the others; each at most once."""
+    if earlier is None:
+        return [], []
+    wanted = set(prompts.ids.tolist())
+    pairs = zip(earlier.tensor("prompt_id").tolist(), earlier.tensor("finish_reason").tolist(), strict=True)
+    rows: tuple[list[int], list[int]] = ([], [])
+    for row, (prompt, reason) in enumerate(pairs):
+        if prompt in wanted:
+            rows[reason == _UNFINISHED].append(row)
+    done, going_on = ([earlier.select(part)] if part else [] for part in rows)
+    return done, going_on
+
+
+def _only_known(samples: Samples) -> Samples:
+    """Return what is known of samples before they are generated."""
+    return Samples(samples.ids, {name: samples[name] for name in ("prompt_id", "prompt_ids", "began_in")})
+
+
+def _completions(samples: Samples) -> list[Completion]:
+    """Return unfinished responses as an engine goes on with them."""
+    mask = model_mask(samples)
+    responses = samples.ragged("response_ids").to_lists()
+    masks = [[True] * len(response) for response in responses] if mask is None else mask.to_lists()
+    columns = (
+        samples.ids.tolist(), samples.ragged("prompt_ids").to_lists(), responses,
+        samples.ragged("behaviour_logprobs").to_lists(), masks, samples.ragged("versions").to_lists(),
+    )  # fmt: skip
+    return [
+        Completion(
+            sample_id=sample_id, prompt_index=0, token_ids=tuple(tokens), logprobs=tuple(map(float, logprobs)),
+            finish_reason="unfinished", model_mask=tuple(map(bool, chosen)), versions=tuple(versions),
+            prompt=tuple(prompt),
+        )
+        for sample_id, prompt, tokens, logprobs, chosen, versions in zip(*columns, strict=True)
+    ]  # fmt: skip
+
+
+def samples_state(samples: Samples) -> dict[str, Any]:
+    """Return plain data for a checkpoint."""
+
+    def plain(column: Column) -> Any:
+        return {"values": column.values, "lengths": column.lengths} if isinstance(column, Ragged) else column
+
+    columns = {name: plain(column) for name, column in samples.columns.items()}
+    return {"ids": samples.ids, "columns": columns, "data": {name: list(c) for name, c in samples.data.items()}}
+
+
+def samples_from_state(state: Mapping[str, Any]) -> Samples:
+    def column(plain: Any) -> Column:
+        if isinstance(plain, Mapping):
+            return Ragged(plain["values"], plain["lengths"])
+        return tuple(plain) if isinstance(plain, list) else plain  # lists: of checkpoints without "data"
+
+    columns = {name: column(plain) for name, plain in state["columns"].items()}
+    return Samples(state["ids"], columns, {name: tuple(values) for name, values in state.get("data", {}).items()})

@@ -1,0 +1,267 @@
+"""What do algorithms have in common whose actor answers prompts? The rollout: how it is sampled, and with whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_realloc.algorithms.base.accuracy import Accuracy
+from lightning_realloc.algorithms.base.calls import generate, infer
+from lightning_realloc.algorithms.base.module import MultiModelModule
+from lightning_realloc.algorithms.base.rollout_columns import Dialogue, Informed, sample_responses
+from lightning_realloc.algorithms.rollout.environments import EnvironmentSource, import_environment, make_environment
+from lightning_realloc.algorithms.rollout.partial_rollouts import Carried, PartialRollout
+from lightning_realloc.algorithms.settings import check_kind
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Divided, Samples
+from lightning_realloc.errors import CheckpointError, ConfigError
+from lightning_realloc.generation import Conversation, Environment, GenerationEngine, RolloutBudget, SamplingParams
+from lightning_realloc.generation.core.model_config import penalties_of
+from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
+
+_CHECKPOINT_KEY = "carried_rollout"
+
+
+class PolicyModule(MultiModelModule):
+    """A MultiModelModule with the roles ``actor``, which answers prompts, and perhaps ``reference``.
+
+    Args:
+        sampling: Of the rollout.
+        evaluation_sampling: Of ``validate`` and ``test``; by default one greedy response per prompt.
+        accuracy: When a response counts as right, for ``val/accuracy`` and ``val/pass@k``; None: neither is logged.
+        environment: Who speaks after each of the actor's turns: a function ``f(turn) -> token ids``, None where the
+            response is over; a class of such, made from the tokenizer; or the import path of either. Its tokens are
+            read, and never learnt. None: a response is one turn.
+        conversation: How many turns a response may have, and how long the environment may take.
+        rollout_budget: What an iteration may spend on generating before it learns from what is finished; the rest goes
+            on in the next one. None: every response is finished in its iteration.
+        settings: Of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+    """
+
+    optional_roles: tuple[str, ...] = ("reference",)
+    batch_columns: tuple[str, ...] = ("prompt_ids",)
+    data_module = "PromptDataModule"
+    learns_whole_groups = False
+    """Whether responses to one prompt are learnt from together."""
+    reward_column: str | None = None
+    """What holds the rewards of whole responses; None: there are none."""
+
+    def __init__(
+        self,
+        *,
+        sampling: SamplingParams,
+        evaluation_sampling: SamplingParams | None = None,
+        accuracy: Accuracy | None = None,
+        environment: EnvironmentSource | None = None,
+        conversation: Conversation | None = None,
+        rollout_budget: RolloutBudget | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        check_kind(SamplingParams, sampling=sampling, evaluation_sampling=evaluation_sampling)
+        check_kind(RolloutBudget, rollout_budget=rollout_budget)
+        check_kind(Conversation, conversation=conversation)
+        self.sampling = sampling
+        self.evaluation_sampling = evaluation_sampling or replace(sampling, n=1, temperature=0.0)
+        self.accuracy = accuracy
+        self._check_accuracy()
+        self._environment: Callable[..., Any] | None = None
+        self._asked: Environment | None = None
+        """The environment, once it was made."""
+        self._batch: Samples | None = None
+        """All prompts of the iteration under way, less those of earlier ones."""
+        self._conversation = conversation or Conversation()
+        self._set_environment(environment, conversation)
+        self.rollout_budget = rollout_budget
+        self._carried: Carried | None = None
+        self._worked_on: Samples | None = None
+        """What the iteration under way began with: the loader's batch behind what was carried on."""
+        self._num_expected = 0
+        """Samples that it would come to without a budget."""
+        if rollout_budget is not None and (self.engine == "hf" or self.sample_reallocation):
+            kind = "engine='hf'" if self.engine == "hf" else "sample_reallocation=True"
+            raise ConfigError(
+                f"rollout_budget cannot be used with {kind}: ranks of the native engine stop on their own, and keep "
+                f"their samples until then; leave one of the two out"
+            )
+
+    def _set_environment(self, environment: EnvironmentSource | None, conversation: Conversation | None) -> None:
+        if environment is None:
+            if conversation is not None:
+                raise ConfigError(f"{conversation} bounds a conversation without environment; give environment= too")
+            return
+        if self.engine == "hf":
+            raise ConfigError(
+                "engine='hf' generates whole responses and cannot ask an environment between turns; leave environment "
+                "out, or use engine='native'"
+            )
+        self._environment = import_environment(environment)
+
+    def configure_model(self) -> None:
+        """Build the models; say what of the actor's own ``generation_config`` its rollouts do not follow."""
+        new = not self.models()
+        super().configure_model()
+        unfollowed = penalties_of(self.models()["actor"], self.sampling) if new else {}
+        if unfollowed:
+            rank_zero_warn(
+                f"the actor's generation_config has {', '.join(f'{k}={v}' for k, v in unfollowed.items())}, and "
+                f"rollouts follow sampling alone (repetition_penalty={self.sampling.repetition_penalty}); set "
+                f"SamplingParams(repetition_penalty=...) for a penalty, or leave it: policies are trained on the "
+                f"distribution without it"
+            )
+
+    def _check_accuracy(self) -> None:
+        if self.accuracy is None:
+            return
+        if self.reward_column is None:
+            raise ConfigError(f"{type(self).__name__} has no rewards that could tell what is right; leave accuracy out")
+        self.accuracy.check_responses(self.evaluation_sampling.n)
+
+    @property
+    def training_now(self) -> bool:
+        """Whether a rollout is made to learn from."""
+        return bool(self.trainer.training)
+
+    def rollout_sampling(self) -> SamplingParams:
+        """Return how responses are drawn that are made to learn from."""
+        return self.sampling
+
+    @generate("actor", produces="rollout")
+    def roll_out(self, actor: GenerationEngine, prompts: Samples) -> Samples | Divided:
+        """Sample responses to every prompt; of held-out prompts, as ``evaluation_sampling`` says."""
+        sampling = self.rollout_sampling() if self.training_now else self.evaluation_sampling
+        sampling = replace(sampling, seed=(sampling.seed + self.seed) % (1 << 64))
+        if self.rollout_budget is None or not self.training_now:
+            return sample_responses(actor, prompts, sampling, dialogue=self._dialogue(prompts, sampling))
+        part = PartialRollout(
+            budget=self.rollout_budget, iteration=self._strategy.iteration, whole_groups=self.learns_whole_groups,
+            num_minibatches=max(self.train_options_of(r).num_minibatches for r in self.dataflow.trained_roles),
+            dialogue=self._dialogue(prompts, sampling),
+        )  # fmt: skip
+        return part.run(actor, prompts, sampling, None if self._carried is None else self._carried.responses)
+
+    @infer("reference", needs="rollout", produces="ref_logprobs")
+    def score_reference(self, reference: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return the reference's log-probability of every token that the actor chose."""
+        return self._logprobs(reference, batch)
+
+    def _logprobs(self, model: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return (N,) the log-probability of every response token, zero for the others."""
+        return token_logprobs(model, batch, temperature=self.sampling.temperature, only_responses=True).logprobs
+
+    def _dialogue(self, prompts: Samples, sampling: SamplingParams) -> Dialogue | None:
+        if self._environment is None:
+            return None
+        if self._asked is None:
+            self._asked = make_environment(self._environment, self.tokenizer)
+        # Where samples move between ranks, other ranks' come here too.
+        known = self._batch if self.sample_reallocation and self._batch is not None else prompts
+        return Dialogue(Informed(self._asked, known, sampling.n), self._conversation)
+
+    def prepare_batch(self, batch: Samples) -> Samples:
+        """Return the batch as it is, and keep it for what an environment is told."""
+        self._batch = batch
+        return batch
+
+    def summarize_evaluation(self, samples: Samples) -> dict[str, Tensor]:
+        """Return besides how often held-out prompts were answered right."""
+        found = super().summarize_evaluation(samples)
+        if self.accuracy is None or self.reward_column is None:
+            return found
+        return found | self.accuracy.summary(samples, self.reward_column)
+
+    def prediction_calls(self, batch: Samples) -> tuple[str, ...]:
+        """Return the calls that ``predict`` runs: rewards are left out where the data lacks what they ask for."""
+        missing: dict[str, list[str]] = {}
+        for functions in self._reward_functions_kept():
+            missing |= functions.missing_columns(batch.data)
+        if not missing:
+            return super().prediction_calls(batch)
+        asked = "; ".join(f"{name!r} asks for {', '.join(map(repr, columns))}" for name, columns in missing.items())
+        rank_zero_warn(
+            f"responses are predicted without rewards: the data has the columns {sorted(batch.data)}, and reward "
+            f"function {asked}; add them for rewards"
+        )
+        return ("actor.generate",)
+
+    # ---- responses that go on in the next iteration
+    def setup(self, stage: str) -> None:
+        """Refuse a strategy under which nothing can be carried on; begin a fit with nothing."""
+        super().setup(stage)
+        if stage != "fit" or self.rollout_budget is None:
+            return
+        self._carried = None
+        strategy = self.trainer.strategy
+        if getattr(strategy, "max_staleness", 0):
+            raise ConfigError(
+                "rollout_budget carries responses on into the next iteration, which max_staleness=1 generates before "
+                "it is known what they are; use ReallocStrategy(max_staleness=0), or leave rollout_budget out"
+            )
+        if getattr(strategy, "generation_parts", 1) > 1:
+            raise ConfigError(
+                f"generation_parts={strategy.generation_parts} hands on responses before it is known which of them "  # type: ignore[attr-defined]
+                f"wait for the next iteration; use ReallocStrategy(generation_parts=1), or leave rollout_budget out"
+            )
+
+    def with_carried(self, batch: Samples) -> Samples:
+        """Return the prompts whose responses are not finished, and then the loader's."""
+        if self.rollout_budget is None:
+            return batch
+        begun = 0 if self._carried is None else len(self._carried.responses)
+        self._num_expected = begun + len(batch) * self.sampling.n
+        self._worked_on = batch if self._carried is None else self._carried.before(batch)
+        return self._worked_on
+
+    def on_samples_carried(self, samples: Samples | None, *, num_learnt: int) -> None:
+        """Keep what is not finished until the next iteration."""
+        if self.rollout_budget is None:
+            return
+        assert self._worked_on is not None, "samples are carried on without an iteration"
+        self._carried = None if samples is None else Carried.of(samples, self._worked_on)
+        self._worked_on = None
+        num_carried = 0 if samples is None else len(samples)
+        self.log("carried_samples", float(num_carried), batch_size=1)
+        if self.rollout_budget.late == "drop":
+            self.log("dropped_samples", float(self._num_expected - num_learnt - num_carried), batch_size=1)
+
+    def on_save_checkpoint(self, checkpoint: MutableMapping[str, Any]) -> None:
+        """Save what is not finished."""
+        if self._carried is not None:
+            checkpoint[_CHECKPOINT_KEY] = self._carried.state() | {"num_responses": self.sampling.n}
+
+    def on_load_checkpoint(self, checkpoint: MutableMapping[str, Any]) -> None:
+        """Go on with what was not finished.
+
+        Raises:
+            CheckpointError: for responses that began with an environment where there is none now, or without; or in
+                groups of another size.
+        """
+        state = checkpoint.get(_CHECKPOINT_KEY)
+        if state is None:
+            return
+        carried = Carried.from_state(state)
+        if self.rollout_budget is None:
+            rank_zero_warn(
+                f"the checkpoint holds {len(carried.responses)} responses that were to go on, and they are left out: "
+                f"give the rollout_budget of the run that saved it to go on with them"
+            )
+            return
+        num_responses = state.get("num_responses", self.sampling.n)
+        if num_responses != self.sampling.n:
+            raise CheckpointError(
+                f"the {len(carried.responses)} responses that go on from the checkpoint began with "
+                f"sampling.n={num_responses}, and this run has sampling.n={self.sampling.n}; resume with "
+                f"n={num_responses}, or leave rollout_budget out to drop them"
+            )
+        talked, talks = "model_mask" in carried.responses, self._environment is not None
+        if talked != talks:
+            raise CheckpointError(
+                f"the {len(carried.responses)} responses that go on from the checkpoint began "
+                f"{'with' if talked else 'without'} an environment, and this run has {'one' if talks else 'none'}; "
+                f"resume with the environment of the run that saved it, or leave rollout_budget out to drop them"
+            )
+        self._carried = carried

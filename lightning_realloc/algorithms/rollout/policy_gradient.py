@@ -1,0 +1,288 @@
+"""What do GRPO, RLOO, REINFORCE++ and ReMax have in common? Everything but how a reward becomes an advantage.
+
+Left out here, because it is the runtime's: micro-batches, backward, clipping of gradients, optimizer steps, layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lightning_realloc.algorithms.base.calls import compute, train
+from lightning_realloc.algorithms.base.missing_rewards import judged_only
+from lightning_realloc.algorithms.base.role import ModelSource
+from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, model_mask
+from lightning_realloc.algorithms.losses.correction import EngineCorrection, mismatch_metrics
+from lightning_realloc.algorithms.losses.functional import (
+    KLEstimator,
+    generalized_advantages,
+    kept_tokens,
+    kl_estimate,
+    masked_sum,
+    sequence_sums,
+    token_rewards,
+)
+from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
+from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss, PolicyLossName, RatioLevel
+from lightning_realloc.algorithms.losses.proximal import (
+    RatioTo,
+    learns_in_one_step,
+    old_logprobs,
+    refuse_stale,
+    with_proximal_call,
+)
+from lightning_realloc.algorithms.rollout.dynamic_sampling import DynamicSampling, Refill
+from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
+from lightning_realloc.algorithms.rollout.rewarded import RewardedModule
+from lightning_realloc.algorithms.settings import check_choice, check_not_negative
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.batch.training import Average, Loss, Totals
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
+
+KLPlace = Literal["loss", "reward"]
+_CHECKPOINT_KEY = "dynamic_sampling"
+
+
+class PolicyGradient(RewardedModule):
+    """A RewardedModule whose actor learns from how much better each response was than expected.
+
+    A subclass says what was expected, in :meth:`advantages`.
+
+    Args:
+        actor: The policy: a Hugging Face name or folder, a config, or a module.
+        reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
+        kl_coef: Weight of the divergence from the reference; 0 leaves the reference out altogether.
+        kl_estimator: k1, k2 or k3, in the loss.
+        kl_place: ``"loss"`` adds the divergence to every token's loss; ``"reward"`` takes it (k1) from rewards.
+        loss: ``"clip"``, ``"cispo"``, ``"sapo"`` or ``"vespo"``; see ``policy_losses.py``.
+        ratio_level: Whose probability ratios are of: a ``"token"``; a ``"sequence"``: the geometric mean over its
+            tokens; or the ``"product"`` over them.
+        clip_low: How far a ratio may fall below 1 and still be pushed down.
+        clip_high: How far it may rise above 1 and still be pushed up.
+        clip_most: The largest ratio that a bad response is pushed down by; None: any.
+        sapo_temperatures: Of ``"sapo"``: for positive advantages, and for the others.
+        vespo_shapes: Of ``"vespo"``: k and lambda for advantages from 0 on, and for the others.
+        ratio_to: ``"behaviour"``: ratios are over the probability with which a token was drawn; ``"proximal"``: over
+            the trained model's own before the iteration's first step, in one more inference call (``actor.infer``)
+            where there are several steps. How the engine rounds then makes no difference.
+        engine_correction: Weights that make up for the engine's other distribution, with ``ratio_to="proximal"``.
+        loss_average: ``"sequence"`` means each response's tokens, then the responses; ``"token"`` means all tokens;
+            ``"constant"`` means responses' sums over ``sampling.max_new_tokens``, ``"sum"`` these sums as they are.
+        entropy_coef: Weight of the entropy that the actor is rewarded for.
+        learn_truncated: False: responses that were cut off at the most tokens are judged, and not learnt from.
+        dynamic_sampling: Leave out groups whose rewards are all equal, and fill the batch up from further prompts.
+        settings: Of :class:`RewardedModule`: reward weights, reference, tokenizer; of
+            :class:`PolicyModule`: sampling, environment, rollout budget; of :class:`MultiModelModule`: learning rate,
+            optimizer, schedule, training options, seed.
+    """
+
+    def __init__(
+        self,
+        actor: ModelSource,
+        reward: RewardSource,
+        *,
+        kl_coef: float = 0.04,
+        kl_estimator: KLEstimator = "k3",
+        kl_place: KLPlace = "loss",
+        loss: PolicyLossName = "clip",
+        ratio_level: RatioLevel = "token",
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        clip_most: float | None = None,
+        sapo_temperatures: tuple[float, float] = (1.0, 1.05),
+        vespo_shapes: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0),
+        ratio_to: RatioTo = "behaviour",
+        engine_correction: EngineCorrection | None = None,
+        loss_average: LossAverage = "sequence",
+        entropy_coef: float = 0.0,
+        learn_truncated: bool = True,
+        dynamic_sampling: DynamicSampling | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(actor, reward, **settings)
+        check_choice("kl_estimator", kl_estimator, get_args(KLEstimator))
+        check_choice("kl_place", kl_place, get_args(KLPlace))
+        check_choice("loss_average", loss_average, get_args(LossAverage))
+        check_choice("ratio_to", ratio_to, get_args(RatioTo))
+        check_not_negative(kl_coef=kl_coef, entropy_coef=entropy_coef)
+        self.kl_coef = kl_coef
+        self.kl_estimator = kl_estimator
+        self.kl_place = kl_place
+        self.policy_loss = PolicyLoss(
+            loss=loss, ratio_level=ratio_level, clip_low=clip_low, clip_high=clip_high, clip_most=clip_most,
+            sapo_temperatures=sapo_temperatures, vespo_shapes=vespo_shapes,
+        )  # fmt: skip
+        self.ratio_to = ratio_to
+        if ratio_to == "proximal" and self.rollout_budget is not None:
+            raise ConfigError(
+                f"ratio_to='proximal' leaves out what was learnt since a token was drawn, and {self.rollout_budget} "
+                f"goes on with responses of older weights; use ratio_to='behaviour', or leave rollout_budget out"
+            )
+        self.engine_correction = engine_correction
+        if engine_correction is not None and (ratio_to == "behaviour" or loss == "vespo"):
+            raise ConfigError(
+                f"engine_correction with ratio_to={ratio_to!r} and loss={loss!r}: ratios to the behaviour hold what it "
+                f"corrects already, and vespo's weights take them; use ratio_to='proximal' and another loss, or leave "
+                f"engine_correction out"
+            )
+        self.loss_average = loss_average
+        self.entropy_coef = entropy_coef
+        self.learn_truncated = learn_truncated
+        self._refill = None if dynamic_sampling is None else Refill(dynamic_sampling, group_size=self.sampling.n)
+
+    def setup(self, stage: str) -> None:
+        """Begin a fit without groups that wait."""
+        super().setup(stage)
+        if stage == "fit" and self._refill is not None:
+            self._refill.forget()
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the divergence from a reference counts."""
+        return self.kl_coef > 0
+
+    @property
+    def chooses(self) -> bool:
+        """Whether groups are left out and replaced."""
+        return self._refill is not None
+
+    def calls(self) -> tuple[ModelFunctionCall, ...]:
+        """Have the reference's log-probabilities where they count, and the actor's own where ratios need them."""
+        unneeded = "compare" if self.kl_place == "loss" else "actor.train"
+        calls = tuple(
+            replace(call, needs=tuple(name for name in call.needs if name != "ref_logprobs"))
+            if call.name == unneeded
+            else call
+            for call in super().calls()
+        )
+        scores = self.ratio_to == "proximal" and not self._one_step
+        return with_proximal_call(calls, method="score_actor") if scores else calls
+
+    def score_actor(self, actor: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return the actor's own, before it learns; a call where ``ratio_to="proximal"`` needs one."""
+        return self._logprobs(actor, batch)
+
+    # ---- from rewards to advantages
+    @compute(needs=("rollout", "rewards", "ref_logprobs"), produces="advantages")
+    def compare(self, samples: Samples) -> Mapping[str, Column]:
+        """Return how much better every response is than expected."""
+        rewards, columns = samples.tensor("rewards"), {}
+        if self.has_reference and self.kl_place == "reward":
+            columns["kl_k1"] = sequence_sums(self.divergences(samples))
+            rewards = rewards - self.kl_coef * columns["kl_k1"].to(rewards)
+        advantages = self.advantages(rewards, samples)
+        advantages = advantages.masked_fill(self.left_out(samples), torch.nan)
+        # A divergence that is not finite must not pass for a reward that is missing; see never_missing.
+        broken = ~rewards.isfinite() & ~samples.tensor("rewards").isnan()
+        return {"advantages": advantages.masked_fill(broken, torch.inf), **columns}
+
+    def advantages(self, rewards: Tensor, samples: Samples) -> Tensor:
+        """Return (B,) how much better each of the (B,) rewards is than expected; NaN: it is not learnt from."""
+        raise NotImplementedError(f"{type(self).__name__} must say what it expects of a response")
+
+    def token_returns(self, samples: Samples, compared: Tensor, *, discount: float) -> tuple[Ragged, dict[str, Column]]:
+        """Return what follows each token that the model chose, and every response's divergence where it counts.
+
+        ``compared``, one for each response, comes with its last token; the divergence from the reference, where it is
+        taken from rewards, with every one. A token is not told of the divergence of those before it, which it cannot
+        have changed.
+        """
+        kept = kept_tokens(samples.ragged("behaviour_logprobs"), model_mask(samples))
+        penalties = Ragged(torch.zeros_like(kept.values), kept.lengths)
+        columns: dict[str, Column] = {}
+        if self.has_reference and self.kl_place == "reward":
+            penalties = self.divergences(samples)
+            columns["kl_k1"] = sequence_sums(penalties)
+            penalties = Ragged(self.kl_coef * penalties.values, penalties.lengths)
+        rewards = token_rewards(compared, penalties)
+        # Without a critic, what follows a token is all that it is credited with.
+        nothing = Ragged(torch.zeros_like(rewards.values), rewards.lengths)
+        return generalized_advantages(rewards, nothing, discount=discount, gae_lambda=1.0), columns
+
+    def divergences(self, samples: Samples) -> Ragged:
+        """Return k1 of the policy that drew the tokens from the reference, of each token that the model chose."""
+        mask = model_mask(samples)
+        behaviour = kept_tokens(samples.ragged("behaviour_logprobs"), mask)
+        reference = kept_tokens(samples.ragged("ref_logprobs"), mask).values.to(behaviour.values)
+        return Ragged(kl_estimate(behaviour.values, reference, estimator="k1"), behaviour.lengths)
+
+    def left_out(self, samples: Samples) -> Tensor:
+        """Return (B,) bool: True where a response is not learnt from, since it was cut off."""
+        reasons = samples.tensor("finish_reason") if "finish_reason" in samples else torch.zeros(len(samples))
+        return (reasons == FINISH_REASONS.index("length")) & (not self.learn_truncated)
+
+    def choose(self, samples: Samples) -> Samples | None:
+        """Return groups whose rewards differ, once there are enough."""
+        assert self._refill is not None, "nothing is chosen without dynamic_sampling"
+        chosen = self._refill.add(samples, num_minibatches=self.train_options_of("actor").num_minibatches)
+        self.log_dict(self._refill.facts, batch_size=1)
+        return chosen
+
+    # ---- learning
+    @train("actor", needs=("rollout", "advantages", "ref_logprobs"))
+    def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
+        """Return one micro-batch's loss of the policy, its divergence penalty and its entropy bonus."""
+        statistics = token_logprobs(
+            actor, batch, temperature=self.sampling.temperature, with_entropy=self.entropy_coef > 0, only_responses=True
+        )
+        logprobs = statistics.logprobs
+        before = old_logprobs(logprobs, batch, ratio_to=self.ratio_to, one_step=self._one_step)
+        batch = judged_only(batch, "advantages")
+        advantages, mask = of_tokens(batch["advantages"], batch), batch.response_mask
+        loss = self.policy_loss(logprobs, before, advantages, batch)
+        values = loss.values
+        measured = {"clip_fraction": loss.clipped.float()}
+        metrics: dict[str, Average] = {}
+        if self.ratio_to == "proximal":
+            metrics = mismatch_metrics(before, batch["behaviour_logprobs"], batch)
+        if self.engine_correction is not None:
+            weights = self.engine_correction.weights(before, batch["behaviour_logprobs"], batch)
+            values, measured["engine_weight"] = values * weights, weights
+        if self.has_reference and self.kl_place == "loss":
+            measured["kl"] = kl_estimate(logprobs, batch["ref_logprobs"], estimator=self.kl_estimator)
+            values = values + self.kl_coef * measured["kl"]
+        if statistics.entropy is not None:
+            measured["entropy"] = statistics.entropy
+            values = values - self.entropy_coef * statistics.entropy
+        metrics |= {name: Average(masked_sum(value, mask), mask.sum()) for name, value in measured.items()}
+        max_tokens = self.sampling.max_new_tokens
+        return Loss(averaged_loss(values, batch, totals, average=self.loss_average, max_tokens=max_tokens), metrics)
+
+    def summarize(self, samples: Samples) -> dict[str, Tensor]:
+        """Return also the divergence in nats per response, where it is taken from rewards."""
+        divergence = {"kl_k1": samples.tensor("kl_k1").nanmean()} if "kl_k1" in samples else {}
+        return super().summarize(samples) | divergence
+
+    def check_batch(self, batch: Samples) -> None:
+        """Refuse also ratios that would not say of what age responses are."""
+        super().check_batch(batch)
+        if self.training_now:
+            refuse_stale(self.ratio_to, self._strategy.max_staleness)
+
+    def on_save_checkpoint(self, checkpoint: MutableMapping[str, Any]) -> None:
+        """Save also groups that wait for others."""
+        super().on_save_checkpoint(checkpoint)
+        if self._refill is not None:
+            checkpoint[_CHECKPOINT_KEY] = self._refill.state()
+
+    def on_load_checkpoint(self, checkpoint: MutableMapping[str, Any]) -> None:
+        """Go on with these groups."""
+        super().on_load_checkpoint(checkpoint)
+        if self._refill is not None and _CHECKPOINT_KEY in checkpoint:
+            self._refill.load(checkpoint[_CHECKPOINT_KEY])
+
+    @property
+    def _one_step(self) -> bool:
+        return learns_in_one_step(self.train_options_of("actor"))
+
+
+def of_tokens(values: Tensor, batch: PackedBatch) -> Tensor:
+    """Return (N,) the values of tokens, which may have come as one per response."""
+    return values if values.shape[0] == batch.num_tokens else batch.per_token(values)

@@ -1,0 +1,220 @@
+"""Who judges responses? Reward models, each a role with an inference call, and functions on the host, added by weight.
+
+A run of several judges has a call ``judge`` that adds up what they say; models score before it, wherever the plan puts
+them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from lightning_realloc.algorithms.base.role import ModelSource, Role, is_model_source
+from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, judged_responses, response_texts
+from lightning_realloc.algorithms.base.vocabulary import require_same_vocabulary, required_tokenizer, retokenized
+from lightning_realloc.algorithms.settings import check_choice
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Samples
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
+from lightning_realloc.errors import ConfigError, RewardError
+from lightning_realloc.rewards.functions import (
+    RewardFunction,
+    RewardFunctions,
+    Rewards,
+    listed,
+    refuse_infinite_sums,
+)
+from lightning_realloc.rewards.invoke import finite_number
+from lightning_realloc.rewards.signatures import resolved
+from lightning_realloc.rewards.texts import shortened
+from lightning_realloc.runtime.parallel.packed_forward import sequence_scores
+
+# In this order: jsonargparse would write any list down as a path.
+RewardSource = str | Sequence[str | RewardFunction | ModelSource] | RewardFunction | ModelSource
+"""Sequence classifiers of one label, as names, folders, configs or modules, and functions
+``f(prompts, completions, **columns) -> list[float]``, or their import paths: one, or a list of them."""
+RewardTokenizer = Literal["actor", "retokenize"] | PreTrainedTokenizerBase
+"""What reward models read: the actor's tokens, the texts by their own tokenizer, or by another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A reward model."""
+
+    role: str
+    weight: float
+
+    @property
+    def column(self) -> str:
+        """What holds its scores."""
+        return f"{self.role}_scores"
+
+    @property
+    def method(self) -> str:
+        """What scores with it."""
+        return f"score_by_{self.role}"
+
+
+def is_further(role: str) -> bool:
+    """Return whether a role is that of a reward model after the first one."""
+    return re.fullmatch(r"reward_\d+", role) is not None
+
+
+def calls_of_further(roles: Sequence[str]) -> tuple[ModelFunctionCall, ...]:
+    """Return the calls of all reward models among ``roles`` but the first, which an algorithm declares."""
+    models = [_Model(role, 1.0) for role in roles if is_further(role)]
+    return tuple(
+        ModelFunctionCall(f"{model.role}.infer", "infer", model.role, model.method, ("rollout",), (model.column,))
+        for model in models
+    )
+
+
+def with_further(
+    calls: Sequence[ModelFunctionCall], further: Sequence[ModelFunctionCall]
+) -> tuple[ModelFunctionCall, ...]:
+    """Return ``calls`` and those of further reward models, whose scores ``judge`` adds up, too."""
+    columns = [column for call in further for column in call.produces]
+    added = [replace(call, needs=(*call.needs, *columns)) if call.name == "judge" else call for call in calls]
+    return (*added, *further)
+
+
+class RewardSources:
+    """Reward models and reward functions, each with a weight.
+
+    Args:
+        reward: One, or a list of them.
+        sources: Of the algorithm, by role; takes the models.
+        weights: One per model or function, in the order of the list; by default all count 1.
+        tokenizer: What the models read.
+
+    Raises:
+        ConfigError: for a tokenizer without a model that would read by it.
+        RewardError: for an import path that leads nowhere, nobody who judges, or weights that do not match.
+    """
+
+    def __init__(
+        self,
+        reward: RewardSource,
+        sources: dict[str, ModelSource],
+        *,
+        weights: Sequence[float] | None = None,
+        tokenizer: RewardTokenizer = "actor",
+    ) -> None:
+        # Asked first whether it is one model: a configuration can be iterated over.
+        several: list[Any] = [reward] if is_model_source(reward) else listed(reward)
+        given: list[Any] = [item if is_model_source(item) else resolved(item) for item in several]
+        factors = [1.0] * len(given) if weights is None else [float(weight) for weight in weights]
+        if len(factors) != len(given) or None in map(finite_number, factors):
+            raise RewardError(f"{len(given)} rewards need as many finite weights; got {factors}")
+        pairs = list(zip(given, factors, strict=True))
+        of_models = [(source, weight) for source, weight in pairs if is_model_source(source)]
+        roles = ["reward" if number == 1 else f"reward_{number}" for number in range(1, len(of_models) + 1)]
+        self.models = tuple(_Model(role, weight) for role, (_, weight) in zip(roles, of_models, strict=True))
+        sources.update({role: source for role, (source, _) in zip(roles, of_models, strict=True)})
+        others = [(function, weight) for function, weight in pairs if not is_model_source(function)]
+        self.functions = None if others == [] and self.models else RewardFunctions(
+            [function for function, _ in others], weights=[weight for _, weight in others], alone=not self.models
+        )  # fmt: skip
+        if isinstance(tokenizer, str):
+            check_choice("reward_tokenizer", tokenizer, ("actor", "retokenize"))
+        if not self.models and tokenizer != "actor":
+            raise ConfigError(f"reward_tokenizer={tokenizer!r} is for a reward model; reward={reward!r} is none")
+        self._tokenizer = tokenizer
+        self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
+        """Of the roles that do not read the actor's tokens, once models are built."""
+
+    @property
+    def reads_actor_tokens(self) -> bool:
+        """Whether there are reward models, and they read what the actor wrote, token by token."""
+        return bool(self.models) and self._tokenizer == "actor"
+
+    @property
+    def evaluation_calls(self) -> tuple[str, ...]:
+        """The calls from responses to rewards."""
+        return (*[f"{model.role}.infer" for model in self.models], "judge")
+
+    def roles(self, sources: Mapping[str, ModelSource], peft_of: Any) -> tuple[Role, ...]:
+        """Return the models' roles; ``peft_of`` is :meth:`MultiModelModule.peft_of`."""
+        return tuple(
+            Role(name=model.role, source=sources[model.role], trained=False, task="sequence_classification",
+                 peft=peft_of(model.role, trained=False))
+            for model in self.models
+        )  # fmt: skip
+
+    def further_calls(self) -> tuple[ModelFunctionCall, ...]:
+        """Return the calls of all models but the first, which an algorithm declares."""
+        return calls_of_further([model.role for model in self.models])
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What holds the models' scores."""
+        return tuple(model.column for model in self.models)
+
+    def check_vocabularies(self, roles: Sequence[Role], tokenizer: PreTrainedTokenizerBase) -> None:
+        """Refuse a reward model that would read other text than the actor, the first of ``roles``, wrote.
+
+        Raises:
+            ConfigError: saying what differs, and how to have texts encoded anew.
+        """
+        actor, names = roles[0], [model.role for model in self.models]
+        for role in (role for role in roles if role.name in names):
+            if self._tokenizer == "actor":
+                way_out = (
+                    f"give {role.name}= a model with the actor's tokenizer, or set reward_tokenizer='retokenize' to "
+                    f"have it read the texts"
+                )
+                require_same_vocabulary(role, actor, tokenizer, way_out=way_out)
+            else:
+                own = required_tokenizer(role) if isinstance(self._tokenizer, str) else self._tokenizer
+                self._tokenizers[role.name] = own
+
+    def score(self, role: str, model: nn.Module, batch: PackedBatch, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+        """Return (B,) what a reward model makes of every sequence, of tokens of the actor's ``tokenizer``.
+
+        Raises:
+            RewardError: for a score that is not finite, naming the role, the sample and its response.
+        """
+        read = retokenized(batch, tokenizer, self._tokenizers[role]) if role in self._tokenizers else batch
+        scores = sequence_scores(model, read).float()
+        bad = ~scores.isfinite()
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0])
+            end, length = int(batch.cu_seqlens[row + 1]), batch.response_lengths[row]
+            text = tokenizer.decode(batch.input_ids[0, end - length : end], skip_special_tokens=True)
+            raise RewardError(
+                f"the reward model of role {role!r} must give finite scores; it gave {float(scores[row])} for the "
+                f"completion {shortened(text)} of sample {int(batch.ids[row])}; look at its weights and precision"
+            )
+        return scores
+
+    def judge(self, samples: Samples, tokenizer: PreTrainedTokenizerBase) -> Rewards:
+        """Return the weighted sum of what models scored, and of what functions say now."""
+        scores = {model: samples.tensor(model.column).float().cpu() for model in self.models}
+        of_models = torch.zeros(len(samples)) + sum(model.weight * values for model, values in scores.items())
+        found = None if self.functions is None else judged_responses(self.functions, samples, tokenizer)
+        total = of_models if found is None else found.total + of_models
+        missing = torch.zeros(len(samples), dtype=torch.bool) if found is None else found.total.isnan()
+        refuse_infinite_sums(
+            total, missing, lambda index: f"the completion {shortened(response_texts(samples, tokenizer)[index])}"
+        )
+        if found is None:
+            return Rewards(total, self._named(scores, ()))
+        by_name = {**self._named(scores, found.by_function), **found.by_function}
+        return Rewards(total, by_name, found.failed)
+
+    def _named(self, scores: Mapping[_Model, Tensor], taken: Mapping[str, Tensor] | tuple[()]) -> dict[str, Tensor]:
+        return {f"{m.role}_model" if m.role in taken else m.role: values for m, values in scores.items()}
+
+
+def less_for_cut_off(scores: Tensor, samples: Samples, penalty: float | None) -> Tensor:
+    """Return (B,) scores, less the penalty for responses that did not come to their end."""
+    if penalty is None:
+        return scores
+    cut_off = samples.tensor("finish_reason") == FINISH_REASONS.index("length")
+    return scores - penalty * cut_off.to(scores)

@@ -1,0 +1,206 @@
+"""What do algorithms have in common whose responses are rewarded? Judging, and choosing what is learnt from.
+
+Most learn from all responses. Some choose among them once they are judged: the best of a group, pairs, groups that
+differ. These take two walks through their calls: the first one generates and judges, and all ranks get everything that
+came of it; the second one does the rest with what was chosen, as if the loader had supplied it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from lightning_realloc.algorithms.base.calls import compute, infer
+from lightning_realloc.algorithms.base.role import ModelSource, Role
+from lightning_realloc.algorithms.base.rollout_columns import response_summary, reward_columns, reward_summary
+from lightning_realloc.algorithms.rollout.policy import PolicyModule
+from lightning_realloc.algorithms.rollout.reward_sources import (
+    RewardSource,
+    RewardSources,
+    RewardTokenizer,
+    calls_of_further,
+    less_for_cut_off,
+    with_further,
+)
+from lightning_realloc.algorithms.settings import check_minibatches, check_positive
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import Column, Samples
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
+from lightning_realloc.errors import ConfigError
+
+
+class RewardedModule(PolicyModule):
+    """A PolicyModule whose responses are judged by reward models, reward functions, or both.
+
+    Args:
+        actor: The policy: a Hugging Face name or folder, a config, or a module.
+        reward: Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths; models that
+            score sequences, as names, folders, configs or modules, which are roles ``reward``, ``reward_2``, ...; or
+            a list of either.
+        reward_weights: One for each of them; by default all count 1.
+        reward_tokenizer: ``"actor"``: reward models read the actor's tokens; ``"retokenize"``: the texts, as their own
+            tokenizers encode them; a tokenizer: as that one does.
+        missing_eos_penalty: What the reward of a response that is cut off at the most tokens is lowered by, while
+            training; None: nothing.
+        reference: What the policy is kept close to; by default the actor as it was loaded, or without its adapters.
+        tokenizer: By default the actor's.
+        settings: Of :class:`PolicyModule`: sampling, environment, conversation, rollout budget; of
+            :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+    """
+
+    optional_roles = ("reference", "reward")
+    evaluation_calls: tuple[str, ...] = ("actor.generate", "judge")
+    """Up to the rewards; what comes before samples are chosen, too. With reward models also their calls."""
+    share_prompts = True
+    reward_column = "rewards"
+
+    def __init__(
+        self,
+        actor: ModelSource,
+        reward: RewardSource,
+        *,
+        reward_weights: Sequence[float] | None = None,
+        reward_tokenizer: RewardTokenizer = "actor",
+        missing_eos_penalty: float | None = None,
+        reference: ModelSource | None = None,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        if self.sampling.temperature == 0:
+            raise ConfigError(
+                "sampling.temperature=0 gives every response of a group the same tokens, and explores nothing; set it "
+                "above 0"
+            )
+        check_positive(missing_eos_penalty=missing_eos_penalty)
+        self.missing_eos_penalty = missing_eos_penalty
+        self._judges = RewardSources(reward, self.sources, weights=reward_weights, tokenizer=reward_tokenizer)
+        self._reward_functions = self._judges.functions
+        self.evaluation_calls = ("actor.generate", *self._judges.evaluation_calls)
+        for model in self._judges.models[1:]:
+            setattr(self, model.method, partial(self._score, model.role))
+        self.tokenizer = tokenizer
+        self.sources["actor"] = actor
+        if reference is not None:
+            self.sources["reference"] = reference
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference takes part."""
+        return True
+
+    @property
+    def chooses(self) -> bool:
+        """Whether :meth:`choose` is asked what is learnt from."""
+        return False
+
+    def roles(self) -> tuple[Role, ...]:
+        """Return the actor, and the reference and reward models where they take part."""
+        actor = Role(name="actor", source=self.sources["actor"], trained=True, peft=self.peft_of("actor"))
+        reference = (self.reference_of(actor, self.sources.get("reference")),) if self.has_reference else ()
+        return (actor, *reference, *self._judges.roles(self.sources, self.peft_of))
+
+    def calls(self) -> tuple[ModelFunctionCall, ...]:
+        """Have further reward models score, too."""
+        return with_further(super().calls(), self._judges.further_calls())
+
+    @classmethod
+    def calls_for(cls, roles: Sequence[str]) -> tuple[ModelFunctionCall, ...]:
+        """Have further reward models score, too."""
+        return with_further(super().calls_for(roles), calls_of_further(roles))
+
+    def configure_model(self) -> None:
+        """Build the models, once it is known that reward models read the actor's tokens."""
+        if not self.models() and self._judges.models:
+            self._judges.check_vocabularies(self.roles(), self.tokenizer)
+        super().configure_model()
+
+    @infer("reward", needs="rollout", produces="reward_scores")
+    def score_sequences(self, reward: nn.Module, batch: PackedBatch) -> Tensor:
+        """Return the first reward model's score of every sequence."""
+        return self._score("reward", reward, batch)
+
+    def _score(self, role: str, reward: nn.Module, batch: PackedBatch) -> Tensor:
+        return self._judges.score(role, reward, batch, self.tokenizer)
+
+    @compute(needs=("rollout", "reward_scores"), produces="rewards")
+    def judge(self, samples: Samples) -> Mapping[str, Column]:
+        """Reward every response."""
+        rewards = self._judges.judge(samples, self.tokenizer)
+        penalty = self.missing_eos_penalty
+        if penalty is not None and not self.training_now:
+            penalty = None
+        return {"rewards": less_for_cut_off(rewards.total, samples, penalty), **reward_columns(rewards)}
+
+    # ---- choosing
+    def choose(self, samples: Samples) -> Samples | None:
+        """Return what an iteration learns from, of judged samples that are the same on every rank, sorted by id.
+
+        None: nothing yet. Then no step is taken, and the next batch comes.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must say what it chooses")
+
+    def runs(self, call: str, iteration: int) -> bool:
+        """Leave out of an iteration what was done before samples were chosen."""
+        return not (self.chooses and call in self.evaluation_calls)
+
+    def training_step(self, batch: Samples, batch_idx: int) -> None:
+        """Run one iteration of the dataflow, in two walks where samples are chosen."""
+        if not self.chooses:
+            super().training_step(batch, batch_idx)
+            return
+        self.require_batch(batch)
+        self.check_batch(batch)
+        chosen = self.choose(self.first_walk(batch))
+        if chosen is None:
+            return
+        for samples in self._strategy.run_iteration(chosen):
+            self.log_dict(self.summarize(samples), prog_bar=True, batch_size=len(samples))
+            self.on_iteration_end(samples)
+
+    def first_walk(self, batch: Samples) -> Samples:
+        """Return judged responses to a batch, the same on every rank, sorted by id."""
+        prepared = self.prepare_batch(batch)
+        samples: Samples = self._strategy.run_calls(prepared, self.evaluation_calls, are_of_next=True)
+        return samples.to("cpu").sorted_by_id()
+
+    def setup(self, stage: str) -> None:
+        """Refuse what cannot be combined with choosing."""
+        super().setup(stage)
+        if stage != "fit" or not self.chooses:
+            return
+        name = type(self).__name__
+        if self.rollout_budget is not None:
+            raise ConfigError(
+                f"rollout_budget carries responses on, and {name} chooses among those of whole prompts before it "
+                f"learns; leave rollout_budget out"
+            )
+        for setting, plain in (("max_staleness", 0), ("generation_parts", 1)):
+            if getattr(self.trainer.strategy, setting, plain) != plain:
+                raise ConfigError(
+                    f"{setting}={getattr(self.trainer.strategy, setting)} works ahead of what is chosen, and {name} "
+                    f"chooses among all responses before it learns; use ReallocStrategy({setting}={plain})"
+                )
+
+    # ---- what is known of it
+    def summarize(self, samples: Samples) -> dict[str, Tensor]:
+        """Return mean rewards, mean response length, and the share of responses that ended by themselves."""
+        return {"reward": samples.tensor("rewards").nanmean(), **reward_summary(samples), **response_summary(samples)}
+
+    def check_batch(self, batch: Samples) -> None:
+        """Refuse data without a column that a reward function asks for, and fewer samples than mini-batches."""
+        if self.training_now:
+            check_minibatches(len(batch) * self.sampling.n, self.train_options_of("actor"))
+        if self._reward_functions is not None:
+            self._reward_functions.check_columns(batch.data)
+
+
+def check_group(n: int) -> None:
+    """Raise ConfigError for a group with nothing to compare."""
+    if n < 2:
+        raise ConfigError(f"sampling.n={n}: a group needs 2 or more responses to compare; set n >= 2")

@@ -1,0 +1,102 @@
+"""What does PPO learn from? Every token's advantage and return, from scores of responses and a critic's values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_realloc.algorithms.base.rollout_columns import model_mask
+from lightning_realloc.algorithms.losses.controllers import RunningMoments
+from lightning_realloc.algorithms.losses.functional import (
+    explained_variance,
+    generalized_advantages,
+    kept_tokens,
+    kl_estimate,
+    sequence_sums,
+    shaped_scores,
+    spread_tokens,
+    token_rewards,
+    whiten,
+)
+from lightning_realloc.algorithms.settings import check_positive, check_share
+from lightning_realloc.batch.samples import Column, Ragged, Samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenAdvantages:
+    """How scores become rewards of tokens, and these advantages and returns."""
+
+    discount: float = 1.0
+    """Of a reward one token later."""
+    gae_lambda: float = 0.95
+    """0 trusts the critic after one token, 1 never."""
+    normalize_advantages: bool = True
+    """To mean 0 and deviation 1 over all tokens of an iteration."""
+    normalize_values: bool = False
+    """The critic learns returns less their running mean, over their running deviation."""
+    reward_scale: float = 1.0
+    """Factor of every score."""
+    reward_clip: float | None = None
+    """Largest absolute score after that; None does not clip."""
+
+    def __post_init__(self) -> None:
+        check_positive(reward_clip=self.reward_clip)
+        check_share(discount=self.discount, gae_lambda=self.gae_lambda)
+
+    def estimate(
+        self, samples: Samples, *, moments: RunningMoments, has_reference: bool, penalty: Tensor | None
+    ) -> dict[str, Column]:
+        """Return every token's advantage and return, and every sample's reward, divergence and sums of returns.
+
+        An environment's tokens are part of the states that the next token is chosen in, and no steps of their own.
+
+        Args:
+            samples: A whole iteration, each with a score.
+            moments: Of earlier returns.
+            has_reference: Whether there are log-probabilities of one, and so divergences.
+            penalty: What tokens' rewards are reduced by for each nat of divergence; None: by nothing.
+        """
+        mask = model_mask(samples)
+        behaviour = kept_tokens(samples.ragged("behaviour_logprobs"), mask)
+        columns: dict[str, Column] = {}
+        penalties = torch.zeros_like(behaviour.values)
+        if has_reference:
+            reference = kept_tokens(samples.ragged("ref_logprobs"), mask).values.to(behaviour.values)
+            k1 = kl_estimate(behaviour.values, reference, estimator="k1")
+            k3 = kl_estimate(behaviour.values, reference, estimator="k3")
+            columns["kl_k1"] = sequence_sums(Ragged(k1, behaviour.lengths))
+            columns["kl_k3"] = sequence_sums(Ragged(k3, behaviour.lengths))
+            if penalty is not None:
+                penalties = penalty.to(k1) * k1
+        scores = shaped_scores(samples.tensor("scores"), scale=self.reward_scale, clip=self.reward_clip)
+        rewards = token_rewards(scores, Ragged(penalties, behaviour.lengths))
+        estimates = kept_tokens(samples.ragged("values"), mask).to(penalties.device)
+        # Moments into which nothing was ever taken, as without normalize_values, change nothing.
+        values = Ragged(moments.denormalize(estimates.values), estimates.lengths)
+        return columns | {"rewards": sequence_sums(rewards)} | self._learnt(rewards, values, mask, moments)
+
+    def _learnt(
+        self, rewards: Ragged, values: Ragged, mask: Ragged | None, moments: RunningMoments
+    ) -> dict[str, Column]:
+        advantages = generalized_advantages(rewards, values, discount=self.discount, gae_lambda=self.gae_lambda)
+        returns = Ragged(advantages.values + values.values, values.lengths)
+        exact = returns.values.double()
+        if self.normalize_advantages:
+            advantages = Ragged(whiten(advantages.values), values.lengths)
+        return {
+            "advantages": spread_tokens(advantages, mask),
+            "returns": spread_tokens(self._in_critic_units(returns, moments), mask),
+            "return_sums": sequence_sums(Ragged(exact, returns.lengths)),
+            "return_square_sums": sequence_sums(Ragged(exact.square(), returns.lengths)),
+            "explained_variance": explained_variance(values.values, returns.values).expand(len(values)).clone(),
+        }
+
+    def _in_critic_units(self, returns: Ragged, moments: RunningMoments) -> Ragged:
+        """Return the returns as the critic learns them, they themselves being part of the running moments."""
+        if not self.normalize_values:
+            return returns
+        exact = returns.values.double()
+        merged = moments.merged(returns.num_tokens, exact.sum(), exact.square().sum())
+        return Ragged(merged.normalize(returns.values), returns.lengths)

@@ -1,0 +1,409 @@
+"""What do data modules of prompts and of supervised pairs share? Reading, splitting, fitting the context, loaders."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from transformers import PreTrainedTokenizerBase
+
+from lightning_realloc.batch.samples import Column, Samples
+from lightning_realloc.data.chat import check_template_settings, load_tokenizer, template_input
+from lightning_realloc.data.loader import BatchLoader, EvaluationLoader
+from lightning_realloc.data.rows import Row, RowSource, read_rows, split_by_hash
+from lightning_realloc.data.sources import is_stream
+from lightning_realloc.data.streams import RowStream, StreamLoader
+from lightning_realloc.errors import DataError
+from lightning_realloc.seeds import seed_of_run
+from lightning_realloc.setting_hints import OF_DATA, NamesElsewhere
+
+log = logging.getLogger(__name__)
+
+LongRows = Literal["refuse", "truncate", "drop"]
+"""What happens to rows with more tokens than fit."""
+_WITHOUT_STREAMING = "give the rows without streaming, such as DatasetSource(..., split='train[:1000]')"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimit:
+    """The most tokens a row may have, and where that comes from."""
+
+    tokens: int
+    source: str
+    """For error messages, e.g. ``max_prompt_tokens``."""
+
+
+class NothingFitsError(DataError):
+    """Rows of which not one can be used."""
+
+
+class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
+    """Global batches of :class:`Samples` from rows; a subclass says how rows become columns.
+
+    Args:
+        data: A JSONL or Parquet file, a folder that ``datasets`` saved, a :class:`DatasetSource`, a list of
+            dictionaries, or a ``datasets.Dataset``.
+        batch_size: Rows per iteration, over all ranks together.
+        val_data: Held-out rows, read like ``data``.
+        val_fraction: Instead of ``val_data``: the share of ``data`` that is held out, chosen by a hash of the row.
+        tokenizer: A Hugging Face name, folder or tokenizer; by default the LightningModule's.
+        seed: Of the order of the rows and of what is held out. By default the order's is that of ``seed_everything``,
+            else 0; what is held out goes by 0 then, so that runs of several seeds are compared on the same rows.
+        shuffle: Whether rows come in another order every epoch.
+        drop_last: Whether an epoch leaves out a last batch that is smaller than the others.
+        long_rows: What happens to rows with more tokens than fit: ``refuse`` them all with an error, ``truncate`` them,
+            or ``drop`` them.
+        bucket_batches: Rows of similar length share a batch, chosen among so many batches of the shuffled order;
+            None: whatever their lengths.
+        shuffle_buffer: Of a stream: how many of its rows are read at a time, and shuffled.
+        reads_ahead: Of a stream: whether a thread reads the next rows, as many, while these are trained on.
+        chat_template_kwargs: Settings that the chat template knows by name, such as ``enable_thinking``; those of a
+            row's column ``chat_template_kwargs`` come before them.
+    """
+
+    names_elsewhere = OF_DATA
+    group_size: int = 1
+    """Samples that a row becomes, next to each other; they are always in one batch."""
+
+    def __init__(
+        self,
+        data: RowSource,
+        *,
+        batch_size: int,
+        val_data: RowSource | None = None,
+        val_fraction: float = 0.0,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        seed: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        long_rows: LongRows = "refuse",
+        bucket_batches: int | None = None,
+        shuffle_buffer: int = 1000,
+        reads_ahead: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if long_rows not in get_args(LongRows):
+            raise DataError(f"rows that are too long: {long_rows!r} must be one of {', '.join(get_args(LongRows))}")
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise DataError(f"batch_size={batch_size!r} must be a whole number, at least 1: rows of an iteration")
+        if not 0.0 <= val_fraction < 1.0:
+            raise DataError(f"val_fraction={val_fraction} must be at least 0 and below 1")
+        if val_data is not None and val_fraction > 0.0:
+            raise DataError(f"val_data and val_fraction={val_fraction} both name held-out rows; give one of them")
+        if is_stream(val_data):
+            raise DataError(
+                "val_data is a stream, and held-out rows are read whole; name a part of it without streaming, such as "
+                "DatasetSource(..., split='test[:500]'), or give list(stream.take(500))"
+            )
+        for name, value, off in (("val_fraction", val_fraction, 0.0), ("bucket_batches", bucket_batches, None)):
+            if is_stream(data) and value != off:
+                raise DataError(
+                    f"{name}={value} looks at all rows, which a stream has not yet; leave it out, or "
+                    f"{_WITHOUT_STREAMING}"
+                )
+        check_template_settings(chat_template_kwargs or {}, type(self).__name__)
+        self.data = data
+        self.batch_size = batch_size
+        self.val_data = val_data
+        self.val_fraction = val_fraction
+        self._seed = seed
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.long_rows = long_rows
+        self.bucket_batches = bucket_batches
+        self.shuffle_buffer = shuffle_buffer
+        self.reads_ahead = reads_ahead
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self._tokenizer = tokenizer
+        self._tables: dict[str, Samples] = {}
+        self._train_loader: BatchLoader | StreamLoader | None = None
+        self._evaluation_loaders: dict[str, EvaluationLoader] = {}
+
+    @abstractmethod
+    def split_column(self, rows: Sequence[Row]) -> str:
+        """Return the column whose hash decides which rows are held out."""
+
+    def read(self, source: RowSource) -> tuple[Row, ...]:
+        """Return all rows of a source, before any of them is held out."""
+        return self.shaped(read_rows(source))
+
+    def shaped(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        """Return rows in the form that :meth:`tabulate` takes; a subclass may know several."""
+        return rows
+
+    @abstractmethod
+    def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
+        """Return the rows that fit as samples with ids 0, 1, ...; called on every rank alike.
+
+        Raises:
+            NothingFitsError: where not one of them does.
+        """
+
+    # ---- Lightning's hooks
+    def setup(self, stage: str | None = None) -> None:
+        """Read, check and tokenize all rows, so that whatever is wrong with them is found before the first step.
+
+        Of a stream that is the first block, and only where it is trained on.
+        """
+        if not self._tables:
+            self._read_tables()
+        if is_stream(self.data) and stage in (None, "fit"):
+            kind = BatchLoader if self._overfits else StreamLoader
+            if not isinstance(self._train_loader, kind):
+                self._train_loader = self._first_batches() if self._overfits else self._stream_loader(self.shuffle)
+
+    def train_dataloader(self) -> BatchLoader | StreamLoader:
+        """Return the training batches; the same loader every time, so that its epochs go on."""
+        loader = self._train_loader
+        if loader is None:
+            loader = self._train_loader = BatchLoader(
+                self._table("train"), batch_size=self.batch_size, seed=self.seed, shuffle=self.shuffle,
+                drop_last=self.drop_last, group_size=self.group_size, bucket_batches=self.bucket_batches,
+            )  # fmt: skip
+        if isinstance(loader, StreamLoader):
+            loader.epoch_batches = self._stream_epoch()
+        else:
+            loader.shuffle = self.shuffle and not self._overfits
+            loader.epoch_batches = self._epoch_batches(len(loader))
+        return loader
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Read no further in a stream."""
+        if isinstance(self._train_loader, StreamLoader):
+            self._train_loader.close()
+
+    def val_dataloader(self) -> EvaluationLoader | list[object]:
+        """Return the held-out batches, in the order of the rows; none without held-out rows."""
+        if "val" in self._tables:
+            return self._evaluation("val")
+        # Lightning takes every empty container for a loader of length zero, and warns that this may be a mistake.
+        warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
+        return []
+
+    def test_dataloader(self) -> EvaluationLoader:
+        """Return the held-out batches, or all rows where none are held out."""
+        return self._evaluation("val" if "val" in self._tables else "train")
+
+    def predict_dataloader(self) -> EvaluationLoader:
+        """Return every row of ``data`` that is not held out, in order."""
+        return self._evaluation("train")
+
+    # ---- what algorithms use
+    @property
+    def seed(self) -> int:
+        """Of the order of the rows; the same on every rank."""
+        return seed_of_run(self.trainer) if self._seed is None else self._seed
+
+    @property
+    def tables(self) -> dict[str, Samples]:
+        """Return the samples of ``train`` and, where rows are held out, of ``val``; empty before :meth:`setup`."""
+        return dict(self._tables)
+
+    def add_columns(self, split: str, **columns: Column) -> None:
+        """Add to what is known of a split's samples; batches drawn from now on bring it, too."""
+        self._tables[split] = self._table(split).with_columns(**columns)
+        if split == "train" and isinstance(self._train_loader, BatchLoader):
+            self._train_loader.table = self._tables[split]
+        if split in self._evaluation_loaders:
+            self._evaluation_loaders[split].table = self._tables[split]
+
+    # ---- what subclasses use
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer given, or else that of the LightningModule under training."""
+        if isinstance(self._tokenizer, str | Path):
+            self._tokenizer = load_tokenizer(self._tokenizer)
+        if self._tokenizer is None:
+            self._tokenizer = getattr(self._module(), "tokenizer", None)
+        if not isinstance(self._tokenizer, PreTrainedTokenizerBase):
+            raise DataError(
+                f"{type(self).__name__} has no tokenizer and the LightningModule brings none; "
+                f"pass tokenizer= with a Hugging Face name, folder or tokenizer"
+            )
+        return self._tokenizer
+
+    def model_context(self) -> int | None:
+        """Return the most positions that every model of the LightningModule has; None if that is not known."""
+        roles = getattr(self._module(), "roles", None)
+        configs = [role.config() for role in roles()] if callable(roles) else []
+        contexts = [getattr(c.get_text_config(), "max_position_embeddings", None) for c in configs if c is not None]
+        known = [context for context in contexts if isinstance(context, int) and context > 0]
+        return min(known, default=None)
+
+    def token_limit(self, most: int | None, source: str, *, reserved: int = 0) -> TokenLimit | None:
+        """Return the smaller one of ``most`` tokens and the models' context; None where neither is known.
+
+        Args:
+            source: What names ``most`` in messages.
+            reserved: Positions of the context that are left free.
+        """
+        context = self.model_context()
+        limits = [] if context is None else [
+            TokenLimit(context - reserved, f"the models' context of {context} positions")
+        ]  # fmt: skip
+        if most is not None:
+            limits.append(TokenLimit(most, source))
+        return min(limits, key=lambda limit: limit.tokens, default=None)
+
+    def data_of(self, rows: Sequence[Row], *, without: Sequence[str] = ()) -> dict[str, tuple[object, ...]]:
+        """Return the columns of the rows as python objects, for reward functions and logs.
+
+        Args:
+            without: Columns that the samples hold in another form.
+        """
+        return {name: tuple(row.values[name] for row in rows) for name in rows[0].values if name not in without}
+
+    def template_of(self, row: Row) -> dict[str, Any]:
+        """Return what the chat template is given besides a row's messages: its tools, and settings by name."""
+        return template_input(row.values, row.place, self.chat_template_kwargs)
+
+    def require(self, rows: Sequence[Row], *columns: str) -> None:
+        """Refuse rows without one of the ``columns``."""
+        first = rows[0]
+        missing = [repr(column) for column in columns if column not in first.values]
+        if missing:
+            raise DataError(
+                f"{first.place} has no column{'s' * (len(missing) > 1)} {' and '.join(missing)}, only "
+                f"{sorted(first.values)}; "
+                f"{type(self).__name__} needs {', '.join(columns)}, rename a column or add what is missing"
+            )
+
+    def fitted(self, row: Row, num_tokens: int, limit: TokenLimit | None, ways_out: str) -> bool:
+        """Return whether the row is kept: it fits, or long rows are truncated.
+
+        Raises:
+            DataError: for a row that does not fit where long rows are refused.
+        """
+        if limit is None or num_tokens <= limit.tokens or self.long_rows == "truncate":
+            return True
+        if self.long_rows == "drop":
+            log.debug("dropped %s: %d tokens, %s=%d", row.place, num_tokens, limit.source, limit.tokens)
+            return False
+        raise DataError(f"{row.place} has {num_tokens} tokens, and {limit.source} allows {limit.tokens}; {ways_out}")
+
+    # ---- inside
+    def _read_tables(self) -> None:
+        tokenizer = self.tokenizer
+        rows = () if is_stream(self.data) else self.read(self.data)
+        held_out: tuple[Row, ...] = ()
+        if self.val_data is not None:
+            held_out = self.read(self.val_data)
+        elif self.val_fraction > 0.0:
+            rows, held_out = self._split(rows)
+        if rows:
+            self._tables["train"] = self.tabulate(rows, tokenizer)
+        if held_out:
+            self._tables["val"] = self.tabulate(held_out, tokenizer)
+        found = "read as they are needed" if is_stream(self.data) else len(self._tables["train"]) // self.group_size
+        rank_zero_info(f"rows to train on: {found}; held out: {len(held_out)}")
+
+    def _split(self, rows: tuple[Row, ...]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+        column = self.split_column(rows)
+        self.require(rows, column)
+        rest, held_out = split_by_hash(rows, column, fraction=self.val_fraction, seed=self._seed or 0)
+        if not rest or not held_out:
+            raise DataError(
+                f"val_fraction={self.val_fraction} leaves {len(rest)} rows to train on and {len(held_out)} held out of "
+                f"{len(rows)}; both need one at least, change val_fraction or seed, or give val_data"
+            )
+        return rest, held_out
+
+    def _table(self, split: str) -> Samples:
+        if split == "train" and is_stream(self.data):
+            raise DataError(f"all rows of a stream cannot be tested on or predicted; {_WITHOUT_STREAMING}")
+        if split not in self._tables:
+            raise DataError(f"{type(self).__name__} has read no rows yet; call setup() first, as Trainer does")
+        return self._tables[split]
+
+    def _evaluation(self, split: str) -> EvaluationLoader:
+        if split not in self._evaluation_loaders:
+            table = self._table(split)
+            self._evaluation_loaders[split] = EvaluationLoader(
+                table, batch_size=self.batch_size, group_size=self.group_size
+            )
+        return self._evaluation_loaders[split]
+
+    @property
+    def _overfits(self) -> bool:
+        """Whether every epoch has the same batches: Lightning has no loader shuffle then."""
+        return bool(getattr(self.trainer, "overfit_batches", 0) > 0)
+
+    def _epoch_batches(self, num_batches: int) -> int:
+        """Return after how many batches Lightning begins the next epoch."""
+        limit = None if self.trainer is None else self.trainer.limit_train_batches
+        if limit is None:
+            return num_batches
+        return min(limit, num_batches) if isinstance(limit, int) else int(limit * num_batches)
+
+    def _first_batches(self) -> BatchLoader:
+        """Return the first batches of a stream, which are all that an overfitting run needs of it."""
+        count = getattr(self.trainer, "overfit_batches", None)
+        if not isinstance(count, int):
+            raise DataError(
+                f"overfit_batches={count} is a share, and a stream has no length; give a whole number of batches"
+            )
+        stream = self._stream_loader(shuffle=False)
+        first = Samples.concatenate(list(islice(stream, count)))
+        stream.close()
+        return BatchLoader(
+            first.with_ids(torch.arange(len(first))), batch_size=self.batch_size, seed=self.seed, shuffle=False,
+            group_size=self.group_size,
+        )  # fmt: skip
+
+    def _stream_loader(self, shuffle: bool) -> StreamLoader:
+        """Return the batches of a stream, of which the first rows were looked at."""
+        self._stream_epoch()
+        tokenizer = self.tokenizer
+
+        def tabulate(block: Sequence[Row]) -> Samples | None:
+            try:
+                return self.tabulate(self.shaped(tuple(block)), tokenizer)
+            except NothingFitsError:
+                return None  # of this block; a stream without a single row that fits is refused
+
+        loader = StreamLoader(
+            RowStream.open(self.data), tabulate, batch_size=self.batch_size, seed=self.seed, shuffle=shuffle,
+            shuffle_buffer=self.shuffle_buffer, drop_last=self.drop_last, group_size=self.group_size,
+            reads_ahead=self.reads_ahead,
+        )  # fmt: skip
+        loader.check()
+        return loader
+
+    def _stream_epoch(self) -> int:
+        """Return after how many batches of a stream Lightning begins its next epoch."""
+        trainer = self.trainer
+        if trainer is None:
+            return sys.maxsize
+        limit, steps = trainer.limit_train_batches, trainer.max_steps
+        if isinstance(limit, int):
+            return limit
+        if limit not in (None, 1.0) or steps < 1:
+            raise DataError(
+                f"a stream has no length of which an epoch could be made: limit_train_batches={limit} and "
+                f"max_steps={steps}; give Trainer(max_steps=...), or the batches of an epoch as limit_train_batches, "
+                f"a whole number"
+            )
+        return steps
+
+    def _module(self) -> object:
+        return None if self.trainer is None else self.trainer.lightning_module
+
+
+def tabulated(
+    columns: Mapping[str, Column], num_rows: int, what: str, data: Mapping[str, tuple[object, ...]] | None = None
+) -> Samples:
+    """Return the columns as samples with ids 0, 1, ...; refuse a split of which nothing is left."""
+    if num_rows == 0:
+        raise NothingFitsError(f"no {what} is left to use; raise the token limit or give shorter ones")
+    return Samples(torch.arange(num_rows), columns, data or {})

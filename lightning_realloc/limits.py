@@ -1,0 +1,23 @@
+"""Numbers that a run and the estimates of its memory share, so that both change together.
+
+Each was chosen by a benchmark of `docs/benchmarks/generation.md` unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+CACHE_MULTIPLE = 32
+"""Positions that the capacity of an unbounded cache is rounded up to. More: fewer copies, and more unused memory."""
+MAX_PREFILL_TOKENS = 8192
+"""Prompt tokens that one generation step reads, by default. More: fewer steps, and larger activations."""
+PAGE_SIZE = 16
+"""Positions of a cache page. More: fewer pages to keep, and more unused positions at a sequence's end."""
+BUFFER_SHARE = 8
+"""A bounded cache keeps at least 1/8 of its bytes as the buffer that gathered pages are copied to."""
+MIN_PACKED_STEPS = 32
+"""Response tokens from which on packing a linear layer's weights for oneDNN saves more time than it costs."""
+MIN_PACKED_FLOAT32_WEIGHTS = 512 * 512
+"""Weights of a float32 layer from which on packing it is faster; in bfloat16 it always is."""
+PACKED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linear layers of these names share one product where they are called with the same tensor."""
+DISTILLATION_TOKENS = 1024
+"""Tokens of a batch that a draft model learns from in one step."""

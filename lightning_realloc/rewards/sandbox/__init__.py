@@ -1,0 +1,4 @@
+"""Run untrusted programs under limits of time, memory and processes.
+
+Start with `run_limited`.
+"""

@@ -1,0 +1,4 @@
+"""Call reward functions in processes of their own, each within a deadline.
+
+Start with `PooledReward`.
+"""

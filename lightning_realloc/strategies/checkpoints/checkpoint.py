@@ -1,0 +1,363 @@
+"""What a checkpoint of several models holds, and how it comes back into any layout and any number of ranks.
+
+A folder:
+
+- ``realloc.json``: every role's parameters, layout and class; the plan; the number of ranks; size and checksum of all
+  other files (see ``checkpoint_files``). Readable by people.
+- ``meta.pt``: Lightning's loops, callbacks, schedules and optimizer settings, and the random states of all ranks.
+- ``*.distcp``: every rank's regions of weights and optimizer state (see ``distributed_checkpoint``).
+- ``huggingface/<role>/``: config and tokenizer, so that ``lightning-realloc export`` needs nothing but the folder.
+
+Of a role with adapters the base comes from its source again, as frozen roles do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_realloc.callbacks.ema import AVERAGE
+from lightning_realloc.errors import CheckpointError
+from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.model.adapter_layers import adapter_config
+from lightning_realloc.runtime.parallel.shards import reshard
+from lightning_realloc.strategies.checkpoints import hf_folder as huggingface
+from lightning_realloc.strategies.checkpoints import sharded_tensors as distributed
+from lightning_realloc.strategies.checkpoints.checkpoint_files import (
+    FORMAT,
+    META_FILE,
+    MODELS_FOLDER,
+    DamagedCheckpoint,
+    agreed,
+    check_files,
+    file_records,
+    is_checkpoint,
+    read_description,
+    reading,
+    write_description,
+)
+from lightning_realloc.strategies.checkpoints.rng_state import set_random_state
+from lightning_realloc.strategies.checkpoints.sharded_state import (
+    not_finite,
+    optimizer_key,
+    optimizer_state,
+    prepare_optimizer_state,
+    weight_key,
+    weights_state,
+)
+from lightning_realloc.strategies.checkpoints.sharded_tensors import ShardedTensor, StoredTensor
+from lightning_realloc.strategies.pool.model_pool import ModelPool
+
+log = logging.getLogger(__name__)
+
+RANDOM_STATES = "realloc_random_states"
+
+Broadcast = Callable[[Any], Any]
+"""Gives every rank the first rank's object. Collective."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModels:
+    """What a checkpoint is made of, and read back into."""
+
+    pool: ModelPool
+    """All roles."""
+    algorithm: str
+    """The class whose roles they are."""
+    optimizers: Mapping[str, torch.optim.Optimizer]
+    """Role -> optimizer; {} where ``fit`` has not trained these weights."""
+    tokenizer: Any
+    """Saved with the roles that are trained; None where there is none."""
+    rank: int
+    """This process."""
+    world_size: int
+    """All processes."""
+    broadcast: Broadcast
+    """Between them."""
+
+
+# ---- writing
+def save(folder: Path, meta: dict[str, Any], models: TrainedModels, *, include_frozen: bool) -> None:
+    """Write a checkpoint folder, or replace an earlier one as a whole. Collective over all ranks.
+
+    Raises:
+        CheckpointError: on every rank, when trained weights are not finite, ``folder`` is something else, or the first
+            rank cannot write. An earlier checkpoint at ``folder`` is then left as it is.
+    """
+    for role in models.pool.changing_roles:
+        refuse_not_finite(models.pool, role, models.rank, folder)
+    roles = [role for role in models.pool.roles if include_frozen or role in models.pool.changing_roles]
+    state: dict[str, ShardedTensor] = {}
+    for role in roles:
+        home = models.pool.home(role)
+        state |= weights_state(home, models.rank, models.pool.saved_parameters(role, include_frozen=include_frozen))
+        if "optimizer_states" in meta and role in models.optimizers:
+            state |= optimizer_state(home, models.optimizers[role], models.rank)
+    partial = folder.with_name(folder.name + ".partial")
+    on_first_rank(lambda: _make_room(folder, partial), models)
+    distributed.save(state, partial)
+    with agreed(folder, rank=models.rank, world_size=models.world_size):
+        written = file_records(partial, distributed.files_of(partial, models.rank))
+    shards = {name: record for records in gather_objects(written) for name, record in records.items()}
+    on_first_rank(lambda: _finish(folder, partial, meta, models, roles, shards), models)
+
+
+def refuse_not_finite(pool: ModelPool, role: str, rank: int, folder: Path) -> None:
+    """Refuse to write a trained role whose weights hold NaN or infinity. Collective over all ranks.
+
+    Raises:
+        CheckpointError: on every rank, naming the first such parameter.
+    """
+    home = pool.home(role)
+    names = pool.saved_parameters(role, include_frozen=False)
+    bad = {name for found in gather_objects(not_finite(home, rank, names)) for name in found}
+    if bad:
+        params = [param.name for param in home.model_layout.model.params]
+        first = min(bad, key=params.index)
+        raise CheckpointError(
+            f"the weights of {role} are not finite, and {folder} is not written: {first} holds NaN or infinity "
+            f"({len(bad)} of {len(params)} parameters do); go on from an earlier checkpoint with a lower learning rate "
+            f"or gradient clipping"
+        )
+
+
+def on_first_rank(action: Callable[[], None], models: TrainedModels) -> None:
+    """Do something on the first rank while the others wait; what it raises is raised everywhere. Collective.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    problem: Exception | None = None
+    if models.rank == 0:
+        try:
+            action()
+        except Exception as error:
+            problem = error
+    message = None
+    if problem is not None:
+        kind = "" if isinstance(problem, CheckpointError) else f"the first rank failed with {type(problem).__name__}: "
+        message = f"{kind}{problem}"
+    message = models.broadcast(message)
+    if message is not None:
+        raise CheckpointError(message) from problem
+
+
+def _make_room(folder: Path, partial: Path) -> None:
+    if folder.is_dir() and not folder.is_symlink() and any(folder.iterdir()) and not is_checkpoint(folder):
+        raise CheckpointError(
+            f"{folder} is a folder, but not a checkpoint, and would be replaced by one; choose another path"
+        )
+    _remove(partial)
+    partial.mkdir(parents=True)
+
+
+def _finish(
+    folder: Path, partial: Path, meta: dict[str, Any], models: TrainedModels, roles: list[str],
+    shards: Mapping[str, Any],
+) -> None:  # fmt: skip
+    torch.save(meta, partial / META_FILE)
+    for role in roles:
+        tokenizer = models.tokenizer if role in models.pool.changing_roles else None
+        huggingface.describe(models.pool.home(role).model, tokenizer, partial / MODELS_FOLDER / role)
+    description = {
+        "format": FORMAT,
+        "algorithm": models.algorithm,
+        "world_size": models.world_size,
+        "plan": models.pool.plan.to_mapping(),
+        "roles": {role: _describe_role(models.pool, role, saved=role in roles) for role in models.pool.roles},
+    }
+    others = (path for path in sorted(partial.rglob("*")) if path.is_file() and path.suffix != distributed.SHARD_SUFFIX)
+    write_description(partial, description, {**shards, **file_records(partial, others)})
+    # The folder is whole before it takes the other's place: whoever is killed here still has one of them.
+    previous = folder.with_name(folder.name + ".previous")
+    _remove(previous)
+    if folder.exists() or folder.is_symlink():
+        os.replace(folder, previous)
+    os.replace(partial, folder)
+    _remove(previous)
+
+
+def _describe_role(pool: ModelPool, role: str, *, saved: bool) -> dict[str, Any]:
+    home = pool.home(role)
+    return {
+        "class": huggingface.class_path(home.model),
+        "layout": str(home.layout),
+        "saved": saved,
+        "parameters": {param.name: list(param.shape) for param in home.model_layout.model.params},
+        "tied": {alias: owner for alias, owner in home.model_layout.model.aliases},
+    }
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# ---- reading
+def load(
+    folder: Path, models: TrainedModels, *, weights_only: bool, device: torch.device, resuming: bool,
+    averages_of: Set[str] = frozenset(),
+) -> dict[str, Any]:  # fmt: skip
+    """Fill models, and optimizers where ``resuming``, in place, and return Lightning's part. Collective.
+
+    Roles in ``averages_of`` are filled with the averages that an ``EMA`` kept, as far as there are any.
+
+    Raises:
+        CheckpointError: on every rank, for what is not a checkpoint of these models, naming the first difference, and
+            for a damaged one, naming the file and the newest whole checkpoint next to it.
+    """
+    with agreed(folder, rank=models.rank, world_size=models.world_size):
+        description = read_description(folder)
+        check_roles(description, models, folder, resuming=resuming)
+        check_files(folder, description, rank=models.rank, world_size=models.world_size)
+    with agreed(folder, rank=models.rank, world_size=models.world_size):
+        meta = _read_meta(folder, weights_only=weights_only)
+        stored = distributed.stored_tensors(folder)
+    adapted = {role for role in models.pool.roles if adapter_config(models.pool.home(role).model) is not None}
+    state: dict[str, ShardedTensor] = {}
+    for role, entry in description["roles"].items():
+        if entry["saved"] and role in models.pool.roles:
+            weights = weights_state(models.pool.home(role), models.rank)
+            weights = {key: tensor for key, tensor in weights.items() if key in stored or role not in adapted}
+            state |= weights if role not in averages_of else _averages_of(role, weights, stored, folder)
+            models.pool.weights_changed(role)
+    if resuming:
+        settings = _optimizer_settings(folder, meta, models)
+        for role, optimizer in models.optimizers.items():
+            for group, saved in zip(optimizer.param_groups, settings[role]["param_groups"], strict=True):
+                group.update(saved)
+            state |= prepare_optimizer_state(models.pool.home(role), optimizer, stored, models.rank)
+    with agreed(folder, rank=models.rank, world_size=models.world_size):
+        distributed.load(state, folder)
+    for role in models.pool.roles:
+        reshard(models.pool.home(role).model)
+    if resuming:
+        _restore_random_state(meta, models, device)
+    return meta
+
+
+def _averages_of(
+    role: str, weights: dict[str, ShardedTensor], stored: Mapping[str, StoredTensor], folder: Path
+) -> dict[str, ShardedTensor]:
+    """Return a role's weights under the names of what is to be read into them: averages, where there are any."""
+    start = weight_key(role, "")
+    averages = {key: optimizer_key(role, key.removeprefix(start), AVERAGE) for key in weights}
+    if not any(average in stored for average in averages.values()):
+        log.warning("%s holds no averages of %r: its weights are evaluated instead", folder, role)
+    return {average if (average := averages[key]) in stored else key: tensor for key, tensor in weights.items()}
+
+
+def refuse_folder(path: Path) -> None:
+    """Refuse a folder where a single file is read.
+
+    Raises:
+        CheckpointError: for a checkpoint of several models, or any other folder.
+    """
+    if path.is_dir():
+        what = "a checkpoint of several models" if is_checkpoint(path) else "a folder"
+        raise CheckpointError(
+            f"{path} is {what}, and this LightningModule, which declares no calls, is read from the single file that "
+            f"trainer.save_checkpoint wrote for it; give that file"
+        )
+
+
+def check_roles(description: Mapping[str, Any], models: TrainedModels, folder: Path, *, resuming: bool) -> None:
+    """Refuse a checkpoint of other models, naming the first difference.
+
+    Raises:
+        CheckpointError: for an algorithm, a role, a parameter or a shape that differs.
+    """
+    if resuming and description["algorithm"] != models.algorithm:
+        raise CheckpointError(
+            f"{folder} was saved by {description['algorithm']} and cannot be resumed by {models.algorithm}; to start "
+            f"from its weights, write them with 'lightning-realloc export' and give that folder as the model"
+        )
+    for role in models.pool.roles:
+        if role not in description["roles"]:
+            if role in models.pool.changing_roles:
+                raise CheckpointError(f"{folder} has no role {role!r}, only {', '.join(description['roles'])}")
+            continue
+        ours = {p.name: list(p.shape) for p in models.pool.home(role).model_layout.model.params}
+        _compare(role, ours, description["roles"][role]["parameters"], folder)
+
+
+def _compare(role: str, ours: Mapping[str, list[int]], theirs: Mapping[str, list[int]], folder: Path) -> None:
+    way_out = "resume with the model that it was saved from"
+    for name in [*ours, *theirs]:
+        if name not in ours or name not in theirs:
+            where = "only in the checkpoint" if name in theirs else "not in the checkpoint"
+            raise CheckpointError(f"{folder} is of another model: {role} parameter {name} is {where}; {way_out}")
+        if ours[name] != theirs[name]:
+            raise CheckpointError(
+                f"{folder} is of another model: {role} parameter {name} has shape {theirs[name]} there and "
+                f"{ours[name]} here; {way_out}"
+            )
+
+
+def _read_meta(folder: Path, *, weights_only: bool) -> dict[str, Any]:
+    file = folder / META_FILE
+    with reading(file, if_refused="if you trust this checkpoint, use ReallocStrategy(load_weights_only=False)"):
+        meta: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
+    if not isinstance(meta, dict):
+        raise DamagedCheckpoint(f"{file} holds a {type(meta).__name__}, and Lightning's state is a dict")
+    return meta
+
+
+def _optimizer_settings(folder: Path, meta: Mapping[str, Any], models: TrainedModels) -> dict[str, Any]:
+    """Return role -> stored settings of its optimizer, which fit the optimizer that it has now."""
+    settings = {state["param_groups"][0]["name"]: state for state in meta.get("optimizer_states", ())}
+    for role, optimizer in models.optimizers.items():
+        if role not in settings:
+            raise CheckpointError(
+                f"{folder} holds no optimizer state for {role!r} (saved with save_weights_only?), so training cannot "
+                f"go on from it; to start anew from its weights, write them with 'lightning-realloc export'"
+            )
+        theirs = (settings[role]["class"], len(settings[role]["param_groups"]))
+        ours = (type(optimizer).__name__, len(optimizer.param_groups))
+        if ours != theirs:
+            raise CheckpointError(
+                f"{role} was trained by {theirs[0]} with {theirs[1]} parameter groups in {folder}, and is by {ours[0]} "
+                f"with {ours[1]} here; resume with the same optimizer"
+            )
+    return settings
+
+
+def _restore_random_state(meta: Mapping[str, Any], models: TrainedModels, device: torch.device) -> None:
+    states = meta.get(RANDOM_STATES, ())
+    if len(states) == models.world_size:
+        set_random_state(states[models.rank], device)
+    elif models.rank == 0:
+        log.info("%d ranks saved their random states, and %d are here: they are left as they are", len(states),
+                 models.world_size)  # fmt: skip
+
+
+def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what ``meta.pt`` holds of an optimizer: its class and its groups' settings, no tensors per parameter."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {"class": type(optimizer).__name__, "param_groups": groups}
+
+
+def other_state(module: nn.Module, pool: ModelPool) -> dict[str, Tensor]:
+    """Return what of a module's state the shards leave out: all but the weights of roles, and frozen roles whole."""
+    roles = tuple(f"{role}." for role in pool.roles)
+    frozen = tuple(f"{role}." for role in pool.roles if role not in pool.changing_roles)
+    state: dict[str, Tensor] = {}
+    for prefix, child in module.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in child.named_parameters(recurse=False):
+            if not (dot + name).startswith(roles):
+                state[dot + name] = parameter.detach().cpu()
+        for name, buffer in child.named_buffers(recurse=False):
+            if name not in child._non_persistent_buffers_set and not (dot + name).startswith(frozen):
+                state[dot + name] = buffer.detach().cpu()
+    return state

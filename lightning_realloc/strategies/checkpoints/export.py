@@ -1,0 +1,103 @@
+"""From a checkpoint folder to a Hugging Face folder: one process, no training run, one role's weights only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_realloc.callbacks.ema import AVERAGE
+from lightning_realloc.errors import CheckpointError
+from lightning_realloc.strategies.checkpoints import hf_folder as huggingface
+from lightning_realloc.strategies.checkpoints import sharded_tensors as distributed_checkpoint
+from lightning_realloc.strategies.checkpoints.adapter_files import ADAPTER_CONFIG_FILE, CONFIG_FILE
+from lightning_realloc.strategies.checkpoints.checkpoint_files import (
+    MODELS_FOLDER,
+    agreed,
+    check_files,
+    read_description,
+)
+from lightning_realloc.strategies.checkpoints.sharded_state import optimizer_key, weight_key
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    folder: str | Path,
+    *,
+    role: str = "actor",
+    dtype: torch.dtype | None = None,
+    merge: bool = False,
+    averaged: bool = False,
+    base: str | Path | None = None,
+) -> Path:
+    """Write one role of a checkpoint as a folder that ``from_pretrained`` reads, and return that folder.
+
+    Of a role with adapters it is the folder of adapters that PEFT reads, or, with ``merge``, the merged model.
+
+    Args:
+        checkpoint: What ModelCheckpoint or ``trainer.save_checkpoint`` wrote.
+        folder: New, empty, or an earlier export, which is overwritten.
+        role: Which model.
+        dtype: Of its floating-point weights; by default as they were trained.
+        merge: Whether adapters are merged into their base.
+        averaged: Whether to write the averages that an ``EMA`` kept, in place of the weights they are of.
+        base: Where the base lies now; by default what the role was loaded from.
+
+    Raises:
+        CheckpointError: for what is no checkpoint or a damaged one, a role without weights or averages in it, or a
+            folder with other files.
+    """
+    checkpoint, folder = Path(checkpoint), Path(folder)
+    with agreed(checkpoint):
+        description = read_description(checkpoint)
+        entry = _role_entry(checkpoint, description["roles"], role)
+        model_class = huggingface.import_model_class(entry["class"], role, checkpoint=checkpoint)
+        check_output(folder)
+        check_files(checkpoint, description)
+        weights = _read_weights(checkpoint, role, entry, averaged=averaged)
+        huggingface.write_model(
+            model_class, checkpoint / MODELS_FOLDER / role, weights, folder, dtype=dtype, merge=merge, base=base
+        )
+    return folder
+
+
+def check_output(folder: Path) -> None:
+    """Refuse to write among other files.
+
+    Raises:
+        CheckpointError: unless ``folder`` is new, empty or an earlier export.
+    """
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file; a Hugging Face model is a folder, give another path")
+    earlier = (CONFIG_FILE, ADAPTER_CONFIG_FILE)
+    if folder.is_dir() and any(folder.iterdir()) and not any((folder / name).is_file() for name in earlier):
+        raise CheckpointError(
+            f"{folder} holds files, and no earlier export that could be overwritten; give a new or empty folder"
+        )
+
+
+def _role_entry(checkpoint: Path, roles: dict[str, Any], role: str) -> dict[str, Any]:
+    saved = [name for name, entry in roles.items() if entry["saved"]]
+    if role not in saved:
+        why = "it was not trained, and save_frozen_roles was off" if role in roles else "it has no such role"
+        raise CheckpointError(f"{checkpoint} holds no weights of {role!r}: {why}; it holds those of {', '.join(saved)}")
+    entry: dict[str, Any] = roles[role]
+    return entry
+
+
+def _read_weights(checkpoint: Path, role: str, entry: dict[str, Any], *, averaged: bool) -> dict[str, Tensor]:
+    stored = distributed_checkpoint.stored_tensors(checkpoint)  # of adapters' base perhaps nothing
+    names = {weight_key(role, name): name for name in entry["parameters"] if weight_key(role, name) in stored}
+    if averaged:
+        keys = {name: optimizer_key(role, name, AVERAGE) for name in names.values()}
+        if not any(key in stored for key in keys.values()):
+            raise CheckpointError(
+                f"{checkpoint} holds no averages of {role!r}: it was trained without the callback EMA, or saved before "
+                f"its first update; leave --averaged out to write the weights"
+            )
+        # A weight that never had a gradient, or is frozen, is its own average.
+        names = {keys[name] if keys[name] in stored else key: name for key, name in names.items()}
+    weights = {names[key]: tensor for key, tensor in distributed_checkpoint.read_whole(checkpoint, names).items()}
+    return weights | {alias: weights[owner] for alias, owner in entry["tied"].items() if owner in weights}

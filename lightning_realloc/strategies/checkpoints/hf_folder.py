@@ -1,0 +1,234 @@
+"""How does a role leave as an ordinary Hugging Face folder?
+
+In two halves. What the model is (its config, generation config and tokenizer) is written into every checkpoint; the
+full weights join it when they are exported, from a checkpoint or from a running strategy.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import shutil
+import tempfile
+from collections.abc import Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from lightning_realloc.errors import CheckpointError
+from lightning_realloc.runtime.model.adapter_layers import adapter_config
+from lightning_realloc.strategies.checkpoints.adapter_files import (
+    ADAPTER_CONFIG_FILE,
+    CONFIG_FILE,
+    merged_weights,
+    read_config,
+    write_adapters,
+)
+from lightning_realloc.strategies.checkpoints.checkpoint_files import reading
+
+GENERATION_CONFIG_FILE = "generation_config.json"
+BUFFERS_FILE = "buffers.safetensors"
+
+
+def class_path(model: nn.Module) -> str:
+    """Return ``module:name`` of the class that a model had before sharding gave it a new one."""
+    original = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+    return f"{original.__module__}:{original.__qualname__}"
+
+
+def import_model_class(path: str, role: str, *, checkpoint: Path | None = None) -> type[PreTrainedModel]:
+    """Return the class that :func:`class_path` named.
+
+    Raises:
+        CheckpointError: when it cannot be imported here, is no transformers model, or lies in the ``checkpoint`` that
+            names it, which would run code that came with a checkpoint.
+    """
+    module_name, _, name = path.partition(":")
+    if checkpoint is not None and _lies_in(module_name, checkpoint.resolve()):
+        raise CheckpointError(
+            f"{role} is a {path}, whose module lies in the checkpoint {checkpoint} itself; if you trust it, move the "
+            f"module to another folder on PYTHONPATH"
+        )
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{role} is a {path}, which cannot be imported here ({error}); put its module on PYTHONPATH, or write the "
+            f"model while it is trained, with the callback SaveHuggingFace"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+        raise CheckpointError(
+            f"{role} is a {path}, no transformers PreTrainedModel, and has no Hugging Face form; read its weights with "
+            f"lightning_realloc.strategies.checkpoints.sharded_tensors.read_whole"
+        )
+    return found
+
+
+def _lies_in(module_name: str, folder: Path) -> bool:
+    """Return whether importing a module would read a file of ``folder``; nothing is imported to find out."""
+    parents: list[str] | None = None
+    names = module_name.split(".")
+    for depth in range(1, len(names) + 1):
+        spec = PathFinder.find_spec(".".join(names[:depth]), parents)
+        if spec is None:
+            return False
+        parents = list(spec.submodule_search_locations or ())
+        files = [spec.origin] if spec.has_location and spec.origin else []
+        if any(Path(place).resolve().is_relative_to(folder) for place in (*parents, *files)):
+            return True
+    return False
+
+
+def describe(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+    """Write what a model is, without its weights; nothing for what is no transformers model."""
+    if not isinstance(model, PreTrainedModel):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    _config_with_padding(model, tokenizer).save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        # Not save_pretrained, which refuses settings that published models do have.
+        model.generation_config.to_json_file(folder / GENERATION_CONFIG_FILE)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
+    config = adapter_config(model)
+    if config is not None:
+        config = copy.copy(config)
+        config.inference_mode = True  # as PEFT writes it
+        config.save_pretrained(str(folder))
+    buffers = _persistent_buffers(model)
+    if buffers:
+        save_file(buffers, folder / BUFFERS_FILE)
+
+
+def _config_with_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedConfig:
+    """Return a model's config, of a sequence classifier with the padding token of the tokenizer next to it.
+
+    transformers scores the last token that is no padding, and without a padding token refuses batches. An end token
+    that also pads would be skipped, although its score is the one that was trained; so it is not written.
+    """
+    config: PreTrainedConfig = model.config
+    name = class_path(model).rpartition(":")[2]
+    if tokenizer is None or not name.endswith("ForSequenceClassification"):
+        return config
+    text, pad, end = config.get_text_config(), tokenizer.pad_token_id, tokenizer.eos_token_id
+    if pad is not None and pad != end and pad < text.vocab_size:
+        config = copy.deepcopy(config)
+        config.get_text_config().pad_token_id = pad
+    elif text.pad_token_id is None or text.pad_token_id == end:
+        rank_zero_warn(
+            f"the written {name} cannot score batches with padding: pad_token={tokenizer.pad_token!r} of the tokenizer "
+            f"must be neither missing, nor its end token, nor outside the model's {text.vocab_size} embeddings; give "
+            f"the tokenizer another one"
+        )
+    return config
+
+
+def write_model(
+    model_class: type[PreTrainedModel],
+    description: Path,
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    merge: bool = False,
+    base: str | Path | None = None,
+) -> None:
+    """Write a folder that ``from_pretrained`` reads: full weights with the files that :func:`describe` wrote.
+
+    Of a model with adapters it is the folder that PEFT reads, or, with ``merge``, that of a model without them.
+
+    Args:
+        weights: All parameters by name, tied ones under each of their names; of a base with adapters none or all.
+        dtype: Of the floating-point weights; by default as they are.
+        merge: Whether adapters are merged into the weights.
+        base: Where ``weights`` lack the base, what it is loaded from; by default what it came from.
+    """
+    if (description / ADAPTER_CONFIG_FILE).is_file() and not merge:
+        write_adapters(model_class, description, weights, folder, dtype=dtype)
+        return
+    config = read_config(model_class, description)
+    if (description / ADAPTER_CONFIG_FILE).is_file():
+        weights = merged_weights(model_class, description, weights, base)
+    with torch.device("meta"):
+        model = model_class(config)
+    if (description / BUFFERS_FILE).is_file():
+        with reading(description / BUFFERS_FILE):
+            weights = {**weights, **load_file(description / BUFFERS_FILE)}
+    if dtype is not None:
+        weights = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
+    try:
+        missing, unknown = model.load_state_dict(weights, strict=False, assign=True)
+    except RuntimeError as error:
+        raise CheckpointError(f"the weights do not fit the sizes in {description / CONFIG_FILE}: {error}") from error
+    model.tie_weights()
+    left = [name for name in missing if model.get_parameter_or_buffer(name).is_meta]
+    if left or unknown:
+        raise CheckpointError(
+            f"the weights do not fit {model_class.__name__}: missing {left[:4]}, unknown {list(unknown)[:4]}; "
+            f"use the version of transformers that they were saved with"
+        )
+    _part_weights(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    for file in description.iterdir():
+        if file.is_file() and file.name not in (CONFIG_FILE, BUFFERS_FILE, ADAPTER_CONFIG_FILE):
+            shutil.copy2(file, folder / file.name)
+
+
+def write_running_model(
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    *,
+    role: str,
+    dtype: torch.dtype | None = None,
+    merge: bool = False,
+) -> None:
+    """Write the same folder from a model that is laid out over ranks, and its full ``weights``."""
+    model_class = import_model_class(class_path(model), role)
+    with tempfile.TemporaryDirectory() as description:
+        describe(model, tokenizer, Path(description))
+        write_model(model_class, Path(description), weights, folder, dtype=dtype, merge=merge)
+
+
+def parse_dtype(text: str | None) -> torch.dtype | None:
+    """Return ``torch.bfloat16`` for ``"bfloat16"``; None stays None.
+
+    Raises:
+        CheckpointError: for a name that is no floating-point dtype.
+    """
+    if text is None:
+        return None
+    dtype: Any = getattr(torch, text, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise CheckpointError(f"dtype={text!r} is no floating-point dtype; use 'float32', 'bfloat16' or 'float16'")
+    return dtype
+
+
+def _part_weights(model: nn.Module) -> None:
+    """Give parameters that share memory memory of their own, unless the model's config ties them.
+
+    ``save_pretrained`` would write one of them, and ``from_pretrained`` would not know that it stands for both.
+    """
+    seen: set[int] = set()
+    for parameter in model.parameters():  # each tied one once
+        if parameter.data_ptr() in seen:
+            parameter.data = parameter.data.clone()
+        seen.add(parameter.data_ptr())
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer.detach().cpu().contiguous()
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }

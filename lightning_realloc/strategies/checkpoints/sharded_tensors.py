@@ -1,0 +1,234 @@
+"""Sharded tensors in a distributed checkpoint, described by the package's own regions.
+
+Torch's planners know DTensors only; a rank here may hold several boxes of a fused weight, or a plain tensor that is a
+tensor-parallel slice. Two small planners write and read exactly the regions that a rank holds, so a checkpoint can be
+read into any other layout and any other number of ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.futures import Future
+
+from lightning_realloc.errors import CheckpointError
+from lightning_realloc.layout.region import Region
+from lightning_realloc.layout.sharding import Piece
+from lightning_realloc.strategies.checkpoints.checkpoint_files import agreed, reading
+from lightning_realloc.strategies.checkpoints.stored_metadata import METADATA_FILE, read_metadata
+
+
+class StoredTensor(NamedTuple):
+    """What a checkpoint says of a tensor without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedTensor:
+    """What one rank holds of a global tensor."""
+
+    shape: tuple[int, ...]
+    """Of the global tensor."""
+    dtype: torch.dtype
+    """Of every shard."""
+    pieces: tuple[Piece, ...]
+    """The regions that this rank holds; () on a rank that holds nothing."""
+    local: Tensor | None
+    """The rank's local tensor, in which each piece begins at its offset."""
+
+    def view(self, starts: tuple[int, ...]) -> Tensor:
+        """Return the view of the local tensor that holds the region beginning at ``starts``."""
+        piece = next(piece for piece in self.pieces if piece.region.starts == starts)
+        if self.local is None:
+            raise KeyError(f"this rank holds no tensor for its region at {starts}")
+        view = self.local
+        for dim, (offset, extent) in enumerate(zip(piece.offset, piece.region.shape, strict=True)):
+            view = view.narrow(dim, offset, extent)
+        return view
+
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        """Return the regions in the checkpoint format's words, empty ones left out."""
+        return [
+            ChunkStorageMetadata(torch.Size(piece.region.starts), torch.Size(piece.region.shape))
+            for piece in self.pieces
+            if piece.region.numel
+        ]
+
+
+State = Mapping[str, ShardedTensor]
+SHARD_SUFFIX = ".distcp"
+_MISSING = "{folder} holds no tensor {name!r}; read it with the version of lightning-realloc that wrote it"
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Writes every region once; replicas of a region are written by one of their holders."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._state = state
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for name, tensor in self._state.items():
+            for chunk in tensor.chunks():
+                data = TensorWriteData(chunk, TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape))
+                items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        index = write_item.index
+        assert index.offset is not None, "regions are always written with their offset"
+        return self._state[index.fqn].view(tuple(index.offset)).detach().cpu().contiguous()
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Reads whatever overlaps this rank's regions straight into its local tensors."""
+
+    def __init__(self, state: State, folder: Path) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._state = state
+        self._folder = folder
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None, "the reader supplies the checkpoint's metadata"
+        items: list[ReadItem] = []
+        for name, tensor in self._state.items():
+            stored = self.metadata.state_dict_metadata.get(name)
+            if not isinstance(stored, TensorStorageMetadata):
+                raise CheckpointError(_MISSING.format(folder=self._folder, name=name))
+            items += create_read_items_for_chunk_list(name, stored, tensor.chunks())
+        return LoadPlan(items)
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        index = read_item.dest_index
+        assert index.offset is not None, "regions are always read with their offset"
+        view = self._state[index.fqn].view(tuple(index.offset)).detach()
+        for dim, (offset, extent) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            view = view.narrow(dim, offset, extent)
+        return view
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing: the view that was resolved is the destination."""
+
+
+class _Reader(FileSystemReader):
+    """Reads shards, without unpickling classes that ``.metadata`` names; errors name the file."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
+        self._metadata = read_metadata(folder)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            with reading(self._folder / METADATA_FILE):
+                by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            with reading(self._folder / name):
+                super().read_data(LoadPlan(items), planner)
+        return super().read_data(LoadPlan([]), planner)
+
+
+def files_of(folder: Path, rank: int) -> list[Path]:
+    """Return the files that :func:`save` wrote on a rank."""
+    return sorted(folder.glob(f"__{rank}_*{SHARD_SUFFIX}"))
+
+
+def save(state: State, folder: Path) -> None:
+    """Write every rank's regions under ``folder``. Collective over all ranks, where there are several."""
+    writer = FileSystemWriter(folder, single_file_per_rank=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process")
+        save_state({}, storage_writer=writer, planner=_SavePlanner(state), no_dist=not dist.is_initialized())
+
+
+def load(state: State, folder: Path, *, alone: bool = False) -> None:
+    """Fill every local tensor from ``folder``. Collective over all ranks unless ``alone``.
+
+    Raises:
+        CheckpointError: on every rank, for a file that cannot be read on one of them.
+    """
+    no_dist = alone or not dist.is_initialized()
+    rank, world_size = (0, 1) if no_dist else (dist.get_rank(), dist.get_world_size())
+    with agreed(folder, rank=rank, world_size=world_size):
+        reader = _Reader(folder)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
+            load_state({}, storage_reader=reader, planner=_LoadPlanner(state, folder), no_dist=no_dist)
+    except CheckpointException as failed:  # no Exception, but a BaseException: it would pass by every handler
+        error = next(iter(failed.failures.values()))[0]
+        if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+            raise error from failed
+        raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {error}") from failed
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return the name, global shape and dtype of everything under ``folder``.
+
+    Raises:
+        CheckpointError: for a ``.metadata`` that is missing, damaged, or names classes that do not belong there.
+    """
+    return {
+        name: StoredTensor(tuple(entry.size), entry.properties.dtype)
+        for name, entry in read_metadata(folder).state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def read_whole(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return whole tensors by name, in this process alone; no others are read.
+
+    Raises:
+        CheckpointError: for a name that ``folder`` does not hold.
+    """
+    stored = stored_tensors(folder)
+    state: dict[str, ShardedTensor] = {}
+    for name in names:
+        if name not in stored:
+            raise CheckpointError(_MISSING.format(folder=folder, name=name))
+        shape, dtype = stored[name]
+        whole = Piece(Region((0,) * len(shape), shape), (0,) * len(shape))
+        state[name] = ShardedTensor(shape, dtype, (whole,), torch.empty(shape, dtype=dtype))
+    load(state, folder, alone=True)
+    return {name: tensor.local for name, tensor in state.items() if tensor.local is not None}

@@ -1,0 +1,92 @@
+"""Read the ``.metadata`` file of a distributed checkpoint without running code from it.
+
+Torch pickles that file and reads it with ``pickle.load``, which calls any function that the file names. Here only the
+classes that torch puts there itself can be named.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from lightning_realloc.errors import CheckpointError
+from lightning_realloc.strategies.checkpoints.checkpoint_files import DamagedCheckpoint, reading
+
+METADATA_FILE = ".metadata"
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Return what a checkpoint folder says of its tensors and of where each region is stored.
+
+    Raises:
+        CheckpointError: for a file that is missing or damaged, or names a class that does not belong there.
+    """
+    file = folder / METADATA_FILE
+    with reading(file), file.open("rb") as stream:
+        metadata = _MetadataUnpickler(stream, file).load()
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise DamagedCheckpoint(f"{file} holds no description of tensors; it was written by something else")
+    for stored in metadata.storage_data.values():
+        if Path(stored.relative_path).name != stored.relative_path:
+            raise CheckpointError(
+                f"{file} names {stored.relative_path!r}, and the files of a checkpoint lie in its own folder; it was "
+                f"not written by torch, use another checkpoint"
+            )
+    return metadata
+
+
+def _memory_format(owner: object, name: str) -> _MEM_FORMAT_ENCODING:
+    if owner is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError("getattr is allowed for memory formats only")
+    return _MEM_FORMAT_ENCODING[name]
+
+
+_CLASSES = (
+    _MEM_FORMAT_ENCODING, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties,
+    TensorStorageMetadata, _StorageInfo,
+)  # fmt: skip
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{(one.__module__, one.__qualname__): one for one in _CLASSES},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("builtins", "getattr"): _memory_format,  # how Python before 3.11.4 pickles an Enum
+    # The folder that torch wrote to; Python 3.13 names another module than the others.
+    **{(module, "PosixPath"): PurePosixPath for module in ("pathlib", "pathlib._local")},
+    **{(module, "WindowsPath"): PureWindowsPath for module in ("pathlib", "pathlib._local")},
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickles what torch writes into ``.metadata`` and refuses everything else before it is imported."""
+
+    def __init__(self, stream: Any, file: Path) -> None:
+        super().__init__(stream)
+        self._file = file
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of the format.
+
+        Raises:
+            CheckpointError: for any other name.
+        """
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        found = dtype if isinstance(dtype, torch.dtype) else _ALLOWED.get((module, name))
+        if found is None:
+            raise CheckpointError(
+                f"{self._file} names {module}.{name}, which no checkpoint needs and which could run code; it is "
+                f"refused, use a checkpoint from a source that you trust"
+            )
+        return found

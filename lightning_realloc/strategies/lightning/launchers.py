@@ -1,0 +1,64 @@
+"""Starting one process per device from a notebook or a test, and getting the weights back from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.call import _interrupt
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.multiprocessing.spawn import ProcessExitedException
+
+from lightning_realloc.strategies.lightning.signals import SIGTERM_EXIT_CODE, sigterm_forwarded
+
+
+class FullStateLauncher(_MultiProcessingLauncher):
+    """Lightning's spawn and fork launcher, for sharded models.
+
+    The stock one sends rank 0's ``state_dict()`` to the main process, which has no process group and cannot rebuild a
+    DTensor. This one sends full tensors; every rank takes part in gathering them.
+    """
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Start the processes and wait for them; SIGTERM goes on to them, and they decide when to end."""
+        with sigterm_forwarded(self):
+            try:
+                return super().launch(function, *args, trainer=trainer, **kwargs)
+            except ProcessExitedException as error:
+                if error.exit_code != SIGTERM_EXIT_CODE:
+                    raise
+                if trainer is not None:  # callbacks have saved what they save, in the processes that hold the models
+                    trainer.callbacks = []  # type: ignore[attr-defined]
+                raise SIGTERMException(SIGTERM_EXIT_CODE) from None
+
+    def _wrapping_function(self, process_idx: int, trainer: Trainer | None, *args: Any, **kwargs: Any) -> None:
+        """Run in a started process; Lightning tells callbacks of exceptions in the process that called it alone."""
+        try:
+            super()._wrapping_function(process_idx, trainer, *args, **kwargs)
+        except SIGTERMException as error:
+            if trainer is not None:
+                _interrupt(trainer, error)
+            raise
+
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        module = trainer.lightning_module
+        fitted = trainer.state.fn == TrainerFn.FITTING
+        full = trainer.strategy.full_state_dict() if fitted else {}  # type: ignore[attr-defined]
+        module.state_dict = lambda *args, **kwargs: full  # type: ignore[assignment, method-assign]
+        try:
+            return super()._collect_rank_zero_results(trainer, results)
+        finally:
+            del module.state_dict
+
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
+        # Models are built in the processes that were started; here they are still missing, and weights that find no
+        # parameter would be dropped silently.
+        if worker_output.weights_path is not None:
+            trainer.lightning_module.configure_model()
+        super()._recover_results_in_main_process(worker_output, trainer)
+
+
+__all__ = ["FullStateLauncher"]

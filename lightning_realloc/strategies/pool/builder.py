@@ -1,0 +1,222 @@
+"""From an algorithm and where its plan comes from to models in their layouts: what must hold first, and what is built.
+
+Everything here is collective over all ranks, and what is refused is refused on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_realloc.dataflow.dataflow import Dataflow
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.dims import Layout, ParallelDims
+from lightning_realloc.layout.model import ModelSpec
+from lightning_realloc.runtime.model.adapter_layers import adapted_layers
+from lightning_realloc.runtime.parallel.mesh import MeshRegistry
+from lightning_realloc.runtime.parallel.model_spec import describe_model
+from lightning_realloc.runtime.transfer.agreement import TransportName
+from lightning_realloc.strategies.pool.memory_check import (
+    describe_roles,
+    engine_memory,
+    memory_settings,
+    refuse_too_large,
+    with_callbacks,
+)
+from lightning_realloc.strategies.pool.memory_probe import require_room
+from lightning_realloc.strategies.pool.model_pool import ModelPool
+from lightning_realloc.strategies.pool.plan_source import NamedPlan, agree_on, work_out_plan
+from lightning_realloc.strategies.pool.pool_options import Following, PoolOptions
+from lightning_realloc.strategies.pool.precision import cast_parameters
+from lightning_realloc.tuning.memory.parts import MemorySettings
+from lightning_realloc.tuning.memory.transition import transition_bytes
+from lightning_realloc.tuning.shapes.role import RoleMemory
+
+_POOL_ATTRIBUTE = "_realloc_pool"
+"""Where a LightningModule remembers its laid-out models for the next Trainer."""
+_ROLES_ATTRIBUTE = "_realloc_roles"
+"""Where it remembers what they are like: building them anew without weights takes a tenth of a change of plans."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolBuilder:
+    """Lays out the models of one algorithm."""
+
+    module: Any
+    """The algorithm."""
+    dataflow: Dataflow
+    """Its calls."""
+    cluster: ClusterSpec
+    device: torch.device
+    rank: int
+    world_size: int
+    precision: str
+    """The Trainer's."""
+    transport: TransportName
+    tp_plans: Mapping[str, Mapping[str, str]]
+    """Role -> tensor-parallel styles, for models that bring none."""
+    memory_budget: int
+    """Bytes that a plan may need of one device."""
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Of weights that are trained."""
+        return torch.bfloat16 if self.precision == "bf16-true" else torch.float32
+
+    @property
+    def followers(self) -> dict[str, Following]:
+        """Role -> what its weights follow."""
+        roles = self.module.roles()
+        return {role.name: Following(role.follows, role.follow_rate) for role in roles if role.follows is not None}
+
+    @property
+    def sharers(self) -> dict[str, str]:
+        """Role -> the role whose base it shares."""
+        return {role.name: role.shares for role in self.module.roles() if role.shares is not None}
+
+    @property
+    def options(self) -> PoolOptions:
+        """How the pool keeps and moves weights."""
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return PoolOptions(
+            cluster=self.cluster,
+            device=self.device,
+            rank=self.rank,
+            world_size=self.world_size,
+            copy_dtype=torch.bfloat16 if self.precision.startswith("bf16") else torch.float32,
+            mixed_precision=policy if self.precision == "bf16-mixed" else None,
+            transport=self.transport,
+            tp_plans=self.tp_plans,
+            followers=self.followers,
+            sharers=self.sharers,
+        )
+
+    def plan(self, source: NamedPlan, specs: Mapping[str, ModelSpec]) -> ExecutionPlan:
+        """Work out a plan for models of these shapes, the same on all ranks.
+
+        Raises:
+            PlanError: when ranks hold different plans, and for one that does not fit the algorithm or the ranks.
+            LayoutError: for a layout that does not fit its model.
+        """
+        plan = work_out_plan(
+            source, self.dataflow, specs, self.cluster, world_size=self.world_size,
+            element_bytes=self.options.copy_dtype.itemsize, sharers=self.sharers,
+        ).completed(self.dataflow)  # fmt: skip
+        agree_on(plan)  # first: what is wrong with a plan must be found on every rank
+        plan.check(self.dataflow, self.world_size)
+        plan.check_models(self.dataflow, specs)
+        return plan
+
+    def check_memory(
+        self, source: NamedPlan, callbacks: Iterable[object], *, running: ExecutionPlan | None = None
+    ) -> None:
+        """Refuse a plan that does not fit into memory; asks for nothing but the models' configurations.
+
+        Args:
+            running: The plan whose models will move: then devices are also asked for the room that moving takes.
+
+        Raises:
+            PlanError: see `plan`, and with the phase, the rank, the bytes and what would fit.
+        """
+        roles = self.describe_roles()
+        plan = self.plan(source, {name: role.model for name, role in roles.items()})
+        settings = self.memory_settings()
+        plan, settings = with_callbacks(callbacks, self.dataflow, plan, settings)
+        refuse_too_large(self.dataflow, plan, roles, settings, rank=self.rank, budget_bytes=self.memory_budget)
+        if running is not None and self.device.type != "cpu":
+            extra = transition_bytes(self.dataflow, running, plan, roles, settings, rank=self.rank)
+            require_room(extra, self.device, what="moving to the new plan")
+
+    def memory_settings(self) -> MemorySettings:
+        """Return how tensors are kept, by the Trainer's settings and the algorithm's. Raises GenerationError for a
+        draft model whose configuration cannot be read."""
+        return memory_settings(
+            self.options, self.master_dtype, optimizer_bytes=self.module.optimizer_bytes,
+            engine=engine_memory(self.module, self.device, self.options.copy_dtype),
+        )  # fmt: skip
+
+    def describe_roles(self) -> dict[str, RoleMemory]:
+        """Return what memory and time of each role depend on; once models are laid out it is kept with them."""
+        kept: dict[str, RoleMemory] | None = vars(self.module).get(_ROLES_ATTRIBUTE)
+        if kept is not None and kept.keys() >= set(self.dataflow.roles):
+            return kept
+        roles = describe_roles(self.module.roles(), self.tp_plans)
+        if _POOL_ATTRIBUTE in vars(self.module):
+            setattr(self.module, _ROLES_ATTRIBUTE, roles)
+        return roles
+
+    def build(self, source: NamedPlan) -> ModelPool:
+        """Lay the models out, or return the pool of an earlier Trainer that did.
+
+        Raises:
+            PlanError: see `plan`, and for a role without a model.
+            ConfigError: when the earlier Trainer had another plan or other settings.
+        """
+        earlier: ModelPool | None = vars(self.module).get(_POOL_ATTRIBUTE)
+        models = self.module.models()
+        if self.master_dtype != torch.float32:
+            cast_parameters(self.module, self.master_dtype)
+        elif earlier is None:
+            self._widen_masters(models)
+        specs = self._specs(models, earlier)
+        plan = self.plan(source, specs)
+        if earlier is not None:
+            earlier.require_same(plan, self.options)
+            return earlier
+        meshes = MeshRegistry(self.device.type)
+        meshes.create((*plan.layouts, Layout(ParallelDims(dp=self.world_size), tuple(range(self.world_size)))))
+        pool = ModelPool(self.dataflow, plan, meshes, self.options)
+        for role in self.dataflow.roles:
+            if role not in self.sharers:
+                pool.place(role, models[role], specs[role])
+        setattr(self.module, _POOL_ATTRIBUTE, pool)
+        return pool
+
+    def _widen_masters(self, models: Mapping[str, nn.Module]) -> None:
+        """Cast to float32 the weights that optimizers and moving averages change: narrower ones lose small steps."""
+        found: dict[str, torch.dtype] = {}
+        for role in (*self.dataflow.trained_roles, *self.followers):
+            parameters = models[role].named_parameters() if role in models else ()
+            changing = {name: p for name, p in parameters if p.requires_grad or role in self.followers}
+            others = {
+                name: p.dtype for name, p in changing.items() if p.is_floating_point() and p.dtype != torch.float32
+            }
+            if others:
+                found[role] = next(iter(others.values()))
+                cast_parameters(models[role], torch.float32, names=others.keys())
+        if found:
+            given = ", ".join(f"{role} ({str(dtype).removeprefix('torch.')})" for role, dtype in found.items())
+            rank_zero_info(
+                f"precision={self.precision!r} trains float32 weights, so these were cast: {given}; set "
+                f"precision='bf16-true' to train bfloat16 weights"
+            )
+
+    def _specs(self, models: Mapping[str, nn.Module], earlier: ModelPool | None) -> dict[str, ModelSpec]:
+        self._check_sharers(models)
+        sharers = self.sharers
+        roles = [role for role in self.dataflow.roles if role not in sharers]
+        missing = [role for role in roles if role not in models]
+        if missing:
+            raise PlanError(f"role {missing[0]!r} has no model; configure_model() built {', '.join(models) or 'none'}")
+        if earlier is not None:  # a model that is cut already no longer shows its own shapes
+            return earlier.specs
+        specs = {role: describe_model(models[role], tp_plan=self.tp_plans.get(role)) for role in roles}
+        return specs | {role: specs[owner] for role, owner in sharers.items() if role in self.dataflow.roles}
+
+    def _check_sharers(self, models: Mapping[str, nn.Module]) -> None:
+        for role, owner in self.sharers.items():
+            if owner not in models or not adapted_layers(models[owner]):
+                raise PlanError(
+                    f"role {role!r} shares the base of {owner!r}, which is no role with adapters; give {owner} a "
+                    f"peft_config, or {role} a model of its own"
+                )
+            if any(call.kind == "train" for call in self.dataflow.calls_of(role)):
+                raise PlanError(f"role {role!r} shares the base of {owner!r} and has a training call; train {owner}")

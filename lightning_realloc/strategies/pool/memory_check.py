@@ -1,0 +1,168 @@
+"""Does a plan fit into memory? Asked before a model is built, of configurations and shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_realloc.callbacks.ema import EMA
+from lightning_realloc.callbacks.reallocation import ParameterReallocation
+from lightning_realloc.dataflow.dataflow import Dataflow
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
+from lightning_realloc.errors import PlanError
+from lightning_realloc.generation import Speculation
+from lightning_realloc.generation.forward.packed_linear import packs
+from lightning_realloc.generation.speculative.drafters import describe_draft_model
+from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.parallel.model_spec import describe_model
+from lightning_realloc.runtime.transfer.shared_memory import shared_memory_obstacle
+from lightning_realloc.strategies.pool.pool_options import PoolOptions
+from lightning_realloc.tuning.memory.advice import find_excess
+from lightning_realloc.tuning.memory.forecast import forecast_memory
+from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemorySettings
+from lightning_realloc.tuning.shapes.model_shape import ModelShape
+from lightning_realloc.tuning.shapes.role import RoleMemory
+
+
+def describe_roles(roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str]]) -> dict[str, RoleMemory]:
+    """Return what the memory of each role depends on; nothing is loaded but configurations.
+
+    Args:
+        roles: Of the algorithm, as its ``roles()`` returns them.
+        tp_plans: Role -> tensor-parallel styles, for models that bring none.
+    """
+    described: dict[str, RoleMemory] = {}
+    for role in sorted(roles, key=lambda role: role.shares is not None):  # who shares, after whom it shares with
+        if role.shares in described:
+            described[role.name] = replace(described[role.shares], frozen_params=frozenset(), shares=role.shares)
+            continue
+        model = role.describe()
+        spec = describe_model(model, tp_plan=tp_plans.get(role.name))
+        config = getattr(model, "config", None)
+        shape = None
+        if hasattr(config, "get_text_config"):
+            shape = ModelShape.read(config, spec, num_outputs=None if role.task == "causal_lm" else 1)
+        described[role.name] = RoleMemory(
+            model=spec, shape=shape, frozen_params=role.frozen_parameters(model), follows=role.follows
+        )
+    return described
+
+
+def engine_memory(module: Any, device: torch.device, copy_dtype: torch.dtype) -> EngineMemory:
+    """Return what an algorithm's settings make the generation engine keep.
+
+    Raises:
+        GenerationError: for a draft model whose configuration cannot be read.
+    """
+    if module.engine != "native":
+        return EngineMemory()
+    speculation = module.speculation
+    return EngineMemory(
+        max_cache_bytes=module.max_cache_bytes,
+        moves_samples=module.sample_reallocation,
+        num_ahead=0 if speculation is None else speculation.most_ahead,
+        draft=None if speculation is None else _draft_memory(speculation),
+        packs_weights=device.type == "cpu" and packs(copy_dtype),
+    )
+
+
+def _draft_memory(speculation: Speculation) -> DraftMemory | None:
+    source = speculation.draft_model
+    if source is None:
+        return None
+    described = _describe_draft(source) if isinstance(source, nn.Module) else _describe_named_draft(source)
+    return DraftMemory(model=described, learns=speculation.draft_learning_rate is not None)
+
+
+@lru_cache(maxsize=8)  # every change of plans asks; of names alone: a module that is a key would never be freed
+def _describe_named_draft(source: str | Path) -> RoleMemory:
+    return _describe_draft(source)
+
+
+def _describe_draft(source: str | Path | nn.Module) -> RoleMemory:
+    model: Any = describe_draft_model(source)
+    spec = describe_model(model)
+    return RoleMemory(model=spec, shape=ModelShape.read(model.config, spec))
+
+
+def memory_settings(
+    options: PoolOptions, master: torch.dtype, *, optimizer_bytes: int, engine: EngineMemory | None = None
+) -> MemorySettings:
+    """Return how the pool and the engine keep tensors; ``optimizer_bytes`` are those of an fp32 weight."""
+    on_cpu = options.device.type == "cpu"
+    return MemorySettings(
+        master_bytes=master.itemsize,
+        copy_bytes=options.copy_dtype.itemsize,
+        gathered_bytes=2 if options.mixed_precision is not None else master.itemsize,
+        optimizer_bytes=optimizer_bytes * master.itemsize // 4,
+        shares_memory=on_cpu and options.transport != "direct" and shared_memory_obstacle() is None,
+        builds_on_device=on_cpu,
+        engine=engine or EngineMemory(),
+    )
+
+
+def with_callbacks(
+    callbacks: Iterable[object], dataflow: Dataflow, plan: ExecutionPlan, settings: MemorySettings
+) -> tuple[ExecutionPlan, MemorySettings]:
+    """Return what callbacks make of them.
+
+    A :class:`ParameterReallocation` may free copies or, switched off, make none; an :class:`EMA` keeps averages.
+    """
+    for callback in callbacks:
+        if isinstance(callback, EMA):
+            settings = replace(settings, optimizer_bytes=settings.optimizer_bytes + 4)
+        if isinstance(callback, ParameterReallocation):
+            settings = replace(settings, frees_copies=callback.free_after)
+            if not callback.enabled:
+                homes = {c.name: plan.layout(dataflow.home_call(str(c.role)).name) for c in dataflow.model_calls}
+                calls = tuple((name, replace(call, layout=homes[name])) for name, call in plan.calls)
+                plan = replace(plan, calls=calls)
+    return plan, settings
+
+
+def settings_of_precision(precision: str) -> MemorySettings:
+    """Return how tensors are kept on CUDA devices under a Trainer's precision, with AdamW.
+
+    Raises:
+        PlanError: for a precision that cannot be used.
+    """
+    if precision not in ("bf16-mixed", "bf16-true", "32-true"):
+        raise PlanError(f"precision={precision!r} cannot be used here; use bf16-mixed, bf16-true or 32-true")
+    half, mixed = precision.startswith("bf16"), precision == "bf16-mixed"
+    master = 2 if precision == "bf16-true" else 4
+    return MemorySettings(
+        master_bytes=master, copy_bytes=2 if half else 4, gathered_bytes=2 if mixed else master,
+        optimizer_bytes=2 * master,
+    )  # fmt: skip
+
+
+def refuse_too_large(
+    dataflow: Dataflow,
+    plan: ExecutionPlan,
+    roles: Mapping[str, RoleMemory],
+    settings: MemorySettings,
+    *,
+    rank: int,
+    budget_bytes: int,
+) -> None:
+    """Refuse a plan that needs more than ``budget_bytes`` on some rank, however short its sequences are.
+
+    Every rank works out its own bytes. Collective.
+
+    Raises:
+        PlanError: on every rank, with the phase, the rank, the bytes and what would fit.
+    """
+
+    def forecast(candidate: ExecutionPlan) -> Any:
+        return forecast_memory(dataflow, candidate, roles, settings, None, ranks=(rank,))
+
+    excess = find_excess(dataflow, plan, forecast, budget_bytes=budget_bytes)
+    found = [text for text in gather_objects(excess) if text is not None]
+    if found:
+        raise PlanError(f"{found[0]}. Activations and caches, which depend on lengths, come on top")

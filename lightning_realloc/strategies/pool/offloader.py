@@ -1,0 +1,109 @@
+"""Lets what the plan offloads leave the device between the calls that need it, and come back during the call before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX
+from lightning_realloc.errors import ReallocError
+from lightning_realloc.runtime.measure.offload import Offload, carrier
+from lightning_realloc.runtime.parallel.shards import local_tensor, local_tensors
+from lightning_realloc.strategies.pool.model_pool import ModelPool
+from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
+
+
+class Offloader:
+    """What of one rank's models and optimizers is away.
+
+    Between calls everything may be read after `bring_back`; the next call sends away what it does not need.
+
+    Args:
+        pool: The models.
+        schedule: When what is on the device.
+        device: Which one.
+    """
+
+    def __init__(self, pool: ModelPool, schedule: OffloadSchedule, device: torch.device) -> None:
+        self._pool = pool
+        self._schedule = schedule
+        self._parts: dict[str, Offload] = {}
+        self._hooks: list[Any] = []
+        self._optimizers: Mapping[str, torch.optim.Optimizer] = {}
+        if schedule.parts:
+            shared = carrier(device)
+            self._parts = {part: Offload(shared) for part in schedule.parts if part not in pool.released}
+        for role in pool.roles:
+            if role in self._parts:
+                self._guard(role, pool.home(role).model)
+
+    def begin(self, call: str, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Have what a call needs, begin to bring back what the one after it needs, and send the rest away."""
+        if not self._parts:
+            return
+        begin = time.perf_counter()
+        self._optimizers = {str(optimizer.param_groups[0].get("name")): optimizer for optimizer in optimizers}
+        needed, ahead = (
+            kept & self._parts.keys() for kept in (self._schedule.needed(call), self._schedule.ahead(call))
+        )
+        for part in self._parts:
+            if part not in needed | ahead:
+                self._send_away(part)
+        for part in needed:
+            self._parts[part].finish_return()
+        for part in ahead:
+            self._parts[part].start_return()
+        self._pool.seconds_moving += time.perf_counter() - begin
+
+    def end(self, call: str) -> None:
+        """Send away what a call needed and the next one does not."""
+        begin = time.perf_counter()
+        for part in self._schedule.needed(call) & self._parts.keys():
+            self._send_away(part)
+        self._pool.seconds_moving += time.perf_counter() - begin
+
+    def bring_back(self) -> None:
+        """Have everything on the device until the next call begins."""
+        for part in self._parts.values():
+            part.finish_return()
+
+    def close(self) -> None:
+        """Bring everything back for good."""
+        self.bring_back()
+        self._parts = {}
+        for hook in self._hooks:
+            hook.remove()
+
+    def _send_away(self, part: str) -> None:
+        role = part.removesuffix(OPTIMIZER_SUFFIX)
+        home = self._pool.home(role)
+        tensors: list[Tensor] = []
+        if part == role:
+            tensors = [*local_tensors(home.model).values()]
+        elif role in self._optimizers:
+            tensors = _state_tensors(self._optimizers[role])
+        if tensors:
+            self._parts[part].leave(tensors, version=home.version)
+
+    def _guard(self, role: str, model: nn.Module) -> None:
+        """Refuse to run or to read a model while it is away, which torch would not survive."""
+
+        def refuse(*_: Any, **__: Any) -> None:
+            if role in self._parts and self._parts[role].is_away:
+                raise ReallocError(
+                    f"the weights of {role!r} are away between its calls, as the plan's offload asks; call "
+                    f"trainer.strategy.bring_back() before you read them"
+                )
+
+        self._hooks.append(model.register_forward_pre_hook(refuse, prepend=True))
+        self._hooks.append(model.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return what an optimizer keeps per weight on this rank; scalars such as the step count stay."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [local_tensor(value) for value in values if isinstance(value, Tensor) and value.dim()]

@@ -1,0 +1,165 @@
+"""Giving roles new home layouts while training goes on: weights and optimizer state move, values stay.
+
+An optimizer keeps its identity, its groups and its settings; only the parameters in it are exchanged for those of the
+new layout, with their state. So schedules, Lightning and callbacks notice nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_realloc.errors import PlanError
+from lightning_realloc.layout.model import ModelLayout
+from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.parallel.shards import local_tensor, local_tensors, reshard
+from lightning_realloc.runtime.transfer.executor import Reallocation
+from lightning_realloc.strategies.pool.replica import Replica
+
+
+@dataclass(frozen=True, slots=True)
+class Mover:
+    """Moves tensors of one role from one layout to another; every method is collective over all ranks."""
+
+    source: ModelLayout
+    target: ModelLayout
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def move(self, held: Mapping[str, Tensor], room: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        """Fill ``room``, this rank's tensors under the target, from ``held``, those under the source.
+
+        Both name the same parameters on all ranks of their layout; other parameters of the model stay.
+        """
+        names = sorted({name for named in gather_objects([*held, *room]) for name in named})
+        if not names:
+            return
+        spec = replace(
+            self.source.model, params=tuple(p for p in self.source.model.params if p.name in set(names)), aliases=()
+        )
+        Reallocation(
+            ModelLayout(spec, self.source.layout),
+            held,
+            ModelLayout(spec, self.target.layout),
+            rank=self.rank,
+            world_size=self.world_size,
+            dtype=dtype,
+            device=self.device,
+            transport="direct",
+            target_tensors=dict(room),
+        ).run()
+
+
+def move_weights(old: Replica, new: Replica, mover: Mover) -> None:
+    """Fill a new home replica from the old one. Collective over all ranks."""
+    held = local_tensors(old.model) if mover.rank in old.layout else {}
+    room = local_tensors(new.model) if mover.rank in new.layout else {}
+    mine = {parameter.dtype for parameter in new.model.parameters()}  # a stage of a pipeline may lack some
+    for dtype in sorted(set().union(*gather_objects(mine)), key=str):
+        mover.move(
+            {name: tensor for name, tensor in held.items() if tensor.dtype == dtype},
+            {name: tensor for name, tensor in room.items() if tensor.dtype == dtype},
+            dtype,
+        )
+    reshard(new.model)
+    ours = dict(old.model.named_buffers())
+    for name, buffer in new.model.named_buffers():
+        if name in ours:  # else it belongs to what was another stage, and is as it was built
+            buffer.copy_(ours[name])
+
+
+class _Entry(NamedTuple):
+    """One key of an optimizer's state of one parameter, as every rank hears of it."""
+
+    dtype: torch.dtype
+    scalar: float | None
+    """The value of a scalar, which is the same on all ranks; None for a tensor of the parameter's shape."""
+
+
+def move_optimizer(old: Replica, new: Replica, optimizer: torch.optim.Optimizer, mover: Mover) -> None:
+    """Let ``optimizer`` go on with the new replica's parameters and the same state. Collective over all ranks.
+
+    Raises:
+        PlanError: on every rank, for a state that cannot be divided like the parameters.
+    """
+    reshard(old.model)
+    reshard(new.model)
+    before = {id(parameter): name for name, parameter in old.model.named_parameters()}
+    after = dict(new.model.named_parameters())
+    state = {before[id(p)]: values for p, values in optimizer.state.items()} if mover.rank in old.layout else {}
+    entries = _agree_on_entries(old, state)
+    options: dict[str, dict[str, Any]] = {}
+    for group, members in zip(optimizer.param_groups, _agree_on_members(optimizer, before), strict=True):
+        names = [name for name in after if name in members]  # those of this rank's stage
+        group["params"] = [after[name] for name in names]
+        options |= {name: group for name in names}
+    optimizer.state = defaultdict(dict)
+    inside = mover.rank in new.layout
+    for key in sorted({key for kept in entries.values() for key in kept}):
+        named = {name: kept[key] for name, kept in entries.items() if key in kept}
+        if inside:
+            for name, entry in named.items():
+                if name not in after:
+                    continue  # another stage's
+                room = state_room(after[name], options[name], dtype=entry.dtype, scalar=entry.scalar)
+                optimizer.state[after[name]][key] = room
+        tensors = {name: entry for name, entry in named.items() if entry.scalar is None}
+        for dtype in sorted({entry.dtype for entry in tensors.values()}, key=str):
+            chosen = [name for name, entry in tensors.items() if entry.dtype == dtype]
+            mover.move(
+                {name: local_tensor(state[name][key]) for name in chosen if name in state}
+                if mover.rank in old.layout
+                else {},
+                {name: local_tensor(optimizer.state[after[name]][key]) for name in chosen if name in after}
+                if inside
+                else {},
+                dtype,
+            )
+
+
+def _agree_on_members(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[set[str]]:
+    """Return the names of every parameter group's members: a stage of a pipeline knows its own alone. Collective."""
+    mine = [{names[id(parameter)] for parameter in group["params"]} for group in optimizer.param_groups]
+    return [set().union(*theirs) for theirs in zip(*gather_objects(mine), strict=True)]
+
+
+def _agree_on_entries(old: Replica, state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, _Entry]]:
+    """Return parameter -> key -> entry, as the ranks of the old layout know them, on every rank."""
+    entries: dict[str, dict[str, _Entry]] = {}
+    problem: str | None = None
+    parameters = dict(old.model.named_parameters())
+    for name, values in state.items():
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.dim() == 0:
+                entries.setdefault(name, {})[key] = _Entry(value.dtype, float(value))
+            elif isinstance(value, Tensor) and value.shape == parameters[name].shape:
+                entries.setdefault(name, {})[key] = _Entry(value.dtype, None)
+            elif value is not None:
+                problem = (
+                    f"optimizer state {key!r} of {old.role} parameter {name} is neither a scalar nor of the "
+                    f"parameter's shape, and cannot move to another layout; keep the plan, or use another optimizer"
+                )
+    merged: dict[str, dict[str, _Entry]] = {}
+    for theirs, wrong in gather_objects((entries, problem)):
+        if wrong is not None:
+            raise PlanError(wrong)
+        for name, kept in theirs.items():
+            merged.setdefault(name, {}).update(kept)
+    return merged
+
+
+def state_room(
+    parameter: nn.Parameter, group: Mapping[str, Any], *, dtype: torch.dtype, scalar: float | None
+) -> Tensor:
+    """Return a new entry of an optimizer's state: a scalar, or where it is None zeros of the parameter's layout."""
+    if scalar is None:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    # Where torch's own optimizers keep their step counts.
+    on_device = group.get("capturable") or group.get("fused")
+    return torch.tensor(scalar, dtype=dtype, device=parameter.device if on_device else "cpu")

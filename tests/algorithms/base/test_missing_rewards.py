@@ -1,0 +1,143 @@
+"""A response without a reward changes nothing: losses and advantages are those of the batch without it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_realloc.algorithms.base.missing_rewards import judged_only, of_judged
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import Totals, pack_columns
+from lightning_realloc.rewards import Failed
+from tests.algorithms import test_grpo, test_ppo
+from tests.models import tiny_model
+from tests.strategies import runs
+
+CPU = torch.device("cpu")
+NAN = math.nan
+
+
+class SomeFail:
+    """Judges as :func:`test_grpo.fixed` does, but not the response of one token 20."""
+
+    on_failure = "mask"
+
+    def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float | Failed]:
+        rewards = dict(zip(map(tuple, test_grpo.RESPONSES), test_grpo.REWARDS, strict=True))
+        return [Failed("asleep") if ids == [20] else rewards[tuple(ids)] for ids in completion_ids]
+
+
+def test_tokens_without_an_advantage_leave_the_mask_however_the_column_is_laid_out() -> None:
+    samples = test_grpo.rollout().with_columns(advantages=torch.tensor([1.0, NAN, 0.5, NAN]))
+    per_sample = judged_only(pack_columns(samples, CPU), "advantages")
+    assert per_sample["advantages"].tolist() == [1.0, 0.0, 0.5, 0.0]
+    # prompts of 3, 3, 1 and 1 tokens with responses of 2, 4, 1 and 2: those of samples 0 and 2 are left
+    assert per_sample.response_mask.nonzero().flatten().tolist() == [3, 4, 13]
+    lengths = samples.ragged("response_ids").lengths
+    ragged = Ragged(torch.repeat_interleave(samples.tensor("advantages"), lengths), lengths)
+    per_token = judged_only(pack_columns(samples.with_columns(advantages=ragged), CPU), "advantages")
+    assert torch.equal(per_token.response_mask, per_sample.response_mask)
+    assert not per_token["advantages"].isnan().any()
+
+
+@pytest.mark.parametrize("average", ["sequence", "token"])
+def test_a_grpo_loss_is_that_of_the_judged_responses(average: Any) -> None:
+    model = tiny_model("llama")
+    module = runs.grpo(actor=model, kl_coef=0.1, loss_average=average)
+    whole = test_grpo.rollout().with_columns(advantages=torch.tensor([1.0, -1.0, NAN, 2.0]))
+    totals = Totals(4, 9)
+    loss = module.actor_loss(model, pack_columns(whole, CPU), totals)
+    loss.value.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    without = module.actor_loss(model, pack_columns(whole.select([0, 1, 3]), CPU), totals)
+    without.value.backward()
+    assert loss.value.item() == pytest.approx(without.value.item(), abs=1e-6)
+    assert float(loss.metrics["kl"].weight) == 8.0
+    for ours, parameter in zip(gradients, model.parameters(), strict=True):
+        assert torch.allclose(ours, parameter.grad, atol=1e-6)
+
+
+def test_a_grpo_pack_of_which_nothing_was_judged_has_gradients_of_zero() -> None:
+    model = tiny_model("llama")
+    module = runs.grpo(actor=model, kl_coef=0.1)
+    nothing = test_grpo.rollout().with_columns(advantages=torch.full((4,), NAN))
+    loss = module.actor_loss(model, pack_columns(nothing, CPU), Totals(4, 9))
+    loss.value.backward()
+    assert loss.value.item() == 0.0
+    assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+    assert any(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_grpo_judges_the_rest_of_a_group_and_counts_what_failed() -> None:
+    module = runs.grpo(reward=SomeFail())
+    judged = module.judge(test_grpo.rollout())
+    judged |= module.compare(test_grpo.rollout().with_columns(**judged))
+    assert judged["rewards"].nan_to_num(nan=-1.0).tolist() == [1.0, 0.0, -1.0, 0.5]
+    scale = 0.5 / (math.sqrt(0.5) + 1e-4)
+    assert judged["advantages"][[0, 1, 3]].tolist() == pytest.approx([scale, -scale, 0.0], abs=1e-6)
+    samples = test_grpo.rollout().with_columns(**judged, finish_reason=torch.tensor([0, 1, 0, 0]))
+    summary = {name: float(value) for name, value in module.summarize(samples).items()}
+    assert summary["reward"] == pytest.approx(0.5)  # (1 + 0 + 0.5) / 3
+    assert summary["reward_failures/SomeFail"] == 1.0
+
+
+def ppo_rollout(scores: list[float]) -> Samples:
+    """Return PPO's three responses with these scores."""
+    return test_ppo.rollout().without_columns("advantages", "returns").with_columns(scores=torch.tensor(scores))
+
+
+def test_ppo_estimates_and_losses_are_those_of_the_judged_responses() -> None:
+    module = runs.ppo(kl_coef=0.1, normalize_values=True)
+    whole = ppo_rollout([1.0, NAN, -1.0])
+    columns, without = (module.estimate_advantages(s) for s in (whole, ppo_rollout([1.0, 0.0, -1.0]).select([0, 2])))
+    for name in ("advantages", "returns"):
+        rows, expected = columns[name].to_lists(), without[name].to_lists()
+        assert rows[0] == pytest.approx(expected[0], abs=1e-6) and rows[2] == pytest.approx(expected[1], abs=1e-6)
+        assert len(rows[1]) == 4 and all(map(math.isnan, rows[1]))
+    model = tiny_model("llama")
+    whole = whole.with_columns(**columns)
+    totals = Totals(3, 7)
+    losses = [module.actor_loss(model, pack_columns(s, CPU), totals) for s in (whole, whole.select([0, 2]))]
+    assert losses[0].value.item() == pytest.approx(losses[1].value.item(), abs=1e-6)
+    module.configure_model()
+    critic = module.critic.eval()
+    errors = [module.critic_loss(critic, pack_columns(s, CPU), totals) for s in (whole, whole.select([0, 2]))]
+    assert errors[0].value.item() == pytest.approx(errors[1].value.item(), abs=1e-6)
+    module.on_iteration_end(whole)
+    assert float(module.return_moments.count) == 3.0  # tokens of the first response and the last
+    assert math.isfinite(float(module.kl_controller.coefficient))
+
+
+def test_a_nan_that_a_critic_made_is_not_a_missing_score() -> None:
+    module, whole = runs.ppo(kl_coef=0.1, normalize_values=True), ppo_rollout([1.0, NAN, -1.0])
+    values = whole.ragged("values")
+    values.values[0] = NAN
+    whole = whole.with_columns(**module.estimate_advantages(whole.with_columns(values=values)))
+    for name in ("advantages", "returns"):
+        assert [math.isnan(row[0]) for row in whole.ragged(name).to_lists()] == [False, True, False]
+    loss = module.actor_loss(tiny_model("llama"), pack_columns(whole, CPU), Totals(3, 7))
+    assert not math.isfinite(loss.value.item())
+    module.on_iteration_end(whole)
+    assert float(module.return_moments.count) == 0.0
+
+
+def test_ppo_survives_an_iteration_of_which_nothing_was_judged() -> None:
+    module = runs.ppo(kl_coef=0.1, kl_target=1.0, normalize_values=True)
+    nothing = ppo_rollout([NAN, NAN, NAN])
+    columns = module.estimate_advantages(nothing)
+    assert columns["advantages"].values.isnan().all() and columns["returns"].lengths.tolist() == [2, 4, 1]
+    before = float(module.kl_controller.coefficient)
+    module.on_iteration_end(nothing.with_columns(**columns))
+    assert float(module.kl_controller.coefficient) == before
+    assert float(module.return_moments.count) == 0.0
+
+
+def test_nothing_is_copied_where_every_response_has_a_score() -> None:
+    samples = ppo_rollout([1.0, 2.0, 3.0])
+    seen: list[Samples] = []
+    of_judged(samples, samples.tensor("scores"), lambda given: seen.append(given) or {})  # type: ignore[func-returns-value]
+    assert seen[0] is samples

@@ -1,0 +1,232 @@
+"""What every algorithm inherits: models that follow from the seed, optimizers named after roles, calls of its roles."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
+from transformers import PreTrainedModel
+
+from lightning_realloc import DPO, GRPO, OnlineDPO, ProcessReward, PromptDataModule, RewardModel
+from lightning_realloc.algorithms.base.calls import compute, infer, train
+from lightning_realloc.algorithms.base.module import MultiModelModule
+from lightning_realloc.algorithms.base.role import Role
+from lightning_realloc.algorithms.sft import SFT
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
+from lightning_realloc.errors import ConfigError, PlanError
+from tests.models import byte_tokenizer, tiny_model
+from tests.strategies import runs
+
+
+def test_models_become_attributes_once() -> None:
+    module = runs.grpo()
+    assert module.models() == {}
+    module.configure_model()
+    models = module.models()
+    assert list(models) == ["actor", "reference"]
+    assert models["actor"] is module.actor
+    module.configure_model()
+    assert module.models()["actor"] is models["actor"]
+    # A reference is frozen, and a copy: two roles may be given the same module.
+    assert all(parameter.requires_grad for parameter in module.actor.parameters())
+    assert not any(parameter.requires_grad for parameter in module.reference.parameters())
+    shared = tiny_model("llama")
+    twice = runs.RecordedGRPO(shared, runs.low_tokens, sampling=runs.SAMPLING)
+    twice.configure_model()
+    assert twice.actor is not twice.reference
+    assert runs.largest_difference(twice.actor.state_dict(), twice.reference.state_dict()) == 0.0
+
+
+def test_random_weights_follow_from_the_seed_alone() -> None:
+    config = tiny_model("llama").config
+    modules = []
+    for seed in (0, 0, 1):
+        torch.rand(3)
+        modules.append(SFT(config, seed=seed))
+        modules[-1].configure_model()
+    first, same, other = (module.actor.state_dict() for module in modules)
+    assert runs.largest_difference(first, same) == 0.0
+    assert runs.largest_difference(first, other) > 0.01
+    assert isinstance(modules[0].actor, PreTrainedModel)
+    assert next(modules[0].actor.parameters()).dtype == torch.float32
+
+
+def test_seeds_that_are_not_given_are_those_of_seed_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    data = {"data": [{"prompt": str(n)} for n in range(40)], "batch_size": 40, "tokenizer": byte_tokenizer()}
+    module, rows, seeded = runs.grpo(), PromptDataModule(**data), PromptDataModule(**data, seed=3)
+    assert (module.seed, rows.seed, runs.grpo(seed=5).seed, seeded.seed) == (0, 0, 5, 3)
+    orders = []
+    for seed in (7, 8):
+        monkeypatch.setenv("PL_GLOBAL_SEED", str(seed))  # where Lightning's seed_everything keeps it
+        assert (module.seed, runs.grpo(seed=5).seed) == (seed, 5)
+        for given in ({}, {"seed": 3}):
+            shuffled = PromptDataModule(**data, **given)
+            shuffled.setup()
+            orders.append(next(iter(shuffled.train_dataloader())).ids.tolist())
+    assert orders[0] != orders[2] and orders[1] == orders[3]
+
+
+def test_what_is_held_out_follows_from_the_data_modules_own_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = {"data": [{"prompt": str(n)} for n in range(40)], "batch_size": 1, "val_fraction": 0.3}
+
+    def held_out(**settings: Any) -> set[object]:
+        module = PromptDataModule(**data, **settings, tokenizer=byte_tokenizer())
+        module.setup()
+        return {batch.objects("prompt") for batch in module.val_dataloader()}
+
+    found = []
+    for seed in ("7", "8"):
+        monkeypatch.setenv("PL_GLOBAL_SEED", seed)
+        found += [held_out(), held_out(seed=0), held_out(seed=3)]
+    assert found[0] == found[1] == found[3] == found[4] and found[2] == found[5] != found[0]
+
+
+LORA = {"peft_type": "LORA", "r": 2, "target_modules": "all-linear"}
+
+
+@pytest.mark.parametrize(
+    ("module", "rate"),
+    [
+        (SFT(tiny_model("llama")), 2e-5),
+        (SFT(tiny_model("llama"), peft_config=LORA), 2e-4),
+        (SFT(tiny_model("llama"), peft_config=LORA, learning_rate=3e-5), 3e-5),
+        (RewardModel(tiny_model("llama")), 1e-5),
+        (RewardModel(tiny_model("llama"), peft_config=LORA), 1e-4),
+        (ProcessReward(tiny_model("llama")), 1e-5),
+        (DPO(tiny_model("llama")), 1e-6),
+        (OnlineDPO(tiny_model("llama"), runs.low_tokens), 5e-7),
+        (GRPO(tiny_model("llama"), runs.low_tokens), 1e-6),
+        (GRPO(tiny_model("llama"), runs.low_tokens, peft_config=LORA), 1e-5),
+    ],
+)
+def test_every_algorithm_has_a_learning_rate_of_its_own(module: Any, rate: float) -> None:
+    (role,) = module.dataflow.trained_roles
+    assert module.optimizer_of(role).learning_rate == pytest.approx(rate)
+
+
+def test_optimizers_and_schedules_are_named_after_their_roles() -> None:
+    module = runs.grpo(learning_rate=0.25)
+    module.configure_model()
+    (entry,) = module.configure_optimizers()
+    (group,) = entry["optimizer"].param_groups
+    assert type(entry["optimizer"]) is AdamW
+    assert (group["name"], group["lr"], group["weight_decay"]) == ("actor", 0.25, 0.0)
+    assert len(group["params"]) == len(list(module.actor.parameters()))
+    assert "lr_scheduler" not in entry
+    chosen = runs.sft(optimizer=partial(SGD, lr=0.5), lr_scheduler=partial(StepLR, step_size=3))
+    chosen.configure_model()
+    (entry,) = chosen.configure_optimizers()
+    assert type(entry["optimizer"]) is SGD
+    assert type(entry["lr_scheduler"]["scheduler"]) is StepLR
+    assert (entry["lr_scheduler"]["interval"], entry["lr_scheduler"]["name"]) == ("step", "lr")
+
+
+def test_a_model_is_loaded_from_its_folder_and_brings_its_tokenizer(tmp_path: Path) -> None:
+    model = tiny_model("llama", seed=4)
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    module = SFT(tmp_path)
+    assert module.tokenizer.decode(module.tokenizer("ab").input_ids) == "ab"
+    module.configure_model()
+    assert runs.largest_difference(module.actor.state_dict(), model.state_dict()) == 0.0
+
+
+def test_what_is_missing_is_said() -> None:
+    with pytest.raises(ConfigError, match="SFT was given no tokenizer, and no model is loaded from a folder or name"):
+        _ = SFT(tiny_model("llama")).tokenizer
+    with pytest.raises(ConfigError, match=r"actor='no/such/folder': there is no such folder in .*; give a Hugging"):
+        SFT("no/such/folder").configure_model()
+    with pytest.raises(NotImplementedError, match="Bare must return its models from roles"):
+        Bare().roles()
+
+
+class Bare(MultiModelModule):
+    """An algorithm that says nothing about itself."""
+
+
+class Judge(MultiModelModule):
+    """An algorithm of one frozen role and nothing to evaluate."""
+
+    def roles(self) -> tuple[Role, ...]:
+        """Return the one model."""
+        return (Role(name="judge", source=tiny_model("llama"), trained=False),)
+
+
+class Scoring(MultiModelModule):
+    """An algorithm with two scorers, of which it may be given one; either makes the scores that it learns from."""
+
+    optional_roles = ("second",)
+
+    def __init__(self, *names: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.names = names
+
+    def roles(self) -> tuple[Role, ...]:
+        """Return the roles that the test asks for."""
+        return tuple(Role(name=name, source=tiny_model("llama"), trained=name == "actor") for name in self.names)
+
+    @infer("actor", needs="batch", produces="scores")
+    def score(self) -> None:
+        """Score."""
+
+    @infer("second", needs="batch", produces="more_scores")
+    def score_again(self) -> None:
+        """Score otherwise."""
+
+    @compute(needs=("scores", "more_scores"), produces="targets", whole_batch=True)
+    def compare(self) -> None:
+        """Compare."""
+
+    @train("actor", needs=("batch", "targets"))
+    def learn(self) -> None:
+        """Learn."""
+
+
+def test_calls_of_optional_roles_are_left_out_and_those_of_others_missed() -> None:
+    assert Scoring("actor", "second").dataflow.call("compare").needs == ("scores", "more_scores")
+    alone = Scoring("actor").dataflow
+    assert [call.name for call in alone.calls] == ["actor.infer", "compare", "actor.train"]
+    assert (alone.call("compare").needs, alone.call("compare").whole_batch) == (("scores",), True)
+    with pytest.raises(PlanError, match=r"call 'actor\.infer' is of role 'actor', which roles\(\) does not return; it"):
+        _ = Scoring("second").dataflow
+
+
+class Choosy(Scoring):
+    """An algorithm that makes its scores in one of two ways."""
+
+    @infer("second", needs="batch", produces="scores")
+    def score_again(self) -> None:
+        """Score in the other way."""
+
+    @compute(needs="scores", produces="targets", whole_batch=True)
+    def compare(self) -> None:
+        """Compare what there is."""
+
+    def calls(self) -> tuple[ModelFunctionCall, ...]:
+        """Leave the first way out where there is the second."""
+        return tuple(call for call in super().calls() if call.name != "actor.infer" or "second" not in self.names)
+
+
+def test_settings_choose_between_producers_of_one_name() -> None:
+    for names, producer in ((("actor",), "actor.infer"), (("actor", "second"), "second.infer")):
+        flow = Choosy(*names).dataflow
+        assert [call.name for call in flow.calls] == [producer, "compare", "actor.train"]
+        assert flow.call("compare").needs == ("scores",)
+
+
+def test_an_algorithm_that_trains_nothing_has_no_optimizer() -> None:
+    module = Judge()
+    module.configure_model()
+    assert module.configure_optimizers() is None
+
+
+def test_validation_without_evaluation_calls_is_refused() -> None:
+    module: Any = Judge()
+    with pytest.raises(ConfigError, match="Judge declares no evaluation_calls; leave the validation data out"):
+        module.validation_step(next(iter(runs.Batches(1))), 0)

@@ -1,0 +1,278 @@
+"""Losses against hand-worked numbers and naive loops."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_realloc.algorithms.losses.functional import (
+    KLEstimator,
+    clipped_policy_loss,
+    clipped_value_loss,
+    cross_entropy,
+    explained_variance,
+    generalized_advantages,
+    group_advantages,
+    kl_estimate,
+    masked_sum,
+    sequence_mean_sum,
+    sequence_sums,
+    shaped_scores,
+    token_rewards,
+    whiten,
+)
+from lightning_realloc.batch.samples import Ragged
+
+REWARDS = st.floats(-5, 5, width=32)
+
+
+def test_cross_entropy_is_minus_the_logprob_of_kept_tokens() -> None:
+    # -log(1/2) = ln 2, -log(1/4) = 2 ln 2; the first token is not kept
+    values = cross_entropy(torch.tensor([0.5, 0.5, 0.25]).log(), torch.tensor([False, True, True]))
+    assert values.tolist() == pytest.approx([0.0, math.log(2), 2 * math.log(2)])
+
+
+def test_group_advantages_are_standard_scores_within_the_group() -> None:
+    # group 7: rewards 1, 0, 1, 0: mean 1/2, squares 4 * 1/4 = 1, unbiased variance 1/3, std 0.57735;
+    #          (1 - 1/2) / 0.57735 = 0.86603
+    # group 2: rewards 3, 5: mean 4, squares 1 + 1 = 2, variance 2/1, std 1.41421; -1 / 1.41421 = -0.70711
+    rewards = torch.tensor([1.0, 3.0, 0.0, 1.0, 5.0, 0.0])
+    groups = torch.tensor([7, 2, 7, 7, 2, 7])
+    advantages = group_advantages(rewards, groups, std_eps=0.0)
+    assert advantages.tolist() == pytest.approx([0.86603, -0.70711, -0.86603, 0.86603, 0.70711, -0.86603], abs=1e-5)
+    assert group_advantages(rewards, groups, std_eps=None).tolist() == [0.5, -1.0, -0.5, 0.5, 1.0, -0.5]
+    # 0.5 / (0.57735 + 0.1) = 0.73817
+    assert group_advantages(rewards, groups, std_eps=0.1)[0].item() == pytest.approx(0.73817, abs=1e-5)
+
+
+def test_advantages_of_huge_rewards_are_those_of_small_ones() -> None:
+    # Their squares overflow float32, and a deviation of infinity would leave nothing to learn.
+    groups, rewards = torch.tensor([0, 0, 0, 0]), torch.tensor([1.0, 2.0, 4.0, 5.0])
+    small, huge = (group_advantages(rewards * scale, groups, std_eps=0.0) for scale in (1.0, 1e30))
+    assert huge.tolist() == pytest.approx(small.tolist(), rel=1e-5)
+    assert whiten(rewards * 1e30).tolist() == pytest.approx(whiten(rewards).tolist(), rel=1e-5)
+
+
+def test_a_group_that_agrees_and_a_group_of_one_have_no_advantage() -> None:
+    advantages = group_advantages(torch.tensor([2.0, 2.0, 9.0]), torch.tensor([0, 0, 1]))
+    assert advantages.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_missing_reward_is_left_out_of_its_group() -> None:
+    # group 0: rewards 1 and 3 are left: mean 2, unbiased variance 2, -1 / 1.41421; group 1: one is left: no advantage;
+    # group 2: nothing is left
+    rewards = torch.tensor([1.0, math.nan, 3.0, 5.0, math.nan, math.nan])
+    groups = torch.tensor([0, 0, 0, 1, 1, 2])
+    advantages = group_advantages(rewards, groups, std_eps=0.0)
+    assert advantages[[0, 2]].tolist() == pytest.approx([-0.70711, 0.70711], abs=1e-5)
+    assert group_advantages(rewards, groups)[3].item() == 0.0
+    assert advantages.isnan().tolist() == [False, True, False, True, True, True]  # 0 / 0 where one is left, as ever
+    assert group_advantages(rewards, groups, std_eps=None).nan_to_num(nan=9.0).tolist() == [
+        -1.0,
+        9.0,
+        1.0,
+        0.0,
+        9.0,
+        9.0,
+    ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(REWARDS, st.integers(0, 3)), min_size=1, max_size=12))
+def test_group_advantages_agree_with_a_loop_over_groups(samples: list[tuple[float, int]]) -> None:
+    members = defaultdict(list)
+    for reward, group in samples:
+        members[group].append(reward)
+    expected = []
+    for reward, group in samples:
+        deviation = statistics.stdev(members[group]) if len(members[group]) > 1 else 0.0
+        expected.append((reward - statistics.fmean(members[group])) / (deviation + 0.01))
+    rewards = torch.tensor([reward for reward, _ in samples], dtype=torch.float64)
+    actual = group_advantages(rewards, torch.tensor([group for _, group in samples]), std_eps=0.01)
+    assert actual.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_policy_loss_is_clipped_only_where_that_is_pessimistic() -> None:
+    # ratio 1.5, A = +2: min(3.0, 1.2 * 2 = 2.4) = 2.4, clipped;  A = -2: min(-3.0, -2.4) = -3.0, not
+    # ratio 0.5, A = +2: min(1.0, 0.8 * 2 = 1.6) = 1.0, not;      A = -2: min(-1.0, -1.6) = -1.6, clipped
+    # ratio 1.1 lies inside either way: 1.1 * 2 = 2.2
+    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1])
+    behaviour = torch.full((5,), -1.0)
+    logprobs = (behaviour + ratio.log()).requires_grad_()
+    loss = clipped_policy_loss(logprobs, behaviour, torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0]))
+    assert loss.values.tolist() == pytest.approx([-2.4, 3.0, -1.0, 1.6, -2.2])
+    assert loss.clipped.tolist() == [True, False, False, True, False]
+    # the gradient of -ratio * A by log p is -ratio * A itself; none where clipped
+    (gradient,) = torch.autograd.grad(loss.values.sum(), logprobs)
+    assert gradient.tolist() == pytest.approx([0.0, 3.0, -1.0, 0.0, -2.2])
+
+
+def test_the_two_clip_bounds_are_set_apart() -> None:
+    # ratio 1.5 with A = 1: clipped at 1.28; ratio 0.5 with A = -1: clipped at 0.9
+    logprobs = torch.tensor([1.5, 0.5]).log()
+    loss = clipped_policy_loss(logprobs, torch.zeros(2), torch.tensor([1.0, -1.0]), clip_low=0.1, clip_high=0.28)
+    assert loss.values.tolist() == pytest.approx([-1.28, 0.9])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        # policy 1/2, reference 1/4: d = ln 2 = 0.693147
+        ("k1", 0.693147),
+        ("k2", 0.240227),  # 0.693147^2 / 2
+        ("k3", 0.193147),  # exp(-d) - 1 + d = 1/2 - 1 + 0.693147
+    ],
+)
+def test_kl_estimates_of_one_token(estimator: KLEstimator, expected: float) -> None:
+    estimate = kl_estimate(torch.tensor([0.5]).log(), torch.tensor([0.25]).log(), estimator=estimator)
+    assert estimate.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_k1_and_k3_average_to_the_kl_divergence() -> None:
+    policy, reference = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    exact = (policy * (policy.log() - reference.log())).sum().item()
+    for estimator in ("k1", "k3"):
+        # the mean over tokens drawn from the policy is the sum weighted by its probabilities
+        mean = (policy * kl_estimate(policy.log(), reference.log(), estimator=estimator)).sum().item()
+        assert mean == pytest.approx(exact, abs=1e-6)
+
+
+def test_sums_ignore_whatever_is_masked() -> None:
+    values = torch.tensor([1.0, math.nan, 3.0, 5.0, math.inf])
+    mask = torch.tensor([True, False, True, True, False])
+    assert masked_sum(values, mask).item() == 9.0
+    # sequence 0 keeps 1 and 3: mean 2; sequence 1 keeps 5: mean 5; sequence 2 keeps nothing
+    assert sequence_mean_sum(values, mask, torch.tensor([0, 0, 0, 1, 2]), 3).item() == 7.0
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(REWARDS, st.booleans(), st.integers(0, 4)), min_size=1, max_size=20), st.integers(0, 20))
+def test_losses_of_two_parts_add_up_to_the_whole(tokens: list[tuple[float, bool, int]], cut: int) -> None:
+    tokens = sorted(tokens, key=lambda token: token[2])
+    # parts split between sequences, as micro-batches do
+    while 0 < cut < len(tokens) and tokens[cut - 1][2] == tokens[cut][2]:
+        cut += 1
+    kept = defaultdict(list)
+    for value, keep, sequence in tokens:
+        if keep:
+            kept[sequence].append(value)
+    total_mean = sum(statistics.fmean(values) for values in kept.values())
+    total = sum(value for value, keep, _ in tokens if keep)
+    sums = means = 0.0
+    for part in (tokens[:cut], tokens[cut:]):
+        values = torch.tensor([value for value, _, _ in part], dtype=torch.float64)
+        mask = torch.tensor([keep for _, keep, _ in part], dtype=torch.bool)
+        index = torch.tensor([sequence for _, _, sequence in part], dtype=torch.int64)
+        sums += masked_sum(values, mask).item()
+        means += sequence_mean_sum(values, mask, index, 5).item()
+    assert sums == pytest.approx(total, abs=1e-6)
+    assert means == pytest.approx(total_mean, abs=1e-6)
+
+
+def floats(*rows: list[float]) -> Ragged:
+    """Return sequences of numbers."""
+    return Ragged.from_list([torch.tensor(row, dtype=torch.float64) for row in rows])
+
+
+def test_generalized_advantages_by_hand() -> None:
+    # discount 0.9, lambda 0.5, so 0.45 between tokens. First sequence, rewards 0, 0, 1, values 0.5, 0.4, 0.8:
+    #   delta_2 = 1 - 0.8 = 0.2;  delta_1 = 0.9 * 0.8 - 0.4 = 0.32;  delta_0 = 0.9 * 0.4 - 0.5 = -0.14
+    #   A_2 = 0.2;  A_1 = 0.32 + 0.45 * 0.2 = 0.41;  A_0 = -0.14 + 0.45 * 0.41 = 0.0445
+    # An empty one has none; of one token, reward -1 and value 0.25: -1.25, whatever stands before and behind it.
+    rewards, values = floats([0, 0, 1], [], [-1], [2, 0]), floats([0.5, 0.4, 0.8], [], [0.25], [1, 1])
+    advantages = generalized_advantages(rewards, values, discount=0.9, gae_lambda=0.5)
+    # Last: delta_1 = -1;  delta_0 = 2 + 0.9 - 1 = 1.9;  A_0 = 1.9 - 0.45 = 1.45
+    assert advantages.values.tolist() == pytest.approx([0.0445, 0.41, 0.2, -1.25, 1.45, -1.0])
+    assert advantages.lengths.tolist() == [3, 0, 1, 2]
+    # lambda 1: what came, discounted, less what was expected: 0.81 * 1 - 0.5 = 0.31
+    whole = generalized_advantages(rewards, values, discount=0.9, gae_lambda=1.0)
+    assert whole.values[0].item() == pytest.approx(0.31)
+    # lambda 0: one token only
+    assert generalized_advantages(rewards, values, discount=0.9, gae_lambda=0.0).values[:3].tolist() == pytest.approx(
+        [-0.14, 0.32, 0.2]
+    )
+
+
+TOKENS = st.tuples(st.floats(-2, 2, width=32), st.floats(-2, 2, width=32))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.lists(TOKENS, max_size=20), min_size=1, max_size=5),
+    st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.3, 0.95, 1.0]),
+)
+def test_generalized_advantages_agree_with_a_loop_over_tokens(
+    sequences: list[list[tuple[float, float]]], discount: float, gae_lambda: float
+) -> None:
+    expected = []
+    for sequence in sequences:
+        ahead, value_after, backwards = 0.0, 0.0, []
+        for reward, value in reversed(sequence):
+            ahead = reward + discount * value_after - value + discount * gae_lambda * ahead
+            value_after = value
+            backwards.append(ahead)
+        expected += backwards[::-1]
+    rewards, values = (floats(*([token[part] for token in sequence] for sequence in sequences)) for part in (0, 1))
+    actual = generalized_advantages(rewards, values, discount=discount, gae_lambda=gae_lambda)
+    assert actual.values.tolist() == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_value_loss_is_clipped_where_a_value_has_moved_too_far() -> None:
+    # old 1, return 2, clip 0.2. v 1.1: (1.1 - 2)^2 / 2 = 0.405, inside.  v 1.5: bounded to 1.2: 0.32 > 0.125, clipped.
+    # v 0.5: bounded to 0.8, 0.72, but plain is (0.5 - 2)^2 / 2 = 1.125: pulled back.
+    values = torch.tensor([1.1, 1.5, 0.5], requires_grad=True)
+    old, returns = torch.ones(3), torch.full((3,), 2.0)
+    loss = clipped_value_loss(values, old, returns, clip=0.2)
+    assert loss.values.tolist() == pytest.approx([0.405, 0.32, 1.125])
+    assert loss.clipped.tolist() == [False, True, False]
+    loss.values.sum().backward()
+    assert values.grad.tolist() == pytest.approx([-0.9, 0.0, -1.5])
+    free = clipped_value_loss(values.detach(), old, returns, clip=None)
+    assert free.values.tolist() == pytest.approx([0.405, 0.125, 1.125])
+    assert not free.clipped.any()
+
+
+def test_scores_are_scaled_then_clipped() -> None:
+    scores = torch.tensor([-3.0, 0.5, 4.0])
+    assert shaped_scores(scores).tolist() == [-3.0, 0.5, 4.0]
+    assert shaped_scores(scores, scale=0.5, clip=1.0).tolist() == [-1.0, 0.25, 1.0]
+
+
+def test_a_score_lands_on_the_last_token_and_penalties_on_every_one() -> None:
+    rewards = token_rewards(torch.tensor([1.0, 5.0, 2.0]), floats([0.1, -0.2], [], [0.5]))
+    assert rewards.values.tolist() == pytest.approx([-0.1, 1.2, 1.5])
+    assert sequence_sums(rewards).tolist() == pytest.approx([1.1, 0.0, 1.5])
+
+
+def test_whitened_values_have_mean_0_and_deviation_1_where_they_are_kept() -> None:
+    # kept 1, 3, 5: mean 3, population variance 8/3, deviation 1.63299
+    values = torch.tensor([1.0, 100.0, 3.0, 5.0])
+    white = whiten(values, torch.tensor([True, False, True, True]))
+    assert white.tolist() == pytest.approx([-2 / 1.63299, 0.0, 0.0, 2 / 1.63299], abs=1e-5)
+    assert whiten(torch.full((3,), 7.0)).tolist() == [0.0, 0.0, 0.0]
+    assert whiten(torch.tensor([2.0])).tolist() == [0.0]
+
+
+def test_explained_variance_by_hand() -> None:
+    # returns 1, 3: variance 1; errors 0.5, -0.5: variance 0.25
+    returns = torch.tensor([1.0, 3.0])
+    assert explained_variance(torch.tensor([0.5, 3.5]), returns).item() == pytest.approx(0.75)
+    assert explained_variance(returns, returns).item() == 1.0
+    assert explained_variance(torch.zeros(2), returns).item() == 0.0
+    assert explained_variance(torch.zeros(2), torch.ones(2)).item() == 0.0
+    assert explained_variance(torch.tensor([0.5, torch.nan]), returns).isnan()
+    assert explained_variance(returns, torch.tensor([0.5, torch.nan])).isnan()
+
+
+def test_where_nothing_was_judged_no_variance_is_known_and_nobody_is_warned() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert explained_variance(torch.empty(0), torch.empty(0)).isnan().item()

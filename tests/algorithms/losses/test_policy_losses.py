@@ -1,0 +1,162 @@
+"""Every loss of a policy against a loop over responses, and its corners by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_realloc.algorithms.losses.correction import EngineCorrection, mismatch_metrics
+from lightning_realloc.algorithms.losses.loss_reduction import averaged_loss
+from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss
+from lightning_realloc.batch.packing import PackedBatch, pack
+from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.training import Totals
+from lightning_realloc.errors import ConfigError
+
+LENGTHS = [2, 3, 1]
+ADVANTAGES = [1.5, -0.5, -2.0]
+Responses = list[Tensor]
+
+
+def packed(model_mask: list[list[bool]] | None = None) -> PackedBatch:
+    """Return three responses to prompts of two tokens."""
+    columns: dict[str, Any] = {
+        "prompt_ids": Ragged.from_list([[5, 6]] * 3),
+        "response_ids": Ragged.from_list([[7] * length for length in LENGTHS]),
+    }
+    if model_mask is not None:
+        columns["model_mask"] = Ragged.from_list(model_mask, dtype=torch.bool)
+    return pack(Samples(torch.arange(3), columns))
+
+
+def drawn(seed: int) -> Responses:
+    """Return log-probabilities of the responses' tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [-2 * torch.rand(length, generator=generator) for length in LENGTHS]
+
+
+def flat(responses: Responses) -> Tensor:
+    """Return them as they lie in the pack, with junk in place of the prompts."""
+    return torch.cat([torch.cat([torch.tensor([9.0, -9.0]), response]) for response in responses])
+
+
+def clip(r: Tensor, p: Tensor, a: float, product: Tensor) -> Tensor:
+    """Between 0.8 and 1.3, a bad token's ratio not above 1.5."""
+    return -torch.min(r.clamp(max=1.5) * a, r.clamp(0.8, 1.3) * a)
+
+
+def cispo(r: Tensor, p: Tensor, a: float, product: Tensor) -> Tensor:
+    """At most 1.3 times the log-probability."""
+    return -r.detach().clamp(max=1.3) * a * p
+
+
+def sapo(r: Tensor, p: Tensor, a: float, product: Tensor) -> Tensor:
+    """Gates of temperature 2 and 3."""
+    t = 2.0 if a > 0 else 3.0
+    return -4 / t / (1 + (-t * (r - 1)).exp()) * a
+
+
+def vespo(r: Tensor, p: Tensor, a: float, product: Tensor) -> Tensor:
+    """w^k exp(l (1 - w)) of the product."""
+    k, decay = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
+    return -(product**k * (decay * (1 - product)).exp()).detach() * a * p
+
+
+NAIVE: dict[str, Callable[[Tensor, Tensor, float, Tensor], Tensor]] = {
+    "clip": clip, "cispo": cispo, "sapo": sapo, "vespo": vespo
+}  # fmt: skip
+
+
+LEVELS = [(loss, level) for loss in ("clip", "cispo", "sapo") for level in ("token", "sequence", "product")]
+
+
+@pytest.mark.parametrize(("loss", "level"), [*LEVELS, ("vespo", "token")])
+@pytest.mark.parametrize("average", ["sequence", "token", "constant", "sum"])
+def test_losses_and_gradients_are_those_of_a_loop_over_responses(loss: Any, level: Any, average: Any) -> None:
+    settings = PolicyLoss(loss=loss, ratio_level=level, clip_high=0.3, clip_most=1.5, sapo_temperatures=(2.0, 3.0))
+    before = drawn(1)
+    naive = [row.requires_grad_() for row in drawn(0)]
+    ours = [row.requires_grad_() for row in drawn(0)]
+    by_response = []
+    for now, old, advantage in zip(naive, before, ADVANTAGES, strict=True):
+        differences = now - old
+        product = differences.sum().exp()
+        ratio = {"token": differences.exp(), "sequence": differences.mean().exp(), "product": product}[level]
+        by_response.append(NAIVE[loss](ratio, now, advantage, product).expand(len(now)))
+    means, total = torch.stack([row.mean() for row in by_response]), torch.cat(by_response).sum()
+    expected = {"sequence": means.mean(), "token": total / 6, "constant": total / (3 * 10), "sum": total / 3}[average]
+    batch = packed()
+    values = settings(flat(ours), flat(before), batch.per_token(torch.tensor(ADVANTAGES)), batch).values
+    found = averaged_loss(values, batch, Totals(3, 6), average=average, max_tokens=10)
+    assert found.item() == pytest.approx(expected.item(), abs=1e-6)
+    found.backward()
+    expected.backward()
+    for mine, theirs in zip(ours, naive, strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, atol=1e-6)
+
+
+def test_tokens_of_an_environment_are_no_part_of_a_response_s_ratio() -> None:
+    batch = packed([[True, False], [True, True, True], [True]])
+    settings = PolicyLoss(ratio_level="product", clip_low=9.0, clip_high=9.0)
+    now, before = drawn(0), drawn(1)
+    values = settings(flat(now), flat(before), torch.ones(batch.num_tokens), batch).values
+    assert values[2].item() == pytest.approx(-math.exp(float(now[0][0] - before[0][0])), abs=1e-6)
+
+
+def test_what_is_clipped_is_counted() -> None:
+    batch = packed()
+    ratios = torch.tensor([1.1, 1.4, 0.7, 1.1, 1.7, 0.9])
+    now = flat(list(torch.split(ratios.log(), LENGTHS)))
+    zeros, advantages = torch.zeros_like(now), batch.per_token(torch.tensor(ADVANTAGES))
+    clipped = PolicyLoss(clip_high=0.3)(now, zeros, advantages, batch).clipped[batch.response_mask]
+    assert clipped.tolist() == [False, True, True, False, False, False]
+    clipped = PolicyLoss(clip_high=0.3, clip_most=1.5)(now, zeros, advantages, batch).clipped[batch.response_mask]
+    assert clipped.tolist() == [False, True, True, False, True, False]
+    clipped = PolicyLoss(loss="cispo", clip_high=0.3)(now, zeros, advantages, batch).clipped[batch.response_mask]
+    assert clipped.tolist() == [False, True, False, False, False, False]
+
+
+def test_settings_of_losses_that_cannot_work_are_refused() -> None:
+    for settings, message in (
+        ({"loss": "ppo"}, "loss='ppo' must be one of clip, cispo, sapo, vespo"),
+        ({"ratio_level": "group"}, "ratio_level='group'"),
+        ({"clip_most": 1.1}, r"clip_most=1.1 must lie above 1 \+ clip_high=1.2"),
+        ({"sapo_temperatures": (1.0, 0.0)}, "sapo_temperatures=.* must be 2 positive numbers"),
+        ({"loss": "vespo", "ratio_level": "sequence"}, "leave ratio_level='sequence' out"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            PolicyLoss(**settings)
+    with pytest.raises(ConfigError, match=r"floor=2.0 must lie below cap=2.0"):
+        EngineCorrection(floor=2.0)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("beyond", ["truncate", "mask"])
+def test_the_engine_is_corrected_for_by_bounded_ratios(level: Any, beyond: Any) -> None:
+    # ratios by token: 1.5, 2; 0.5, 0.4, 4; 1. By response: 3, 0.8, 1. Bounds: 0.45 and 1.9.
+    ratios = [[1.5, 2.0], [0.5, 0.4, 4.0], [1.0]]
+    now = [torch.tensor(row).log() for row in ratios]
+    weights = EngineCorrection(cap=1.9, floor=0.45, level=level, beyond=beyond).weights(
+        flat(now), torch.where(packed().response_mask, 0.0, 7.0), packed()
+    )
+    expected = {
+        ("token", "truncate"): [1.5, 1.9, 0.5, 0.45, 1.9, 1.0],
+        ("token", "mask"): [1.5, 0.0, 0.5, 0.0, 0.0, 1.0],
+        ("sequence", "truncate"): [1.9, 1.9, 0.8, 0.8, 0.8, 1.0],
+        ("sequence", "mask"): [0.0, 0.0, 0.8, 0.8, 0.8, 1.0],
+    }[level, beyond]
+    assert weights[packed().response_mask].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_mismatch_is_measured() -> None:
+    proximal, batch = flat([torch.tensor(row).log() for row in ([0.5, 0.25], [0.5, 0.5, 0.5], [0.5])]), packed()
+    behaviour = torch.where(batch.response_mask, math.log(0.5), 3.0)
+    found = {n: float(a.total / a.weight) for n, a in mismatch_metrics(proximal, behaviour, batch).items()}
+    # One of six tokens differs, by log(1/2); the ratio r of the trained model to the engine is 1/2: r - 1 - log r.
+    assert found["engine_difference"] == pytest.approx(math.log(2) / 6, abs=1e-6)
+    assert found["engine_kl"] == pytest.approx((0.5 - 1 + math.log(2)) / 6, abs=1e-6)

@@ -1,0 +1,159 @@
+"""Supervised pairs: what is given and what is learnt, from every row format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_realloc.data.demonstrations import SFTDataModule
+from lightning_realloc.errors import DataError
+from tests.data.test_prompts import CHAT_TEMPLATE
+from tests.models import byte_tokenizer
+
+TURNS = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+
+
+def _pair(row: dict[str, Any], **settings: Any) -> tuple[str, str]:
+    """Return the text given and the text learnt, special tokens spelt out."""
+    tokenizer = settings.pop("tokenizer", byte_tokenizer())
+    module = SFTDataModule([row], batch_size=1, tokenizer=tokenizer, **settings)
+    module.setup()
+    (batch,) = module.train_dataloader()
+    assert batch.objects(next(iter(row))) == (next(iter(row.values())),)
+    return tokenizer.decode(batch.ragged("prompt_ids").values), tokenizer.decode(batch.ragged("response_ids").values)
+
+
+def _chat() -> Any:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def test_completions_and_whole_texts_end_with_the_end_token() -> None:
+    assert _pair({"prompt": "1+1=", "completion": "2"}) == ("1+1=", "2<eos>")
+    assert _pair({"prompt": "1+1=", "completion": "2<eos>"}) == ("1+1=", "2<eos>")
+    assert _pair({"text": "all of it"}) == ("", "all of it<eos>")
+
+
+def test_of_a_conversation_the_last_answer_is_learnt_with_the_templates_own_end() -> None:
+    expected = ("u:1+1<eos>\na:", "2<eos>\n")
+    assert _pair({"messages": TURNS}, tokenizer=_chat()) == expected
+    assert _pair({"prompt": TURNS[:1], "completion": TURNS[1:]}, tokenizer=_chat()) == expected
+    assert _pair({"prompt": TURNS[:1], "completion": "2"}, tokenizer=_chat()) == expected
+    assert _pair({"prompt": "1+1", "completion": TURNS[1:]}, tokenizer=_chat()) == expected
+
+
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1, "b": 1}}}]}
+CALLING_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ message.content }}",
+    "{% if 'tool_calls' in message %}{{ message.tool_calls[0].function | tojson }}{% endif %}"
+    "{% if message.content %}{{ message.content }}{% endif %}",
+)
+
+
+@pytest.mark.parametrize("of_a_table", [False, True])
+def test_a_message_of_tool_calls_alone_reaches_the_template(of_a_table: bool) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CALLING_TEMPLATE
+    turns: list[dict[str, Any]] = [TURNS[0], CALL, {"role": "tool", "content": "2"}, TURNS[1]]
+    if of_a_table:  # which holds null for what other messages have
+        every = {"content": None, "tool_calls": None}
+        arguments = {"function": {"name": "add", "arguments": {"a": 1, "b": 1, "c": None}}}
+        turns = [every | turn for turn in turns]
+        turns[1]["tool_calls"] = [arguments]
+    call = '{"name": "add", "arguments": {"a": 1, "b": 1}}'
+    prompt, learnt = _pair({"messages": turns}, tokenizer=tokenizer)
+    assert (prompt, learnt) == ("u:1+1<eos>\na:", f"{call}<eos>\nt:2<eos>\na:2<eos>\n")
+    assert _pair({"messages": turns[:2]}, tokenizer=tokenizer)[1] == f"{call}<eos>\n"
+
+
+TALK = [*TURNS, {"role": "user", "content": "2+3"}, {"role": "assistant", "content": "5"}]
+
+
+def _learnt(rows: list[dict[str, Any]], **settings: Any) -> list[tuple[str, str]]:
+    """Return the text given of every row, and what is learnt of the rest, with a dot for every byte that is not."""
+    module = SFTDataModule(rows, batch_size=len(rows), shuffle=False, tokenizer=_chat(), **settings)
+    module.setup()
+    (batch,) = module.train_dataloader()
+    assert batch.tensor("num_model_tokens").tolist() == [sum(row) for row in batch.ragged("model_mask").to_lists()]
+    columns = (batch.ragged(name).to_lists() for name in ("prompt_ids", "response_ids", "model_mask"))
+    return [
+        (
+            _chat().decode(prompt),
+            "".join(_chat().decode([i]) if said else "." for i, said in zip(ids, mask, strict=True)),
+        )
+        for prompt, ids, mask in zip(*columns, strict=True)
+    ]
+
+
+def test_of_a_conversation_all_that_the_assistant_says_is_learnt() -> None:
+    # What is between: the line break behind the first answer, "u:2+3", the end token, a line break and "a:".
+    assert _learnt([{"messages": TALK}]) == [("u:1+1<eos>\na:", "2<eos>" + "." * 10 + "5<eos>\n")]
+    assert _pair({"messages": TALK}, tokenizer=_chat(), learn="last")[1] == "5<eos>\n"
+
+
+def test_short_conversations_beside_long_ones_are_learnt_as_alone() -> None:
+    both = _learnt([{"messages": TURNS}, {"messages": TALK}])
+    assert both == [("u:1+1<eos>\na:", "2<eos>\n"), *_learnt([{"messages": TALK}])]
+
+
+def test_a_greeting_and_what_a_tool_says_are_not_learnt() -> None:
+    talk = [{"role": "assistant", "content": "hi"}, *TURNS, {"role": "tool", "content": "7"}, TURNS[1]]
+    ((prompt, learnt),) = _learnt([{"messages": talk}])
+    assert prompt == "a:hi<eos>\nu:1+1<eos>\na:"
+    assert learnt.replace(".", "") == "2<eos>2<eos>\n"
+
+
+def test_a_cut_conversation_keeps_its_mask() -> None:
+    ((_, learnt),) = _learnt([{"messages": TALK}], max_tokens=13, long_rows="truncate")
+    assert learnt == "2<eos>.."  # 9 tokens of prompt leave room for 4
+
+
+def test_the_first_token_of_a_text_is_predicted_by_nothing_and_not_counted() -> None:
+    assert _learnt([{"text": "ab"}]) == [("", ".b<eos>")]
+
+
+def test_a_template_that_rewrites_earlier_answers_is_refused_unless_the_last_one_is_learnt() -> None:
+    tokenizer = _chat()
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("message.content", "(message.content if loop.last else '-')")
+    with pytest.raises(DataError, match="learn='last'"):
+        _pair({"messages": TALK}, tokenizer=tokenizer)
+
+
+def test_long_responses_are_cut_where_that_is_asked_for() -> None:
+    row = {"prompt": "abc", "completion": "defg"}
+    assert _pair(row, max_tokens=5, long_rows="truncate") == ("abc", "de")
+    with pytest.raises(DataError, match="row 0 of the data set has 8 tokens, and max_tokens allows 5"):
+        _pair(row, max_tokens=5)
+    with pytest.raises(DataError, match="prompt alone has 3 tokens"):
+        _pair(row, max_tokens=3, long_rows="truncate")
+    with pytest.raises(DataError, match="no row is left"):
+        _pair(row, max_tokens=5, long_rows="drop")
+
+
+@pytest.mark.parametrize(
+    ("row", "rule"),
+    [
+        ({"question": "a"}, r"needs 'prompt' and 'completion', or 'messages', or 'text'; it has \['question'\]"),
+        ({"prompt": "a", "completion": ""}, "row 0 of the data set: 'completion' is empty, so nothing can be learnt"),
+        ({"messages": []}, "'messages' is empty"),
+        ({"prompt": "a", "completion": TURNS}, r"its roles are \['user', 'user', 'assistant'\]"),
+        ({"prompt": 1, "completion": "a"}, "must be text or lists of messages, each with role, and content or tool"),
+        ({"messages": "a"}, "must be text or lists of messages"),
+        ({"prompt": TURNS[:1], "completion": []}, "'completion' is empty"),
+        ({"text": ""}, "'text' is empty"),
+        ({"messages": TURNS[:1]}, r"its roles are \['user'\]"),
+        ({"messages": [TURNS[1], TURNS[0]]}, r"its roles are \['assistant', 'user'\]"),
+    ],
+)
+def test_rows_of_no_known_format_are_refused(row: dict[str, Any], rule: str) -> None:
+    with pytest.raises(DataError, match=rule):
+        _pair(row, tokenizer=_chat())
+
+
+def test_a_template_that_rewrites_the_prompt_is_refused() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    with pytest.raises(DataError, match="the same way whether or not an answer follows"):
+        _pair({"messages": TURNS}, tokenizer=tokenizer)

@@ -1,0 +1,193 @@
+"""Programs that loop, hoard, flood, fork and hide: limits are held, and nothing of them is left running."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_realloc.rewards.sandbox.sandbox import run_limited
+from lightning_realloc.rewards.sandbox.supervisor import Ending, Limits
+
+LIMITS = Limits(wall_s=10.0, cpu_s=5, memory_bytes=2**28, file_bytes=2**16, processes=6, output_bytes=2**12)
+linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process may leave its group")
+
+
+def run(code: str, folder: Path, *, namespaces: bool = True, **limits: float) -> Ending:
+    return run_limited(
+        [sys.executable, "-I", "-S", "-c", code],
+        folder=folder,
+        limits=Limits(**{name: limits.get(name, getattr(LIMITS, name)) for name in Limits.__slots__}),  # type: ignore[attr-defined]
+        namespaces=namespaces,
+    )
+
+
+def running_in(folder: Path) -> list[int]:
+    """Return the processes that were given ``folder`` as their home, however they hide otherwise."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"HOME={folder}\0".encode() in entry.read_bytes() + b"\0":
+                found.append(int(entry.parent.name))
+        except OSError:
+            pass
+    return found
+
+
+def test_a_program_ends_as_it_does_and_knows_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    ending = run("import os, sys; print(os.getcwd(), os.environ.get('HF_TOKEN')); sys.exit(3)", tmp_path)
+    assert (ending.exit_code, ending.reason) == (3, "")
+    assert ending.output == f"{tmp_path} None\n"
+    crashed = run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", tmp_path)
+    assert (crashed.exit_code, crashed.reason) == (-11, "")
+    echoed = run_limited(
+        [sys.executable, "-I", "-S", "-c", "import sys; sys.stderr.write('no'); print(input())"],
+        folder=tmp_path,
+        limits=LIMITS,
+        standard_input="yes\n",
+        with_errors=False,
+    )
+    assert echoed.output == "yes\n"
+    missing = run_limited(["/no/such/program"], folder=tmp_path, limits=LIMITS)
+    assert missing.exit_code == 127 and "FileNotFoundError" in missing.output
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_what_takes_too_long_is_ended(tmp_path: Path, namespaces: bool) -> None:
+    began = time.monotonic()
+    waits = run("import time; print('here', flush=True); time.sleep(60)", tmp_path, wall_s=3.0, namespaces=namespaces)
+    assert (waits.exit_code, waits.reason, waits.output) == (None, "it took more than 3 seconds", "here\n")
+    computes = run("while True: pass", tmp_path, cpu_s=1, wall_s=60.0, namespaces=namespaces)
+    assert computes.exit_code == -24  # SIGXCPU
+    assert time.monotonic() - began < 40.0
+    assert running_in(tmp_path) == []
+
+
+def test_what_takes_too_much_is_refused_or_ended(tmp_path: Path) -> None:
+    hoards = run("x = bytearray(2**29)", tmp_path)
+    assert hoards.exit_code == 1 and "MemoryError" in hoards.output
+    writes = run("open('big', 'wb').write(bytes(2**17))", tmp_path)
+    assert writes.exit_code == 1 and "File too large" in writes.output
+    assert (tmp_path / "big").stat().st_size <= 2**16
+    floods = run("while True: print('x' * 1000)", tmp_path)
+    assert (floods.exit_code, floods.reason) == (None, "it wrote more than 4096 bytes")
+    assert len(floods.output) == 2**12
+
+
+# Each doubles six times, to 64 at most, and then waits: enough to go over the limit, too few to harm.
+FORKS = "import os, time\nfor _ in range(6): os.fork()\ntime.sleep(60)"
+DAEMON = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        open("there", "w").close()
+        time.sleep(60)
+    os._exit(0)
+while not os.path.exists("there"):
+    time.sleep(0.01)
+"""
+STUBBORN = """
+import os, signal, time
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN)
+if os.fork():
+    os._exit(0)
+time.sleep(60)
+"""
+
+
+# As many as there are tokens in all, whoever is killed: no more than the machine bears. Each computes, so that whoever
+# watches has to wait for its turn, and has a session of its own, so that no signal reaches two of them.
+BOMB = """
+import os, time
+there, tokens = os.pipe()
+os.set_blocking(there, False)
+os.write(tokens, bytes(80))
+end = time.monotonic() + 20.0
+try:
+    while os.read(there, 1):
+        if os.fork() == 0:
+            os.setsid()
+except BlockingIOError:
+    pass
+while time.monotonic() < end:
+    pass
+"""
+
+
+@linux
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_a_bomb_is_over_soon_after_it_is_seen(tmp_path: Path, namespaces: bool) -> None:
+    began = time.monotonic()
+    ending = run(BOMB, tmp_path, namespaces=namespaces, wall_s=15.0)
+    spent = time.monotonic() - began
+    assert running_in(tmp_path) == []
+    assert "more than 6 processes" in ending.reason or "BlockingIOError" in ending.output, ending
+    assert spent < 8.0  # they would compute for 20
+
+
+def test_a_program_is_as_nice_as_who_runs_it(tmp_path: Path) -> None:
+    # Who watches it comes before others where the system lets it.
+    assert run("import os; print(os.getpriority(os.PRIO_PROCESS, 0))", tmp_path).output == (
+        f"{os.getpriority(os.PRIO_PROCESS, 0)}\n"
+    )
+
+
+@linux
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_no_more_processes_than_allowed_and_none_is_left(tmp_path: Path, namespaces: bool) -> None:
+    began = time.monotonic()
+    forks = run(FORKS, tmp_path, namespaces=namespaces)
+    # As an ordinary user in namespaces of its own fork() fails; else it is seen and ended.
+    assert "more than 6 processes" in forks.reason or "BlockingIOError" in forks.output, forks
+    assert running_in(tmp_path) == []
+    for code in (DAEMON, STUBBORN):
+        ending = run(code, tmp_path, namespaces=namespaces)
+        assert (ending.exit_code, ending.reason) == (0, ""), ending
+        assert running_in(tmp_path) == []
+    assert (tmp_path / "there").exists()  # there was a daemon
+    assert time.monotonic() - began < 40.0  # daemons sleep for 60
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from lightning_realloc.rewards.sandbox.sandbox import run_limited
+from lightning_realloc.rewards.sandbox.supervisor import Limits
+code = "import time; open('here', 'w').close(); time.sleep(60)"
+limits = Limits(60.0, 5, 2**28, 2**16, 6, 2**12)
+command = [sys.executable, "-I", "-S", "-c", code]
+run_limited(command, folder=Path(sys.argv[1]), limits=limits, namespaces=len(sys.argv) < 3)
+"""
+
+
+@linux
+@pytest.mark.parametrize("without", [[], ["namespaces"]])
+def test_a_program_ends_with_a_run_that_is_killed(tmp_path: Path, without: list[str]) -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), *without]) as killed:
+        until = time.monotonic() + 20.0
+        while not (tmp_path / "here").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert len(running_in(tmp_path)) == 1
+        killed.kill()
+    until = time.monotonic() + 5.0
+    while running_in(tmp_path) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert running_in(tmp_path) == []
+
+
+@linux
+def test_in_namespaces_of_its_own_a_program_has_no_network_and_no_neighbours(tmp_path: Path) -> None:
+    code = "import os, socket; print(os.getpid(), flush=True); socket.create_connection(('127.0.0.1', 9), 1)"
+    ending = run(code, tmp_path)
+    if not ending.isolated:
+        pytest.skip("this system lets this user make no namespaces")
+    assert ending.output.startswith("2\n")
+    assert "Network is unreachable" in ending.output
+    assert "Error" in run("import os; os.setuid(0)", tmp_path).output

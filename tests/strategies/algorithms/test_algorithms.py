@@ -1,0 +1,221 @@
+"""Every policy algorithm end to end: the same on one rank and on two ranks under two plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD
+
+from lightning_realloc import (
+    GRPO,
+    RLOO,
+    BestOfN,
+    ConfigError,
+    DynamicSampling,
+    EngineCorrection,
+    OnlineDPO,
+    OnPolicyDistillation,
+    ReinforcePlusPlus,
+    ReMax,
+    RolloutBudget,
+)
+from lightning_realloc.algorithms.base.module import MultiModelModule
+from lightning_realloc.batch.training import TrainOptions
+from lightning_realloc.rewards import OverlongPenalty
+from lightning_realloc.strategies import ReallocStrategy
+from tests.models import byte_tokenizer, tiny_model, tiny_scorer
+from tests.strategies import runs
+from tests.strategies.pool.test_set_plan import Move
+from tests.strategies.runs import Batches
+from tests.workers import WorkerPool
+
+# Plain gradient descent: AdamW's division turns the last bit of a tiny gradient into a whole step.
+DESCENT = partial(SGD, lr=0.2)
+LAYOUTS = (
+    {"generate": "dp2", "infer": "dp2", "train": "fsdp2"},
+    {"generate": "tp2", "infer": "tp2", "train": "pp2"},
+)
+SEVERAL = TrainOptions(num_epochs=2, num_minibatches=2)
+OPTIMIZED = {"optimizer": DESCENT, "sampling": runs.SAMPLING}
+LORA = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj", "v_proj"]}
+DAPO = {
+    "kl_coef": 0.0, "clip_high": 0.28, "loss_average": "token", "dynamic_sampling": DynamicSampling(),
+    "reward": [runs.low_tokens, OverlongPenalty(max_length=6, buffer=3)], "learn_truncated": False,
+}  # fmt: skip
+
+
+def ends_early(completion_ids: Sequence[Sequence[int]], **columns: object) -> list[float]:
+    """Reward short responses, all alike, so that many groups agree."""
+    return [float(len(ids) < 4) for ids in completion_ids]
+
+
+Case = tuple[type[MultiModelModule], Mapping[str, Any]]
+CASES: Mapping[str, Case] = {
+    "dr_grpo": (GRPO, {"normalize_by_std": False, "loss_average": "constant", "kl_coef": 0.0}),
+    "dapo": (GRPO, DAPO),
+    "refilled": (GRPO, {"reward": ends_early, "dynamic_sampling": DynamicSampling(max_refills=2), "kl_coef": 0.1}),
+    "gspo": (GRPO, {"ratio_level": "sequence", "train_options": SEVERAL}),
+    "cispo": (GRPO, {"loss": "cispo", "clip_high": 4.0, "loss_average": "token", "entropy_coef": 0.01}),
+    "corrected": (
+        GRPO, {"ratio_to": "proximal", "engine_correction": EngineCorrection(), "train_options": SEVERAL,
+               "kl_place": "reward"},
+    ),
+    "rloo": (RLOO, {"train_options": SEVERAL}),
+    "reinforce": (ReinforcePlusPlus, {}),
+    "reinforce_baseline": (ReinforcePlusPlus, {"baseline": "group", "discount": 0.9}),
+    "remax": (ReMax, {}),
+    "rloo_scored": (
+        RLOO, {"reward": [runs.low_tokens, tiny_scorer("llama"), tiny_scorer("llama", seed=5)],
+               "reward_weights": [1.0, 0.1, -0.1]},
+    ),
+    "remax_scored": (ReMax, {"reward": tiny_scorer("llama")}),
+    "best_of_n": (BestOfN, {}),
+    "online_dpo": (OnlineDPO, {"train_options": TrainOptions(num_minibatches=2)}),
+    "online_dpo_lora": (OnlineDPO, {"peft_config": LORA}),
+    "distilled": (OnPolicyDistillation, {}),
+    "distilled_js": (OnPolicyDistillation, {"divergence": "js"}),
+    "distilled_lora": (OnPolicyDistillation, {"divergence": "reverse_kl", "peft_config": LORA}),
+}  # fmt: skip
+
+
+def module_of(name: str) -> Any:
+    """Return a fresh module of a case, on tiny llamas."""
+    kind, settings = CASES[name]
+    given = {**OPTIMIZED, "tokenizer": byte_tokenizer(), **settings}
+    if kind is OnPolicyDistillation:
+        return kind(tiny_model("llama"), tiny_model("llama", seed=1), **given)
+    recorded = type(f"Recorded{kind.__name__}", (runs.Recorded, kind), {})
+    reward = given.pop("reward", runs.low_tokens)
+    return recorded(tiny_model("llama"), reward, reference=tiny_model("llama", seed=1), **given)
+
+
+def fit(names: Sequence[str], layouts: Sequence[Mapping[str, str]]) -> dict[str, list[runs.Outcome]]:
+    """Train every case under every plan."""
+    world_size, found = runs.world_size(), {}
+    for name in names:
+        for kinds in layouts:
+            module = module_of(name)
+            plan = {call.name: kinds[call.kind] for call in module.dataflow.model_calls}
+            outcome = runs.train(module, {"calls": plan}, world_size, Batches(6 if name == "refilled" else 3))
+            found.setdefault(name, []).append(outcome)
+    return found
+
+
+ALONE = ({"generate": "dp1", "infer": "dp1", "train": "dp1"},)
+
+
+@pytest.fixture(scope="module")
+def everything(workers: WorkerPool) -> tuple[dict[str, list[runs.Outcome]], dict[str, list[runs.Outcome]]]:
+    """What comes of every case on one rank, and on two."""
+    names = list(CASES)
+    (alone,) = workers.run(fit, names, ALONE, world_size=1, init_process_group=False, deadline_s=120.0)
+    together = workers.run(fit, names, LAYOUTS, world_size=2, init_process_group=False, deadline_s=240.0)
+    for name in names:
+        assert [o.logged for o in together[0][name]] == [o.logged for o in together[1][name]]
+    return alone, together[0]
+
+
+LOGGED = {
+    "dapo": {"refills", "differing_groups", "waiting_groups", "reward/OverlongPenalty"},
+    "refilled": {"refills", "actor/kl"},
+    "cispo": {"actor/entropy", "actor/kl"},
+    "corrected": {"actor/engine_difference", "actor/engine_kl", "actor/engine_weight", "kl_k1"},
+    "rloo": {"kl_k1"},
+    "remax": {"kl_k1", "greedy_reward"},
+    "rloo_scored": {"reward/low_tokens", "reward/reward", "reward/reward_2"},
+    "best_of_n": {"kept", "reward_of_all", "actor/nll"},
+    "online_dpo": {"pairs", "reward_of_all", "actor/margin", "actor/accuracy"},
+    "distilled": {"actor/reverse_kl"},
+    "distilled_js": {"actor/js"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_algorithm_is_the_same_on_one_rank_and_on_two(everything: Any, name: str) -> None:
+    (alone,), together = (found[name] for found in everything)
+    assert alone.logged[-1]["actor/grad_norm"] > 0
+    if "peft_config" not in CASES[name][1]:
+        assert runs.largest_difference(alone.weights, tiny_model("llama").state_dict()) > 1e-4
+    assert LOGGED.get(name, set()) | {"actor/loss", "actor/grad_norm"} <= set(alone.logged[-1])
+    for outcome in together:
+        assert outcome.tokens == alone.tokens
+        assert outcome.steps == alone.steps
+        for ours, theirs in zip(outcome.logged, alone.logged, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5)
+        assert runs.largest_difference(outcome.weights, alone.weights) <= 1e-5
+
+
+def test_groups_that_agree_are_replaced_before_a_step_is_taken(everything: Any) -> None:
+    (alone,), _ = (found["refilled"] for found in everything)
+    assert alone.steps == [0, 1, 1, 2, 2, 3]
+    for rewards in alone.rewards:
+        groups = [set(rewards[first : first + 2]) for first in range(0, len(rewards), 2)]
+        assert len(groups) == 6 and all(group == {0.0, 1.0} for group in groups)
+
+
+def test_what_is_learnt_from_is_what_was_chosen(everything: Any) -> None:
+    (best,), (pairs,) = (everything[0][name] for name in ("best_of_n", "online_dpo"))
+    for tokens, logged in zip(best.tokens, best.logged, strict=True):
+        assert len(tokens) == 6  # one of two per prompt
+        assert logged["reward"] >= logged["reward_of_all"]
+    for rewards in pairs.rewards:
+        assert all(chosen > rejected for chosen, rejected in zip(rewards[::2], rewards[1::2], strict=True))
+
+
+def test_remax_s_baseline_is_what_the_model_finds_likeliest_and_nothing_to_learn(everything: Any) -> None:
+    (alone,), _ = (found["remax"] for found in everything)
+    model: Any = tiny_model("llama")
+    greedy = []
+    for prompt in next(iter(Batches(1))).ragged("prompt_ids").to_lists():
+        answer = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=runs.SAMPLING.max_new_tokens, pad_token_id=0,
+            eos_token_id=list(runs.SAMPLING.stop_token_ids),
+        )[0, len(prompt) :].tolist()  # fmt: skip
+        greedy.append(answer)
+    assert alone.logged[0]["greedy_reward"] == pytest.approx(sum(runs.low_tokens(greedy)) / len(greedy))
+    assert len(alone.tokens[0]) == len(greedy) * runs.SAMPLING.n
+
+
+SHARES = {"actor.generate": "dp2", "teacher.infer": "dp1@1", "actor.train": "tp2"}
+"""Each rank trains with its share of the vocabulary, and so with one of the teacher's head."""
+
+
+def distil_in_shares() -> runs.Outcome:
+    """Train where ranks exchange their shares after a step, and where each has all logits after another."""
+    moves = {step: {"calls": SHARES | {"actor.train": layout}} for step, layout in ((1, "tp2@1,0"), (2, "fsdp2"))}
+    module = module_of("distilled_js")
+    return runs.train(module, {"calls": SHARES}, runs.world_size(), Batches(3), callbacks=[Move(moves)])
+
+
+def test_a_teacher_s_head_goes_with_the_student_s_shares(everything: Any, workers: WorkerPool) -> None:
+    (alone,) = everything[0]["distilled_js"]
+    shared, _ = workers.run(distil_in_shares, world_size=2, init_process_group=False, deadline_s=60.0)
+    for ours, theirs in zip(shared.logged, alone.logged, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5)
+    assert runs.largest_difference(shared.weights, alone.weights) <= 1e-5
+
+
+def refusals() -> list[str]:
+    """Return what is said of strategies that work ahead of what is chosen."""
+    said = []
+    for strategy, settings in (
+        (ReallocStrategy(max_staleness=1), {}),
+        (ReallocStrategy(generation_parts=2), {}),
+        (ReallocStrategy(), {"rollout_budget": RolloutBudget(tokens=9)}),
+    ):
+        module = BestOfN(tiny_model("llama"), runs.low_tokens, tokenizer=byte_tokenizer(), **settings)
+        with pytest.raises(ConfigError) as caught:
+            runs.trainer(strategy, 1).fit(module, Batches(1))
+        said.append(str(caught.value))
+    return said
+
+
+def test_strategies_that_work_ahead_of_what_is_chosen_are_refused(workers: WorkerPool) -> None:
+    (said,) = workers.run(refusals, world_size=1, init_process_group=False)
+    for text, way_out in zip(said, ("max_staleness=0", "generation_parts=1", "leave rollout_budget out"), strict=True):
+        assert "BestOfN chooses among" in text and way_out in text

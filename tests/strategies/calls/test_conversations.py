@@ -1,0 +1,137 @@
+"""What does training make of conversations? Runs without an environment, and on one rank, are the judges."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+from torch.optim import AdamW
+
+from lightning_realloc.generation import Conversation, SamplingParams, Turn
+from tests.generation.dialogues import tool
+from tests.generation.random_moves import at_random, moving
+from tests.strategies import runs
+from tests.strategies.calls.test_sample_reallocation import Moved
+from tests.strategies.calls.test_speculation import ALGORITHMS, plan_of
+from tests.strategies.runs import Batches, Outcome
+from tests.workers import WorkerFailure, WorkerPool
+
+SAMPLING = SamplingParams(n=2, max_new_tokens=32, stop_token_ids=tuple(range(80, 128)))
+"""A turn has three tokens in the mean."""
+
+
+def never(turn: Turn) -> None:
+    """End every response after its first turn."""
+
+
+def informed(turn: Turn) -> list[int] | None:
+    """Answer as the tool does, whoever is told of the right row of the data."""
+    if turn.columns != {"prompt": f"prompt {turn.sample_id // SAMPLING.n}"}:
+        raise ValueError(f"sample {turn.sample_id} is told of {turn.columns}")
+    return tool(turn)
+
+
+def unreliable(turn: Turn) -> list[int] | None:
+    """Raise for every third sample, hang for the one behind it, and answer the others."""
+    if turn.sample_id % 3 == 0:
+        raise RuntimeError("out of order")
+    if turn.sample_id % 3 == 1:
+        time.sleep(30)
+    return tool(turn)
+
+
+def run_some(name: str, layout: str, world_size: int, settings: dict[str, Any]) -> Outcome:
+    """Return what two iterations come to."""
+    strategy = settings.pop("strategy", {})
+    optimizer = partial(AdamW, lr=1e-2, eps=1e-4)  # the default eps lets the last bit of a tiny gradient decide
+    module = ALGORITHMS[name](**{"sampling": SAMPLING, "optimizer": optimizer, **settings})
+    plan: Any = "static" if world_size == 1 else plan_of(module, layout)
+    if strategy:
+        plan = runs.ReallocStrategy(plan, **strategy)
+    return runs.train(module, plan, world_size, Batches(2))
+
+
+def run(workers: WorkerPool, name: str, layout: str, world_size: int, **settings: Any) -> Outcome:
+    """Return the first rank's outcome."""
+    everyone = workers.run(run_some, name, layout, world_size, settings, world_size=world_size,
+                           init_process_group=False)  # fmt: skip
+    assert all(outcome.logged == everyone[0].logged for outcome in everyone)
+    first: Outcome = everyone[0]
+    return first
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_an_environment_that_never_answers_changes_nothing(workers: WorkerPool, name: str) -> None:
+    plain, asked = (run(workers, name, "dp2", 2, environment=one) for one in (None, never))
+    assert asked.tokens == plain.tokens
+    assert asked.rewards == plain.rewards
+    assert runs.largest_difference(asked.weights, plain.weights) == 0.0
+    for mine, others in zip(asked.logged, plain.logged, strict=True):
+        assert mine == others | {
+            "turns": 1.0, "ended_by_environment": others["finished"], "environment_failures": 0.0,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "layout"), [("grpo", "dp2"), ("grpo", "fsdp2"), ("ppo", "dp2")])
+def test_conversations_are_learnt_from_alike_on_one_rank_and_two(workers: WorkerPool, name: str, layout: str) -> None:
+    settings: dict[str, Any] = {"environment": informed, "conversation": Conversation(max_turns=2)}
+    alone, together = run(workers, name, "dp1", 1, **settings), run(workers, name, layout, 2, **settings)
+    assert together.tokens == alone.tokens
+    assert together.rewards == alone.rewards
+    assert runs.largest_difference(together.weights, alone.weights) < 1e-4
+    first = alone.logged[0]
+    assert first["environment_failures"] == 0.0
+    assert 1.0 < first["turns"] < 2.0 and 0.0 < first["ended_by_environment"] < 1.0
+    # Lengths are of the model's tokens alone.
+    whole = [sum(map(len, rows)) / len(rows) for rows in alone.tokens]
+    assert all(step["response_length"] < length for step, length in zip(alone.logged, whole, strict=True))
+
+
+@pytest.mark.parametrize("strategy", [{"generation_parts": 3}, {"max_staleness": 1}])
+def test_conversations_are_handed_on_early_and_made_ahead(workers: WorkerPool, strategy: dict[str, int]) -> None:
+    plain = run(workers, "grpo", "dp1@0", 2, environment=tool)
+    other = run(workers, "grpo", "dp1@0", 2, environment=tool, strategy=strategy)
+    assert other.tokens[0] == plain.tokens[0]
+    if "max_staleness" not in strategy:
+        assert other.tokens == plain.tokens
+        assert runs.largest_difference(other.weights, plain.weights) < 1e-4
+
+
+def run_with_moves(moves: bool) -> tuple[Outcome, list[float]]:
+    """Return what two iterations come to, and how many samples moved in each."""
+    module = runs.grpo(sampling=SAMPLING, environment=informed, sample_reallocation=moves)
+    moved = Moved()
+    with moving(every=1, plan_balance=at_random):
+        outcome = runs.train(module, plan_of(module, "dp2"), 2, Batches(2), callbacks=[moved])
+    return outcome, moved.counts
+
+
+def test_conversations_go_on_where_their_samples_move(workers: WorkerPool) -> None:
+    (stayed, _), (moved, counts) = (
+        workers.run(run_with_moves, moves, world_size=2, init_process_group=False)[0] for moves in (False, True)
+    )
+    assert sum(counts) >= 1
+    assert all(step["environment_failures"] == 0.0 for step in moved.logged)
+    assert moved.tokens == stayed.tokens
+    assert runs.largest_difference(moved.weights, stayed.weights) < 1e-4
+
+
+def test_tools_that_raise_and_hang_end_their_own_samples_alone(workers: WorkerPool) -> None:
+    begin = time.monotonic()
+    settings: dict[str, Any] = {"environment": unreliable, "conversation": Conversation(deadline_s=1.0)}
+    outcome = run(workers, "grpo", "dp2", 2, **settings)
+    assert time.monotonic() - begin < 25  # nobody waited for who hangs
+    sound = run(workers, "grpo", "dp2", 2, environment=tool)
+    for step in outcome.logged:
+        assert 0.3 < step["environment_failures"] < 0.67  # a sample of two thirds may still be cut by its length
+    for rows, expected in zip(outcome.tokens[:1], sound.tokens[:1], strict=True):
+        assert rows[2::3] == expected[2::3]  # whose tool worked
+        assert all(row == other[: len(row)] for row, other in zip(rows, expected, strict=True))
+    assert outcome.steps == [1, 2]
+
+
+def test_an_environment_under_tensor_parallelism_ends_the_run_by_name(workers: WorkerPool) -> None:
+    with pytest.raises(WorkerFailure, match=r"cannot be asked under tensor parallelism: .* generate in a layout"):
+        run(workers, "grpo", "tp2", 2, environment=tool)

@@ -1,0 +1,57 @@
+"""What outlives a plan of what its engines learnt? Without a process group; a stand-in tells of ranks that share."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_realloc.generation import SamplingParams, Speculation
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.strategies.calls.engines import Generators
+from tests.models import tiny_model
+
+CALL: Any = SimpleNamespace(name="actor.generate")
+
+
+def generators(drafter: str, *, shares_model: bool = False) -> Generators:
+    """Return those of the only rank, or of one that shares its model with others."""
+    speculation = Speculation(drafter=drafter, draft_blocks=1 if drafter == "blocks" else None)  # type: ignore[arg-type]
+    module = SimpleNamespace(
+        speculation=speculation, engine="native", tokenizer=None, max_cache_bytes=None, sample_reallocation=False
+    )
+    group = object() if shares_model else None
+    meshes = SimpleNamespace(group=lambda layout, *axes: group if axes == ("tp",) else None)
+    pool = SimpleNamespace(meshes=meshes, plan=SimpleNamespace(call=lambda name: SimpleNamespace(max_slots=4)))
+    mailbox = SimpleNamespace()
+    return Generators(module, pool, mailbox, device=torch.device("cpu"), rank=0)  # type: ignore[arg-type]
+
+
+def replica() -> Any:
+    """Return a fresh copy of the actor, as another plan makes it."""
+    return SimpleNamespace(role="actor", layout=Layout.parse("dp1@0"), model=tiny_model("llama"), is_sharded=False)
+
+
+def test_what_was_drafted_from_is_drafted_from_under_the_next_plan() -> None:
+    made, params = generators("history"), SamplingParams(max_new_tokens=8)
+    first, second = replica(), replica()
+    before = made.of(CALL, first, version=0)
+    before.engine.generate([[5, 6, 7]], params)
+    made.forget()
+    after = made.of(CALL, second, version=1)
+    assert after.drafter is before.drafter and after.engine is not before.engine
+    after.engine.generate([[5, 6, 7]], params)
+    # The same prompt, weights and seed: all that was drafted stood.
+    assert after.engine.stats.accepted_tokens == after.engine.stats.verified_tokens
+
+
+@pytest.mark.parametrize(("drafter", "shares_model"), [("blocks", False), ("history", True)])
+def test_what_belongs_to_a_model_or_must_be_alike_on_several_ranks_begins_anew(
+    drafter: str, *, shares_model: bool
+) -> None:
+    made = generators(drafter, shares_model=shares_model)
+    before = made.of(CALL, replica(), version=0)
+    made.forget()
+    assert made.of(CALL, replica(), version=1).drafter is not before.drafter

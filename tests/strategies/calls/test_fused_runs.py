@@ -1,0 +1,198 @@
+"""Inference while responses are still generated: the same tokens, rewards, losses and weights as afterwards."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import Callback
+from torch.optim import SGD
+
+from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.training import TrainOptions
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.runtime.messages.mailbox import Mailbox
+from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.strategies.exchange.call_placement import Workplace
+from lightning_realloc.strategies.exchange.iteration_data import Iteration
+from lightning_realloc.strategies.exchange.routing import Routes
+from tests.models import tiny_scorer
+from tests.strategies import runs
+from tests.strategies.exchange.test_iteration_data import (
+    CALLS,
+    DEADLINE_S,
+    GENERATE,
+    Post,
+    ThreadMailbox,
+    _batch,
+    _roll_out,
+)
+from tests.strategies.runs import Batches, Outcome, calls
+from tests.workers import WorkerPool
+
+# Plain gradient descent: AdamW's division turns the last bit of a tiny gradient into a whole step.
+DESCENT = partial(SGD, lr=0.2)
+PPO_PLANS = (
+    calls(actor_generate="dp1@0", reference_infer="dp1@1", reward_infer="dp1@1", critic_infer="dp1@1",
+          actor_train="dp1@0", critic_train="dp1@1"),
+    calls(actor_generate="dp2@0,2", reference_infer="fsdp2@1,3", reward_infer="pp2@1,3", critic_infer="dp2@3,1",
+          actor_train="fsdp2@0,2", critic_train="tp2@1,3"),
+)  # fmt: skip
+"""On 2 ranks and on 4."""
+GRPO_PLAN = calls(actor_generate="tp2@0-1", reference_infer="dp1@2", actor_train="fsdp3@0-2")
+
+
+@dataclass
+class Hidden(Callback):
+    """Seconds of fused calls before the generation's end, as logged in every iteration."""
+
+    logged: list[dict[str, float]] = field(default_factory=list)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Read what was logged."""
+        metrics = trainer.logged_metrics
+        self.logged.append({name: float(v) for name, v in metrics.items() if name.startswith("hidden_s/")})
+
+
+def run_parts(
+    algorithm: str, plan: Any, cases: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
+) -> list[tuple[Outcome, list[dict[str, float]]]]:
+    """Train a fresh model under the plan with each of these options of the strategy."""
+    found, world_size = [], runs.world_size()
+    for case in cases:
+        module: Any = runs.ppo if algorithm == "ppo" else runs.grpo
+        rewards = {"reward": tiny_scorer("llama", seed=5)} if algorithm == "ppo" else {}
+        hidden = Hidden()
+        outcome = runs.train(
+            module(optimizer=DESCENT, **rewards, **settings), ReallocStrategy(plan, **case), world_size,
+            Batches(2), callbacks=[hidden],
+        )  # fmt: skip
+        found.append((outcome, hidden.logged))
+    return found
+
+
+def assert_same(ours: Outcome, theirs: Outcome) -> None:
+    """Compare everything that two runs left behind, up to the rounding of other micro-batches."""
+    assert ours.tokens == theirs.tokens
+    for rewards, others in zip(ours.rewards, theirs.rewards, strict=True):
+        assert rewards == pytest.approx(others, abs=1e-5)
+    for one, other in zip(ours.logged, theirs.logged, strict=True):
+        assert one == pytest.approx(other, abs=1e-5, rel=1e-5)
+    assert runs.largest_difference(ours.weights, theirs.weights) <= 1e-5
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ppo_learns_the_same_from_samples_that_came_early(workers: WorkerPool, world_size: int) -> None:
+    plan = PPO_PLANS[world_size // 4]
+    cases: list[dict[str, Any]] = [{"generation_parts": 1}, {"generation_parts": world_size}]
+    if world_size == 2:  # what is not late is logged with its iteration
+        cases += [{"overlap": "none"}, {"generation_parts": 4, "overlap": "calls"}]
+    found = workers.run(run_parts, "ppo", plan, cases, {}, world_size=world_size, init_process_group=False,
+                        deadline_s=120.0)[0]  # fmt: skip
+    fused = {"hidden_s/reference.infer", "hidden_s/reward.infer", "hidden_s/critic.infer"}
+    for (whole, nothing), (outcome, hidden) in zip(found[::2], found[1::2], strict=True):
+        assert_same(outcome, whole)
+        assert nothing == [{}, {}]
+        assert [set(logged) for logged in hidden] == [fused, fused]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"sample_reallocation": True}, {"engine": "hf"}], ids=["alone", "moving samples", "hf"]
+)
+def test_grpo_learns_the_same_from_samples_that_came_early(workers: WorkerPool, settings: dict[str, Any]) -> None:
+    layouts = dict(GRPO_PLAN["calls"])
+    if settings:
+        layouts["actor.generate"] = "dp2@0-1"
+    cases = [{"generation_parts": parts} for parts in (1, 3)]
+    everyone = workers.run(run_parts, "grpo", {"calls": layouts}, cases, settings, world_size=3,
+                           init_process_group=False)  # fmt: skip
+    (whole, _), (outcome, hidden) = everyone[0]
+    assert_same(outcome, whole)
+    assert [set(logged) for logged in hidden] == [{"hidden_s/reference.infer"}] * 2
+
+
+def _fail(where: str) -> str:
+    """Return what every rank raises when the reward model fails on its second pass, or the rollout changes samples."""
+    module = runs.ppo(reward=tiny_scorer("llama", seed=5))
+    passes = []
+    score, roll_out = module.score_sequences, module.roll_out
+
+    def score_sequences(*args: Any) -> Any:
+        passes.append(1)
+        if len(passes) == 2:
+            raise ArithmeticError("no scores today")
+        return score(*args)
+
+    def changed(*args: Any) -> Samples:
+        made = roll_out(*args)
+        return made.with_columns(finish_reason=made.tensor("finish_reason") + 1)
+
+    if where == "reward":
+        module.score_sequences = score_sequences  # type: ignore[method-assign]
+    else:
+        module.roll_out = changed  # type: ignore[method-assign]
+    try:
+        runs.train(module, ReallocStrategy(PPO_PLANS[0], generation_parts=4), runs.world_size(), Batches(1))
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("where", "message"), [("reward", "no scores today"), ("rollout", "returned other samples than sample_responses")]
+)
+def test_a_failure_reaches_everyone(workers: WorkerPool, where: str, message: str) -> None:
+    messages = workers.run(_fail, where, world_size=2, init_process_group=False)
+    assert all(message in text for text in messages), messages
+
+
+def test_parts_that_nothing_would_come_of_are_refused() -> None:
+    for settings, message in (
+        ({"generation_parts": 0}, "generation_parts=0 must be at least 1"),
+        ({"generation_parts": 4, "overlap": "none"}, r"generation_parts=4 .* overlap='none' .*; use overlap='calls'"),
+        ({"generation_parts": 2, "max_staleness": 1}, r"generation_parts=2 .* max_staleness=1 .*; use max_staleness=0"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            ReallocStrategy(**settings)  # type: ignore[arg-type]
+
+
+def test_the_first_unit_is_there_while_others_are_generated() -> None:
+    layouts = {"actor.generate": "dp1@0", "critic.infer": "dp1@1", "reward.infer": "dp1@0", "actor.train": "dp1@0",
+               "critic.train": "dp1@1"}  # fmt: skip
+    post, made = Post(), _roll_out(_batch(3))
+    has_first = threading.Event()
+
+    def iteration(rank: int) -> Iteration:
+        places = {
+            name: Workplace(
+                layout=Layout.parse(text), micro_batch_tokens=40, train_options=TrainOptions(), order_seeds=(1,)
+            )
+            for name, text in layouts.items()
+        }
+        mailbox = cast(Mailbox, ThreadMailbox(rank, 2, post))
+        return Iteration(_batch(3), Routes(CALLS, places, 2, 2), mailbox, rank=rank, run=1)
+
+    def generate() -> None:
+        data = iteration(0)
+        data.hand_on(GENERATE, made.select([4, 1]))
+        assert has_first.wait(DEADLINE_S), "the unit came only with the others"
+        data.publish_samples(GENERATE, made)
+
+    def infer() -> list[int]:
+        sizes = []
+        for unit in iteration(1).units(GENERATE):
+            sizes.append(len(unit.lengths))
+            has_first.set()
+        return sizes
+
+    with ThreadPoolExecutor(2) as ranks:
+        generating, inferring = ranks.submit(generate), ranks.submit(infer)
+        generating.result()
+        assert inferring.result() == [2, 4]

@@ -1,0 +1,73 @@
+"""Which rates follow from what ranks tell of an iteration?"""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_realloc.generation import GenerationStats
+from lightning_realloc.generation.rebalance.migration import MigrationStats
+from lightning_realloc.runtime.transfer.executor import ReallocationReport
+from lightning_realloc.strategies.calls.metrics import (
+    ITERATION_S,
+    facts_of,
+    facts_of_migration,
+    facts_of_preemptions,
+    with_rates,
+)
+from tests.strategies import runs
+from tests.strategies.runs import Batches, calls
+from tests.workers import WorkerPool
+
+
+def test_bytes_and_seconds_become_rates() -> None:
+    report = ReallocationReport(
+        bytes_moved=3 * 10**9, bytes_minimum=3 * 10**9, bytes_written=0, seconds=1.5, transport="direct"
+    )
+    facts = facts_of("actor.generate", report) | {ITERATION_S: 4.0, "seconds/actor.generate": 2.0}
+    assert with_rates(facts, num_tokens=1000) == {
+        "reallocation_s/actor.generate": 1.5, "reallocation_GB_per_s/actor.generate": 2.0,
+        "tokens_per_s": 250.0, "seconds/actor.generate": 2.0,
+    }  # fmt: skip
+
+
+def test_nothing_is_divided_by_no_time() -> None:
+    still = ReallocationReport(bytes_moved=0, bytes_minimum=0, bytes_written=0, seconds=0.0, transport="direct")
+    assert with_rates(facts_of("x", still), num_tokens=5)["reallocation_GB_per_s/x"] == 0.0
+    assert with_rates({}, num_tokens=0) == {}
+
+
+def test_what_ranks_count_apart_is_added_up_by_call() -> None:
+    facts = facts_of_preemptions("a", GenerationStats(num_preemptions=2), 0)
+    facts |= facts_of_preemptions("a", GenerationStats(num_preemptions=3), 1)
+    facts |= facts_of_preemptions("b", GenerationStats(), 1) | facts_of_migration(
+        "a", MigrationStats(num_received=4), 0
+    )
+    assert with_rates(facts, num_tokens=0) == {"preemptions/a": 5.0, "preemptions/b": 0.0, "moved_samples/a": 4.0}
+
+
+def logged_rates() -> list[dict[str, float]]:
+    """Return what GRPO logs of its speed in two iterations."""
+    plan = calls(actor_train="fsdp2", actor_generate="dp2", reference_infer="dp1@1")
+    seen: list[dict[str, float]] = []
+
+    class Rates(runs.Record):
+        def on_train_batch_end(self, trainer: object, *args: object) -> None:
+            metrics = trainer.logged_metrics  # type: ignore[attr-defined]
+            kinds = ("reallocation_", "tokens_per_s", "idle_share")
+            seen.append({name: float(value) for name, value in metrics.items() if name.startswith(kinds)})
+
+    runs.train(runs.grpo(), plan, 2, Batches(2), callbacks=[Rates()])
+    return seen
+
+
+def test_a_run_logs_them_alike_on_all_ranks(workers: WorkerPool) -> None:
+    first, second = workers.run(logged_rates, world_size=2, init_process_group=False)
+    assert first == second
+    names = {"reallocation_s/actor.generate", "reallocation_GB_per_s/actor.generate"}
+    assert set(first[0]) == names
+    assert set(first[1]) == names | {"tokens_per_s", "idle_share"}
+    assert all(value > 0 for name, value in first[1].items() if name != "idle_share")
+    assert first[1]["reallocation_GB_per_s/actor.generate"] == pytest.approx(
+        first[0]["reallocation_GB_per_s/actor.generate"]
+        * first[0]["reallocation_s/actor.generate"] / first[1]["reallocation_s/actor.generate"]
+    )  # fmt: skip

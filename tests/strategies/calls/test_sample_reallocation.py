@@ -1,0 +1,72 @@
+"""Does an iteration come out the same when samples change their rank while they are generated?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation import Speculation
+from tests.generation.random_moves import at_random, moving
+from tests.strategies import runs
+from tests.strategies.calls.test_speculation import plan_of
+from tests.strategies.runs import Batches, Outcome
+from tests.workers import WorkerPool
+
+
+@dataclass
+class Moved(Callback):
+    """How many samples changed their rank, in every iteration."""
+
+    counts: list[float] = field(default_factory=list)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Read what was logged."""
+        self.counts.append(float(trainer.logged_metrics.get("moved_samples/actor.generate", -1.0)))
+
+
+def run_algorithm(layout: str, world_size: int, moves: bool, drafter: str | None) -> tuple[Outcome, list[float]]:
+    """Return what two iterations come to, and how many samples moved in each."""
+    drafting = None if drafter is None else Speculation(drafter=drafter, num_draft_tokens=2)
+    module = runs.grpo(speculation=drafting, sample_reallocation=moves)
+    moved = Moved()
+    with moving(every=1, plan_balance=at_random):
+        outcome = runs.train(module, plan_of(module, layout), world_size, Batches(2), callbacks=[moved])
+    return outcome, moved.counts
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "drafter"),
+    [("dp2", 2, None), ("dp2", 2, "history"), ("dp2.tp2", 4, None)],
+    ids=["dp2", "dp2, drafting", "dp2.tp2"],
+)
+def test_iterations_learn_the_same_with_and_without_moves(
+    workers: WorkerPool, layout: str, world_size: int, drafter: str | None
+) -> None:
+    def run(moves: bool) -> tuple[Outcome, list[float]]:
+        first: tuple[Outcome, list[float]] = workers.run(
+            run_algorithm, layout, world_size, moves, drafter, world_size=world_size, init_process_group=False
+        )[0]
+        return first
+
+    (stayed, none), (moved, counts) = run(False), run(True)
+    assert none == [-1.0, -1.0]  # nothing is logged of what cannot happen
+    assert sum(counts) >= 1.0
+    assert moved.tokens == stayed.tokens
+    assert moved.rewards == stayed.rewards
+    assert runs.largest_difference(moved.weights, stayed.weights) < 1e-4
+
+
+def test_where_ranks_step_together_nothing_moves(workers: WorkerPool) -> None:
+    outcome, counts = workers.run(run_algorithm, "fsdp2", 2, True, None, world_size=2, init_process_group=False)[0]
+    assert counts == [-1.0, -1.0]
+    assert outcome.tokens
+
+
+def test_an_engine_that_cannot_hand_samples_over_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot hand samples over in the middle"):
+        runs.grpo(engine="hf", sample_reallocation=True)

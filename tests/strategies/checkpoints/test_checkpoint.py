@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_realloc.algorithms.sft import SFT
+from lightning_realloc.errors import CheckpointError
+from lightning_realloc.strategies.checkpoints.checkpoint import refuse_folder
+from lightning_realloc.strategies.checkpoints.rng_state import random_state, set_random_state
+from tests.strategies import runs
+from tests.strategies.checkpoints.checkpoint_runs import (
+    Linear,
+    Part,
+    contents,
+    differences,
+    fit_in_forked_processes,
+    fit_with_model_checkpoint,
+    refusals,
+    replicated_weights,
+    resume_with_hyperparameters,
+    run_parts,
+    run_plain_module,
+    save_after,
+    save_onto,
+    save_weights_only,
+)
+from tests.workers import WorkerPool
+
+GRPO_PLAN = runs.calls(actor_generate="tp2", reference_infer="dp2", actor_train="fsdp2")
+
+PPO_PLAN = runs.calls(
+    actor_generate="dp2", reference_infer="dp2", critic_infer="dp2", actor_train="fsdp2", critic_train="fsdp2"
+)
+
+
+def _sft(layout: str) -> dict[str, Any]:
+    return runs.calls(actor_train=layout)
+
+
+# ---- the same trajectory
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "sft"])
+def test_a_resumed_run_is_the_straight_run_bit_by_bit(workers: WorkerPool, tmp_path: Path, algorithm: str) -> None:
+    plan = {"grpo": GRPO_PLAN, "ppo": PPO_PLAN, "sft": _sft("fsdp2")}[algorithm]
+    straight = Part(plan, 5, save=tmp_path / "straight", save_at=(2,), algorithm=algorithm)
+    resumed = replace(straight, resume=tmp_path / "straight-2", save=tmp_path / "resumed", save_at=(), seed=99)
+
+    logged = workers.run(run_parts, [straight, resumed], 2, world_size=2, init_process_group=False)[0]
+
+    assert logged[1] == logged[0][2:]  # three steps, the last two of them in the next epoch
+    assert differences(contents(tmp_path / "resumed"), contents(tmp_path / "straight")) == {}
+
+
+def test_saving_changes_nothing(workers: WorkerPool, tmp_path: Path) -> None:
+    # Upstream steps an optimizer that has no state yet in order to save it, which moves weights under Adam.
+    saving = Part(_sft("fsdp2"), 3, save=tmp_path / "saving", save_at=(0, 1))
+    silent = replace(saving, save=tmp_path / "silent", save_at=())
+    fresh = replace(silent, resume=tmp_path / "saving-0", save=tmp_path / "fresh")
+
+    logged = workers.run(run_parts, [saving, silent, fresh], 2, world_size=2, init_process_group=False)[0]
+
+    assert logged[0] == logged[1] == logged[2]
+    assert differences(contents(tmp_path / "saving"), contents(tmp_path / "silent")) == {}
+    assert differences(contents(tmp_path / "fresh"), contents(tmp_path / "silent")) == {}
+    assert not [name for name in contents(tmp_path / "saving-0") if name.startswith("optimizer")]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+def test_an_optimizer_without_state_resumes_too(workers: WorkerPool, tmp_path: Path, optimizer: str) -> None:
+    straight = Part(_sft("fsdp2"), 3, save=tmp_path / "straight", save_at=(1,), optimizer=optimizer)
+    resumed = replace(straight, resume=tmp_path / "straight-1", save=tmp_path / "resumed", save_at=())
+
+    workers.run(run_parts, [straight, resumed], 2, world_size=2, init_process_group=False)
+
+    assert differences(contents(tmp_path / "resumed"), contents(tmp_path / "straight")) == {}
+
+
+def test_dropout_goes_on_where_it_was(workers: WorkerPool, tmp_path: Path) -> None:
+    straight = Part(_sft("fsdp2"), 3, save=tmp_path / "straight", save_at=(2,), family="gpt2", dropout=0.3)
+    resumed = replace(straight, resume=tmp_path / "straight-2", save=tmp_path / "resumed", save_at=(), seed=99)
+    without = replace(straight, save=tmp_path / "without", save_at=(), dropout=0.0)
+
+    logged = workers.run(run_parts, [straight, resumed, without], 2, world_size=2, init_process_group=False)[0]
+
+    assert logged[1] == logged[0][2:]
+    assert differences(contents(tmp_path / "resumed"), contents(tmp_path / "straight")) == {}
+    assert logged[2] != logged[0], "the test drops nothing"
+
+
+def test_dropout_keeps_tensor_parallel_ranks_together(workers: WorkerPool) -> None:
+    part = Part(_sft("tp2"), 2, family="phi3", dropout=0.3)
+
+    first, second = workers.run(replicated_weights, part, 2, world_size=2, init_process_group=False)
+
+    assert first and differences(first, second) == {}
+
+
+def test_what_users_draw_goes_on_too(tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    draw()
+    torch.save(random_state(torch.device("cpu")), tmp_path / "state.pt")
+    expected = draw()
+    draw()
+
+    set_random_state(torch.load(tmp_path / "state.pt", weights_only=True), torch.device("cpu"))
+
+    assert draw() == expected
+
+
+# ---- into other layouts and other numbers of ranks
+def test_a_run_goes_through_four_layouts_as_through_one(workers: WorkerPool, tmp_path: Path) -> None:
+    straight = Part(_sft("fsdp4"), 5, save=tmp_path / "straight")
+    layouts = ("fsdp4", "pp2.fsdp2@1,3,0,2", "tp4", "dp2.tp2", "fsdp2.tp2@3,2,1,0")
+    parts = [
+        Part(_sft(layout), step + 1, resume=tmp_path / str(step) if step else None, save=tmp_path / str(step + 1))
+        for step, layout in enumerate(layouts)
+    ]
+
+    logged = workers.run(run_parts, [straight, *parts], 4, init_process_group=False, deadline_s=120)[0]
+
+    _close(logged[0], [entry for part in logged[1:] for entry in part])
+    _close_contents(tmp_path / "5", tmp_path / "straight")
+
+
+def test_a_run_goes_over_four_two_and_one_ranks_and_back(workers: WorkerPool, tmp_path: Path) -> None:
+    straight = Part(_sft("fsdp4"), 4, save=tmp_path / "straight")
+    logged = workers.run(run_parts, [straight], 4, init_process_group=False)[0]
+    after: list[dict[str, float]] = []
+    for step, (layout, world_size) in enumerate([("fsdp4", 4), ("tp2", 2), ("dp1", 1), ("fsdp2.tp2", 4)]):
+        before = tmp_path / str(step) if step else None
+        part = Part(_sft(layout), step + 1, resume=before, save=tmp_path / str(step + 1))
+        after += workers.run(run_parts, [part], world_size, world_size=world_size, init_process_group=False)[0][0]
+
+    _close(logged[0], after)
+    _close_contents(tmp_path / "4", tmp_path / "straight")
+
+
+def _close(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert other == pytest.approx(one, abs=1e-6, rel=1e-6)
+
+
+def _close_contents(ours: Path, theirs: Path) -> None:
+    apart = {name: size for name, size in differences(contents(ours), contents(theirs)).items() if size > 1e-6}
+    assert apart == {}
+
+
+# ---- what lies in the folder
+def test_frozen_roles_and_ranks_that_are_gone_leave_nothing_behind(workers: WorkerPool, tmp_path: Path) -> None:
+    folder = tmp_path / "run.ckpt"
+    plan = runs.calls(actor_generate="tp2", reference_infer="dp2", actor_train="fsdp4")
+    workers.run(run_parts, [Part(plan, 1, save=folder, algorithm="grpo")], 4, init_process_group=False)
+    (tmp_path / "run.ckpt.partial").mkdir()  # as a run leaves it that was killed while it wrote
+    four = {path.name for path in folder.glob("*.distcp")}
+    one = Part("static", 2, resume=folder, save=folder, algorithm="grpo")
+
+    workers.run(run_parts, [one], 1, world_size=1, init_process_group=False)
+
+    assert len(four) == 4
+    assert [path.name for path in folder.glob("*.distcp")] == ["__0_0.distcp"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.ckpt"]
+    description = json.loads((folder / "realloc.json").read_text())
+    assert {role: entry["saved"] for role, entry in description["roles"].items()} == {"actor": True, "reference": False}
+    assert not [name for name in contents(folder) if "reference" in name]
+    assert torch.load(folder / "meta.pt", weights_only=True)["global_step"] == 2  # plain data, unless users add more
+
+
+def test_model_checkpoint_treats_folders_as_files(workers: WorkerPool, tmp_path: Path) -> None:
+    first, second, steps = workers.run(fit_with_model_checkpoint, tmp_path, 2, world_size=2, init_process_group=False)[
+        0
+    ]
+
+    assert steps == [6, 8]
+    assert len(first) == 3 and "last.ckpt" in first  # the two best, and the last
+    assert len(second) == 3 and "last.ckpt" in second
+
+
+def test_a_folder_of_other_things_is_never_replaced(workers: WorkerPool, tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("ten years")
+    (tmp_path / "file").write_text("")
+    paths = [tmp_path / "home", tmp_path / "file" / "below", tmp_path / "new", tmp_path / "new", tmp_path / "file"]
+
+    answers = workers.run(save_onto, paths, 2, world_size=2, init_process_group=False)
+
+    assert answers[0] == answers[1]
+    home, below, *others = answers[0]
+    assert home == f"{tmp_path / 'home'} is a folder, but not a checkpoint, and would be replaced by one; " + (
+        "choose another path"
+    )
+    assert below is not None and str(tmp_path / "file") in below
+    assert others == [None, None, None]
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["thesis.tex"]
+
+
+def test_hyperparameters_are_read_unless_they_are_distrusted(workers: WorkerPool, tmp_path: Path) -> None:
+    # Upstream drops fit(weights_only=...) for strategies that restore after setup, and fails on any dataclass.
+    answers = workers.run(resume_with_hyperparameters, tmp_path / "run.ckpt", 2, world_size=2, init_process_group=False)
+
+    for steps, refusal in answers:
+        assert steps == 2
+        assert "load_weights_only=False" in refusal
+
+
+# ---- what is refused
+def test_a_checkpoint_of_something_else_is_refused_on_every_rank(workers: WorkerPool, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    (tmp_path / "file.ckpt").write_text("")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    parts = [
+        Part("static", 1, save=saved),
+        Part("static", 2, resume=saved, family="qwen3"),
+        Part("static", 2, resume=saved, family="gemma"),
+        Part("static", 2, resume=saved, algorithm="grpo"),
+        Part("static", 2, resume=saved, optimizer="sgd"),
+        Part("static", 2, resume=tmp_path / "file.ckpt"),
+        Part("static", 2, resume=tmp_path / "model"),
+        Part("static", 2, resume=tmp_path / "nothing"),
+    ]
+
+    answers = workers.run(refusals, parts, 2, world_size=2, init_process_group=False)
+
+    assert answers[0] == answers[1]
+    ran, qwen3, gemma, algorithm, optimizer, file, model, nothing = answers[0]
+    assert ran is None
+    assert "actor parameter model.layers.0.self_attn.q_norm.weight is not in the checkpoint" in qwen3
+    assert "actor parameter lm_head.weight is only in the checkpoint" in gemma
+    assert "was saved by SFT and cannot be resumed by RecordedGRPO" in algorithm
+    assert "actor was trained by AdamW with 1 parameter groups" in optimizer and "is by SGD" in optimizer
+    assert "it is a file" in file
+    assert "it is a Hugging Face model: give it as a model's path" in model
+    assert "it is missing" in nothing
+
+
+def test_weights_alone_are_enough_to_validate_and_not_to_resume(workers: WorkerPool, tmp_path: Path) -> None:
+    answers = workers.run(save_weights_only, tmp_path / "run.ckpt", 2, world_size=2, init_process_group=False)
+
+    for refusal in answers:
+        assert "holds no optimizer state for 'actor' (saved with save_weights_only?)" in refusal
+
+
+def test_what_is_saved_after_an_evaluation_is_what_the_fit_left(workers: WorkerPool, tmp_path: Path) -> None:
+    said = workers.run(save_after, "validate", tmp_path, 2, world_size=2, init_process_group=False)
+
+    assert said == ["", ""]
+    fitted = contents(tmp_path / "fitted")
+    assert any("exp_avg" in name for name in fitted)
+    assert differences(contents(tmp_path / "evaluated"), fitted) == {}
+
+
+def test_weights_that_were_read_after_the_fit_are_saved_alone_and_it_is_said(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    save = partial(save_after, ckpt_path=tmp_path / "fitted")
+    said = workers.run(save, "validate", tmp_path, 2, world_size=2, init_process_group=False)
+
+    assert "no run can go on from" in said[0] and "it holds weights alone" in said[0]
+    assert not any("exp_avg" in name for name in contents(tmp_path / "evaluated"))
+
+
+def test_load_from_checkpoint_says_what_to_do_instead() -> None:
+    with pytest.raises(CheckpointError, match=r"ckpt_path=.*lightning-realloc export run\.ckpt"):
+        SFT.load_from_checkpoint("run.ckpt")
+
+
+# ---- other ways to run
+def test_a_plain_module_has_a_single_file_as_everywhere(workers: WorkerPool, tmp_path: Path) -> None:
+    straight, resumed = workers.run(run_plain_module, tmp_path, 2, world_size=2, init_process_group=False)[0]
+
+    assert differences(resumed, straight) == {}
+    stored = torch.load(tmp_path / "straight.ckpt", weights_only=True)
+    assert differences(stored["state_dict"], straight) == {}
+    assert stored["optimizer_states"][0]["state"][0]["momentum_buffer"].shape == (4, 3)
+    assert differences(Linear.load_from_checkpoint(tmp_path / "straight.ckpt").state_dict(), straight) == {}
+
+
+def test_a_plain_module_is_not_read_from_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="a folder, and this LightningModule, which declares no calls"):
+        refuse_folder(tmp_path)
+
+
+def test_weights_come_back_from_forked_processes(tmp_path: Path) -> None:
+    pool = WorkerPool()  # a process that has trained nothing: threads of an earlier run do not survive a fork
+    try:
+        weights, loss = pool.run(fit_in_forked_processes, tmp_path, world_size=1, init_process_group=False)[0]
+    finally:
+        pool.close()
+
+    saved = {name: weight for name, weight in contents(tmp_path / "saved-2").items() if name.startswith("model/")}
+    assert differences({f"model/actor/{name}": weight for name, weight in weights.items()}, saved) == {}
+    assert loss > 0

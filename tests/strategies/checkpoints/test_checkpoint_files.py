@@ -1,0 +1,301 @@
+"""Check that damage to a checkpoint is found and named, and that no file of it runs code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+from lightning_realloc.errors import CheckpointError
+from lightning_realloc.strategies.checkpoints.checkpoint_files import (
+    agreed,
+    check_files,
+    file_records,
+    newest_whole,
+    read_description,
+    write_description,
+)
+from lightning_realloc.strategies.checkpoints.export import export_checkpoint
+from lightning_realloc.strategies.checkpoints.stored_metadata import read_metadata
+from tests.strategies import runs
+from tests.strategies.checkpoints.checkpoint_runs import (
+    Part,
+    contents,
+    differences,
+    forget_checksums,
+    refusals,
+    run_parts,
+    save_not_finite,
+)
+from tests.workers import WorkerPool
+
+WRITTEN = {
+    "__0_0.distcp", ".metadata", "meta.pt", "realloc.json",
+    *(f"huggingface/actor/{name}.json" for name in ("config", "generation_config", "tokenizer", "tokenizer_config")),
+}  # fmt: skip
+
+
+class Poison:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.marker}",)
+
+
+def _saved(workers: WorkerPool, folder: Path, world_size: int = 1) -> Path:
+    layout = f"fsdp{world_size}" if world_size > 1 else "dp1"
+    part = Part(runs.calls(actor_train=layout), 1, save=folder)
+    workers.run(run_parts, [part], world_size, world_size=world_size, init_process_group=False)
+    return folder
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def _copy(folder: Path, name: str) -> Path:
+    return Path(shutil.copytree(folder, folder.parent / name))
+
+
+def _record_anew(folder: Path) -> None:
+    """Write the checksums of the files as they are now: as whoever changes a checkpoint on purpose does."""
+    description = read_description(folder)
+    write_description(folder, description, file_records(folder, (folder / name for name in description.pop("files"))))
+
+
+def _resume(workers: WorkerPool, folders: list[Path], world_size: int = 1) -> list[str | None]:
+    """Return what each checkpoint is refused with, the same on every rank; None for one that is resumed."""
+    parts = [Part("static", 2, resume=folder) for folder in folders]
+    answers = workers.run(refusals, parts, world_size, world_size=world_size, init_process_group=False)
+    assert all(answer == answers[0] for answer in answers)
+    return list(answers[0])
+
+
+def _export(folder: Path) -> str | None:
+    """Return what an export is refused with; errors of other kinds are raised."""
+    target = folder.parent / "exported"
+    shutil.rmtree(target, ignore_errors=True)
+    try:
+        export_checkpoint(folder, target)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+# ---- code in a checkpoint
+def test_no_file_of_a_checkpoint_runs_code(workers: WorkerPool, tmp_path: Path) -> None:
+    whole, marker, poisoned = _saved(workers, tmp_path / "whole.ckpt"), tmp_path / "marker", {}
+    assert _names(whole) == WRITTEN
+    for name in sorted(WRITTEN):
+        poisoned[name] = _copy(whole, f"{len(poisoned)}.ckpt")
+        (poisoned[name] / name).write_bytes(pickle.dumps(Poison(marker)))
+        if name != "realloc.json":  # with right checksums it is the readers that refuse
+            poisoned[f"recorded {name}"] = _copy(poisoned[name], f"{len(poisoned)}.ckpt")
+            _record_anew(poisoned[f"recorded {name}"])
+    poisoned["zipped meta.pt"] = _copy(whole, "meta.ckpt")
+    torch.save(Poison(marker), poisoned["zipped meta.pt"] / "meta.pt")
+    poisoned["zipped __0_0.distcp"] = _copy(whole, "shards.ckpt")
+    _poison_shards(poisoned["zipped __0_0.distcp"], marker)
+    for name in ("zipped meta.pt", "zipped __0_0.distcp"):
+        _record_anew(poisoned[name])
+
+    resumed = dict(zip(poisoned, _resume(workers, list(poisoned.values())), strict=True))
+    exported = {name: _export(folder) for name, folder in poisoned.items()}
+
+    assert not marker.exists()
+    for name in WRITTEN:
+        for refusals_ in (resumed, exported):
+            assert str(poisoned[name] / name) in (refusals_[name] or ""), name
+    assert "names posix.system, which no checkpoint needs" in (resumed["recorded .metadata"] or "")
+    assert "names posix.system, which no checkpoint needs" in (exported["recorded .metadata"] or "")
+    for refusal in (resumed["zipped __0_0.distcp"], exported["zipped __0_0.distcp"], resumed["zipped meta.pt"]):
+        assert "holds posix.system, which is no plain data and could run code" in (refusal or "")
+    assert "load_weights_only=False" in (resumed["zipped meta.pt"] or "")
+    assert "load_weights_only" not in (resumed["zipped __0_0.distcp"] or "")
+
+
+def _poison_shards(folder: Path, marker: Path) -> None:
+    """Have every tensor read from the same poisoned bytes."""
+    torch.save(Poison(marker), folder / "__0_0.distcp")
+    metadata = FileSystemReader(folder).read_metadata()
+    for stored in metadata.storage_data.values():
+        stored.offset, stored.length = 0, (folder / "__0_0.distcp").stat().st_size
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_an_export_imports_no_module_from_the_checkpoint(
+    workers: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trap, marker = _saved(workers, tmp_path / "trap"), tmp_path / "marker"
+    (trap / "code.py").write_text(f"open({str(marker)!r}, 'w')\nfrom transformers import LlamaForCausalLM as Model")
+    description = read_description(trap)
+    description["roles"]["actor"]["class"] = "trap.code:Model"
+    write_description(trap, description, description.pop("files"))
+    monkeypatch.syspath_prepend(tmp_path)  # as for a python that is started in the folder around the checkpoint
+
+    assert "whose module lies in the checkpoint" in (_export(trap) or "")
+    assert not marker.exists()
+
+
+def test_metadata_is_read_as_any_python_wrote_it(workers: WorkerPool, tmp_path: Path) -> None:
+    folder = _saved(workers, tmp_path / "run.ckpt")
+    metadata = FileSystemReader(folder).read_metadata()
+
+    class EarlyPickler(pickle.Pickler):
+        """Pickles an Enum by its name, as Python before 3.11.4."""
+
+        def reducer_override(self, value: Any) -> Any:
+            return (getattr, (type(value), value.name)) if isinstance(value, _MEM_FORMAT_ENCODING) else NotImplemented
+
+    with (folder / ".metadata").open("wb") as stream:
+        EarlyPickler(stream).dump(metadata)
+
+    read = read_metadata(folder)
+    assert read.state_dict_metadata == metadata.state_dict_metadata
+    assert read.storage_data == metadata.storage_data
+    (folder / ".metadata").write_bytes(pickle.dumps((getattr, Path("x"))))
+    with pytest.raises(CheckpointError, match="holds no description of tensors"):
+        read_metadata(folder)
+    for foreign in ("../elsewhere", "/elsewhere"):
+        next(iter(metadata.storage_data.values())).relative_path = foreign
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(CheckpointError, match=f"names '{foreign}', and the files of a checkpoint lie in its own"):
+            read_metadata(folder)
+
+
+# ---- damage
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _zero_page(path: Path) -> None:
+    content = path.read_bytes()
+    begin = len(content) // 2
+    path.write_bytes(content[:begin] + bytes(len(content[begin : begin + 4096])) + content[begin + 4096 :])
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 10])
+
+
+def _replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "flipped": _flip,
+    "zeroed": _zero_page,
+    "truncated": _truncate,
+    "empty": lambda path: path.write_bytes(b""),
+    "garbage": lambda path: path.write_bytes(b"\x80garbage" * 50),
+    "null": lambda path: path.write_text("null"),
+    "missing": Path.unlink,
+    "a folder": _replace_by_folder,
+}
+
+
+def test_every_damage_of_every_file_is_named(workers: WorkerPool, tmp_path: Path) -> None:
+    whole = _saved(workers, tmp_path / "whole.ckpt")
+    damaged = {}
+    for name in sorted(WRITTEN):
+        for kind, damage in DAMAGE.items():
+            damaged[name, kind] = _copy(whole, f"{len(damaged)}.ckpt")
+            damage(damaged[name, kind] / name)
+    tried = [key for key in damaged if key[1] in ("flipped", "missing") and not key[0].startswith("huggingface")]
+
+    for (name, kind), folder in damaged.items():
+        refusal = _export(folder) or ""
+        assert str(folder / name) in refusal, f"{name} {kind}: {refusal}"
+        assert refusal.endswith(f"; {whole} is the newest whole checkpoint next to it"), f"{name} {kind}: {refusal}"
+    for key, refusal in zip(tried, _resume(workers, [damaged[key] for key in tried]), strict=True):
+        assert refusal == _export(damaged[key])
+
+
+def test_each_file_is_verified_by_one_rank(workers: WorkerPool, tmp_path: Path) -> None:
+    folder = _saved(workers, tmp_path / "run.ckpt", 2)
+    description = read_description(folder)
+    assert list(description["files"])[:2] == ["__0_0.distcp", "__1_0.distcp"]  # which ranks read what they wrote
+
+    for name in description["files"]:
+        before = (folder / name).read_bytes()
+        _flip(folder / name)
+        found = []
+        for rank in range(3):
+            try:
+                check_files(folder, description, rank=rank, world_size=3)
+            except CheckpointError as error:
+                assert f"{folder / name} is not as it was written: its checksum is" in str(error)
+                found.append(rank)
+        assert found == [list(description["files"]).index(name) % 3]
+        (folder / name).write_bytes(before)
+
+
+def test_damage_is_told_on_every_rank_with_the_newest_whole_checkpoint(workers: WorkerPool, tmp_path: Path) -> None:
+    older = _saved(workers, tmp_path / "older.ckpt", 2)
+    last, unverified, newer = (_copy(older, f"{name}.ckpt") for name in ("last", "unverified", "newer"))
+    for age, folder in enumerate((newer, unverified, older)):
+        os.utime(folder / "realloc.json", (1e9 - age, 1e9 - age))
+    _flip(newer / "__0_0.distcp")
+    forget_checksums(unverified)
+    _flip(last / "__1_0.distcp")
+
+    refusal = _resume(workers, [last], 2)[0] or ""
+
+    assert refusal.startswith(f"{last / '__1_0.distcp'} is not as it was written: its checksum is")
+    assert refusal.endswith(f"; {older} is the newest whole checkpoint next to it")
+    shutil.rmtree(older)
+    assert newest_whole(last) is None
+    with pytest.raises(CheckpointError, match="no whole checkpoint lies next to it"), agreed(last):
+        check_files(last, read_description(last))
+
+
+def test_a_checkpoint_without_checksums_is_read_and_its_damage_named_too(
+    workers: WorkerPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    earlier, damaged = _saved(workers, tmp_path / "earlier.ckpt"), {}
+    forget_checksums(earlier)
+    for name in ("__0_0.distcp", ".metadata", "meta.pt", "realloc.json", "huggingface/actor/config.json"):
+        for kind in ("truncated", "empty", "garbage", "missing"):
+            damaged[name, kind] = _copy(earlier, f"{len(damaged)}.ckpt")
+            DAMAGE[kind](damaged[name, kind] / name)
+
+    with caplog.at_level(logging.WARNING):
+        assert _export(earlier) is None
+    assert [record.message.partition(" has no checksums")[0] for record in caplog.records] == [str(earlier)]
+    resumed = _resume(workers, [earlier, *damaged.values()])
+    assert resumed[0] is None
+    for ((name, kind), folder), refusal in zip(damaged.items(), resumed[1:], strict=True):
+        if not name.startswith("huggingface"):
+            assert str(folder / name) in (refusal or ""), f"{name} {kind}: {refusal}"
+        if name != "meta.pt":
+            exported = _export(folder) or ""
+            assert str(folder / name) in exported, f"{name} {kind}: {exported}"
+
+
+# ---- weights that are not finite
+def test_weights_that_are_not_finite_are_never_saved_over_others(workers: WorkerPool, tmp_path: Path) -> None:
+    folder = tmp_path / "last.ckpt"
+    first, second = workers.run(save_not_finite, folder, 2, world_size=2, init_process_group=False)
+
+    assert first == second
+    for refusal, target in zip(first, (folder, tmp_path / "model"), strict=True):
+        assert refusal.startswith(f"the weights of actor are not finite, and {target} is not written: ")
+        assert "model.layers.0.mlp.up_proj.weight holds NaN or infinity (2 of 21 parameters do)" in refusal
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+    assert differences(contents(folder), contents(folder)) == {}  # and not NaN
+    assert newest_whole(tmp_path / "another") == folder

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from lightning_realloc.errors import CheckpointError
+from lightning_realloc.layout import ModelLayout
+from lightning_realloc.strategies.checkpoints.sharded_tensors import (
+    ShardedTensor,
+    load,
+    read_whole,
+    save,
+    stored_tensors,
+)
+from tests.runtime.transfer.reallocation_cases import full_tensors, lay_out, local_reference, odd_model
+from tests.workers import WorkerPool
+
+LAYOUTS = ("fsdp4", "tp4", "fsdp2.tp2", "dp2.tp2@3,1,0,2", "tp2@2-3", "dp4", "fsdp3@0,1,3", "dp1@1")
+
+
+def _held(layout: ModelLayout, full: dict[str, torch.Tensor], rank: int, *, empty: bool) -> dict[str, ShardedTensor]:
+    """What a rank writes, or the room that it reads into."""
+    held = local_reference(full, layout, rank)
+    state = {}
+    for param in layout.model.params:
+        local = held.get(param.name)
+        if local is not None and empty:
+            local = torch.full_like(local, float("nan"))
+        pieces = layout.pieces(param.name, rank) if local is not None else ()
+        state[param.name] = ShardedTensor(param.shape, full[param.name].dtype, pieces, local)
+    return state
+
+
+def _save_in_every_layout(folder: Path, dtype: torch.dtype) -> None:
+    full = {name: tensor.to(dtype) for name, tensor in full_tensors(odd_model()).items()}
+    for text in LAYOUTS:
+        save(_held(lay_out(text), full, dist.get_rank(), empty=False), folder / text)
+
+
+def _wrong_after_reading(folder: Path, pairs: list[tuple[str, str]]) -> list[tuple[str, str, str]]:
+    full, rank = full_tensors(odd_model()), dist.get_rank()
+    wrong = []
+    for source, target in pairs:
+        layout = lay_out(target)
+        state = _held(layout, full, rank, empty=True)
+        load(state, folder / source)
+        for name, expected in local_reference(full, layout, rank).items():
+            local = state[name].local
+            if local is None or not torch.equal(local, expected):
+                wrong.append((source, target, name))
+    return wrong
+
+
+def test_what_one_layout_wrote_any_other_reads(workers: WorkerPool, tmp_path: Path) -> None:
+    # Every layout as source and as target at least once, next to and far from each other in the list.
+    pairs = [(LAYOUTS[i], LAYOUTS[(i + step) % len(LAYOUTS)]) for i in range(len(LAYOUTS)) for step in (0, 1, 3)]
+    workers.run(_save_in_every_layout, tmp_path, torch.float32)
+
+    assert workers.run(_wrong_after_reading, tmp_path, pairs) == [[], [], [], []]
+
+
+def test_every_element_is_stored_once_and_reads_back_whole(workers: WorkerPool, tmp_path: Path) -> None:
+    full = {name: tensor.bfloat16() for name, tensor in full_tensors(odd_model()).items()}
+    workers.run(_save_in_every_layout, tmp_path, torch.bfloat16)
+
+    for text in LAYOUTS:
+        metadata = FileSystemReader(tmp_path / text).read_metadata()
+        for name, tensor in full.items():
+            chunks = metadata.state_dict_metadata[name].chunks
+            assert sum(prod(chunk.sizes) for chunk in chunks) == tensor.numel(), f"{text}: {name} is stored twice"
+        read = read_whole(tmp_path / text, full)
+        assert all(torch.equal(read[name], tensor) for name, tensor in full.items())
+        assert {name: stored.shape for name, stored in stored_tensors(tmp_path / text).items()} == {
+            name: tuple(tensor.shape) for name, tensor in full.items()
+        }
+
+
+def test_one_process_saves_and_reads_without_a_process_group(tmp_path: Path) -> None:
+    full = full_tensors(odd_model())
+    state = _held(lay_out("dp1"), full, 0, empty=False)
+
+    save(state, tmp_path)
+
+    assert all(torch.equal(tensor, full[name]) for name, tensor in read_whole(tmp_path, full).items())
+    with pytest.raises(CheckpointError, match="holds no tensor 'nonsense'"):
+        read_whole(tmp_path, ["nonsense"])

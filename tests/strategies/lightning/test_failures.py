@@ -1,0 +1,207 @@
+"""A run that cannot go on says why once, and leaves no rank waiting."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+from lightning_realloc.data.rows import read_rows
+from lightning_realloc.errors import DataError
+from lightning_realloc.strategies.lightning import failures
+from lightning_realloc.strategies.lightning.failures import end_started_ranks, report_failures
+from tests.strategies.lightning.test_launchers import end, shell_environment
+
+SCRIPT = str(Path(__file__).with_name("failing.py"))
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+DEADLINE_S = 160.0
+PROMPT_S = 30.0
+"""From a rank's failure to the end of all processes: 5 s alone on two cores, where collectives wait for 30 minutes."""
+
+Raised = tuple[type[BaseException], BaseException, TracebackType | None]
+
+
+# ---- the hook
+
+
+def raised(function: Callable[[], Any]) -> Raised:
+    """Return what Python would hand to ``sys.excepthook``."""
+    try:
+        function()
+    except Exception as error:
+        return type(error), error, error.__traceback__
+    raise AssertionError("nothing was raised")
+
+
+def refused() -> None:
+    """Read what is no data, as a script would."""
+    read_rows([{"prompt": "a"}, {"promt": "b"}])
+
+
+def surprised() -> None:
+    """Fail as nobody expected."""
+    raise ArithmeticError("overflow")
+
+
+@pytest.fixture
+def previous_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put Python's own hook in place, and back what was there."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+
+
+@pytest.mark.usefixtures("previous_hook")
+def test_rank_0_shows_where_the_script_called_and_other_ranks_tell_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report_failures(rank=0, launcher=None)
+    sys.excepthook(*raised(refused))
+    first = capsys.readouterr().err
+    report_failures(rank=3, launcher=None)  # of another Trainer in the same process
+    sys.excepthook(*raised(refused))
+    other = capsys.readouterr().err
+
+    message = "row 1 of the data set must have the same columns as row 0 of the data set; it lacks 'prompt' and adds"
+    assert first.splitlines()[-1].startswith(f"lightning_realloc.errors.DataError: {message}")
+    assert "in refused" in first and "data/rows.py" not in first
+    assert other.startswith(f"error on rank 3: {message}") and other.count("\n") == 1
+
+
+@pytest.mark.usefixtures("previous_hook")
+def test_what_nobody_expected_keeps_its_traceback_on_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 3):
+        report_failures(rank=rank, launcher=None)
+        sys.excepthook(*raised(surprised))
+        told = capsys.readouterr().err
+        assert told.startswith("Traceback") and "in surprised" in told and told.endswith("ArithmeticError: overflow\n")
+
+
+def launcher_of(*codes: str) -> _SubprocessScriptLauncher:
+    """Return a launcher that has started processes which run this Python code."""
+    launcher = _SubprocessScriptLauncher(LightningEnvironment(), len(codes) + 1, 1)
+    launcher.procs = [subprocess.Popen([sys.executable, "-S", "-c", code]) for code in codes]
+    return launcher
+
+
+@pytest.mark.usefixtures("previous_hook")
+def test_the_process_that_started_the_others_ends_them_and_names_those_that_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(failures, "GRACE_S", 2.0)
+    launcher = launcher_of("raise SystemExit(7)", "", "import time; time.sleep(100)")
+    watched, waiting = launcher.procs, launcher.procs[2]
+    report_failures(rank=0, launcher=launcher)
+
+    sys.excepthook(*raised(surprised))
+
+    assert capsys.readouterr().err.endswith(
+        "ArithmeticError: overflow\nrank 1 ended with exit code 7; what it said of that is above\n"
+    )
+    assert waiting.poll() is not None
+    assert watched == launcher.procs == []
+    assert end_started_ranks(launcher) == end_started_ranks(None) == {}
+
+
+def test_lightnings_observer_kills_no_process_that_has_yet_to_tell() -> None:
+    launcher = launcher_of("raise SystemExit(7)")
+    observer = _ChildProcessObserver(os.getpid(), launcher.procs)
+    [failed] = launcher.procs
+    failed.wait()
+
+    failures.dismiss_observer(launcher)
+
+    assert observer._run()  # else this process would be gone
+    assert launcher.procs == [failed]
+    failures.dismiss_observer(None)
+
+
+# ---- whole runs
+
+
+class Ended(NamedTuple):
+    code: int
+    output: str
+    at: float
+
+
+def run_side_by_side(folder: Path, *commands: tuple[str, ...]) -> list[Ended]:
+    """Return how commands ended that a user gave in as many shells."""
+    files = [folder / f"{number}.log" for number in range(len(commands))]
+    started = []
+    try:
+        for command, file in zip(commands, files, strict=True):
+            with file.open("w") as output:
+                started.append(
+                    subprocess.Popen(
+                        [sys.executable, *command], cwd=folder, env=shell_environment(), stdout=output,
+                        stderr=subprocess.STDOUT, start_new_session=True,
+                    )
+                )  # fmt: skip
+        ended_at: dict[int, float] = {}
+        give_up_at = time.monotonic() + DEADLINE_S
+        while len(ended_at) < len(started) and time.monotonic() < give_up_at:
+            for number, process in enumerate(started):
+                if process.poll() is not None:
+                    ended_at.setdefault(number, time.time())
+            time.sleep(0.05)
+    finally:
+        for process in started:
+            end(process)
+    assert len(ended_at) == len(started), [file.read_text()[-3000:] for file in files]
+    return [
+        Ended(process.returncode, file.read_text(), ended_at[number])
+        for number, (process, file) in enumerate(zip(started, files, strict=True))
+    ]
+
+
+@pytest.mark.slow
+def test_runs_end_with_one_message_or_promptly_after_a_rank_fails_alone(tmp_path: Path) -> None:
+    notes = [tmp_path / name for name in ("script", "torchrun")]
+    alike, alone, alone_under_torchrun = run_side_by_side(
+        tmp_path,
+        (SCRIPT, "alike", "-"),
+        (SCRIPT, "alone", str(notes[0])),
+        (*TORCHRUN, SCRIPT, "alone", str(notes[1])),
+    )
+
+    message = "num_minibatches=9 needs as many samples in an iteration"
+    lines = alike.output.splitlines()
+    assert alike.code == 1
+    assert lines[-1].startswith(f"[rank0]: lightning_realloc.errors.ConfigError: {message}")
+    assert sum(line.startswith(f"error on rank 1: {message}") for line in lines) == 1
+    assert alike.output.count("Traceback") == 1
+    assert alike.output.count("File ") == 2  # the script's own frames
+    first = "[rank1]: ArithmeticError: overflow"
+    for run, note in ((alone, notes[0]), (alone_under_torchrun, notes[1])):
+        assert run.code == 1
+        assert first in run.output
+        assert run.at - float(note.read_text()) < PROMPT_S
+    # The other rank, which knows of a broken collective alone, tells what broke it; torchrun may end it before that.
+    told = "[rank0]: lightning_realloc.errors.ReallocError: rank 1 failed with ArithmeticError: overflow"
+    for run in (alone, *([] if "closing signal SIGTERM" in alone_under_torchrun.output else [alone_under_torchrun])):
+        assert run.output.index(first) < run.output.index(told)
+        assert "gloo/transport" not in run.output
+
+
+@pytest.mark.slow
+def test_a_rank_ends_by_itself_once_the_one_that_started_it_was_killed(tmp_path: Path) -> None:
+    (killed,) = run_side_by_side(tmp_path, (SCRIPT, "killed", "-"))
+    assert killed.code == 9
+    give_up_at, told = time.monotonic() + PROMPT_S, ""
+    while "was one itself, ended in the middle of a call" not in told and time.monotonic() < give_up_at:
+        time.sleep(0.1)
+        told = (tmp_path / "0.log").read_text()
+    assert "was one itself, ended in the middle of a call; it was killed" in told
+
+
+def test_errors_keep_their_text_in_a_line() -> None:
+    assert failures.told_in_a_line(DataError("a\n  b"), 0) == "error: a b\n"

@@ -1,0 +1,190 @@
+"""Is everything measured that plans of a run can ask for, once, and only on the machine that it is read on?"""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from pytest import MonkeyPatch
+
+from lightning_realloc.data.preferences import PreferenceDataModule
+from lightning_realloc.layout.dims import ParallelDims
+from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.strategies.measure import profiling
+from lightning_realloc.strategies.measure.profiling import Profile
+from lightning_realloc.tuning.estimate.profile import ProfileTable
+from lightning_realloc.tuning.memory.parts import usable_bytes
+from lightning_realloc.tuning.shapes.lengths import Lengths
+from tests.models import byte_tokenizer
+from tests.strategies import runs
+from tests.strategies.algorithms import preferences
+from tests.strategies.runs import Batches
+from tests.workers import WorkerPool
+
+PAIRS = [{"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": "x" * (1 + n % 3)} for n in range(12)]
+LENGTHS = [Lengths((6, 6, 6), (5, 6, 7))]
+
+
+class Profiles(Callback):
+    """Profiles the models after the first iteration."""
+
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
+        self.found: dict[str, Profile | None] = {}
+        self.warnings: list[str] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        strategy: Any = trainer.strategy
+        before = {name: parameter.clone() for name, parameter in trainer.lightning_module.named_parameters()}
+        self.found["first"] = strategy.profile(LENGTHS, cache=self.cache)
+        self.found["again"] = strategy.profile(LENGTHS, cache=self.cache)
+        self.found["no time"] = strategy.profile(LENGTHS, cache=None, seconds=1e-3)
+        with MonkeyPatch.context() as patch:
+            patch.setattr(profiling, "LEAST_S", 0.0)
+            self.found["in a hurry"] = strategy.profile(LENGTHS, cache=None, seconds=1e-3)
+        self._pretend_another_machine(trainer)
+        with _Heard(self.warnings):
+            self.found["elsewhere"] = strategy.profile(LENGTHS, cache=self.cache)
+        after = dict(trainer.lightning_module.named_parameters())
+        assert all(bool((after[name] == value).all()) for name, value in before.items())
+
+    def _pretend_another_machine(self, trainer: L.Trainer) -> None:
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            (path,) = self.cache.glob("*.json")
+            content = json.loads(path.read_text())
+            content["machine"]["torch"] = "1.0"
+            path.write_text(json.dumps(content))
+        trainer.strategy.barrier()
+
+
+class _Heard(logging.Handler):
+    """Collects what the profile's logger says."""
+
+    def __init__(self, messages: list[str]) -> None:
+        super().__init__()
+        self.messages = messages
+
+    def __enter__(self) -> None:
+        logging.getLogger("lightning_realloc.strategies.measure.profiling").addHandler(self)
+
+    def __exit__(self, *error: object) -> None:
+        logging.getLogger("lightning_realloc.strategies.measure.profiling").removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def _profiles(cache: str) -> tuple[dict[str, str | None], dict[str, str], list[str]]:
+    """Return the tables, the shapes of the roles, and what was said."""
+    profiles = Profiles(Path(cache))
+    runs.trainer(ReallocStrategy(), 2, callbacks=[profiles], max_steps=1).fit(runs.grpo(), Batches(1))
+    first = profiles.found["first"]
+    assert first is not None
+    tables = {name: None if one is None else one.table.to_json() for name, one in profiles.found.items()}
+    return tables, dict(first.models), profiles.warnings
+
+
+def test_a_run_measures_what_plans_can_ask_for_and_keeps_it(workers: WorkerPool, tmp_path: Path) -> None:
+    everyone = workers.run(_profiles, str(tmp_path), world_size=2, init_process_group=False, deadline_s=120.0)
+    tables, models, warnings = everyone[0]
+    assert everyone[1][0] == tables, "ranks must agree on every second"
+    first = ProfileTable.from_json(str(tables["first"]))
+    assert set(models) == {"actor", "reference"}
+    assert models["actor"] == models["reference"], "models of one shape are measured once"
+    assert {(key.kind, key.dims) for key in first.passes} == {
+        *((kind, dims) for kind in ("infer", "decode") for dims in _degrees(dp=False)),
+        *((kind, dims) for kind in ("train", "train_last") for dims in _degrees(dp=True)),
+    }
+    for times in first.passes.values():
+        assert times.block(20, 12) + times.rest(20, 12) > 0
+    assert first.crowding[1].points[0] == (1.0, 1.0) and first.slowdown_of(2) >= 1.0
+    assert first.offload is not None and 0 < first.offload(1 << 22) < 1.0, "4 MiB from a file in a second at most"
+    assert tables["again"] == tables["first"], "the second time it is read from disk"
+    hurried = ProfileTable.from_json(str(tables["in a hurry"]))
+    assert {key.dims for key in hurried.passes} == {ParallelDims()}, "what is needed of every model"
+    assert len(hurried.moves) == 1 and hurried.offload is None and len(first.moves) > 1
+    assert tables["no time"] is None
+    assert tables["elsewhere"] != tables["first"]
+    (warning,) = warnings
+    assert "another machine (torch 1.0, now" in warning
+
+
+def _degrees(*, dp: bool) -> list[ParallelDims]:
+    replicas = [ParallelDims(dp=2)] if dp else []
+    return [ParallelDims(), ParallelDims(fsdp=2), ParallelDims(tp=2), *replicas]
+
+
+class _Profiled(Callback):
+    """Profiles the models after the only iteration."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Profile them."""
+        self.profile: Profile = trainer.strategy.profile(LENGTHS, cache=None)  # type: ignore[attr-defined]
+
+
+class _Judged(Callback):
+    """Asks after the first iteration what should come of other plans, and installs one."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Judge, propose, and install a plan."""
+        strategy: Any = trainer.strategy
+        if trainer.global_step > 1:
+            return
+        self.start = strategy.plan
+        prospects = strategy.prospects(LENGTHS)
+        assert prospects.memory_budget == usable_bytes(strategy.cluster.device_memory_bytes)
+        self.seconds = prospects.call_seconds(strategy.plan)
+        self.bytes = max(prospects.peak_bytes(strategy.plan).values())
+        proposed = [candidate.plan for candidate in prospects.propose(strategy.plan, seconds=0.2, seed=0)]
+        self.proposed = strategy.broadcast(proposed)  # searches go by the clock
+        for plan in self.proposed[:1]:
+            strategy.set_plan(plan)
+
+
+def _judge_compiled() -> tuple[int, bool]:
+    """Return how many programs measuring makes of a model's blocks, and whether a frozen role shares its profile."""
+    profiled = _Profiled()
+    module = runs.grpo(train_options=runs.options(compile="eager"))
+    trainer = runs.trainer(ReallocStrategy(), 1, callbacks=[profiled], max_steps=1)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with MonkeyPatch.context() as patch:
+        # What training compiles is left out, so that what is counted is measuring's.
+        patch.setattr("lightning_realloc.strategies.calls.train_call.compiled_blocks", lambda *_: nullcontext())
+        trainer.fit(module, Batches(1))
+    names = profiled.profile.models
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"], names["actor"] == names["reference"]
+
+
+def test_what_is_compiled_is_measured_compiled(workers: WorkerPool) -> None:
+    ((programs, is_shared),) = workers.run(_judge_compiled, world_size=1, init_process_group=False, deadline_s=120.0)
+    assert programs > 0
+    assert is_shared
+
+
+def _judge_precomputed(precompute: bool) -> tuple[dict[str, float], int, list[Any], Any]:
+    """Return seconds by call, bytes, and the plans that are proposed beside the one that runs."""
+    judged = _Judged()
+    module = preferences.dpo(precompute_reference=precompute)
+    trainer = runs.trainer(ReallocStrategy(), 2, callbacks=[judged], max_steps=2)
+    data = PreferenceDataModule(PAIRS, tokenizer=byte_tokenizer(), batch_size=4)
+    trainer.fit(module, datamodule=data)
+    return judged.seconds, judged.bytes, [plan.to_mapping() for plan in judged.proposed], judged.start.to_mapping()
+
+
+def test_a_reference_that_was_asked_ahead_is_neither_priced_nor_given_room(workers: WorkerPool) -> None:
+    (asked, asked_bytes, _, _), (ahead, bytes_ahead, proposed, start) = (
+        workers.run(_judge_precomputed, once, world_size=2, init_process_group=False, deadline_s=120.0)[0]
+        for once in (False, True)
+    )
+    assert "reference.infer" in asked and asked.keys() - {"reference.infer"} == ahead.keys()
+    assert bytes_ahead < asked_bytes
+    assert proposed, "the test installs a plan"
+    assert all(plan["calls"]["reference.infer"] == start["calls"]["reference.infer"] for plan in proposed)

@@ -1,0 +1,162 @@
+"""Adapters of a role under every plan: the same training as on one device, a base that moves once and is there once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from lightning_realloc.algorithms.base.role import Role
+from lightning_realloc.callbacks import ParameterReallocation
+from lightning_realloc.errors import PlanError
+from lightning_realloc.runtime.model.adapter_layers import merge_for_good
+from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.strategies.pool.weight_copy import refuse_thawed
+from tests.models import tiny_model
+from tests.strategies import runs
+from tests.strategies.peft.peft_runs import LORA, ChangeOfPlan, adapted_grpo, train, train_checked, train_ppo
+from tests.strategies.runs import calls
+from tests.workers import WorkerPool
+
+PLANS = [
+    calls(actor_train="dp2", actor_generate="dp2", reference_infer="dp2"),
+    calls(actor_train="fsdp2", actor_generate="tp2", reference_infer="dp2"),
+    calls(actor_train="pp2", actor_generate="dp2", reference_infer="tp2"),
+    calls(actor_train="tp2", actor_generate="dp1@1", reference_infer="fsdp2"),
+]
+
+
+def test_adapters_train_alike_under_every_plan(workers: WorkerPool) -> None:
+    alone: Any = workers.run(train, ["heuristic"], {}, world_size=1, init_process_group=False, deadline_s=90.0)
+    together: Any = workers.run(train, PLANS, {}, world_size=2, init_process_group=False, deadline_s=150.0)
+    ((expected, moved),) = alone[0]
+    assert not moved
+    assert expected.logged[0]["actor/kl"] > 1e-3  # the adapters matter from the beginning
+    adapters = sum(4 * weight.numel() for name, weight in expected.weights.items() if "lora_" in name)
+    everything = sum(4 * weight.numel() for weight in expected.weights.values())
+    for (outcome, moved), base_moves in zip(together[0], (False, True, True, True), strict=True):
+        assert outcome.tokens == expected.tokens
+        for ours, theirs in zip(outcome.logged, expected.logged, strict=True):
+            assert ours == pytest.approx(theirs, abs=2e-5, rel=1e-4)
+        assert runs.largest_difference(outcome.weights, expected.weights) <= 1e-5
+        first = sum(size for iteration, _, size in moved if iteration == 0)
+        assert (first > everything / 2) == base_moves
+        for later in (1, 2):
+            sizes = {call: size for iteration, call, size in moved if iteration == later}
+            assert sizes.keys() == ({"actor.generate"} if base_moves else set())
+            assert sum(sizes.values()) <= adapters
+
+
+@pytest.mark.parametrize("kind", [{"use_rslora": True}, {"use_dora": True}], ids=["rslora", "dora"])
+def test_other_kinds_train_alike_under_every_plan(workers: WorkerPool, kind: dict[str, Any]) -> None:
+    settings = {"peft_config": {**LORA, **kind}}
+    plans = [
+        calls(actor_train="fsdp2", actor_generate="dp2", reference_infer="fsdp2"),
+        calls(actor_train="pp2", actor_generate="dp1@1", reference_infer="dp2"),
+    ]
+    ((expected, _),) = workers.run(train, ["heuristic"], settings, 2, world_size=1, init_process_group=False)[0]
+    together: Any = workers.run(train, plans, settings, 2, world_size=2, init_process_group=False, deadline_s=120.0)
+    for outcome, _ in together[0]:
+        assert outcome.tokens == expected.tokens
+        assert runs.largest_difference(outcome.weights, expected.weights) <= 2e-5
+
+
+def test_reference_and_generation_compute_what_they_ought_to(workers: WorkerPool) -> None:
+    plan = calls(actor_train="dp2", actor_generate="dp2", reference_infer="dp1@1")
+    other = calls(actor_train="fsdp2", actor_generate="dp1@0", reference_infer="dp2")
+    callbacks = [ChangeOfPlan(other), ParameterReallocation(free_after=True)]
+    found: Any = workers.run(train_checked, plan, callbacks, world_size=2, init_process_group=False, deadline_s=120.0)
+    alone: Any = workers.run(train_checked, "heuristic", [], world_size=1, init_process_group=False)
+    assert runs.largest_difference(found[0][0].weights, alone[0][0].weights) <= 1e-5
+    for _, off_by, roles in (*found, *alone):
+        assert roles == ("actor",)  # there is one model
+        for differences in off_by.values():
+            assert differences and max(differences) <= 1e-5
+    # Of two that are both far from the base.
+    assert min(logged["actor/kl"] for logged in alone[0][0].logged) > 1e-3
+
+
+def test_an_actor_and_a_critic_train_adapters(workers: WorkerPool) -> None:
+    plans = [
+        calls(actor_train="fsdp2", actor_generate="dp2", reference_infer="dp2", critic_infer="tp2", critic_train="dp2"),
+        calls(actor_train="dp1@0", actor_generate="dp1@0", reference_infer="dp1@1", critic_infer="dp1@1",
+              critic_train="dp1@1"),
+    ]  # fmt: skip
+    (expected,) = workers.run(train_ppo, ["heuristic"], world_size=1, init_process_group=False, deadline_s=90.0)[0]
+    assert any("lora_" in name for name in expected.weights)
+    together: Any = workers.run(train_ppo, plans, world_size=2, init_process_group=False, deadline_s=120.0)
+    for outcome in together[0]:
+        assert outcome.tokens == expected.tokens
+        assert runs.largest_difference(outcome.weights, expected.weights) <= 2e-5
+
+
+def _losses_of_sft() -> list[float]:
+    module = runs.sft(
+        actor=tiny_model("qwen3"), optimizer=far_steps, peft_config=LORA, train_options=runs.options(max_grad_norm=None)
+    )
+    outcome = runs.train(module, "heuristic", 1, runs.Batches(4, responses=True))
+    return [logged["actor/loss"] for logged in outcome.logged]
+
+
+def far_steps(parameters: Any) -> torch.optim.Optimizer:
+    """Return an optimizer that steps far."""
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def test_losses_are_those_of_peft_and_of_merged_weights(workers: WorkerPool) -> None:
+    (losses,) = workers.run(_losses_of_sft, world_size=1, init_process_group=False, deadline_s=90.0)
+    options = {name: value for name, value in LORA.items() if name != "peft_type"}
+    model = get_peft_model(tiny_model("qwen3"), LoraConfig(**options))
+    begun = Role(name="actor", source=tiny_model("qwen3"), trained=True, peft=LORA).build(seed=0)
+    model.base_model.model.load_state_dict(begun.state_dict())
+    optimizer = far_steps([parameter for parameter in model.parameters() if parameter.requires_grad])
+    for loss, batch in zip(losses, runs.Batches(4, responses=True), strict=True):
+        rows = zip(batch.ragged("prompt_ids").split(), batch.ragged("response_ids").split(), strict=True)
+        pairs = [(torch.cat((prompt, response)), len(prompt)) for prompt, response in rows]
+        merged = merge_for_good(Role(name="judge", source=model, trained=False).build(seed=0))
+        for computed in (merged, model):
+            nll = [-computed(input_ids=ids[None]).logits[0, length - 1 : -1].log_softmax(-1)
+                   .gather(1, ids[length:, None]) for ids, length in pairs]  # fmt: skip
+            mean = torch.cat(nll).mean()
+            assert mean.item() == pytest.approx(loss, abs=1e-5)
+        mean.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert runs.largest_difference(model.base_model.model.state_dict(), begun.state_dict()) > 0.01
+
+
+class Sharing(runs.RecordedGRPO):
+    """GRPO whose reference shares the base of an actor that is trained whole."""
+
+    def roles(self) -> tuple[Role, ...]:
+        """As GRPO's, but for the reference."""
+        actor, reference = super().roles()
+        return actor, replace(reference, shares="actor")
+
+
+def _refused() -> str:
+    with pytest.raises(PlanError) as caught:
+        runs.trainer(ReallocStrategy("heuristic"), 1).fit(
+            adapted_grpo(module_class=Sharing, peft_config=None), runs.Batches(1)
+        )
+    return str(caught.value)
+
+
+def test_a_base_is_shared_with_adapters_alone(workers: WorkerPool) -> None:
+    (message,) = workers.run(_refused, world_size=1, init_process_group=False)
+    assert message == (
+        "role 'reference' shares the base of 'actor', which is no role with adapters; give actor a peft_config, or "
+        "reference a model of its own"
+    )
+
+
+def test_what_thaws_in_the_middle_is_refused() -> None:
+    model = tiny_model("llama")
+    refuse_thawed("actor", model, frozenset())
+    with pytest.raises(
+        PlanError, match=r"actor parameter model\.norm\.weight was frozen when actor was laid out, and is"
+    ):
+        refuse_thawed("actor", model, frozenset({"model.norm.weight"}))

@@ -1,0 +1,191 @@
+"""Which precisions train, in which dtype every weight is held and read, and which are refused and why."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from lightning_realloc.callbacks import PhaseCallback
+from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.strategies.pool.precision import without_gradients
+from tests.models import tiny_model
+from tests.strategies import runs
+from tests.strategies.runs import Batches, calls
+from tests.workers import WorkerPool
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+
+
+class Dtypes(PhaseCallback):
+    """Notes the dtype of the weights that each call works on."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+
+    def on_phase_start(self, trainer: L.Trainer, pl_module: L.LightningModule, phase: str) -> None:
+        """Look at one weight."""
+        replica = trainer.strategy.pool.active(phase)  # type: ignore[attr-defined]
+        self.found[phase] = str(next(replica.model.parameters()).dtype).removeprefix("torch.")
+
+
+def train_in_every_precision(train_layout: str, generate_layout: str) -> dict[str, Any]:
+    """Return per precision the dtypes of each call, the losses, and the weights' dtype at the end."""
+    world_size, found = runs.world_size(), {}
+    for precision in PRECISIONS:
+        dtypes, record = Dtypes(), runs.Record()
+        plan = calls(actor_train=train_layout, actor_generate=generate_layout, reference_infer=generate_layout)
+        trainer = runs.trainer(ReallocStrategy(plan), world_size, precision=precision, callbacks=[dtypes, record])
+        trainer.fit(runs.grpo(learning_rate=1e-3), Batches(2))
+        supervised = runs.Record()
+        trainer = runs.trainer(
+            ReallocStrategy(calls(actor_train=train_layout)), world_size, precision=precision, callbacks=[supervised]
+        )
+        trainer.fit(runs.sft(learning_rate=1e-3), Batches(2, responses=True))
+        losses = [logged["actor/loss"] for logged in supervised.logged]
+        found[precision] = (dtypes.found, [logged["actor/loss"] for logged in record.logged], losses)
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_rank(workers: WorkerPool) -> dict[str, Any]:
+    """What one rank finds, with generation in the training layout."""
+    found: dict[str, Any] = workers.run(
+        train_in_every_precision, "fsdp1", "fsdp1", world_size=1, init_process_group=False, deadline_s=120.0
+    )[0]
+    return found
+
+
+@pytest.mark.parametrize("layouts", [("fsdp2", "tp2"), ("tp2", "dp2"), ("dp2", "tp2"), ("pp2", "dp2")], ids=" to ".join)
+def test_each_precision_trains_in_each_layout_close_to_one_rank(
+    layouts: tuple[str, str], one_rank: dict[str, Any], workers: WorkerPool
+) -> None:
+    everyone = workers.run(train_in_every_precision, *layouts, world_size=2, init_process_group=False, deadline_s=120.0)
+    assert everyone[0] == everyone[1]
+    for precision, (dtypes, losses, supervised) in everyone[0].items():
+        home = "bfloat16" if precision == "bf16-true" else "float32"
+        copy = "float32" if precision == "32-true" else "bfloat16"
+        assert dtypes["actor.train"] == home, precision
+        assert dtypes["actor.generate"] == copy, precision
+        assert all(math.isfinite(loss) for loss in losses), precision
+        tolerance = 1e-5 if precision == "32-true" else 2e-2
+        assert supervised == pytest.approx(one_rank[precision][2], abs=tolerance), precision
+        assert supervised[1] < supervised[0], precision
+
+
+def test_mixed_precision_generates_in_the_very_replicas_that_it_trains(workers: WorkerPool) -> None:
+    found = workers.run(train_in_every_precision, "dp2", "dp2", world_size=2, init_process_group=False)[0]
+    dtypes, losses, _ = found["bf16-mixed"]
+    assert dtypes["actor.generate"] == "float32"  # FSDP casts them, block by block
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+class Log(logging.Handler):
+    """Keeps what was logged about the dtypes of given models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_dtypes: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it."""
+        self.of_dtypes += [text for text in [record.getMessage()] if "weights, so these were cast" in text]
+
+
+def train_narrow_modules() -> list[Any]:
+    """Return by precision the dtypes of weights after a run of bfloat16 modules, and how far the smallest step goes."""
+    found = []
+    for precision in PRECISIONS:
+        narrow = {"actor": tiny_model("llama").bfloat16(), "reference": tiny_model("llama", seed=1).bfloat16()}
+        module = runs.ppo(**narrow, learning_rate=1e-6)
+        trainer, log = runs.trainer(ReallocStrategy("static"), 1, precision=precision), Log()
+        logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+        logger.addHandler(log)
+        trainer.fit(module, Batches(1))
+        logger.removeHandler(log)
+        dtypes = {name: str(next(model.parameters()).dtype) for name, model in module.models().items()}
+        before, after = narrow["actor"].model.norm.weight, module.actor.model.norm.weight
+        found.append((dtypes, float((after.float() - before.float()).abs().max()), log.of_dtypes))
+    return found
+
+
+def test_trained_weights_of_a_narrow_module_are_masters_in_float32(workers: WorkerPool) -> None:
+    ((full, mixed, narrow),) = workers.run(
+        train_narrow_modules, world_size=1, init_process_group=False, deadline_s=120.0
+    )
+    for dtypes, moved, said in (full, mixed):
+        assert dtypes["actor"] == dtypes["critic"] == "torch.float32"
+        assert 1e-7 < moved < 1e-5  # a step of 1e-6, which is nothing beside a norm's 1.0 in bfloat16
+        assert len(said) == 1 and "trains float32 weights, so these were cast: actor (bfloat16); set" in said[0]
+    assert mixed[0]["reference"] == "torch.bfloat16"
+    assert set(narrow[0].values()) == {"torch.bfloat16"} and narrow[2] == []
+
+
+def autocast_by_call() -> dict[str, bool]:
+    """Return whether autocast was on in each kind of call under ``bf16-mixed``."""
+    found, module = {}, runs.grpo()
+
+    def noting(name: str, work: Any) -> Any:
+        def call(*args: Any) -> Any:
+            found[name] = torch.is_autocast_enabled("cpu")
+            return work(*args)
+
+        return call
+
+    for name in ("score_reference", "actor_loss"):
+        setattr(module, name, noting(name, getattr(module, name)))
+    runs.train(module, "static", 1, Batches(1), precision="bf16-mixed")
+    return found
+
+
+def test_only_what_is_learnt_from_runs_under_autocast_on_cpu(workers: WorkerPool) -> None:
+    (found,) = workers.run(autocast_by_call, world_size=1, init_process_group=False)
+    assert found == {"score_reference": False, "actor_loss": True}
+
+
+def test_a_model_without_gradients_keeps_the_one_dtype_that_it_has() -> None:
+    model, cpu = torch.nn.Linear(2, 2), torch.device("cpu")
+    with torch.autocast("cpu", torch.bfloat16), without_gradients(model, cpu):
+        assert model(torch.ones(1, 2)).dtype == torch.float32
+    model.bias.data = model.bias.data.bfloat16()
+    with without_gradients(model, cpu):
+        assert model(torch.ones(1, 2)).dtype == torch.bfloat16
+
+
+def refusals() -> list[str]:
+    """Return what each precision that cannot work is refused with."""
+    world_size, found = runs.world_size(), []
+    scaler = torch.amp.GradScaler("cpu")
+    for options in (
+        {"precision": "64-true"},
+        {"precision": "16-true"},
+        {"plugins": MixedPrecision("16-mixed", "cpu", scaler)},
+    ):
+        for strategy in ("realloc", ReallocStrategy()):
+            record = runs.Record()
+            with pytest.raises((MisconfigurationException, ValueError)) as caught:
+                trainer = runs.trainer(strategy, world_size, callbacks=[record], **options)
+                trainer.fit(runs.sft(), Batches(1, responses=True))
+            assert record.steps == []
+            found.append(f"{type(caught.value).__name__}: {caught.value}")
+    return found
+
+
+def test_other_precisions_are_refused_before_any_step_with_the_reason(workers: WorkerPool) -> None:
+    for texts in workers.run(refusals, world_size=2, init_process_group=False):
+        double, double_too, half, half_too, mixed, mixed_too = texts
+        for text in (double, half, mixed, mixed_too):
+            assert text.startswith("MisconfigurationException: precision="), text
+            assert "use '32-true', 'bf16-mixed' or 'bf16-true'" in text
+        assert "no float64 form" in double
+        assert "float16 weights lose small updates" in half
+        assert "one gradient scaler cannot serve several optimizers" in mixed
+        # Lightning itself checks a strategy that is given as an object.
+        assert "64-true" in double_too
+        assert "16-true" in half_too

@@ -1,0 +1,137 @@
+"""Do names that other libraries use lead to ours, and never hide a setting that exists?"""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+
+from lightning_realloc import (
+    DPO,
+    GRPO,
+    KTO,
+    ORPO,
+    PPO,
+    RLOO,
+    SFT,
+    AutoTuner,
+    BestOfN,
+    ConfigError,
+    Conversation,
+    EngineCorrection,
+    GenerationEngine,
+    OnlineDPO,
+    OnPolicyDistillation,
+    ProcessReward,
+    ReallocStrategy,
+    ReinforcePlusPlus,
+    ReMax,
+    RewardModel,
+    RolloutBudget,
+    SamplingParams,
+    Speculation,
+    TrainOptions,
+)
+from lightning_realloc.data.demonstrations import SFTDataModule
+from lightning_realloc.data.prompts import PromptDataModule
+from lightning_realloc.setting_hints import (
+    OF_ALGORITHMS,
+    OF_ENGINE,
+    OF_SAMPLING,
+    OF_SPECULATION,
+    OF_TRAIN_OPTIONS,
+    settings_of,
+)
+
+ALGORITHMS = (DPO, GRPO, KTO, ORPO, PPO, RLOO, SFT, BestOfN, OnlineDPO, OnPolicyDistillation, ProcessReward)
+ALGORITHMS += (ReinforcePlusPlus, ReMax, RewardModel)
+
+
+def no_reward(completions: list[str], **columns: Any) -> list[float]:
+    """Judge nothing."""
+    return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("make", "hint"),
+    [
+        (lambda: GRPO("x", no_reward, num_generations=8), "SamplingParams(n=...)"),
+        (lambda: GRPO(model="x", reward_funcs=no_reward), "reward_funcs: here it is reward="),
+        (lambda: GRPO("x", no_reward, beta=0.04), "kl_coef="),
+        (lambda: PPO("x", no_reward, cliprange=0.2), "clip_low="),
+        (lambda: GRPO("x", no_reward, use_vllm=True), "the package generates by itself"),
+        (lambda: DPO("x", precompute_ref_log_probs=True), "precompute_reference="),
+        (lambda: SFT("x", assistant_only_loss=True), "the data module's learn"),
+        (lambda: SFTDataModule([], batch_size=1, packing=True), "samples are always packed"),
+        (lambda: DPO("x", ref_model="y"), "reference="),
+        (lambda: DPO("x", loss_type="ipo"), "loss="),
+        (lambda: SFT("x", max_length=512), "max_tokens"),
+        (lambda: SamplingParams(max_tokens=5), "max_new_tokens="),
+        (lambda: TrainOptions(gradient_accumulation_steps=2), "micro_batch_tokens="),
+        (lambda: SFTDataModule([], batch_size=1, eval_dataset=[]), "val_data="),
+        (lambda: PromptDataModule([], batch_size=1, max_prompt_length=9), "max_prompt_tokens="),
+    ],
+)
+def test_another_librarys_name_is_answered_with_ours(make: Any, hint: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make()
+    assert hint in str(refused.value)
+
+
+def test_a_name_that_is_also_ours_is_a_setting() -> None:
+    DPO("x", beta=0.3)  # which GRPO calls kl_coef
+    assert SamplingParams(temperature=0.5).temperature == 0.5
+
+
+@pytest.mark.parametrize(
+    ("make", "answer"),
+    [
+        (lambda: SFT("x", learning_rte=1.0), "SFT has no setting learning_rte; did you mean learning_rate=?"),
+        (lambda: PPO(clp_low=0.2), "PPO has no setting clp_low; did you mean clip_low=?"),
+        (lambda: SamplingParams(temprature=0.2), "did you mean temperature=?"),
+        (lambda: Speculation(draftr="ngram"), "did you mean drafter=?"),
+        (lambda: Speculation(num_speculative_tokens=4), "here it is num_draft_tokens="),
+        (lambda: Conversation(turns=4), "did you mean max_turns=?"),
+        (lambda: RolloutBudget(token=4), "did you mean tokens=?"),
+        (lambda: EngineCorrection(zzz=4), "EngineCorrection has no setting zzz; it has "),
+        (lambda: GenerationEngine(None, max_num_seqs=4), "here it is max_slots="),
+        (lambda: ReallocStrategy(overlp="none"), "did you mean overlap=?"),
+        (lambda: ReallocStrategy(devices=2), "here it is Lightning's Trainer(devices=...)"),
+        (lambda: AutoTuner(max_trial=2), "did you mean max_trials=?"),
+        (lambda: PromptDataModule([], batch_sise=2), "did you mean batch_size=?"),
+    ],
+)
+def test_a_misspelt_name_is_answered_with_the_one_it_is_like(make: Any, answer: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make()
+    assert answer in str(refused.value)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_settings_are_found_through_all_classes_that_take_them(algorithm: type) -> None:
+    assert {"learning_rate", "train_options", "peft_config", "seed", "tokenizer"} <= settings_of(algorithm)
+
+
+def test_every_hint_of_options_names_a_field() -> None:
+    classes = ((OF_SAMPLING, SamplingParams), (OF_TRAIN_OPTIONS, TrainOptions), (OF_SPECULATION, Speculation))
+    for hints, cls in (*classes, (OF_ENGINE, GenerationEngine)):
+        settings = {hint.partition("=")[0] for hint in hints.values()}
+        assert {setting for setting in settings if " " not in setting} <= settings_of(cls)
+    known = set().union(*map(settings_of, ALGORITHMS))
+    named = {hint.partition("=")[0] for hint in OF_ALGORITHMS.values() if "=" in hint and " " not in hint.split("=")[0]}
+    assert {name for name in named if "(" not in name} <= known
+
+
+def test_a_class_of_ones_own_may_take_such_a_name() -> None:
+    class Mine(SFT):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            self.max_length = settings.pop("max_length")
+            super().__init__(*args, **settings)
+
+    assert Mine("x", max_length=7).max_length == 7
+
+
+def test_options_are_still_copied_and_pickled() -> None:
+    given = SamplingParams(n=3, stop_strings=("a",))
+    assert copy.deepcopy(given) == given == pickle.loads(pickle.dumps(given))
+    assert not hasattr(given, "__dict__")
