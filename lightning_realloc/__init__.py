@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from lightning_realloc.moved_modules import install as _keep_old_module_paths
 from lightning_realloc_autoload import install as _register_strategies
 
 if TYPE_CHECKING:
@@ -173,3 +174,4 @@ def __dir__() -> list[str]:
 
 
 _register_strategies()
+_keep_old_module_paths()

@@ -28,7 +28,7 @@ from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.strategies.pool.memory_check import describe_roles
 from lightning_realloc.tuning.shapes.experts import declared_experts
 from lightning_realloc.tuning.shapes.known_models import KnownModel, find_known_model, is_shape, parse_shape
-from lightning_realloc.tuning.shapes.role import RoleMemory
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 _TASKS: dict[str, Task] = {"critic": "token_classification", "reward": "sequence_classification"}
 """Roles whose models score; all others predict tokens."""

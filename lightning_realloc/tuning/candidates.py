@@ -25,7 +25,7 @@ from lightning_realloc.tuning.search.heuristic import heuristic_plan
 from lightning_realloc.tuning.search.plan_search import search_plan
 from lightning_realloc.tuning.search.space import CallOptions, legal_dims
 from lightning_realloc.tuning.shapes.lengths import Lengths, TypicalLengths
-from lightning_realloc.tuning.shapes.role import RoleMemory
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from lightning_realloc.tuning.timeline.simulator import Overlap, simulate
 from lightning_realloc.tuning.tuner_actions import Candidate
 

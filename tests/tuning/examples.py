@@ -13,7 +13,7 @@ from lightning_realloc.layout.model import ParamSpec
 from lightning_realloc.layout.sharding import TensorParallelCut
 from lightning_realloc.tuning.estimate.estimator import CallSeconds
 from lightning_realloc.tuning.shapes.known_models import KnownModel
-from lightning_realloc.tuning.shapes.role import RoleMemory
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 SMALL = KnownModel(
     num_layers=4, hidden=64, intermediate=128, num_heads=8, num_kv_heads=2, head_dim=8, vocabulary=256

@@ -24,7 +24,7 @@ from lightning_realloc.tuning.estimate.measured import MeasuredEstimator
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload, usable_bytes
 from lightning_realloc.tuning.shapes.lengths import Lengths, TypicalLengths
-from lightning_realloc.tuning.shapes.role import RoleMemory
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from lightning_realloc.tuning.timeline.simulator import Overlap
 
 

@@ -41,7 +41,7 @@ from lightning_realloc.tuning.estimate.pass_samples import TINY, TINY_STEP, Grid
 from lightning_realloc.tuning.estimate.profile import Curve, ProfileTable
 from lightning_realloc.tuning.memory.parts import Workload
 from lightning_realloc.tuning.search.space import legal_dims, sizes
-from lightning_realloc.tuning.shapes.role import RoleMemory
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from lightning_realloc.strategies.pool.pool_options import Following, PoolOption
 from lightning_realloc.strategies.pool.precision import cast_parameters
 from lightning_realloc.tuning.memory.parts import MemorySettings
 from lightning_realloc.tuning.memory.transition import transition_bytes
-from lightning_realloc.tuning.shapes.role import RoleMemory
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 _POOL_ATTRIBUTE = "_realloc_pool"
 """Where a LightningModule remembers its laid-out models for the next Trainer."""

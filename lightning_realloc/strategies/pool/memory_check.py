@@ -27,7 +27,7 @@ from lightning_realloc.tuning.memory.advice import find_excess
 from lightning_realloc.tuning.memory.forecast import forecast_memory
 from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemorySettings
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
-from lightning_realloc.tuning.shapes.role import RoleMemory
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 
 def describe_roles(roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str]]) -> dict[str, RoleMemory]:

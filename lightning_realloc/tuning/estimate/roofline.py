@@ -17,8 +17,8 @@ from lightning_realloc.tuning.estimate.kernels import Kernels
 from lightning_realloc.tuning.memory.call_memory import CallMemory
 from lightning_realloc.tuning.memory.generation_memory import draft_bytes
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
-from lightning_realloc.tuning.shapes.role import RoleMemory
 from lightning_realloc.tuning.shapes.role_elements import RankElements, RoleElements
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from lightning_realloc.tuning.shapes.weights import Weights, traffic
 
 Key = TypeVar("Key")

@@ -14,8 +14,8 @@ from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.limits import MAX_PREFILL_TOKENS
 from lightning_realloc.tuning.memory.generation_memory import Cache, learning, packed_bytes
 from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload
-from lightning_realloc.tuning.shapes.role import RoleMemory
 from lightning_realloc.tuning.shapes.role_elements import RankElements
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 CHUNK_ELEMENTS = 1 << 23
 """Logits that are worked on in fp32 at a time; ``runtime.token_logprobs`` has the same number."""

@@ -19,8 +19,8 @@ from lightning_realloc.tuning.memory.call_memory import CallMemory
 from lightning_realloc.tuning.memory.generation_memory import draft_bytes
 from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
 from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload
-from lightning_realloc.tuning.shapes.role import RoleMemory
 from lightning_realloc.tuning.shapes.role_elements import RankElements, RoleElements
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 SET_UP = "set-up"
 """The phase in which models are built and laid out."""

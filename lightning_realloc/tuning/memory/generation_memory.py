@@ -19,7 +19,7 @@ from lightning_realloc.limits import (
 )
 from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemoryParts
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
-from lightning_realloc.tuning.shapes.role import RoleMemory
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 _FLOAT32 = 4
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from lightning_realloc.errors import PlanError
-from lightning_realloc.tuning.shapes.role import RoleMemory
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 HEADROOM = 0.1
 """Share of a device's memory that chosen plans leave free, since forecasts err by up to 9 %. A larger share is safer,

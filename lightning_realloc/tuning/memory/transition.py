@@ -8,8 +8,8 @@ from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.memory.parts import MemorySettings
-from lightning_realloc.tuning.shapes.role import RoleMemory
 from lightning_realloc.tuning.shapes.role_elements import RoleElements
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 
 def transition_bytes(

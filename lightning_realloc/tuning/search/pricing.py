@@ -23,7 +23,7 @@ from lightning_realloc.tuning.search.heuristic import heuristic_plan
 from lightning_realloc.tuning.search.infeasible import NothingFitsError
 from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
 from lightning_realloc.tuning.search.space import CallOptions, legal_dims
-from lightning_realloc.tuning.shapes.role import RoleMemory
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from lightning_realloc.tuning.timeline.simulator import Timeline, simulate
 
 MOST_SEARCHES = 3

@@ -13,7 +13,7 @@ from lightning_realloc.layout.model import ModelSpec, ParamSpec
 from lightning_realloc.layout.sharding import TensorParallelCut
 from lightning_realloc.tuning.shapes.experts import Experts
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
-from lightning_realloc.tuning.shapes.role import RoleMemory
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 _Part = tuple[str, tuple[int, ...], TensorParallelCut | None]
 """A parameter of a block: its name, its shape, its cut."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lightning_realloc.layout.dims import Coordinate, Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout, ParamSpec, stage_blocks
 from lightning_realloc.layout.sharding import LocalShard, TensorParallelCut, local_shard
-from lightning_realloc.tuning.shapes.role import RoleMemory, is_adapted
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory, is_adapted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

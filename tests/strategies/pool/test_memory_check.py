@@ -25,7 +25,7 @@ from lightning_realloc.strategies.pool.memory_check import describe_roles, engin
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.forecast import forecast_memory
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
-from lightning_realloc.tuning.shapes.role import RoleMemory
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import calls

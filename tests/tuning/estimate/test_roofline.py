@@ -17,8 +17,8 @@ from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.forecast import forecast_memory
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
 from lightning_realloc.tuning.shapes.known_models import KnownModel, find_known_model
-from lightning_realloc.tuning.shapes.role import RoleMemory
 from lightning_realloc.tuning.shapes.role_elements import RoleElements
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from tests.tuning.estimate.test_hardware import IDEAL
 from tests.tuning.examples import PPO_FLOW, SMALL, with_adapters
 from tests.tuning.timeline.test_simulator import SCORED_BY_BASE, plan_of

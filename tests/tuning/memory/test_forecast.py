@@ -16,7 +16,7 @@ from lightning_realloc.tuning.memory.advice import find_excess
 from lightning_realloc.tuning.memory.forecast import MemoryForecast, forecast_memory
 from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload, parse_bytes
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
-from lightning_realloc.tuning.shapes.role import RoleMemory
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 # 4000 elements: an embedding of 1000, three blocks of 1000 each; the head is tied.
 SPEC = ModelSpec(

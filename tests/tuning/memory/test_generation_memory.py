@@ -26,8 +26,8 @@ from lightning_realloc.tuning.memory.call_memory import CallMemory
 from lightning_realloc.tuning.memory.forecast import forecast_memory
 from lightning_realloc.tuning.memory.generation_memory import draft_bytes, packed_bytes
 from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemorySettings, Workload
-from lightning_realloc.tuning.shapes.role import RoleMemory
 from lightning_realloc.tuning.shapes.role_elements import RoleElements
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from tests.models import tiny_model
 
 SLOTS = 8

@@ -8,8 +8,8 @@ import pytest
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import Layout, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut
-from lightning_realloc.tuning.shapes.role import RoleMemory
 from lightning_realloc.tuning.shapes.role_elements import RoleElements
+from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 # Uneven on purpose: 7 rows over 2, 3 or 4 ranks; the blocks differ; one parameter of each block is frozen.
 SPEC = ModelSpec(

@@ -1,0 +1,45 @@
+"""Old module paths of public classes: importable, the same objects, and deprecated."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+
+import jsonargparse
+import pytest
+
+from lightning_realloc import GRPO, SamplingParams
+from lightning_realloc.moved_modules import MOVED
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_an_old_path_is_the_module_at_its_new_path(old: str) -> None:
+    sys.modules.pop(f"lightning_realloc.{old}", None)
+    with pytest.warns(DeprecationWarning, match=f"lightning_realloc.{old} is now lightning_realloc.{MOVED[old]}"):
+        module = importlib.import_module(f"lightning_realloc.{old}")
+    assert module is importlib.import_module(f"lightning_realloc.{MOVED[old]}")
+    assert module.__name__ == module.__spec__.name == f"lightning_realloc.{MOVED[old]}"
+
+
+def test_a_new_path_and_an_unknown_one_are_left_to_python() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"lightning_realloc\.algorithms\.grpos"):
+        importlib.import_module("lightning_realloc.algorithms.grpos")
+    assert GRPO.__module__ == "lightning_realloc.algorithms.grpo"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_yaml_file_that_names_an_old_class_path_is_read() -> None:
+    parser = jsonargparse.ArgumentParser()
+    parser.add_argument("--sampling", type=SamplingParams)
+    given = {"class_path": "lightning_realloc.generation.sampling.SamplingParams", "init_args": {"max_new_tokens": 7}}
+    chosen = parser.instantiate_classes(parser.parse_object({"sampling": given})).sampling
+    assert chosen == SamplingParams(max_new_tokens=7)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_was_pickled_under_an_old_path_is_read() -> None:
+    written = pickle.dumps(SamplingParams(max_new_tokens=7), protocol=0)
+    old = written.replace(b"generation.core.sampling", b"generation.sampling")
+    assert old != written
+    assert pickle.loads(old) == SamplingParams(max_new_tokens=7)
