@@ -187,7 +187,7 @@ def measure_on_rank(rank: int, settings: Settings, cases: Sequence[Case], answer
             if rank == 0 and turn != -1:  # a turn of its own warms up, and learns how long steps take
                 longest_s = _seconds_of_one(engines[dtype, STAYING], work, max(work.lengths.values()))
                 answers.send((case.name, turn < 0, longest_s, everybody))
-            mailbox.let_go(peers.run)
+            mailbox.release(peers.run)
             dist.barrier()
 
 

@@ -21,8 +21,8 @@ from lightning_realloc import ExecutionPlan, ModelFunctionCall
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
-from lightning_realloc.strategies.exchange.iteration_data import Iteration
-from lightning_realloc.strategies.exchange.routing import Routes, Workplace
+from lightning_realloc.strategies.exchange.iteration_data import IterationData
+from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes
 
 PROMPT_TOKENS = RESPONSE_TOKENS = 1024
 PER_TOKEN = ("behaviour_logprobs", "ref_logprobs", "values", "advantages", "returns")
@@ -68,7 +68,7 @@ def move_data(
         mailbox.sent.clear()
         dist.barrier()
         walk.take(mailbox, run)
-        mailbox.let_go(run)
+        mailbox.release(run)
         seconds.append(walk.seconds)
         dist.barrier()
         floor_s.append(_send_at_once(mailbox.sent, world_size, rank))
@@ -100,13 +100,13 @@ class _Walk:
         """Walk through all calls once."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
         places = {
-            call.name: Workplace(
+            call.name: CallPlacement(
                 layout=self.plan.layout(call.name), micro_batch_tokens=8192, train_options=TrainOptions(),
                 order_seeds=(0,),
             )
             for call in self.calls if call.role is not None
         }  # fmt: skip
-        data = Iteration(
+        data = IterationData(
             _prompts(self.num_samples), Routes(self.calls, places, world_size), mailbox, rank=rank, run=run
         )
         self.seconds = 0.0

@@ -71,7 +71,7 @@ class Turn:
     """The process's largest resident set so far."""
 
 
-class Stopwatch:
+class GroupTimer:
     """CPU and wall time between two moments."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ def train_with_realloc(work: Workload, folder: str) -> Turn:
     from benchmarks.workload import random_texts, share_of_vowels
     from lightning_realloc import GRPO, PromptDataModule, SamplingParams
 
-    watch = Stopwatch()
+    watch = GroupTimer()
     rewards: list[float] = []
     lengths: list[float] = []
 
@@ -162,7 +162,7 @@ def train_with_trl(work: Workload, folder: str) -> Turn:
 
     from benchmarks.workload import random_texts, share_of_vowels
 
-    watch = Stopwatch()
+    watch = GroupTimer()
     rewards: list[float] = []
     lengths: list[float] = []
 

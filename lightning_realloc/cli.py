@@ -40,7 +40,7 @@ from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.steps import StepDataModule
 from lightning_realloc.report.plan_command import run_plan
 from lightning_realloc.report.plan_request import PLAN_HELP, plan_parser
-from lightning_realloc.setting_hints import hint_for, no_such_setting
+from lightning_realloc.setting_hints import describe_unknown_settings, hint_for
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint
 from lightning_realloc.strategies.checkpoints.hf_folder import parse_dtype
@@ -94,7 +94,9 @@ class Parser(LightningArgumentParser):
         A parser inside of another has said so in its own message, which is part of this one: it is said at the end.
         """
         misspelt = _MISSPELT.findall(message)
-        hints = [no_such_setting(cls, [name]) for path, name in misspelt if isinstance(cls := locate(path), type)]
+        hints = [
+            describe_unknown_settings(cls, [name]) for path, name in misspelt if isinstance(cls := locate(path), type)
+        ]
         if not hints:
             named = [name.rpartition(".")[2] for name in re.findall(r"Option '([\w.]+)' is not accepted", message)]
             hints = [f"{name} is here {hint}" for name in named if (hint := hint_for(name)) is not None]

@@ -21,7 +21,7 @@ _PACKAGE = f"{__package__}."
 _TRAINER = "Lightning's Trainer({}=...)"
 _DATA = "the data module's {}"
 
-OF_ALGORITHMS: Mapping[str, str] = {
+ALGORITHM_HINTS: Mapping[str, str] = {
     "model": "the first argument, a name, folder, config or module",
     "policy": "the first argument, a name, folder, config or module",
     "ref_model": "reference=; without it a frozen copy of the actor",
@@ -124,7 +124,7 @@ OF_ALGORITHMS: Mapping[str, str] = {
 }
 """Setting of TRL's or OpenRLHF's trainers -> what it is here, where the algorithm has no setting of that name."""
 
-OF_DATA: Mapping[str, str] = {
+DATA_HINTS: Mapping[str, str] = {
     "train_dataset": "the first argument",
     "dataset": "the first argument",
     "eval_dataset": "val_data=",
@@ -141,7 +141,7 @@ OF_DATA: Mapping[str, str] = {
 }
 """The same of what TRL's trainers take beside the data."""
 
-OF_SAMPLING: Mapping[str, str] = {
+SAMPLING_HINTS: Mapping[str, str] = {
     "max_tokens": "max_new_tokens=",
     "max_length": "max_new_tokens=",
     "max_completion_length": "max_new_tokens=",
@@ -153,7 +153,7 @@ OF_SAMPLING: Mapping[str, str] = {
 }
 """Setting of vLLM's, transformers' or TRL's sampling -> ours."""
 
-OF_TRAIN_OPTIONS: Mapping[str, str] = {
+TRAIN_OPTIONS_HINTS: Mapping[str, str] = {
     "num_iterations": "num_epochs=",
     "num_ppo_epochs": "num_epochs=",
     "num_mini_batches": "num_minibatches=",
@@ -163,7 +163,7 @@ OF_TRAIN_OPTIONS: Mapping[str, str] = {
 }
 """Setting of TRL's trainers or of Lightning's -> ours."""
 
-OF_SPECULATION: Mapping[str, str] = {
+SPECULATION_HINTS: Mapping[str, str] = {
     "num_speculative_tokens": "num_draft_tokens=, or max_draft_tokens= for a depth that adapts",
     "num_assistant_tokens": "num_draft_tokens=, or max_draft_tokens= for a depth that adapts",
     "assistant_model": "draft_model=",
@@ -172,7 +172,7 @@ OF_SPECULATION: Mapping[str, str] = {
 }
 """The same of vLLM's or transformers' speculative decoding."""
 
-OF_ENGINE: Mapping[str, str] = {
+ENGINE_HINTS: Mapping[str, str] = {
     "max_num_seqs": "max_slots=",
     "max_model_len": "max_length=",
     "max_num_batched_tokens": "max_prefill_tokens=",
@@ -184,7 +184,7 @@ OF_ENGINE: Mapping[str, str] = {
 }
 """The same of vLLM's engine, or of transformers' ``generate``."""
 
-OF_STRATEGY: Mapping[str, str] = {
+STRATEGY_HINTS: Mapping[str, str] = {
     "accelerator": _TRAINER.format("accelerator"),
     "devices": _TRAINER.format("devices"),
     "num_nodes": _TRAINER.format("num_nodes"),
@@ -198,10 +198,12 @@ OF_STRATEGY: Mapping[str, str] = {
 
 def hint_for(name: str) -> str | None:
     """Return what another library's name for a setting is here, None for a name that nobody has."""
-    return next((h[name] for h in (OF_ALGORITHMS, OF_DATA, OF_SAMPLING, OF_TRAIN_OPTIONS) if name in h), None)
+    return next(
+        (h[name] for h in (ALGORITHM_HINTS, DATA_HINTS, SAMPLING_HINTS, TRAIN_OPTIONS_HINTS) if name in h), None
+    )
 
 
-class NamesElsewhere:
+class SuggestsSettings:
     """A class that answers to another library's name for a setting, or a misspelt one, with its own.
 
     Subclasses outside of this package that define ``__init__`` may take such a name themselves, and are let alone.
@@ -218,8 +220,8 @@ class NamesElsewhere:
         return super().__new__(cls)
 
 
-def named_elsewhere(hints: Mapping[str, str]) -> Callable[[_Class], _Class]:
-    """Let a class answer as :class:`NamesElsewhere` does, such as a dataclass.
+def suggest_settings(hints: Mapping[str, str]) -> Callable[[_Class], _Class]:
+    """Let a class answer as :class:`SuggestsSettings` does, such as a dataclass.
 
     That has no base for it: with one that is no dataclass itself, the command line would ask for a ``class_path``.
     """
@@ -244,10 +246,10 @@ def _refuse_unknown(cls: type, settings: Iterable[str]) -> None:
     known = settings_of(cls)
     unknown = [name for name in settings if name not in known]
     if unknown:
-        raise ConfigError(no_such_setting(cls, unknown))
+        raise ConfigError(describe_unknown_settings(cls, unknown))
 
 
-def no_such_setting(cls: type, names: Sequence[str]) -> str:
+def describe_unknown_settings(cls: type, names: Sequence[str]) -> str:
     """Return what is to be said to names that are no settings of a class."""
     meant = [_meant_by(name, cls) for name in names]
     if len(names) > 1:

@@ -35,11 +35,11 @@ from lightning_realloc import (
 from lightning_realloc.data.demonstrations import SFTDataModule
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.setting_hints import (
-    OF_ALGORITHMS,
-    OF_ENGINE,
-    OF_SAMPLING,
-    OF_SPECULATION,
-    OF_TRAIN_OPTIONS,
+    ALGORITHM_HINTS,
+    ENGINE_HINTS,
+    SAMPLING_HINTS,
+    SPECULATION_HINTS,
+    TRAIN_OPTIONS_HINTS,
     settings_of,
 )
 
@@ -113,12 +113,14 @@ def test_settings_are_found_through_all_classes_that_take_them(algorithm: type) 
 
 
 def test_every_hint_of_options_names_a_field() -> None:
-    classes = ((OF_SAMPLING, SamplingParams), (OF_TRAIN_OPTIONS, TrainOptions), (OF_SPECULATION, Speculation))
-    for hints, cls in (*classes, (OF_ENGINE, GenerationEngine)):
+    classes = ((SAMPLING_HINTS, SamplingParams), (TRAIN_OPTIONS_HINTS, TrainOptions), (SPECULATION_HINTS, Speculation))
+    for hints, cls in (*classes, (ENGINE_HINTS, GenerationEngine)):
         settings = {hint.partition("=")[0] for hint in hints.values()}
         assert {setting for setting in settings if " " not in setting} <= settings_of(cls)
     known = set().union(*map(settings_of, ALGORITHMS))
-    named = {hint.partition("=")[0] for hint in OF_ALGORITHMS.values() if "=" in hint and " " not in hint.split("=")[0]}
+    named = {
+        hint.partition("=")[0] for hint in ALGORITHM_HINTS.values() if "=" in hint and " " not in hint.split("=")[0]
+    }
     assert {name for name in named if "(" not in name} <= known
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.calls import compute, infer, train
-from lightning_realloc.algorithms.base.missing_rewards import judged_only, of_judged
+from lightning_realloc.algorithms.base.missing_rewards import drop_unscored, estimate_scored
 from lightning_realloc.algorithms.base.optimizers import with_learning_rate
 from lightning_realloc.algorithms.base.role import ModelSource, Role
 from lightning_realloc.algorithms.base.rollout_columns import (
@@ -278,7 +278,7 @@ class PPO(PolicyModule):
             penalty=penalty,
         )  # fmt: skip
         scores = less_for_cut_off(samples.tensor("scores"), samples, self.missing_eos_penalty)
-        return of_judged(samples.with_columns(scores=scores), scores, estimate)
+        return estimate_scored(samples.with_columns(scores=scores), scores, estimate)
 
     @train("actor", needs=("rollout", "advantages", "ref_logprobs"))
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
@@ -286,7 +286,7 @@ class PPO(PolicyModule):
         statistics = token_logprobs(
             actor, batch, temperature=self.sampling.temperature, with_entropy=True, only_responses=True
         )
-        batch = judged_only(batch, "advantages")
+        batch = drop_unscored(batch, "advantages")
         logprobs, entropy, mask = statistics.logprobs, statistics.entropy, batch.response_mask
         assert entropy is not None, "asked for with_entropy"
         behaviour = batch["behaviour_logprobs"]
@@ -312,7 +312,7 @@ class PPO(PolicyModule):
     def critic_loss(self, critic: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
         """Return the clipped squared error of the values."""
         values = self._values(critic, batch)
-        batch = judged_only(batch, "returns")
+        batch = drop_unscored(batch, "returns")
         error = clipped_value_loss(values, batch["values"], batch["returns"], clip=self.value_clip)
         mask = batch.response_mask
         clipped = Average(masked_sum(error.clipped.float(), mask), mask.sum())

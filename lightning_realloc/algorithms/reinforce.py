@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from lightning_realloc.algorithms.base.calls import compute
-from lightning_realloc.algorithms.base.missing_rewards import of_judged
+from lightning_realloc.algorithms.base.missing_rewards import estimate_scored
 from lightning_realloc.algorithms.base.role import ModelSource
 from lightning_realloc.algorithms.base.rollout_columns import model_mask
 from lightning_realloc.algorithms.losses.functional import (
@@ -86,7 +86,7 @@ class ReinforcePlusPlus(PolicyGradient):
         if self.baseline == "group":
             rewards = group_advantages(rewards, samples.tensor("prompt_id"), std_eps=None)
         samples = samples.with_columns(compared=rewards.masked_fill(self.left_out(samples), torch.nan))
-        return of_judged(samples, samples.tensor("compared"), self._estimates)
+        return estimate_scored(samples, samples.tensor("compared"), self._estimates)
 
     def _estimates(self, samples: Samples) -> dict[str, Column]:
         returns, columns = self.token_returns(samples, samples.tensor("compared"), discount=self.discount)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.algorithms.base.calls import compute
-from lightning_realloc.algorithms.base.missing_rewards import of_judged
+from lightning_realloc.algorithms.base.missing_rewards import estimate_scored
 from lightning_realloc.algorithms.base.role import ModelSource
 from lightning_realloc.algorithms.base.rollout_columns import model_mask
 from lightning_realloc.algorithms.losses.functional import spread_tokens
@@ -90,7 +90,7 @@ class ReMax(PolicyGradient):
     def compare(self, samples: Samples) -> Mapping[str, Column]:
         """Return how much better than the greedy response what follows every token is; NaN for what is not learnt."""
         compared = self.advantages(samples.tensor("rewards"), samples).masked_fill(self.left_out(samples), torch.nan)
-        return of_judged(samples.with_columns(compared=compared), compared, self._estimates)
+        return estimate_scored(samples.with_columns(compared=compared), compared, self._estimates)
 
     def _estimates(self, samples: Samples) -> dict[str, Column]:
         returns, columns = self.token_returns(samples, samples.tensor("compared"), discount=1.0)

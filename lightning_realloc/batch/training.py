@@ -19,7 +19,7 @@ from lightning_realloc.batch.packing import PackedBatch, micro_batches, pack
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.shares import balanced_shares
 from lightning_realloc.errors import ConfigError, DataError
-from lightning_realloc.setting_hints import OF_TRAIN_OPTIONS, named_elsewhere
+from lightning_realloc.setting_hints import TRAIN_OPTIONS_HINTS, suggest_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Totals:
         return self.num_sequences // self.group_size
 
 
-@named_elsewhere(OF_TRAIN_OPTIONS)
+@suggest_settings(TRAIN_OPTIONS_HINTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
     """How a training call goes through its samples.

@@ -23,8 +23,8 @@ from lightning_realloc.callbacks.tuning_resume import obstacle, ranks_of, settin
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError, LayoutError, PlanError, ReallocError
 from lightning_realloc.runtime.messages.objects import gather_objects
-from lightning_realloc.setting_hints import named_elsewhere
-from lightning_realloc.tuning.candidates import Prospects, Yardstick
+from lightning_realloc.setting_hints import suggest_settings
+from lightning_realloc.tuning.candidates import PlanEvaluator, WorkUnit
 from lightning_realloc.tuning.shapes.lengths import Lengths
 from lightning_realloc.tuning.tuner import Tuner
 from lightning_realloc.tuning.tuner_actions import (
@@ -39,7 +39,7 @@ from lightning_realloc.tuning.tuner_actions import (
 )
 
 
-@named_elsewhere({})
+@suggest_settings({})
 class AutoTuner(Callback):
     """Finds a faster execution plan while training goes on; never ends slower than it began.
 
@@ -95,8 +95,8 @@ class AutoTuner(Callback):
         self._restored: Mapping[str, Any] | None = None
         self._began_at = 0
         self._settings: dict[str, str] = {}
-        self._yardstick: Yardstick | None = None
-        self._prospects: Prospects | None = None
+        self._yardstick: WorkUnit | None = None
+        self._evaluator: PlanEvaluator | None = None
         self._profile_s = 0.0
         self._typical: Sequence[Lengths] = ()
         self.has_profile = False
@@ -146,7 +146,7 @@ class AutoTuner(Callback):
         """Begin, or go on where a checkpoint was written."""
         strategy: Any = trainer.strategy
         try:
-            strategy.prospects([Lengths((1,), (1,))])
+            strategy.plan_evaluator([Lengths((1,), (1,))])
         except PlanError as error:
             raise ConfigError(f"AutoTuner cannot say what a plan takes: {error}; or leave the callback out") from error
         self._forget()
@@ -208,7 +208,7 @@ class AutoTuner(Callback):
 
     # ---- beginning
     def _forget(self) -> None:
-        self._yardstick = self._prospects = self._previous = None
+        self._yardstick = self._evaluator = self._previous = None
         self._iterations.clear()
         self._measured.clear()
         self._profile_s = 0.0
@@ -227,9 +227,9 @@ class AutoTuner(Callback):
         if state["yardstick"] is not None:
             lengths = [Lengths(tuple(prompts), tuple(made)) for prompts, made in state["yardstick"]["lengths"]]
             profile = strategy.profile(lengths, cache=self._cache, seconds=0.0)  # as far as it is known already
-            self._prospects = strategy.prospects(lengths, profile)
-            self._yardstick = Yardstick(
-                self._prospects, ExecutionPlan.from_mapping(state["yardstick"]["plan"]), lengths
+            self._evaluator = strategy.plan_evaluator(lengths, profile)
+            self._yardstick = WorkUnit(
+                self._evaluator, ExecutionPlan.from_mapping(state["yardstick"]["plan"]), lengths
             )  # fmt: skip
         strategy.set_plan(self._tuner.current)
 
@@ -264,9 +264,9 @@ class AutoTuner(Callback):
         self._iterations.clear()
         if self.tuner.phase == "profile":
             begin = time.perf_counter()
-            self._prospects, self._typical = strategy.prospects(lengths), lengths
+            self._evaluator, self._typical = strategy.plan_evaluator(lengths), lengths
             if self._yardstick is None:
-                self._yardstick = Yardstick(self._prospects, strategy.plan, lengths)
+                self._yardstick = WorkUnit(self._evaluator, strategy.plan, lengths)
             self._profile_s = max(gather_objects(time.perf_counter() - begin))
         assert self._yardstick is not None, "made at the end of a profile"
         self._measured[self.tuner.current] = measured
@@ -279,7 +279,7 @@ class AutoTuner(Callback):
         begin = time.perf_counter()
         profile = strategy.profile(self._typical, cache=self._cache, seconds=asked.profile_seconds)
         if profile is not None:
-            self._prospects = strategy.prospects(self._typical, profile)
+            self._evaluator = strategy.plan_evaluator(self._typical, profile)
         self.has_profile = profile is not None
         answer: tuple[list[Candidate], float | None, str] | None = None
         if trainer.is_global_zero:
@@ -294,10 +294,10 @@ class AutoTuner(Callback):
 
     def _propose(self, seconds: float) -> tuple[list[Candidate], float | None]:
         """Return plans to try, and what the one that runs should take."""
-        assert self._prospects is not None, "made at the end of a profile"
+        assert self._evaluator is not None, "made at the end of a profile"
         current = self.tuner.current
-        found = self._prospects.propose(current, seconds=seconds, seed=self.seed)
-        return found, self._prospects.seconds(current)
+        found = self._evaluator.propose(current, seconds=seconds, seed=self.seed)
+        return found, self._evaluator.seconds(current)
 
     def _switch(self, trainer: Trainer, asked: Switch) -> None:
         """Install a plan; where a new one cannot be, have the one before it run on."""
@@ -321,7 +321,7 @@ class AutoTuner(Callback):
 
     def _commit(self, trainer: Trainer) -> None:
         rank_zero_info(outcome(self.tuner))
-        if trainer.is_global_zero and self._prospects is not None:
+        if trainer.is_global_zero and self._evaluator is not None:
             rank_zero_info(self._table())
             self._save(trainer)
         self.tuner.committed()
@@ -339,15 +339,15 @@ class AutoTuner(Callback):
 
     # ---- what users see
     def _table(self) -> str:
-        assert self._prospects is not None
+        assert self._evaluator is not None
         plan = self.tuner.current
         return comparison(
             plan,
             self._measured.get(plan, Measured()),
             seconds=self.tuner.best.score,
-            predicted_s=self._prospects.seconds(plan),
-            predicted_calls=self._prospects.call_seconds(plan),
-            predicted_bytes=self._prospects.peak_bytes(plan),
+            predicted_s=self._evaluator.seconds(plan),
+            predicted_calls=self._evaluator.call_seconds(plan),
+            predicted_bytes=self._evaluator.peak_bytes(plan),
         )
 
     def _save(self, trainer: Trainer) -> None:

@@ -25,7 +25,7 @@ from lightning_realloc.data.sources import is_stream
 from lightning_realloc.data.streams import RowStream, StreamLoader
 from lightning_realloc.errors import DataError
 from lightning_realloc.seeds import seed_of_run
-from lightning_realloc.setting_hints import OF_DATA, NamesElsewhere
+from lightning_realloc.setting_hints import DATA_HINTS, SuggestsSettings
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class NothingFitsError(DataError):
     """Rows of which not one can be used."""
 
 
-class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
+class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
     """Global batches of :class:`Samples` from rows; a subclass says how rows become columns.
 
     Args:
@@ -71,7 +71,7 @@ class RowDataModule(NamesElsewhere, L.LightningDataModule, ABC):
             row's column ``chat_template_kwargs`` come before them.
     """
 
-    names_elsewhere = OF_DATA
+    names_elsewhere = DATA_HINTS
     group_size: int = 1
     """Samples that a row becomes, next to each other; they are always in one batch."""
 

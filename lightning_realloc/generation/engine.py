@@ -36,7 +36,7 @@ from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.loop.environment import Conversation, Conversations, Environment
 from lightning_realloc.generation.loop.requests import Requests, check_callables, next_version
 from lightning_realloc.generation.loop.run import GenerationRun, GenerationStats
-from lightning_realloc.generation.loop.streaming import Announcer, Outlet
+from lightning_realloc.generation.loop.streaming import CompletionNotifier, PartialResults
 from lightning_realloc.generation.rebalance.kv_transfer import Peers
 from lightning_realloc.generation.rebalance.migration import LONGEST_PAUSE_S, Migration, MigrationStats, WaitingCalls
 from lightning_realloc.generation.schedule.budget import Budget
@@ -47,12 +47,12 @@ from lightning_realloc.generation.speculative.drafters import build_drafter
 from lightning_realloc.generation.speculative.drafting import Drafter
 from lightning_realloc.generation.speculative.speculator import Speculator
 from lightning_realloc.limits import MAX_PREFILL_TOKENS
-from lightning_realloc.setting_hints import OF_ENGINE, named_elsewhere
+from lightning_realloc.setting_hints import ENGINE_HINTS, suggest_settings
 
 _log = logging.getLogger(__name__)
 
 
-@named_elsewhere(OF_ENGINE)
+@suggest_settings(ENGINE_HINTS)
 class GenerationEngine:
     """Continuous batching on a Hugging Face decoder, through transformers' attention registry.
 
@@ -141,7 +141,7 @@ class GenerationEngine:
         drafter.cuda_graphs = cuda_graphs and lockstep is None
         self._speculator = Speculator(speculation, drafter, agree=agree, clock=clock, vocabulary=vocabulary_of(model))
         self._stats = GenerationStats()
-        self.outlet: Outlet | None = None
+        self.partial_results: PartialResults | None = None
         """Where callers may hand on what is finished before a call is over; None: nobody waits for that."""
         self.waiting_calls: WaitingCalls | None = None
         """What this rank may do instead while others generate, where samples move between ranks."""
@@ -218,7 +218,7 @@ class GenerationEngine:
         )  # fmt: skip
 
         def may_end() -> bool:
-            announcer.follow(run.ended)
+            notifier.follow(run.ended)
             return may_stop is None or may_stop()
 
         with nullcontext() if self._migration is None else self._migration.expected():
@@ -226,13 +226,13 @@ class GenerationEngine:
             check_callables(on_finished=on_finished, may_stop=may_stop)
             samples = requests.samples()
             num_own = len(samples)
-            announcer = Announcer(samples, on_finished, lambda sample: sample.completion(self._version))
+            notifier = CompletionNotifier(samples, on_finished, lambda sample: sample.completion(self._version))
             budget = self._budget(token_budget, seconds_budget, may_end)
             run = self._begin(requests, samples, budget, self._conversations(environment, conversation))
-            self._carry_out(run, announcer, requests)
+            self._carry_out(run, notifier, requests)
         del samples[num_own:]  # other ranks'
         _warn_of_failures(samples)
-        announcer.tell(samples)
+        notifier.tell(samples)
         return [sample.completion(self._version) for sample in samples]
 
     def _begin(
@@ -253,18 +253,18 @@ class GenerationEngine:
             longest_pause_s=math.inf if self._migration is None else LONGEST_PAUSE_S,
         )  # fmt: skip
 
-    def _carry_out(self, run: GenerationRun, announcer: Announcer, requests: Requests) -> None:
+    def _carry_out(self, run: GenerationRun, notifier: CompletionNotifier, requests: Requests) -> None:
         """Take all samples to their ends, those of other ranks that move here among them."""
         try:
             with slot_attention(self._model), self._packed_weights(run.samples, requests.params), run:
                 if self._migration is not None:
                     self._migration.carry_out(
                         run, requests.length_hints, max_new_tokens=requests.params.max_new_tokens,
-                        follow=announcer.follow, waiting_calls=self.waiting_calls,
+                        follow=notifier.follow, waiting_calls=self.waiting_calls,
                     )  # fmt: skip
                 while self._anybody_has_work(run.has_work):
                     run.step()
-                    announcer.follow(run.ended)
+                    notifier.follow(run.ended)
         except BaseException:
             self._cache.release()  # it may hold values that are not finite
             raise

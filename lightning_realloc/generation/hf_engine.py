@@ -34,7 +34,7 @@ from lightning_realloc.generation.core.stopping import (
 from lightning_realloc.generation.engine import GenerationEngine
 from lightning_realloc.generation.loop.requests import Requests, check_callables, next_version
 from lightning_realloc.generation.loop.run import DIVERGED, GenerationStats, not_finite
-from lightning_realloc.generation.loop.streaming import Announcer, Outlet
+from lightning_realloc.generation.loop.streaming import CompletionNotifier, PartialResults
 from lightning_realloc.runtime.model.model_terms import why_experts_fail, why_no_response
 
 _log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class HFEngine:
         self._stats = GenerationStats()
         self._may_pad: bool | None = None
         """None: not known yet."""
-        self.outlet: Outlet | None = None
+        self.partial_results: PartialResults | None = None
         """Where callers may hand on what is finished before a call is over; None: nobody waits for that."""
 
     @property
@@ -135,7 +135,7 @@ class HFEngine:
         hints = [prompt.length_hint for prompt in requests.queue(samples)]
         order = sorted(samples, key=lambda sample: -hints[sample.prompt_number])
         stats = GenerationStats()
-        announcer = Announcer(samples, on_finished, lambda sample: sample.completion(self._version))
+        notifier = CompletionNotifier(samples, on_finished, lambda sample: sample.completion(self._version))
         training = [module for module in self._model.modules() if module.training]
         self._model.eval()
         try:
@@ -145,7 +145,7 @@ class HFEngine:
                     order, most=self._max_slots, context=_context_of(self._model), pads=self._pads(samples)
                 ):
                     stats = self._run_batch(batch, params, stop, stats)
-                    announcer.tell(batch)
+                    notifier.tell(batch)
         finally:
             for module in training:
                 module.training = True

@@ -21,7 +21,7 @@ from lightning_realloc.data.chat import begun_answer, is_conversation
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.event_loop import EventLoop
 from lightning_realloc.rewards.failure_rule import Failed, Outcome
-from lightning_realloc.rewards.invoke import ask, ask_async, finite_number
+from lightning_realloc.rewards.invoke import call_reward, call_reward_async, finite_number
 from lightning_realloc.rewards.signatures import RewardFunction as RewardFunction
 from lightning_realloc.rewards.signatures import is_async, required_columns, resolved, unique_names
 from lightning_realloc.rewards.texts import describe_completion
@@ -75,7 +75,7 @@ class RewardFunctions:
         self._alone = alone
         self.names = unique_names(self.functions)
         self.trainer_state: Callable[[], TrainerState] = TrainerState
-        """How far the run is, for functions that ask."""
+        """How far the run is, for functions that call_reward."""
         self._loop = EventLoop()
 
     def start(self) -> None:
@@ -144,12 +144,12 @@ class RewardFunctions:
 
     def _ask_all(self, given: Mapping[str, Any]) -> dict[str, list[Outcome]]:
         waiting = {
-            name: self._loop.submit(ask_async(name, function, given))
+            name: self._loop.submit(call_reward_async(name, function, given))
             for name, function in self._named()
             if is_async(function)
         }
         try:
-            said = {name: ask(name, function, given) for name, function in self._named() if name not in waiting}
+            said = {name: call_reward(name, function, given) for name, function in self._named() if name not in waiting}
             return said | {name: future.result() for name, future in waiting.items()}
         finally:  # where one of them failed, nobody waits for the others
             for future in waiting.values():

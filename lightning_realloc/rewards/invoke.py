@@ -17,7 +17,7 @@ MAX_REWARD = (2.0 - 2.0**-23) * 2.0**127
 """The largest float32, which rewards are kept in; larger numbers would become infinite."""
 
 
-def ask(name: str, function: RewardFunction, given: Mapping[str, Any]) -> list[Outcome]:
+def call_reward(name: str, function: RewardFunction, given: Mapping[str, Any]) -> list[Outcome]:
     """Return what a function says about a batch.
 
     Args:
@@ -33,21 +33,21 @@ def ask(name: str, function: RewardFunction, given: Mapping[str, Any]) -> list[O
         raise  # it says what is wrong already
     except Exception as error:
         raise _raised(name, error, given) from error
-    return checked(name, returned, given)
+    return validated(name, returned, given)
 
 
-async def ask_async(name: str, function: RewardFunction, given: Mapping[str, Any]) -> list[Outcome]:
-    """Return what a coroutine function says about a batch; see :func:`ask`."""
+async def call_reward_async(name: str, function: RewardFunction, given: Mapping[str, Any]) -> list[Outcome]:
+    """Return what a coroutine function says about a batch; see :func:`call_reward`."""
     try:
         returned = await function(**accepted(function, given))
     except RewardError:
         raise
     except Exception as error:
         raise _raised(name, error, given) from error
-    return checked(name, returned, given)
+    return validated(name, returned, given)
 
 
-def checked(name: str, returned: object, given: Mapping[str, Any]) -> list[Outcome]:
+def validated(name: str, returned: object, given: Mapping[str, Any]) -> list[Outcome]:
     """Return what a function returned as outcomes, one per completion.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.failure_rule import Failed, OnFailure, Outcome
-from lightning_realloc.rewards.invoke import checked
+from lightning_realloc.rewards.invoke import validated
 from lightning_realloc.rewards.signatures import (
     RewardFunction,
     accepted,
@@ -116,5 +116,5 @@ class Shaped:
             outcome
             if outcome is None or isinstance(outcome, Failed)
             else scaled_and_clipped(outcome, scale=self.scale, low=self.low, high=self.high)
-            for outcome in checked(self.__name__, returned, given)  # before bounds make a number of infinity
+            for outcome in validated(self.__name__, returned, given)  # before bounds make a number of infinity
         ]

@@ -26,12 +26,12 @@ from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.runtime.measure.gc_policy import RareCollection, free_garbage
+from lightning_realloc.runtime.measure.gc_policy import InfrequentCollection, collect_garbage
 from lightning_realloc.runtime.measure.host_memory import give_back_freed_memory
 from lightning_realloc.runtime.messages.mailbox import Mailbox
 from lightning_realloc.runtime.parallel.shards import reshard
 from lightning_realloc.runtime.transfer.agreement import TransportName
-from lightning_realloc.setting_hints import OF_STRATEGY, named_elsewhere
+from lightning_realloc.setting_hints import STRATEGY_HINTS, suggest_settings
 from lightning_realloc.strategies.calls.call_runner import CallRunner
 from lightning_realloc.strategies.calls.train_call import Trainee
 from lightning_realloc.strategies.exchange.call_fusion import check_parts
@@ -39,7 +39,7 @@ from lightning_realloc.strategies.lightning.data_parallel import broadcast_modul
 from lightning_realloc.strategies.lightning.failures import dismiss_observer
 from lightning_realloc.strategies.lightning.optimizer_hooks import SteppingStrategy
 from lightning_realloc.strategies.lightning.schedules import check_schedules
-from lightning_realloc.strategies.measure.estimation import lengths_of, profile_of, prospects_of
+from lightning_realloc.strategies.measure.estimation import lengths_of, make_plan_evaluator, profile_of
 from lightning_realloc.strategies.measure.profile_subject import Machine
 from lightning_realloc.strategies.measure.profiling import Profile
 from lightning_realloc.strategies.pool.builder import PoolBuilder
@@ -48,14 +48,14 @@ from lightning_realloc.strategies.pool.offloader import Offloader
 from lightning_realloc.strategies.pool.plan_source import PlanSource, read_plan_source
 from lightning_realloc.strategies.pool.precision import check_precision
 from lightning_realloc.strategies.pool.replica import Replica
-from lightning_realloc.tuning.candidates import Prospects
+from lightning_realloc.tuning.candidates import PlanEvaluator
 from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
 from lightning_realloc.tuning.memory.parts import parse_bytes
 from lightning_realloc.tuning.shapes.lengths import Lengths
 from lightning_realloc.tuning.timeline.simulator import Overlap
 
 
-@named_elsewhere(OF_STRATEGY)
+@suggest_settings(STRATEGY_HINTS)
 class ReallocStrategy(SteppingStrategy):
     """Gives every model function call of an iteration the layout and ranks that suit it.
 
@@ -128,7 +128,7 @@ class ReallocStrategy(SteppingStrategy):
         self._pool: ModelPool | None = None
         self._runner: CallRunner | None = None
         self._offloader: Offloader | None = None
-        self._collection = RareCollection()
+        self._collection = InfrequentCollection()
         self._placed_module: nn.Module | None = None
         self._overlap: Overlap = overlap
         self.num_shown = 0
@@ -174,10 +174,10 @@ class ReallocStrategy(SteppingStrategy):
         )  # fmt: skip
         return profile_of(self._builder(), machine, iterations, cache=cache, seconds=seconds)
 
-    def prospects(self, iterations: Sequence[Lengths], profile: Profile | None = None) -> Prospects:
+    def plan_evaluator(self, iterations: Sequence[Lengths], profile: Profile | None = None) -> PlanEvaluator:
         """Return what other plans are judged by, for iterations of such lengths. Collective over all ranks."""
         callbacks = self.lightning_module.trainer.callbacks  # type: ignore[union-attr]
-        return prospects_of(
+        return make_plan_evaluator(
             self._builder(), self.plan, iterations, callbacks=callbacks, overlap=self._overlap,
             generation_parts=self.generation_parts, profile=profile,
         )  # fmt: skip
@@ -191,7 +191,7 @@ class ReallocStrategy(SteppingStrategy):
         if self._placed_module is not None:
             self._placed_module = self._pool = self._runner = None
             self.optimizers, self.lr_scheduler_configs = [], []
-        free_garbage()
+        collect_garbage()
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -311,7 +311,7 @@ class ReallocStrategy(SteppingStrategy):
         if self._offloader is not None:
             self._offloader.close()
         optimizers = {str(optimizer.param_groups[0].get("name")): optimizer for optimizer in self.optimizers}
-        self.pool.rearrange(wanted, optimizers)
+        self.pool.apply_plan(wanted, optimizers)
         self._models_replaced()
 
     def check_release(self, role: str) -> None:

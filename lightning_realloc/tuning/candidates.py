@@ -42,7 +42,7 @@ NUM_STATIC = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prospects:
+class PlanEvaluator:
     """What plans of one algorithm are judged by."""
 
     dataflow: Dataflow
@@ -97,7 +97,7 @@ class Prospects:
         Raises:
             LayoutError: for a layout that does not fit its model.
         """
-        groups = alike_ranks(plan)
+        groups = interchangeable_ranks(plan)
         firsts = [ranks[0] for ranks in groups]  # shards are padded: no other one of the group holds more
         forecast = forecast_memory(self.dataflow, plan, self.roles, self.settings, self.workload, ranks=firsts)
         calls = {f"{arrow}{call.name}" for call in self.dataflow.iteration_calls for arrow in ("", "-> ")}
@@ -206,18 +206,18 @@ class Prospects:
         return ExecutionPlan(tuple(calls))
 
 
-class Yardstick:
+class WorkUnit:
     """Measures iterations by what their lengths should take under one plan; 1 for lengths like those given."""
 
-    def __init__(self, prospects: Prospects, plan: ExecutionPlan, iterations: Sequence[Lengths]) -> None:
+    def __init__(self, prospects: PlanEvaluator, plan: ExecutionPlan, iterations: Sequence[Lengths]) -> None:
         self.plan = plan
         self.iterations = tuple(iterations)
-        self._prospects = prospects
+        self._evaluator = prospects
         self._unit = prospects.work(plan, TypicalLengths.of(iterations))
 
     def work(self, lengths: Lengths) -> float:
         """Return an iteration's work."""
-        return self._prospects.work(self.plan, TypicalLengths.of([lengths])) / self._unit
+        return self._evaluator.work(self.plan, TypicalLengths.of([lengths])) / self._unit
 
     def state_dict(self) -> dict[str, Any]:
         """Return the plan and the lengths, as plain values."""
@@ -225,7 +225,7 @@ class Yardstick:
         return {"plan": self.plan.to_mapping(), "lengths": lengths}
 
 
-def alike_ranks(plan: ExecutionPlan) -> list[tuple[int, ...]]:
+def interchangeable_ranks(plan: ExecutionPlan) -> list[tuple[int, ...]]:
     """Return groups of ranks that take part in the same calls, in the same stages."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in sorted({rank for layout in plan.layouts for rank in layout.ranks}):

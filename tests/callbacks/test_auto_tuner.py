@@ -26,7 +26,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Speculation
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.tuning.candidates import Yardstick
+from lightning_realloc.tuning.candidates import WorkUnit
 from lightning_realloc.tuning.shapes.lengths import Lengths
 from lightning_realloc.tuning.tuner import COUNTED, WARM_UP, Tuner
 from lightning_realloc.tuning.tuner_actions import Candidate, Commit, Reading, Switch, TunerSettings
@@ -240,7 +240,7 @@ class Logged:
     callback_metrics: dict[str, Any]
 
 
-class Tokens(Yardstick):
+class Tokens(WorkUnit):
     """Takes ten tokens for work 1."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.tuning.candidates import Prospects, alike_ranks
+from lightning_realloc.tuning.candidates import PlanEvaluator, interchangeable_ranks
 from lightning_realloc.tuning.estimate.estimator import Estimator
 from lightning_realloc.tuning.estimate.hardware import CPU_EFFICIENCY
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
@@ -33,7 +33,7 @@ def roofline(lengths: TypicalLengths) -> Estimator:
     )
 
 
-PROSPECTS = Prospects(
+PROSPECTS = PlanEvaluator(
     dataflow=PPO_FLOW, estimate=roofline, lengths=TYPICAL, roles=ROLES, settings=MemorySettings(),
     workload=Workload(num_sequences=2, prompt_tokens=12, response_tokens=64), memory_budget=2**30, overlap="iterations",
 )  # fmt: skip
@@ -77,8 +77,8 @@ def test_nothing_is_proposed_that_has_no_room() -> None:
 
 def test_ranks_are_alike_in_the_same_calls_and_stages() -> None:
     plan = ExecutionPlan.from_mapping({"calls": {"actor.train": "pp2.fsdp2@0-3", "critic.train": "tp2@1,3"}})
-    assert alike_ranks(plan) == [(0,), (1,), (2,), (3,)]
-    assert alike_ranks(START) == [(0, 1, 2, 3)]
+    assert interchangeable_ranks(plan) == [(0,), (1,), (2,), (3,)]
+    assert interchangeable_ranks(START) == [(0, 1, 2, 3)]
 
 
 def test_options_of_the_start_are_kept() -> None:

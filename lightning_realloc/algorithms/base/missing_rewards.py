@@ -13,7 +13,7 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 
 
-def judged_only(batch: PackedBatch, column: str) -> PackedBatch:
+def drop_unscored(batch: PackedBatch, column: str) -> PackedBatch:
     """Return the batch without the responses whose ``column`` is NaN: not in ``response_mask``, and 0 in the column.
 
     Ask for it after the forward pass: a pack of which nothing is left must still have gradients, of zero.
@@ -25,7 +25,7 @@ def judged_only(batch: PackedBatch, column: str) -> PackedBatch:
     return replace(batch, response_mask=batch.response_mask & ~by_token, columns=columns)
 
 
-def of_judged(
+def estimate_scored(
     samples: Samples, scores: Tensor, compute: Callable[[Samples], Mapping[str, Column]]
 ) -> dict[str, Column]:
     """Return what ``compute`` makes of the samples that have a score, and NaN in every column for the others.

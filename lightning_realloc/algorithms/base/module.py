@@ -36,13 +36,13 @@ from lightning_realloc.generation import Speculation
 from lightning_realloc.rewards.functions import RewardFunctions
 from lightning_realloc.runtime.forward.liger import use_liger_kernels
 from lightning_realloc.seeds import seed_of_run
-from lightning_realloc.setting_hints import OF_ALGORITHMS, NamesElsewhere
+from lightning_realloc.setting_hints import ALGORITHM_HINTS, SuggestsSettings
 
 _ADAPTERS_LEARN_FASTER = 10.0
 """Than whole weights, at their best. Source: Schulman et al., "LoRA without regret", 2025."""
 
 
-class MultiModelModule(NamesElsewhere, EvaluatedModule):
+class MultiModelModule(SuggestsSettings, EvaluatedModule):
     """A LightningModule of several models whose calls are declared, and run by ``strategy="realloc"``.
 
     A subclass decorates its methods with ``@generate``, ``@infer``, ``@compute`` and ``@train`` and returns its models
@@ -72,7 +72,7 @@ class MultiModelModule(NamesElsewhere, EvaluatedModule):
         seed: Of random weights, sampling, dropout and mini-batch order; by default that of ``seed_everything``, else 0.
     """
 
-    names_elsewhere = OF_ALGORITHMS
+    names_elsewhere = ALGORITHM_HINTS
     optional_roles: tuple[str, ...] = ()
     """Roles that :meth:`roles` may leave out, and their calls with them."""
     share_prompts: bool = False

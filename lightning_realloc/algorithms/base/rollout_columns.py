@@ -73,7 +73,7 @@ def sample_responses(
     def responses(completions: Sequence[Completion]) -> Samples:
         return rollout_of(samples.by_ids([c.sample_id for c in completions]), completions, dialogue)
 
-    on_finished = None if engine.outlet is None else engine.outlet.collect(len(samples), responses)
+    on_finished = None if engine.partial_results is None else engine.partial_results.collect(len(samples), responses)
     prompt_ids = prompts.ragged("prompt_ids").to_lists()
     talk = {} if dialogue is None else dialogue.settings
     return responses(engine.generate(prompt_ids, sampling, sample_ids=ids, on_finished=on_finished, **talk))

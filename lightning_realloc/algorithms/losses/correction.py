@@ -18,10 +18,10 @@ from lightning_realloc.algorithms.settings import check_choice, check_not_negati
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.training import Average
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.setting_hints import named_elsewhere
+from lightning_realloc.setting_hints import suggest_settings
 
 
-@named_elsewhere({})
+@suggest_settings({})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCorrection:
     """Weights of truncated importance sampling: the trained model's probability over the engine's.

@@ -23,7 +23,7 @@ _UNFINISHED = FINISH_REASONS.index("unfinished")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Carried:
+class PartialRollouts:
     """What an iteration leaves for the next one."""
 
     prompts: Samples
@@ -33,7 +33,7 @@ class Carried:
     ``began_in`` (B,), the iteration that the prompt came in. Finished ones wait for others of their group."""
 
     @classmethod
-    def of(cls, responses: Samples, worked_on: Samples) -> Carried:
+    def of(cls, responses: Samples, worked_on: Samples) -> PartialRollouts:
         """Return responses with their prompts, some of those that an iteration worked on."""
         wanted = set(responses.tensor("prompt_id").tolist())
         rows = [row for row, prompt in enumerate(worked_on.ids.tolist()) if prompt in wanted]
@@ -58,7 +58,7 @@ class Carried:
         return {"prompts": samples_state(self.prompts), "responses": samples_state(self.responses)}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Carried:
+    def from_state(cls, state: Mapping[str, Any]) -> PartialRollouts:
         """Return what :meth:`state` was of."""
         return cls(samples_from_state(state["prompts"]), samples_from_state(state["responses"]))
 

@@ -14,7 +14,7 @@ from lightning_realloc.algorithms.base.calls import generate, infer
 from lightning_realloc.algorithms.base.module import MultiModelModule
 from lightning_realloc.algorithms.base.rollout_columns import Dialogue, Informed, sample_responses
 from lightning_realloc.algorithms.rollout.environments import EnvironmentSource, import_environment, make_environment
-from lightning_realloc.algorithms.rollout.partial_rollouts import Carried, PartialRollout
+from lightning_realloc.algorithms.rollout.partial_rollouts import PartialRollout, PartialRollouts
 from lightning_realloc.algorithms.settings import check_kind
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Divided, Samples
@@ -77,7 +77,7 @@ class PolicyModule(MultiModelModule):
         self._conversation = conversation or Conversation()
         self._set_environment(environment, conversation)
         self.rollout_budget = rollout_budget
-        self._carried: Carried | None = None
+        self._carried: PartialRollouts | None = None
         self._worked_on: Samples | None = None
         """What the iteration under way began with: the loader's batch behind what was carried on."""
         self._num_expected = 0
@@ -221,7 +221,7 @@ class PolicyModule(MultiModelModule):
         if self.rollout_budget is None:
             return
         assert self._worked_on is not None, "samples are carried on without an iteration"
-        self._carried = None if samples is None else Carried.of(samples, self._worked_on)
+        self._carried = None if samples is None else PartialRollouts.of(samples, self._worked_on)
         self._worked_on = None
         num_carried = 0 if samples is None else len(samples)
         self.log("carried_samples", float(num_carried), batch_size=1)
@@ -243,7 +243,7 @@ class PolicyModule(MultiModelModule):
         state = checkpoint.get(_CHECKPOINT_KEY)
         if state is None:
             return
-        carried = Carried.from_state(state)
+        carried = PartialRollouts.from_state(state)
         if self.rollout_budget is None:
             rank_zero_warn(
                 f"the checkpoint holds {len(carried.responses)} responses that were to go on, and they are left out: "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import compute, train
-from lightning_realloc.algorithms.base.missing_rewards import judged_only
+from lightning_realloc.algorithms.base.missing_rewards import drop_unscored
 from lightning_realloc.algorithms.base.role import ModelSource
 from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, model_mask
 from lightning_realloc.algorithms.losses.correction import EngineCorrection, mismatch_metrics
@@ -234,7 +234,7 @@ class PolicyGradient(RewardedModule):
         )
         logprobs = statistics.logprobs
         before = old_logprobs(logprobs, batch, ratio_to=self.ratio_to, one_step=self._one_step)
-        batch = judged_only(batch, "advantages")
+        batch = drop_unscored(batch, "advantages")
         advantages, mask = of_tokens(batch["advantages"], batch), batch.response_mask
         loss = self.policy_loss(logprobs, before, advantages, batch)
         values = loss.values

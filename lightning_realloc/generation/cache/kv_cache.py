@@ -161,7 +161,7 @@ class LayerShape(NamedTuple):
         return key, torch.empty(self.value, dtype=getattr(torch, self.value_dtype), device=device)
 
 
-def shape_of(layer: int, key: Tensor, value: Tensor) -> LayerShape:
+def cache_shape(layer: int, key: Tensor, value: Tensor) -> LayerShape:
     """Return the shape of a layer that keeps keys and values (…, heads, head size) like these."""
     return LayerShape(
         layer, (key.shape[-2], key.shape[-1]), (value.shape[-2], value.shape[-1]),
@@ -169,7 +169,7 @@ def shape_of(layer: int, key: Tensor, value: Tensor) -> LayerShape:
     )  # fmt: skip
 
 
-def parts_of(content: Tensor, num_positions: int, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+def model_parts(content: Tensor, num_positions: int, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield what ``content``, as `KVCache.read` returns it, holds (positions, heads, head size) of each tensor in turn.
 
     Args:
@@ -278,12 +278,12 @@ class SlotCache:
     def write(self, slot: int, begin: int, end: int, content: Tensor) -> None:
         """Put back what `read` returned, perhaps on another rank."""
         tensors = [tensor for layer in self._in_order() for tensor in layer]
-        for tensor, part in zip(tensors, parts_of(content, end - begin, tensors), strict=True):
+        for tensor, part in zip(tensors, model_parts(content, end - begin, tensors), strict=True):
             tensor[slot, begin:end] = part
 
     def describe(self) -> list[LayerShape]:
         """Return the shapes of all layers, for `prepare`."""
-        return [shape_of(index, *layer) for index, layer in sorted(self._layers.items())]
+        return [cache_shape(index, *layer) for index, layer in sorted(self._layers.items())]
 
     def prepare(self, shapes: Sequence[LayerShape], device: torch.device) -> None:
         """Have storage for layers of these shapes before any of them brings keys and values."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.cache.kv_cache import LayerShape, Places, Segment, fits, parts_of, shape_of
+from lightning_realloc.generation.cache.kv_cache import LayerShape, Places, Segment, cache_shape, fits, model_parts
 from lightning_realloc.generation.cache.page_table import PageTables
 from lightning_realloc.limits import BUFFER_SHARE, PAGE_SIZE
 
@@ -166,13 +166,13 @@ class PagedCache:
         self.begin_forward()
         places = self.indices(slot, begin, end)
         tensors = [tensor for layer in self._own_layers() for tensor in layer]
-        for tensor, part in zip(tensors, parts_of(content, end - begin, tensors), strict=True):
+        for tensor, part in zip(tensors, model_parts(content, end - begin, tensors), strict=True):
             tensor.flatten(0, 1).index_copy_(0, places, part)
 
     def describe(self) -> list[LayerShape]:
         """Return the shapes of all layers, without a draft model's."""
         return [
-            shape_of(index, *shape)
+            cache_shape(index, *shape)
             for (model, index), shape in sorted(self._shapes.items(), key=itemgetter(0))
             if model == 0
         ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_realloc.generation.core.sample import Sample
 
 
-class PageNames:
+class PrefixIndex:
     """Names for pages: equal names, equal contents."""
 
     def __init__(self, page_size: int) -> None:
@@ -30,7 +30,7 @@ class SampleLengths:
     def __init__(self, samples: Sequence[Sample], page_size: int) -> None:
         """Look at ``samples``, which grow; ``page_size`` in tokens."""
         self._samples = samples
-        self._names = PageNames(page_size)
+        self._names = PrefixIndex(page_size)
         self._named: dict[int, list[int]] = {}
 
     def position(self, index: int) -> int:

@@ -15,7 +15,7 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.filters import Ranking, rankings
 from lightning_realloc.generation.core.noise import gumbel_noise
 from lightning_realloc.generation.core.repetition import Repeated, penalized
-from lightning_realloc.setting_hints import OF_SAMPLING, named_elsewhere
+from lightning_realloc.setting_hints import SAMPLING_HINTS, suggest_settings
 
 Forbidden = tuple[Sequence[int], Sequence[int]]
 """Rows of the logits, and the tokens that may not be drawn in them."""
@@ -24,7 +24,7 @@ _BLOCK = 512
 _LEAST_TEMPERATURE = 1e-30
 
 
-@named_elsewhere(OF_SAMPLING)
+@suggest_settings(SAMPLING_HINTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How responses are drawn and when they end."""

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import Segment, StepPlaces
 from lightning_realloc.generation.forward.attention_scores import Scores
-from lightning_realloc.generation.forward.ragged_layout import Overhang, TokenGrid
+from lightning_realloc.generation.forward.ragged_layout import Overflow, PaddedRows
 from lightning_realloc.runtime.forward.varlen import attend_varlen, can_attend_varlen
 from lightning_realloc.runtime.model.model_terms import rotary_bounds, why_experts_fail, why_no_response
 
@@ -56,14 +56,14 @@ class PackedStep:
     segments: tuple[Segment, ...] = ()
     num_prefill: int = 0
     """Tokens of segments, which stand in front of the rows'."""
-    grid: TokenGrid = field(init=False)
+    grid: PaddedRows = field(init=False)
     attended: set[int] = field(default_factory=set, init=False)
     """Layers that attended by it."""
     _masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict, init=False)
     _segment_bounds: tuple[Tensor, int] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.grid = TokenGrid(self.counts, self.positions.device)
+        self.grid = PaddedRows(self.counts, self.positions.device)
 
     @property
     def reads_from_the_beginning(self) -> bool:
@@ -95,7 +95,7 @@ class PackedStep:
             mask = self._masks[window, repeats, dtype] = mask.repeat(1, repeats, 1)[:, None]
         return mask
 
-    def overhang_mask(self, overhang: Overhang, window: int | None, dtype: torch.dtype) -> Tensor:
+    def overhang_mask(self, overhang: Overflow, window: int | None, dtype: torch.dtype) -> Tensor:
         """Return the additive mask (T, S) of a slot's last T tokens, which attend to the slot's S positions.
 
         A view of one mask for all slots, made once per forward: it tells distances, and these are alike everywhere.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_realloc.generation.cache.kv_cache import SlotCache, SlotPlaces
 from lightning_realloc.generation.forward.attention import PackedStep
-from lightning_realloc.generation.forward.packed_rows import Row, run_packed
+from lightning_realloc.generation.forward.packed_rows import DecodeRow, run_packed
 
 _log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class StepGraphs:
             self._dtypes = dtypes
             self._set_up.clear()
 
-    def forward(self, rows: Sequence[Row], max_length: int) -> Tensor | None:
+    def forward(self, rows: Sequence[DecodeRow], max_length: int) -> Tensor | None:
         """Return the logits (N, V) of the rows' tokens, valid until the next call; None: not by a graph, this time.
 
         The cache has room for one position more than ``max_length``, the rows' most.
@@ -184,7 +184,7 @@ class StepGraphs:
             graph = min(larger, key=lambda other: other.shape.num_tokens * other.shape.length, default=None)
         return graph
 
-    def _shape_of(self, rows: Sequence[Row], max_length: int) -> StepShape | None:
+    def _shape_of(self, rows: Sequence[DecodeRow], max_length: int) -> StepShape | None:
         width = max(len(row.tokens) for row in rows)
         num_rows = min(rounded_up(len(rows), _ROWS_PER_OCTAVE), self._cache.num_slots)
         length = rounded_up(max(max_length, _LEAST_LENGTH), _LENGTHS_PER_OCTAVE)
@@ -271,7 +271,7 @@ def rounded_up(number: int, per_octave: int) -> int:
     return -(-number // step) * step
 
 
-def filled_up(rows: Sequence[Row], shape: StepShape, capacity: int) -> tuple[list[int], list[int], list[int]]:
+def filled_up(rows: Sequence[DecodeRow], shape: StepShape, capacity: int) -> tuple[list[int], list[int], list[int]]:
     """Return ids, positions and places in the cache of the rows' tokens, and of those that fill the shape up.
 
     What fills up reads position 0 and is written to the last position of its slot, which no sample has.
@@ -294,7 +294,7 @@ def filled_up(rows: Sequence[Row], shape: StepShape, capacity: int) -> tuple[lis
     return ids, positions, places
 
 
-def _without_filling(logits: Tensor, rows: Sequence[Row], width: int) -> Tensor:
+def _without_filling(logits: Tensor, rows: Sequence[DecodeRow], width: int) -> Tensor:
     """Return the logits (N, V) of the rows' own tokens."""
     if all(len(row.tokens) == width for row in rows):
         return logits[: len(rows) * width]

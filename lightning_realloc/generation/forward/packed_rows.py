@@ -11,7 +11,7 @@ from lightning_realloc.generation.forward.attention import STEP_ARGUMENT, Packed
 
 
 @dataclass(frozen=True, slots=True)
-class Prefill:
+class PrefillChunk:
     """Tokens of a sequence whose keys and values are to be computed, and nothing else."""
 
     tokens: Sequence[int]
@@ -22,7 +22,7 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DecodeRow:
     """Tokens that one slot's sample reads in this forward."""
 
     tokens: Sequence[int]

@@ -19,7 +19,7 @@ call."""
 
 
 @dataclass(frozen=True, slots=True)
-class Overhang:
+class Overflow:
     """The last tokens of a slot, those beyond the grid's width."""
 
     slot: int
@@ -28,14 +28,14 @@ class Overhang:
     stop: int
 
 
-class TokenGrid:
+class PaddedRows:
     """Where the tokens of all slots, those of slot 0 first, stand in a grid (slots, width) and behind it."""
 
     def __init__(self, counts: Sequence[int], device: torch.device) -> None:
         """Lay out ``counts`` tokens of each slot, one at least."""
         self.width = best_width(counts, _CALL_IN_TOKENS.get(device.type))
         self._num_rows = len(counts)
-        self.overhangs: list[Overhang] = []
+        self.overhangs: list[Overflow] = []
         self.longest_overhang = max(max(counts, default=0) - self.width, 0)
         """Tokens."""
         self._size = self._num_rows * self.width
@@ -66,7 +66,7 @@ class TokenGrid:
             if count > inside:
                 start, self._size = self._size, self._size + count - inside
                 places.extend(range(start, self._size))
-                self.overhangs.append(Overhang(slot, start, self._size))
+                self.overhangs.append(Overflow(slot, start, self._size))
         return places
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_realloc.generation.cache.kv_cache import KVCache, LayerShape, Places
 from lightning_realloc.generation.forward.attention import PackedStep, segments_of
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
-from lightning_realloc.generation.forward.packed_rows import Prefill, Row, run_packed
+from lightning_realloc.generation.forward.packed_rows import DecodeRow, PrefillChunk, run_packed
 
 
 class ModelRunner:
@@ -43,12 +43,12 @@ class ModelRunner:
         """Whether the last forward took as long as its like will: not where a graph is still to be made, or was."""
         return self._graphs is None or self._graphs.was_usual
 
-    def forward(self, prefills: Sequence[Prefill], rows: Sequence[Row]) -> Tensor:
+    def forward(self, prefills: Sequence[PrefillChunk], rows: Sequence[DecodeRow]) -> Tensor:
         """Return the logits (N, V) of the rows' tokens, those of row 0 first.
 
         Row i belongs to slot i. Without rows and prefills a dummy token is run, since a forward may be collective.
         """
-        prefills = prefills if rows or prefills else [Prefill((0,), ())]
+        prefills = prefills if rows or prefills else [PrefillChunk((0,), ())]
         counts = [len(row.tokens) for row in rows]
         lengths = [len(prefill.tokens) for prefill in prefills]
         row_lengths = [row.position + count for row, count in zip(rows, counts, strict=True)]

@@ -22,7 +22,7 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.core.sampling import check_counts, check_kind
 from lightning_realloc.generation.core.token_ids import as_token_ids, check_vocabulary
-from lightning_realloc.setting_hints import named_elsewhere
+from lightning_realloc.setting_hints import suggest_settings
 
 _log = logging.getLogger(__name__)
 _LONGEST_WAIT_S = 3600.0
@@ -51,7 +51,7 @@ class Environment(Protocol):
         ...
 
 
-@named_elsewhere({})
+@suggest_settings({})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """How long a response with an environment may go on."""

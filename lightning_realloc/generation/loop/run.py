@@ -19,10 +19,10 @@ from lightning_realloc.generation.cache.kv_cache import LayerShape
 from lightning_realloc.generation.core.sample import FinishReason, Sample
 from lightning_realloc.generation.core.sampling import Forbidden, SamplingParams
 from lightning_realloc.generation.core.stopping import StopRule
-from lightning_realloc.generation.forward.packed_rows import Prefill, Row
+from lightning_realloc.generation.forward.packed_rows import DecodeRow, PrefillChunk
 from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.loop.environment import Conversations
-from lightning_realloc.generation.schedule.admission import Refill
+from lightning_realloc.generation.schedule.admission import PrefillBatching
 from lightning_realloc.generation.schedule.budget import Budget
 from lightning_realloc.generation.schedule.scheduler import Move, Prompt, Scheduler, Step, Swap
 from lightning_realloc.generation.speculative.speculator import Speculator
@@ -92,7 +92,7 @@ class GenerationRun:
         self._num_slots = num_slots
         self._may_pause = may_pause
         self._longest_pause_s = longest_pause_s
-        self._refill = Refill()
+        self._refill = PrefillBatching()
         self._away: set[int] = set()
         """Samples that are on another rank."""
         self._is_over = False
@@ -236,12 +236,12 @@ class GenerationRun:
         else:
             self._scheduler.add(Prompt(prompt_of_one(indices[0]), self._samples[indices[0]].position, tuple(indices)))
 
-    def _forward(self, prefills: Sequence[Prefill], running: Sequence[Sample]) -> None:
+    def _forward(self, prefills: Sequence[PrefillChunk], running: Sequence[Sample]) -> None:
         is_tail = not self._scheduler.num_waiting
         being_read = {slot for prefill in prefills for slot in prefill.slots}
         drafts = self._speculator.propose(running, is_tail=is_tail, being_read=being_read) if running else []
         begin = self._speculator.clock()
-        rows = [Row((sample.last_token, *draft.tokens), sample.position)
+        rows = [DecodeRow((sample.last_token, *draft.tokens), sample.position)
                 for sample, draft in zip(running, drafts, strict=True)]  # fmt: skip
         logits = self._runner.forward(prefills, rows)
         self._num_steps += 1
@@ -257,16 +257,16 @@ class GenerationRun:
     def _hold_back(self) -> None:
         """Let waiting samples wait on where reading few prompts takes as long as reading many."""
         scheduler = self._scheduler
-        scheduler.holds_back = (
+        scheduler.should_defer = (
             self._runner.replays_steps
             and scheduler.reads_to_admit
             and scheduler.num_free > 0
-            and self._refill.holds_back(
+            and self._refill.should_defer(
                 num_running=sum(index is not None for index in scheduler.running), num_free=scheduler.num_free
             )
         )
 
-    def _carry_out(self, step: Step) -> list[Prefill]:
+    def _carry_out(self, step: Step) -> list[PrefillChunk]:
         """Copy and move what the scheduler's step says, and return what has to be computed."""
         self._num_preemptions += len(step.preempted)
         for index in step.preempted:
@@ -291,7 +291,7 @@ class GenerationRun:
         for read in step.reads:
             samples = [self._samples[index] for index in read.samples]
             # A sequence's last token is left to the row, so that new and old samples are alike from there on.
-            prefills.append(Prefill(samples[0].tokens(read.begin, read.end), read.slots, read.begin))
+            prefills.append(PrefillChunk(samples[0].tokens(read.begin, read.end), read.slots, read.begin))
             for sample in samples:
                 sample.num_read = read.end
             self._prefill_tokens += read.end - read.begin

@@ -8,7 +8,7 @@ from lightning_realloc.batch.samples import Samples
 from lightning_realloc.generation.core.sample import Completion, Sample
 
 
-class Outlet:
+class PartialResults:
     """Where a generating call hands on what is finished, all portions but the last, which is the call's own result.
 
     Args:
@@ -53,7 +53,7 @@ class Outlet:
         return add
 
 
-class Announcer:
+class CompletionNotifier:
     """Tells a listener of each of a call's samples once, when it is finished.
 
     Args:

@@ -19,16 +19,16 @@ from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.loop.run import GenerationRun, foreign_prompt
 from lightning_realloc.generation.rebalance.load import LiveSample, SampleMove
 from lightning_realloc.generation.rebalance.migrated_sample import (
-    Origin,
-    Positions,
-    Traveller,
-    decode_positions,
-    decode_travellers,
-    encode_positions,
-    encode_travellers,
+    KVSpan,
+    MigratedSample,
+    SampleOrigin,
+    decode_kv_span,
+    decode_samples,
+    encode_kv_span,
+    encode_samples,
 )
 from lightning_realloc.generation.rebalance.migration_costs import Pace
-from lightning_realloc.runtime.messages.bulk_messages import Dispatch, Parcel
+from lightning_realloc.runtime.messages.bulk_messages import PendingReceive, PendingSend
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 
 
@@ -54,7 +54,7 @@ class Peers:
         self.run, self.call, self.num_calls = run, call, 0
 
     def report_number(self) -> int:
-        """Return the number of the next round's messages; see `Freight`."""
+        """Return the number of the next round's messages; see `BulkChannel`."""
         self.num_reports += 1
         return self.report_number_after(0)
 
@@ -81,8 +81,8 @@ class _Shipment:
     moves: tuple[SampleMove, ...]
     step: int
     """The round that planned it."""
-    bulk: Parcel | None = None
-    rest: Parcel | None = None
+    bulk: PendingReceive | None = None
+    rest: PendingReceive | None = None
     """To this rank: what comes when the samples leave."""
     steps_left: int = 0
     """From this rank: after how many steps the bulk is taken to have arrived."""
@@ -129,10 +129,10 @@ class Shipping:
         self._pace = pace
         self._agree = agree
         self._clock = clock
-        self._origins = {index: Origin(peers.rank, index, s.prompt_number) for index, s in enumerate(run.samples)}
+        self._origins = {index: SampleOrigin(peers.rank, index, s.prompt_number) for index, s in enumerate(run.samples)}
         self._arriving: list[_Shipment] = []
         self._leaving: list[_Shipment] = []
-        self._sent: dict[int, deque[tuple[int, Dispatch]]] = {other: deque() for other in peers.others}
+        self._sent: dict[int, deque[tuple[int, PendingSend]]] = {other: deque() for other in peers.others}
         """What left, to whom and by which round's plan: it holds memory until the other end has taken it in."""
         self.moved_in: dict[int, int] = {}
         """Sample id -> the round in which it last came to this rank."""
@@ -164,7 +164,7 @@ class Shipping:
         """
         return min((shipment.step for shipment in self._arriving), default=step + 1)
 
-    def let_go(self, expected_since: Mapping[int, float]) -> None:
+    def release(self, expected_since: Mapping[int, float]) -> None:
         """Free what left for other ranks by plans before those from which on they expect shipments.
 
         Nobody waits: what has not been taken in yet may need the other end's attention, and that one may be waiting
@@ -214,17 +214,17 @@ class Shipping:
             index = index_of.get(move.sample_id)
             if index is not None and move.how == "send":
                 shipment.num_sent[move.sample_id] = end = self._run.samples[index].num_read
-                parts.append(Positions(move.sample_id, 0, end, self._run.read_positions(index, 0, end)))
-        content = encode_positions(parts, self._run.describe_cache())
+                parts.append(KVSpan(move.sample_id, 0, end, self._run.read_positions(index, 0, end)))
+        content = encode_kv_span(parts, self._run.describe_cache())
         self._send(shipment, content, stage=0)
         shipment.steps_left = ceil(content.numel() / bytes_per_step)
         self.stall_s += self._clock() - begin
 
     def _begin_to_receive(self, shipment: _Shipment) -> None:
-        freight, source = self._peers.mailbox.freight, shipment.moves[0].source
+        bulk_channel, source = self._peers.mailbox.bulk_channel, shipment.moves[0].source
         if shipment.has_bulk:
-            shipment.bulk = freight.receive(source, shipment.number)
-        shipment.rest = freight.receive(source, shipment.number + 1)
+            shipment.bulk = bulk_channel.receive(source, shipment.number)
+        shipment.rest = bulk_channel.receive(source, shipment.number + 1)
         self._arriving.append(shipment)
 
     def move_on(self) -> None:
@@ -257,10 +257,10 @@ class Shipping:
             num_sent = shipment.num_sent.get(move.sample_id, 0) if index in running else 0
             if num_sent:
                 end = sample.num_read
-                parts.append(Positions(move.sample_id, num_sent, end, run.read_positions(index, num_sent, end)))
-            travellers.append(Traveller(self._origins[index], sample, num_sent))
+                parts.append(KVSpan(move.sample_id, num_sent, end, run.read_positions(index, num_sent, end)))
+            travellers.append(MigratedSample(self._origins[index], sample, num_sent))
             run.depart(index)
-        self._send(shipment, encode_travellers(travellers, parts), stage=1)
+        self._send(shipment, encode_samples(travellers, parts), stage=1)
         self._leaving.remove(shipment)
         self.num_sent += len(travellers)
         self._note_stall(self._clock() - begin, len(parts))
@@ -269,7 +269,7 @@ class Shipping:
         """Let the samples of a shipment run here, or wait for slots."""
         assert shipment.rest is not None, "a shipment to this rank"
         parts, shapes = self._bulk_of(shipment)
-        travellers, later = decode_travellers(shipment.rest.wait())
+        travellers, later = decode_samples(shipment.rest.wait())
         begin = self._clock()
         self._arriving.remove(shipment)
         spans: dict[int, list[tuple[int, int, Tensor]]] = {}
@@ -290,13 +290,13 @@ class Shipping:
         self.num_received += len(travellers)
         self._note_stall(self._clock() - begin, sum(traveller.num_sent > 0 for traveller in travellers))
 
-    def _bulk_of(self, shipment: _Shipment) -> tuple[list[Positions], list[LayerShape]]:
+    def _bulk_of(self, shipment: _Shipment) -> tuple[list[KVSpan], list[LayerShape]]:
         if shipment.bulk is None:
             return [], []
         self._pace.take_transfer(in_time=shipment.bulk.has_arrived())
-        return decode_positions(shipment.bulk.wait())
+        return decode_kv_span(shipment.bulk.wait())
 
-    def _settle(self, traveller: Traveller, step: int) -> int:
+    def _settle(self, traveller: MigratedSample, step: int) -> int:
         """Make a sample one of this rank's; return its index."""
         sample, origin = traveller.sample, traveller.origin
         if origin.rank == self._peers.rank:
@@ -323,7 +323,7 @@ class Shipping:
     def _send(self, shipment: _Shipment, content: Tensor, *, stage: int) -> None:
         self.bytes_sent += content.numel()
         target = shipment.moves[0].target
-        sent = self._peers.mailbox.freight.send(target, shipment.number + stage, content)
+        sent = self._peers.mailbox.bulk_channel.send(target, shipment.number + stage, content)
         shipment.stages_sent.add(stage)
         self._sent[target].append((shipment.step, sent))
 
@@ -337,20 +337,20 @@ class Shipping:
         peers, run = self._peers, self._run
         if not self.any_moves:
             return []
-        self.let_go(dict.fromkeys(self._sent, inf))  # all have taken in everything
+        self.release(dict.fromkeys(self._sent, inf))  # all have taken in everything
         peers.num_calls += 1
         for other in peers.others:
             theirs = [
-                Traveller(origin, run.samples[index])
+                MigratedSample(origin, run.samples[index])
                 for index, origin in self._origins.items()
                 if origin.rank == other and not run.is_away(index)
             ]
-            content = encode_travellers(theirs)
+            content = encode_samples(theirs)
             peers.mailbox.send([other], FrameKind.RETURNED, peers.run, peers.call, content, part=peers.num_calls)
         back = []
         for other in peers.others:
             content = peers.mailbox.receive(FrameKind.RETURNED, peers.run, peers.call, other, part=peers.num_calls)
-            for traveller in decode_travellers(content)[0]:
+            for traveller in decode_samples(content)[0]:
                 run.come_back(traveller.origin.index, traveller.sample)
                 back.append(run.samples[traveller.origin.index])
         return back
@@ -359,7 +359,7 @@ class Shipping:
         """Leave nobody waiting for samples of a rank that failed; of the failure itself the mailbox tells."""
         while self._leaving:
             shipment = self._leaving.pop()
-            owed = {1: encode_travellers([])} | ({0: encode_positions([], [])} if shipment.has_bulk else {})
+            owed = {1: encode_samples([])} | ({0: encode_kv_span([], [])} if shipment.has_bulk else {})
             for stage in sorted(owed.keys() - shipment.stages_sent):
                 with suppress(RuntimeError):  # who cannot be reached is gone, too
                     self._send(shipment, owed[stage], stage=stage)

@@ -19,7 +19,7 @@ from lightning_realloc.runtime.messages.codec import decode_message, encode_mess
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class SampleOrigin:
     """Where a sample was asked for."""
 
     rank: int
@@ -30,17 +30,17 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Traveller:
+class MigratedSample:
     """A sample that changes its rank, or comes back to its origin."""
 
-    origin: Origin
+    origin: SampleOrigin
     sample: Sample
     num_sent: int = 0
-    """Positions whose keys and values the bulk holds; 0: its tokens alone travel."""
+    """KVSpan whose keys and values the bulk holds; 0: its tokens alone travel."""
 
 
 @dataclass(frozen=True, slots=True)
-class Positions:
+class KVSpan:
     """Keys and values of some positions of one sample."""
 
     sample_id: int
@@ -50,34 +50,34 @@ class Positions:
     """(bytes,) uint8, as `SlotCache.read` returns them."""
 
 
-def encode_positions(parts: Sequence[Positions], shapes: Sequence[LayerShape]) -> Tensor:
+def encode_kv_span(parts: Sequence[KVSpan], shapes: Sequence[LayerShape]) -> Tensor:
     """Return the bulk of a shipment."""
     return encode_message({"shapes": list(shapes), "spans": _spans(parts)}, _contents(parts))
 
 
-def decode_positions(blob: Tensor) -> tuple[list[Positions], list[LayerShape]]:
-    """Return what :func:`encode_positions` was given."""
+def decode_kv_span(blob: Tensor) -> tuple[list[KVSpan], list[LayerShape]]:
+    """Return what :func:`encode_kv_span` was given."""
     info, contents = decode_message(blob)
     return _positions(info["spans"], contents), [LayerShape(*shape) for shape in info["shapes"]]
 
 
-def encode_travellers(travellers: Sequence[Traveller], parts: Sequence[Positions] = ()) -> Tensor:
+def encode_samples(travellers: Sequence[MigratedSample], parts: Sequence[KVSpan] = ()) -> Tensor:
     """Return the samples and the positions that came since the bulk."""
     states = [_state(traveller) for traveller in travellers]
     return encode_message({"samples": states, "spans": _spans(parts)}, _contents(parts))
 
 
-def decode_travellers(blob: Tensor) -> tuple[list[Traveller], list[Positions]]:
-    """Return what :func:`encode_travellers` was given."""
+def decode_samples(blob: Tensor) -> tuple[list[MigratedSample], list[KVSpan]]:
+    """Return what :func:`encode_samples` was given."""
     info, contents = decode_message(blob)
     return [_traveller(state) for state in info["samples"]], _positions(info["spans"], contents)
 
 
-def _spans(parts: Sequence[Positions]) -> list[list[int]]:
+def _spans(parts: Sequence[KVSpan]) -> list[list[int]]:
     return [[part.begin, part.end] for part in parts]
 
 
-def _contents(parts: Sequence[Positions]) -> dict[str, Samples]:
+def _contents(parts: Sequence[KVSpan]) -> dict[str, Samples]:
     if not parts:
         return {}
     lengths = torch.tensor([part.content.numel() for part in parts])
@@ -85,19 +85,19 @@ def _contents(parts: Sequence[Positions]) -> dict[str, Samples]:
     return {"kv": Samples(torch.tensor([part.sample_id for part in parts]), {"kv": Ragged(values, lengths)})}
 
 
-def _positions(spans: Sequence[Sequence[int]], contents: Mapping[str, Samples]) -> list[Positions]:
+def _positions(spans: Sequence[Sequence[int]], contents: Mapping[str, Samples]) -> list[KVSpan]:
     if not spans:
         return []
     samples = contents["kv"]
     column = samples.ragged("kv")
     pieces = torch.split(column.values, column.lengths.tolist())
     return [
-        Positions(sample_id, begin, end, piece)
+        KVSpan(sample_id, begin, end, piece)
         for sample_id, (begin, end), piece in zip(samples.ids.tolist(), spans, pieces, strict=True)
     ]
 
 
-def _state(traveller: Traveller) -> dict[str, Any]:
+def _state(traveller: MigratedSample) -> dict[str, Any]:
     sample, origin = traveller.sample, traveller.origin
     return {
         "origin": [origin.rank, origin.index, origin.prompt_number],
@@ -116,8 +116,8 @@ def _state(traveller: Traveller) -> dict[str, Any]:
     }
 
 
-def _traveller(state: Mapping[str, Any]) -> Traveller:
-    origin = Origin(*state["origin"])
+def _traveller(state: Mapping[str, Any]) -> MigratedSample:
+    origin = SampleOrigin(*state["origin"])
     reason: FinishReason | None = state["finish_reason"]
     sample = Sample(
         state["sample_id"], origin.prompt_number, tuple(state["prompt"]), state["max_new_tokens"], state["key"],
@@ -125,4 +125,4 @@ def _traveller(state: Mapping[str, Any]) -> Traveller:
         prompt_index=state["prompt_index"],
     )  # fmt: skip
     sample.num_read = state["num_read"]
-    return Traveller(origin, sample, state["num_sent"])
+    return MigratedSample(origin, sample, state["num_sent"])

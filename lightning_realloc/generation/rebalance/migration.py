@@ -38,9 +38,9 @@ from lightning_realloc.generation.rebalance.migration_costs import (
     loads_of,
     next_round_s,
 )
-from lightning_realloc.generation.rebalance.short_calls import ShortCalls
-from lightning_realloc.generation.rebalance.steps_taken import StepsTaken
-from lightning_realloc.runtime.messages.bulk_messages import Dispatch, Parcel
+from lightning_realloc.generation.rebalance.short_calls import ShortCallPredictor
+from lightning_realloc.generation.rebalance.steps_taken import StepRecorder
+from lightning_realloc.runtime.messages.bulk_messages import PendingReceive, PendingSend
 from lightning_realloc.runtime.messages.codec import decode_message, encode_message
 from lightning_realloc.runtime.messages.mailbox import FrameKind
 
@@ -111,7 +111,7 @@ class Migration:
         self.clock = clock
         self.pace = Pace()
         self.lengths = LengthBook()
-        self._short_calls = ShortCalls()
+        self._short_calls = ShortCallPredictor()
         self._has_begun = False
 
     @contextmanager
@@ -147,7 +147,7 @@ class Migration:
         self._has_begun = True
         kind = self.peers.call, max_new_tokens
         try:
-            if self._short_calls.takes_next(kind):
+            if self._short_calls.predict(kind):
                 call.carry_out_apart()
             else:
                 call.carry_out()
@@ -176,7 +176,7 @@ class _Call:
         self._peers = peers = migration.peers
         self._others = peers.others
         """Those that meet in rounds."""
-        self._over: Parcel | None = None
+        self._over: PendingReceive | None = None
         """Once this rank is freed: it comes when everything is generated."""
         self._leader = peers.rank
         """Whom it comes from."""
@@ -189,11 +189,11 @@ class _Call:
         self._shipping = Shipping(run, peers, pace, migration.agree, migration.clock)
         self._expected = self._book.begin(run.samples, hints)
         self._last: Report | None = None
-        self._on_the_way: deque[dict[int, Parcel]] = deque()
+        self._on_the_way: deque[dict[int, PendingReceive]] = deque()
         """What others tell in the next two rounds, by who tells it. Receiving begins a round early: gloo keeps those
         who begin to receive what the other end has sent already until its own thread gets a core."""
-        self._told: deque[Dispatch] = deque()
-        self._steps = StepsTaken(run, pace, self._book, self._expected, migration.clock)
+        self._told: deque[PendingSend] = deque()
+        self._steps = StepRecorder(run, pace, self._book, self._expected, migration.clock)
         """Learnt from in rounds."""
         self._round = self._num_quiet = 0
         self._steps_left = PERIOD_STEPS
@@ -222,10 +222,10 @@ class _Call:
                 self._wait(self._shipping.wait)
             elif not self._meet():
                 break
-        last_words = self._take_leave()
+        peer_failures = self._take_leave()
         if self._over is not None:
             self._work_elsewhere(self._over)
-        for other, parcel in last_words.items():
+        for other, parcel in peer_failures.items():
             self._wait(partial(self._read, parcel, other))
         self._tell_freed({"reports": self._peers.num_reports, "shipments": self._peers.num_shipments})
         self._steps.learn()
@@ -281,7 +281,7 @@ class _Call:
             _check_distinct(reports)
             self._expect(rounds=1)
         self._expected.hear(report.evidence for report in reports)
-        self._shipping.let_go({told.rank: told.expected_since for told in reports if told.rank != self._peers.rank})
+        self._shipping.release({told.rank: told.expected_since for told in reports if told.rank != self._peers.rank})
         self._shipping.hand_over_all()  # nobody waits longer than a round for a sample
         self._round += 1
         planned: _Planned = (), (), inf, PERIOD_STEPS
@@ -322,23 +322,27 @@ class _Call:
             self._told.popleft().wait()
         self._send(others, self._last.to_json())
 
-    def _take_leave(self) -> dict[int, Parcel]:
+    def _take_leave(self) -> dict[int, PendingReceive]:
         """Send a last word to those who receive it already; return theirs, which are on the way."""
         if not self._round:
             return {}
-        last_words = self._on_the_way.popleft()
-        self._send(last_words, {"leaves": self._peers.rank})
-        return last_words
+        peer_failures = self._on_the_way.popleft()
+        self._send(peer_failures, {"leaves": self._peers.rank})
+        return peer_failures
 
     def _expect(self, *, rounds: int) -> None:
         """Begin to receive what is told after so many rounds."""
-        freight, number = self._peers.mailbox.freight, self._peers.report_number_after(rounds)
-        self._on_the_way.append({other: freight.receive(other, number) for other in self._others})
+        bulk_channel, number = self._peers.mailbox.bulk_channel, self._peers.report_number_after(rounds)
+        self._on_the_way.append({other: bulk_channel.receive(other, number) for other in self._others})
 
     def _send(self, others: Iterable[int], content: Mapping[str, Any]) -> None:
         """Send what is told in this round."""
-        freight, number, message = self._peers.mailbox.freight, self._peers.report_number(), encode_message(content, {})
-        self._told.extend(freight.send(other, number, message) for other in others)
+        channel, number, message = (
+            self._peers.mailbox.bulk_channel,
+            self._peers.report_number(),
+            encode_message(content, {}),
+        )
+        self._told.extend(channel.send(other, number, message) for other in others)
 
     def _hear(self) -> list[Report]:
         """Return what every rank told in the last round, ranks ascending."""
@@ -347,7 +351,7 @@ class _Call:
         reports = [Report.from_json(told[other]) for other in self._others]  # those who were freed sent a last word
         return sorted((self._last, *reports), key=lambda report: report.rank)
 
-    def _read(self, parcel: Parcel, sender: int) -> dict[str, Any]:
+    def _read(self, parcel: PendingReceive, sender: int) -> dict[str, Any]:
         """Return what a rank told; waits for it."""
         peers, told = self._peers, decode_message(parcel.wait())[0]
         if not told:  # that rank failed, or knows of one that did; the mailbox hears why
@@ -393,13 +397,13 @@ class _Call:
         self._shipping.any_moves = True
         if peers.rank in freed:
             self._leader, self._others = leader, ()
-            self._over = peers.mailbox.freight.receive(leader, number)
+            self._over = peers.mailbox.bulk_channel.receive(leader, number)
             return
         self._others = tuple(other for other in self._others if other not in freed)
         if peers.rank == leader:
             self._owed += [(rank, number) for rank in freed]
 
-    def _work_elsewhere(self, over: Parcel) -> None:
+    def _work_elsewhere(self, over: PendingReceive) -> None:
         """Hand over what is to leave, and work on what waits until the other ranks have generated everything.
 
         What fails is raised then: ranks that generate hear of nothing before.
@@ -430,9 +434,9 @@ class _Call:
 
     def _tell_freed(self, content: Mapping[str, int]) -> None:
         """Tell the ranks that this one is to tell that everything is generated, or, with nothing, of a failure."""
-        freight = self._peers.mailbox.freight
+        bulk_channel = self._peers.mailbox.bulk_channel
         while self._owed:
-            self._told.append(freight.send(*self._owed.pop(), encode_message(content, {})))
+            self._told.append(bulk_channel.send(*self._owed.pop(), encode_message(content, {})))
 
 
 def _send_nothing(peers: Peers, others: Iterable[int]) -> None:
@@ -440,7 +444,7 @@ def _send_nothing(peers: Peers, others: Iterable[int]) -> None:
     number = peers.report_number()
     for other in others:
         with suppress(RuntimeError):  # who cannot be reached is gone, too
-            peers.mailbox.freight.send(other, number, encode_message({}, {}))
+            peers.mailbox.bulk_channel.send(other, number, encode_message({}, {}))
 
 
 def _check_distinct(reports: Sequence[Report]) -> None:

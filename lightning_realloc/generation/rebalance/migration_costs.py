@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.rebalance.load import LiveSample, MoveCost, RankLoad, StepCurve, drain_seconds
-from lightning_realloc.generation.schedule.length_predictor import RemainingLengths
+from lightning_realloc.generation.schedule.length_predictor import LengthPredictor
 from lightning_realloc.generation.speculative.step_costs import StepCosts
 
 _RATE = 0.2
@@ -114,7 +114,7 @@ class Report:
     steps_s: float = 0.0
     """Seconds of all its steps in this call so far."""
     evidence: tuple[float, float] = (0.0, 0.0)
-    """Of lengths, see `RemainingLengths`."""
+    """Of lengths, see `LengthPredictor`."""
     waiting_call_s: float = 0.0
     """Of calls that could work on what is finished there; 0 until it is known."""
     expected_since: int = 0
@@ -230,7 +230,7 @@ class LengthBook:
         if len(self._lengths) > _MOST_PROMPTS:
             del self._lengths[next(iter(self._lengths))]
 
-    def begin(self, samples: Sequence[Sample], hints: Mapping[int, int]) -> RemainingLengths:
+    def begin(self, samples: Sequence[Sample], hints: Mapping[int, int]) -> LengthPredictor:
         """Return expectations for a call's samples; ``hints`` says what a prompt's responses will come to."""
         history: dict[int, Sequence[int]] = {}
         for sample in samples:
@@ -238,7 +238,7 @@ class LengthBook:
             if index not in history:
                 known = self._lengths.get(tuple(sample.prompt), ())
                 history[index] = [hints[index]] if hints.get(index) else list(known)
-        return RemainingLengths({index: lengths for index, lengths in history.items() if lengths}, is_shared=True)
+        return LengthPredictor({index: lengths for index, lengths in history.items() if lengths}, is_shared=True)
 
 
 def as_moved(sample: LiveSample, step: int) -> LiveSample:

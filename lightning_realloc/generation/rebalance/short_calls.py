@@ -12,7 +12,7 @@ MOST_IN_A_ROW = 8
 """Calls behind which one is looked at again, at most: lengths change while a policy learns."""
 
 
-class ShortCalls:
+class ShortCallPredictor:
     """Calls by kind: after a short one the next of its kind is taken to be short as well, then two, four, and eight."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class ShortCalls:
         self._left: dict[Hashable, int] = {}
         """Of these, those to come."""
 
-    def takes_next(self, kind: Hashable) -> bool:
+    def predict(self, kind: Hashable) -> bool:
         """Whether the call that begins now is taken to be short."""
         left = self._left.get(kind, 0)
         self._left[kind] = max(left - 1, 0)

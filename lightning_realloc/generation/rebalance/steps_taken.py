@@ -10,10 +10,10 @@ from itertools import pairwise
 
 from lightning_realloc.generation.loop.run import GenerationRun
 from lightning_realloc.generation.rebalance.migration_costs import LengthBook, Pace
-from lightning_realloc.generation.schedule.length_predictor import RemainingLengths
+from lightning_realloc.generation.schedule.length_predictor import LengthPredictor
 
 
-class StepsTaken:
+class StepRecorder:
     """Makes a run's steps, and keeps what they took until it is learnt.
 
     Args:
@@ -29,7 +29,7 @@ class StepsTaken:
         run: GenerationRun,
         pace: Pace,
         book: LengthBook,
-        expected: RemainingLengths,
+        expected: LengthPredictor,
         clock: Callable[[], float],
     ) -> None:
         self._run = run

@@ -8,7 +8,7 @@ an H200, models of one and of eight billion weights: 2.5 to 4. A clock's word wo
 the rounding of what is computed."""
 
 
-class Refill:
+class PrefillBatching:
     """Lets samples wait until it pays to read their prompts.
 
     Where steps are CUDA graphs, one that reads prompts takes several times as long as another, however few they are, so
@@ -22,7 +22,7 @@ class Refill:
         self._idle_steps = 0.0
         """What slots that were left free would have brought since prompts were last read, in steps of all slots."""
 
-    def holds_back(self, *, num_running: int, num_free: int) -> bool:
+    def should_defer(self, *, num_running: int, num_free: int) -> bool:
         """Return whether samples that wait go on waiting, though slots are free. Asked once before every step."""
         self._idle_steps += num_free / (num_running + num_free)
         waits = num_running > 0 and self._idle_steps < _READING_IN_STEPS

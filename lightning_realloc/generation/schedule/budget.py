@@ -11,13 +11,13 @@ from typing import Literal, get_args
 
 from lightning_realloc.errors import ConfigError, GenerationError
 from lightning_realloc.generation.core.sampling import check_kind, is_of_kind
-from lightning_realloc.setting_hints import named_elsewhere
+from lightning_realloc.setting_hints import suggest_settings
 
 LateResponses = Literal["finish", "drop"]
 """What becomes of a response that was carried on as often as it may be: finished whatever it takes, or left out."""
 
 
-@named_elsewhere({})
+@suggest_settings({})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBudget:
     """How much each rank that generates may spend in one iteration; what is unfinished then goes on in the next one.

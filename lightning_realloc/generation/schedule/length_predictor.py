@@ -35,7 +35,7 @@ _EDGES = _edges()
 _SPANS = tuple(pairwise(_EDGES))
 
 
-class RemainingLengths:
+class LengthPredictor:
     """Lengths of responses: finished ones by prompt, and those that still grow."""
 
     def __init__(self, history: Mapping[int, Iterable[int]] | None = None, *, is_shared: bool = False) -> None:
@@ -62,10 +62,10 @@ class RemainingLengths:
         self._ended.append((num_tokens, is_cut))
         self._expected_at_edges = None
 
-    def for_next(self) -> RemainingLengths:
+    def decayed(self) -> LengthPredictor:
         """Return what is known before the next generation: responses of this one count half, and so on."""
         self._settle()
-        after = RemainingLengths(is_shared=self._is_shared)
+        after = LengthPredictor(is_shared=self._is_shared)
         after._events = [events / 2 for events in self._events]
         after._exposure = [tokens / 2 for tokens in self._exposure]
         return after

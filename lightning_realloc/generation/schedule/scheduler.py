@@ -116,7 +116,7 @@ class Scheduler:
         self._num_running = 0
         self._parked: set[int] = set()
         self._unread: deque[Unread] = deque()
-        self.holds_back = False
+        self.should_defer = False
         """Whether prompts go on waiting, though slots are free; one whose other samples run already does not."""
 
     @property
@@ -158,7 +158,7 @@ class Scheduler:
     @property
     def _waits_on(self) -> bool:
         # Samples of a prompt that others read copy it from their slots, as long as one of these holds it.
-        return self.holds_back and not self._begun
+        return self.should_defer and not self._begun
 
     def finish(self, slot: int) -> None:
         """Take the sample out of ``slot``. What the slot holds stays usable until the next step's moves."""

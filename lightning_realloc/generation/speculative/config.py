@@ -14,13 +14,13 @@ from torch import nn
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.sampling import SamplingParams, check_kind
 from lightning_realloc.generation.speculative.verify import GumbelDraws, KeyedDraws, Rejection, Verification
-from lightning_realloc.setting_hints import OF_SPECULATION, named_elsewhere
+from lightning_realloc.setting_hints import SPECULATION_HINTS, suggest_settings
 
 DrafterName = Literal["ngram", "history", "model", "blocks", "none"]
 VerificationName = Literal["match", "gumbel", "reject"]
 
 
-@named_elsewhere(OF_SPECULATION)
+@suggest_settings(SPECULATION_HINTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
     """How tokens are drafted and verified. Responses follow the model's distribution whatever is chosen here."""

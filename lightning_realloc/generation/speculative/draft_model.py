@@ -27,7 +27,7 @@ from lightning_realloc.generation.core.model_config import text_config_of, vocab
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.forward.attention import check_supported, slot_attention
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs
-from lightning_realloc.generation.forward.packed_rows import Prefill, Row
+from lightning_realloc.generation.forward.packed_rows import DecodeRow, PrefillChunk
 from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.speculative.draft_distillation import Distillation
 from lightning_realloc.generation.speculative.drafting import Chance, Drafter, Exchange
@@ -95,9 +95,9 @@ class _DrawingDrafter(Drafter, ABC):
             rows.append(self._row((newest,), sample.position + len(draft.tokens)))
         return self._runner.forward([], rows)
 
-    def _row(self, tokens: Sequence[int], position: int) -> Row:
+    def _row(self, tokens: Sequence[int], position: int) -> DecodeRow:
         """Return a row to read; of a sample beyond the drafter's context one that is read for nothing."""
-        return Row(tokens, position) if position < self._context else Row(tokens[-1:], self._context - 1)
+        return DecodeRow(tokens, position) if position < self._context else DecodeRow(tokens[-1:], self._context - 1)
 
 
 class BlocksDrafter(_DrawingDrafter):
@@ -122,7 +122,7 @@ class BlocksDrafter(_DrawingDrafter):
             self._graphs = StepGraphs(self.model, cache)
 
     def _read_what_is_new(self, running: Sequence[Sample]) -> Tensor:
-        return self._runner.forward([], [Row((sample.last_token,), sample.position) for sample in running])
+        return self._runner.forward([], [DecodeRow((sample.last_token,), sample.position) for sample in running])
 
 
 class ModelDrafter(_DrawingDrafter):
@@ -239,13 +239,13 @@ class ModelDrafter(_DrawingDrafter):
             if sample.position - begin > _SHORT:
                 unread = tuple(sample.tokens(begin, sample.position))
                 if begin:
-                    prefills.append(Prefill(unread, (slot,), begin))
+                    prefills.append(PrefillChunk(unread, (slot,), begin))
                 else:
                     prompts.setdefault(unread, []).append(slot)
                 begin = sample.position
-            rows.append(Row(sample.tokens(begin, sample.position + 1), begin))
+            rows.append(DecodeRow(sample.tokens(begin, sample.position + 1), begin))
             self._filled[slot] = sample.position + 1
-        prefills += [Prefill(tokens, tuple(slots)) for tokens, slots in prompts.items()]
+        prefills += [PrefillChunk(tokens, tuple(slots)) for tokens, slots in prompts.items()]
         *earlier, last = _in_pieces(prefills)
         for piece in earlier:
             self._runner.forward(piece, [])
@@ -257,9 +257,9 @@ class ModelDrafter(_DrawingDrafter):
         return super()._read_drafted(running, drafts)
 
 
-def _in_pieces(prefills: Sequence[Prefill]) -> list[list[Prefill]]:
+def _in_pieces(prefills: Sequence[PrefillChunk]) -> list[list[PrefillChunk]]:
     """Return what is to be read, one piece at least, each of a bounded number of tokens."""
-    pieces: list[list[Prefill]] = [[]]
+    pieces: list[list[PrefillChunk]] = [[]]
     room = _MOST_READ
     for prefill in prefills:
         begin = 0
@@ -268,7 +268,7 @@ def _in_pieces(prefills: Sequence[Prefill]) -> list[list[Prefill]]:
                 pieces.append([])
                 room = _MOST_READ
             tokens = prefill.tokens[begin : begin + room]
-            pieces[-1].append(Prefill(tokens, prefill.slots, prefill.begin + begin))
+            pieces[-1].append(PrefillChunk(tokens, prefill.slots, prefill.begin + begin))
             begin += len(tokens)
             room -= len(tokens)
     return pieces

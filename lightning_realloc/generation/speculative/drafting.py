@@ -21,8 +21,8 @@ from lightning_realloc.generation.speculative.recurrences import (
     NO_TOKEN,
     ORDERS,
     Branch,
-    Recurrences,
-    SharedRecurrences,
+    NgramIndex,
+    SharedNgramIndex,
 )
 from lightning_realloc.generation.speculative.verify import NO_DRAFT, Draft, Verification
 
@@ -258,9 +258,9 @@ class NgramDrafter(_Lookup):
     def __init__(self) -> None:
         """Know nothing yet."""
         super().__init__()
-        self._own: dict[int, Recurrences] = {}
+        self._own: dict[int, NgramIndex] = {}
         """By sample id: its prompt and response."""
-        self._prompts: dict[int, Recurrences] = {}
+        self._prompts: dict[int, NgramIndex] = {}
         """By index of the prompt, where several samples have the same one."""
         self._shares_prompts = False
 
@@ -288,7 +288,7 @@ class NgramDrafter(_Lookup):
     def _find(self, sample: Sample, context: list[int]) -> Found:
         return "own", *self._own_text(sample).find(context)
 
-    def _own_text(self, sample: Sample) -> Recurrences:
+    def _own_text(self, sample: Sample) -> NgramIndex:
         own = self._own.get(sample.sample_id)
         if own is None:
             own = self._own[sample.sample_id] = self._prompt(sample)
@@ -297,11 +297,11 @@ class NgramDrafter(_Lookup):
             own.extend(sample.token_ids[num_known:])
         return own
 
-    def _prompt(self, sample: Sample) -> Recurrences:
+    def _prompt(self, sample: Sample) -> NgramIndex:
         """Return a sample's prompt, to go on with its response: copied where it is known, which is quicker."""
         known = self._prompts.get(sample.prompt_number)
         if known is None:
-            known = Recurrences()
+            known = NgramIndex()
             known.extend(sample.prompt)
             if not self._shares_prompts:
                 return known
@@ -325,7 +325,7 @@ class HistoryDrafter(NgramDrafter):
         self._num_tokens = 0
         self._responses: dict[tuple[int, ...], deque[tuple[int, ...]]] = {}
         self._news: list[Exchange] = []
-        self._indexed: dict[int, SharedRecurrences] = {}
+        self._indexed: dict[int, SharedNgramIndex] = {}
         """By index of the prompt, for those of this generation."""
         self._unread: dict[int, list[Exchange]] = {}
         """By index of the prompt: finished siblings that are indexed once somebody looks something up there."""
@@ -398,10 +398,10 @@ class HistoryDrafter(NgramDrafter):
         own_order, own_branch = self._own_text(sample).find(context)
         return ("own", own_order, own_branch) if own_order > order else ("history", order, branch)
 
-    def _siblings(self, sample: Sample) -> SharedRecurrences:
+    def _siblings(self, sample: Sample) -> SharedNgramIndex:
         siblings = self._indexed.get(sample.prompt_number)
         if siblings is None:
-            siblings = self._indexed[sample.prompt_number] = SharedRecurrences()
+            siblings = self._indexed[sample.prompt_number] = SharedNgramIndex()
             for response in self._responses.get(tuple(sample.prompt), ()):
                 siblings.add(sample.prompt[-ORDERS[0] :], response)
         for prompt, response in self._unread.pop(sample.prompt_number, ()):

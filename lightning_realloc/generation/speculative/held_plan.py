@@ -47,7 +47,7 @@ class HeldPlan:
         self._try_until = 0
         """Number of the first step that tries no more what the plan does not do."""
 
-    def let_go(self, *, and_forget_idle: bool) -> None:
+    def release(self, *, and_forget_idle: bool) -> None:
         """Hold none any more, and those that drafted nothing not for long; ``and_forget_idle``: nor know of them."""
         self._plan = None
         if and_forget_idle:

@@ -21,7 +21,7 @@ NO_TOKEN = -1
 """Stands between texts, which no token's context crosses."""
 
 
-class Recurrences:
+class NgramIndex:
     """Texts, and the places in them that stand behind the same tokens."""
 
     def __init__(self) -> None:
@@ -35,9 +35,9 @@ class Recurrences:
         self._behind_token: dict[int, int] = {}
         self._before_token = [0] * ORDERS[0]
 
-    def copy(self) -> Recurrences:
+    def copy(self) -> NgramIndex:
         """Return the same texts once more, to go on with in another way."""
-        other = Recurrences()
+        other = NgramIndex()
         other._tokens = self._tokens.copy()
         other._behind_stem, other._before_stem = self._behind_stem.copy(), self._before_stem.copy()
         other._behind_token, other._before_token = self._behind_token.copy(), self._before_token.copy()
@@ -122,7 +122,7 @@ class Branch:
         return self._known[token]
 
 
-class SharedRecurrences(Recurrences):
+class SharedNgramIndex(NgramIndex):
     """The same of texts that many samples are looked up in: what one of them found the others find at once."""
 
     def __init__(self) -> None:

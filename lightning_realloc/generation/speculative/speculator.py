@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.core.sampling import SamplingParams
-from lightning_realloc.generation.schedule.length_predictor import RemainingLengths
+from lightning_realloc.generation.schedule.length_predictor import LengthPredictor
 from lightning_realloc.generation.speculative.config import Speculation
 from lightning_realloc.generation.speculative.draft_learner import DraftLearner
 from lightning_realloc.generation.speculative.draft_planner import LOOK_BACK_EVERY, DraftPlan, DraftPlanner
@@ -71,7 +71,7 @@ class Speculator:
         self._learner = DraftLearner(
             self._planner, self._payoff, self._foresight, costs_a_forward=drafter.costs_a_forward, agree=agree
         )
-        self._lengths = RemainingLengths()
+        self._lengths = LengthPredictor()
         self._num_steps = 0
         self._step = DraftStep(0, ())
         self._held = HeldPlan()
@@ -100,9 +100,9 @@ class Speculator:
                 f"verification='match', or a fixed num_draft_tokens"
             )
         self.stats = SpeculationStats()
-        self._lengths = self._lengths.for_next()
+        self._lengths = self._lengths.decayed()
         # Where drafts cost a forward, nobody looked what they come to by now.
-        self._held.let_go(and_forget_idle=self.drafter.costs_a_forward)
+        self._held.release(and_forget_idle=self.drafter.costs_a_forward)
         self._turn_to(acquainted=self.drafter.is_acquainted(samples))
         self._learner.begin()
         self._needs_laws = not rule.anticipates

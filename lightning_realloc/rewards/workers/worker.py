@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.failure_rule import Outcome
-from lightning_realloc.rewards.invoke import ask, ask_async
+from lightning_realloc.rewards.invoke import call_reward, call_reward_async
 from lightning_realloc.rewards.sandbox.processes import adopt_orphans, die_with_parent
 from lightning_realloc.rewards.signatures import RewardFunction, is_async
 
@@ -24,7 +24,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """There is nothing to ask this worker, or it cannot answer what it was asked."""
+    """There is nothing to call_reward this worker, or it cannot answer what it was asked."""
 
     reason: str
 
@@ -77,6 +77,10 @@ def main(descriptor: int, parent: int) -> None:
 def _answer(function: RewardFunction, given: Mapping[str, Any]) -> list[Outcome] | Broken:
     name = getattr(function, "__name__", type(function).__name__)
     try:
-        return asyncio.run(ask_async(name, function, given)) if is_async(function) else ask(name, function, given)
+        return (
+            asyncio.run(call_reward_async(name, function, given))
+            if is_async(function)
+            else call_reward(name, function, given)
+        )
     except RewardError as error:
         return Broken(str(error))

@@ -15,7 +15,7 @@ YOUNG_OBJECTS = 10_000
 """New objects after which the collector looks at them; Python's own 700 are fewer than one batch of samples has."""
 
 
-def free_garbage() -> None:
+def collect_garbage() -> None:
     """Free circular garbage now, and give its memory back to the operating system.
 
     A Trainer, its strategy and its module refer to each other. Once nobody else does, they and all models stay in
@@ -25,7 +25,7 @@ def free_garbage() -> None:
     give_back_freed_memory()
 
 
-class RareCollection:
+class InfrequentCollection:
     """Makes the collector look at new objects less often, until it is told to stop."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ LONG_S, MOST_LONG_RUNS = 0.5, 3
 
 
 @dataclass(slots=True, kw_only=True)
-class Stopwatch:
+class GroupTimer:
     """Times work on this rank and on others."""
 
     meshes: MeshRegistry

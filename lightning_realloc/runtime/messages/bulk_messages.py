@@ -3,7 +3,8 @@
 Either end is told of the message by other means, such as a plan that both of them made; it names the message by a
 number. Receiving begins at once, and gloo's own threads go on with it. Whether a message is there can be asked: work on
 gloo only tells by being waited for, so the last byte of every part is a mark, and a buffer begins without it. Where
-memory were to be filled in another order, the mark would come early and `Parcel.wait` would take a moment longer.
+memory were to be filled in another order, the mark would come early and `PendingReceive.wait` would take a moment
+longer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _IN_FIRST = _FIRST_BYTES - 9
 _MARK = 0xA5
 
 
-class Parcel:
+class PendingReceive:
     """A message on its way to this rank."""
 
     def __init__(self, group: dist.ProcessGroup, source: int, tag: int) -> None:
@@ -76,10 +77,10 @@ class Parcel:
         return work
 
 
-class Dispatch:
+class PendingSend:
     """A message on its way from this rank; it is kept until :meth:`wait` was called."""
 
-    def __init__(self, works: list[dist.Work], parts: list[Tensor], under_way: set[Dispatch]) -> None:
+    def __init__(self, works: list[dist.Work], parts: list[Tensor], under_way: set[PendingSend]) -> None:
         self._works = works
         self._parts = parts  # work on gloo does not hold the memory that it sends from
         self._under_way = under_way
@@ -96,7 +97,7 @@ class Dispatch:
         self._under_way.discard(self)
 
 
-class Freight:
+class BulkChannel:
     """One rank's large messages; each end names a message by a number that its pair of ranks uses once.
 
     Args:
@@ -105,9 +106,9 @@ class Freight:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._under_way: set[Dispatch] = set()
+        self._under_way: set[PendingSend] = set()
 
-    def send(self, to: int, number: int, content: Tensor) -> Dispatch:
+    def send(self, to: int, number: int, content: Tensor) -> PendingSend:
         """Begin to send a (bytes,) uint8 tensor on the host; it must not change any more."""
         first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
         first[:8] = torch.tensor([content.numel()]).view(torch.uint8)
@@ -118,11 +119,11 @@ class Freight:
         if len(tail):
             parts.append(torch.cat([tail, torch.tensor([_MARK], dtype=torch.uint8)]))
         works = [dist.isend(part, to, group=self._group, tag=_FIRST_TAG + number) for part in parts]
-        return Dispatch([work for work in works if work is not None], parts, self._under_way)
+        return PendingSend([work for work in works if work is not None], parts, self._under_way)
 
-    def receive(self, source: int, number: int) -> Parcel:
+    def receive(self, source: int, number: int) -> PendingReceive:
         """Begin to receive what ``source`` sends under this number."""
-        return Parcel(self._group, source, _FIRST_TAG + number)
+        return PendingReceive(self._group, source, _FIRST_TAG + number)
 
 
 def _wait(work: dist.Work) -> None:

@@ -27,13 +27,13 @@ def is_broken_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
 
 
-def leave_last_words(rank: int, error: Exception) -> None:
+def publish_failure(rank: int, error: Exception) -> None:
     """Let the other ranks find what this one failed with."""
     with suppress(RuntimeError):  # the store is gone
         _store().set(_key(rank), json.dumps([type(error).__name__, str(error)]))
 
 
-def last_words(world_size: int) -> dict[int, tuple[str, str]]:
+def peer_failures(world_size: int) -> dict[int, tuple[str, str]]:
     """Return the name and the message of what ranks failed with, as far as they left it and can be asked."""
     found = {}
     with suppress(RuntimeError):
@@ -45,18 +45,18 @@ def last_words(world_size: int) -> dict[int, tuple[str, str]]:
     return found
 
 
-def forget_last_words(rank: int) -> None:
+def clear_failure(rank: int) -> None:
     """Take back what this rank left, before a run that has not failed."""
     _store().delete_key(_key(rank))
 
 
-def explain(error: BaseException, rank: int, world_size: int) -> None:
+def explain_broken_connection(error: BaseException, rank: int, world_size: int) -> None:
     """Leave an error for the others; one that another rank's end has caused is told what that rank failed with."""
     if is_broken_connection(error):
-        for other, (name, message) in last_words(world_size).items():
+        for other, (name, message) in peer_failures(world_size).items():
             error.add_note(f"rank {other} failed first, with {name}: {message}")
     elif isinstance(error, Exception):
-        leave_last_words(rank, error)
+        publish_failure(rank, error)
 
 
 def _store() -> Any:
@@ -66,4 +66,4 @@ def _store() -> Any:
 
 
 def _key(rank: int) -> str:
-    return f"last_words/{rank}"
+    return f"peer_failures/{rank}"

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from lightning_realloc import errors
 from lightning_realloc.errors import RankLost, ReallocError
-from lightning_realloc.runtime.messages.bulk_messages import Freight
-from lightning_realloc.runtime.messages.failure_store import is_broken_connection, last_words, leave_last_words
+from lightning_realloc.runtime.messages.bulk_messages import BulkChannel
+from lightning_realloc.runtime.messages.failure_store import is_broken_connection, peer_failures, publish_failure
 
 FAILURE_DEADLINE_S = 10.0
 """How long a rank that failed waits for the others to hear of it; one that is stuck in a collective never does."""
@@ -81,15 +81,15 @@ class Mailbox:
         self._arrived: dict[Frame, Tensor] = {}
         self._failures: dict[int, tuple[bool, str, str]] = {}
         self._on_the_way: list[tuple[int, dist.Work, Tensor]] = []
-        self._freight: Freight | None = None
+        self._freight: BulkChannel | None = None
         self.seconds_waited = 0.0
 
     @property
-    def freight(self) -> Freight:
+    def bulk_channel(self) -> BulkChannel:
         """For what is too large to hold anybody up; between several processes only."""
         if self._freight is None:
             assert self._group is not None, "a single process has nobody to send to"
-            self._freight = Freight(self._group)
+            self._freight = BulkChannel(self._group)
         return self._freight
 
     @property
@@ -114,13 +114,13 @@ class Mailbox:
         frame = Frame(kind, run, call, source, part)
         begin = time.perf_counter()
         while frame not in self._arrived:
-            self._take_in(None)
+            self._drain(None)
             if self._failures:
                 self.fail(None)
         self.seconds_waited += time.perf_counter() - begin
         return self._arrived.pop(frame)
 
-    def let_go(self, run: int) -> None:
+    def release(self, run: int) -> None:
         """Wait until what was sent in ``run`` and before has been received, and free it."""
         for sent_in, work, _ in self._on_the_way:
             if sent_in <= run:
@@ -132,7 +132,7 @@ class Mailbox:
         """What carries the frames; None for a single process."""
         return self._group
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all ranks."""
         if self._group is not None:
             dist.barrier(group=self._group)
@@ -159,7 +159,7 @@ class Mailbox:
         # Without success somebody has ended already, or is stuck where it cannot hear: then raise what is known.
         with suppress(ReallocError):
             while len(self._failures) < self._world_size:
-                self._take_in(_time_until(deadline))
+                self._drain(_time_until(deadline))
             for _, work, _ in self._on_the_way[-len(self.others) * 2 :]:
                 self._wait(work, _time_until(deadline))
         self._raise_lowest(error)
@@ -169,9 +169,9 @@ class Mailbox:
         if self._group is None:
             return error
         if not is_broken_connection(error):
-            leave_last_words(self._rank, error)
+            publish_failure(self._rank, error)
             return error
-        self._failures |= {rank: (True, *told) for rank, told in last_words(self._world_size).items()}
+        self._failures |= {rank: (True, *told) for rank, told in peer_failures(self._world_size).items()}
         if isinstance(error, RankLost):
             return error
         lost = RankLost(f"a rank ended while this one waited for it in a collective ({error}); see its own log")
@@ -199,7 +199,7 @@ class Mailbox:
         assert work is not None, "this rank is part of the group"
         self._on_the_way.append((run, work, tensor))
 
-    def _take_in(self, timeout: timedelta | None) -> None:
+    def _drain(self, timeout: timedelta | None) -> None:
         """Receive the next frame, whoever sent it."""
         header = torch.empty(5, dtype=torch.int64)
         work = dist.irecv(header, group=self._group, tag=_HEADER_TAG)

@@ -14,7 +14,7 @@ from lightning_realloc.runtime.forward.tp_group import TensorParallelGroup
 from lightning_realloc.runtime.model.structure import copied_without_weights
 
 
-def make_skeleton(model: nn.Module) -> nn.Module:
+def weightless_copy(model: nn.Module) -> nn.Module:
     """Return a copy in eval mode whose parameters have shapes but no storage; buffers are real copies, ties are kept.
 
     Take it before the model is laid out: afterwards its shapes and forwards belong to one layout.
@@ -22,5 +22,5 @@ def make_skeleton(model: nn.Module) -> nn.Module:
     """
     if any(isinstance(module, FSDPModule) or isinstance(vars(module).get("tp_group"), TensorParallelGroup)
            for module in model.modules()):  # fmt: skip
-        raise LayoutError("a skeleton is a copy of an undivided model; call make_skeleton before parallelize")
+        raise LayoutError("a skeleton is a copy of an undivided model; call weightless_copy before parallelize")
     return copied_without_weights(model).requires_grad_(False).eval()

@@ -22,17 +22,17 @@ from lightning_realloc.batch.training import MicroBatch
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.messages.mailbox import Mailbox
-from lightning_realloc.strategies.calls.early_work import TailCalls
-from lightning_realloc.strategies.calls.engines import Generators, refuse_long_prompts
-from lightning_realloc.strategies.calls.generate_call import Generating
+from lightning_realloc.strategies.calls.early_work import EarlyCalls
+from lightning_realloc.strategies.calls.engines import EnginePool, refuse_long_prompts
+from lightning_realloc.strategies.calls.generate_call import GenerateCalls
 from lightning_realloc.strategies.calls.idle import IdleClock, merge_idle_shares
-from lightning_realloc.strategies.calls.infer_call import Inference
+from lightning_realloc.strategies.calls.infer_call import InferCalls
 from lightning_realloc.strategies.calls.lockstep import PeerFailure
 from lightning_realloc.strategies.calls.metrics import count_tokens, facts_of, with_rates
 from lightning_realloc.strategies.calls.train_call import Trainee
 from lightning_realloc.strategies.calls.training_metrics import TrainingMetrics
-from lightning_realloc.strategies.exchange.call_placement import Workplace
-from lightning_realloc.strategies.exchange.iteration_data import Iteration
+from lightning_realloc.strategies.exchange.call_placement import CallPlacement
+from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.routing import Routes
 from lightning_realloc.strategies.lightning.signals import StopRequest
 from lightning_realloc.strategies.pool.model_pool import ModelPool
@@ -106,7 +106,7 @@ class CallRunner:
         self._frees_copies = frees_copies
         self._num_parts = generation_parts
         self._stop = stop
-        self._ahead: tuple[Iteration, ...] = ()
+        self._ahead: tuple[IterationData, ...] = ()
         """Batches with responses that were not trained on yet."""
         self._version = 0
         """Iterations that were trained in."""
@@ -114,11 +114,11 @@ class CallRunner:
         self._rank = rank
         self._world_size = world_size
         self._idle = IdleClock(mailbox, pool)
-        self._generators = Generators(module, pool, mailbox, device=device, rank=rank)
-        self._inference = Inference(module, pool, device=device, rank=rank)
+        self._engines = EnginePool(module, pool, mailbox, device=device, rank=rank)
+        self._inference = InferCalls(module, pool, device=device, rank=rank)
         # With responses of the policy before, weights change between a generating call and those that read from it.
-        self._tails = TailCalls(pool, self._inference) if not max_staleness else None
-        self._generating = Generating(module, pool, self._generators, self._tails, self._idle, device=device)
+        self._tails = EarlyCalls(pool, self._inference) if not max_staleness else None
+        self._generating = GenerateCalls(module, pool, self._engines, self._tails, self._idle, device=device)
         self._run = self._num_tokens = 0
         self.is_running = False
         """Whether calls are under way."""
@@ -156,9 +156,9 @@ class CallRunner:
             due = (*self._ahead, data) if is_last or not self._max_staleness else self._ahead
             self._ahead = () if is_last or not self._max_staleness else (data,)
             results = tuple(self._conclude(each, is_last=is_last) for each in due)
-            self._mailbox.let_go(self._run - 2)
+            self._mailbox.release(self._run - 2)
             if self._overlap != "iterations":
-                self._mailbox.meet()
+                self._mailbox.barrier()
             self._idle.end()
         return results
 
@@ -173,8 +173,8 @@ class CallRunner:
             facts = self._receive_notes(data)
             if are_of_next:
                 self._facts_of_next = facts
-            self._generators.hear()
-            self._mailbox.let_go(self._run)
+            self._engines.hear()
+            self._mailbox.release(self._run)
         return data.gather(self._device)
 
     def can_go_on(self) -> bool:
@@ -193,7 +193,7 @@ class CallRunner:
 
     def plan_changed(self) -> None:
         """Forget the models of the plan before. The pool serves another plan from now on."""
-        self._generators.forget()
+        self._engines.forget()
         self._trainee.forget_skips()
 
     def finish(self) -> None:
@@ -202,36 +202,36 @@ class CallRunner:
         A batch that waits to be trained on, where a run ended before its epoch, is left out.
         """
         for data in self._ahead:
-            data.take_in(data.routes.at_once())
+            data.drain(data.routes.at_once())
         self._ahead = ()
         self._training_metrics.finish()
-        self._generators.hear()
-        self._mailbox.let_go(self._run)
+        self._engines.hear()
+        self._mailbox.release(self._run)
 
     # ---- one walk through the calls
     def _begin(
         self, batch: Samples, calls: Sequence[ModelFunctionCall], iteration: int, *, generates_ahead: bool = False
-    ) -> Iteration:
+    ) -> IterationData:
         self._run += 1
-        self._generators.hear(before=self._run - 1)  # where no call generated since, or nobody would let go of it
-        workplaces = {call.name: self._workplace(call, iteration) for call in calls if call.role is not None}
-        routes = Routes(calls, workplaces, self._world_size, self._num_parts, self._module.group_size, generates_ahead)
-        data = Iteration(batch, routes, self._mailbox, rank=self._rank, run=self._run, version=self._version)
+        self._engines.hear(before=self._run - 1)  # where no call generated since, or nobody would let go of it
+        placements = {call.name: self._placement(call, iteration) for call in calls if call.role is not None}
+        routes = Routes(calls, placements, self._world_size, self._num_parts, self._module.group_size, generates_ahead)
+        data = IterationData(batch, routes, self._mailbox, rank=self._rank, run=self._run, version=self._version)
         data.facts |= self._idle.facts(self._rank)
         if all(call.kind == "train" for call in calls):
             self._send_notes(data)  # there is nothing to wait for
         return data
 
-    def _send_notes(self, data: Iteration) -> None:
+    def _send_notes(self, data: IterationData) -> None:
         data.facts |= self._stop.as_metrics()
         data.send_notes()
 
-    def _receive_notes(self, data: Iteration) -> dict[str, float]:
+    def _receive_notes(self, data: IterationData) -> dict[str, float]:
         facts = data.receive_notes()
         self._stop.take_from(facts)
         return facts
 
-    def _work_on(self, data: Iteration, calls: Sequence[ModelFunctionCall]) -> None:
+    def _work_on(self, data: IterationData, calls: Sequence[ModelFunctionCall]) -> None:
         """Run some calls of a batch."""
         last = max((index for index, call in enumerate(data.routes.calls) if call.kind != "train"), default=-1)
         alone = self._pool.alone(frees_copies=self._frees_copies)
@@ -245,16 +245,16 @@ class CallRunner:
             if any(data.index(call) == last for call in group):
                 self._send_notes(data)
             if self._overlap == "none":
-                self._idle.measure(self._mailbox.meet)
+                self._idle.measure(self._mailbox.barrier)
 
-    def _work_alone(self, call: ModelFunctionCall, data: Iteration) -> dict[str, float]:
+    def _work_alone(self, call: ModelFunctionCall, data: IterationData) -> dict[str, float]:
         """Run one call, and return its seconds where this rank takes part in it."""
         begin, waited = time.perf_counter(), self._idle.seconds
         took_part = self._KINDS[call.kind](self, call, data)
         spent = time.perf_counter() - begin - (self._idle.seconds - waited) + data.early_seconds(call)
         return {call.name: spent} if took_part else {}
 
-    def _note(self, data: Iteration, call: ModelFunctionCall, spent: float | None) -> None:
+    def _note(self, data: IterationData, call: ModelFunctionCall, spent: float | None) -> None:
         """Keep what a call took; None without part in it."""
         moved = self._pool.take_report(call.name)
         data.facts |= {} if moved is None else facts_of(call.name, moved)
@@ -267,7 +267,7 @@ class CallRunner:
         else:
             data.facts[f"seconds/{call.name}"] = spent
 
-    def _conclude(self, data: Iteration, *, is_last: bool) -> IterationResult:
+    def _conclude(self, data: IterationData, *, is_last: bool) -> IterationResult:
         """Run what is left to do of a batch, training included, and gather what every rank is to know."""
         self._work_on(data, data.routes.later())
         facts = self._receive_notes(data)
@@ -282,9 +282,9 @@ class CallRunner:
         told = {name: torch.tensor(value) for name, value in metrics.items()}
         return IterationResult(known, told, data.carried, data.shown())
 
-    def _workplace(self, call: ModelFunctionCall, iteration: int) -> Workplace:
+    def _placement(self, call: ModelFunctionCall, iteration: int) -> CallPlacement:
         options = self._module.train_options_of(str(call.role))
-        return Workplace(
+        return CallPlacement(
             layout=self._layout_of(call.name),
             micro_batch_tokens=self._pool.plan.call(call.name).micro_batch_tokens or options.micro_batch_tokens,
             train_options=options,
@@ -312,7 +312,7 @@ class CallRunner:
             yield self._idle.measure(lambda: stack.enter_context(self._enter_phase(call)))
 
     # ---- generate
-    def _generate(self, call: ModelFunctionCall, data: Iteration) -> bool:
+    def _generate(self, call: ModelFunctionCall, data: IterationData) -> bool:
         table = data.table(call)
         refuse_long_prompts(table.known, self._pool.home(str(call.role)))
         made = None
@@ -326,7 +326,7 @@ class CallRunner:
         return takes_part
 
     # ---- infer
-    def _infer(self, call: ModelFunctionCall, data: Iteration) -> bool:
+    def _infer(self, call: ModelFunctionCall, data: IterationData) -> bool:
         made = None
         with self._phase(call.name) as replica:
             takes_part = self._rank in replica.layout
@@ -338,7 +338,7 @@ class CallRunner:
         return takes_part
 
     def _infer_share(
-        self, call: ModelFunctionCall, replica: Replica, data: Iteration, micro_batches: Sequence[MicroBatch]
+        self, call: ModelFunctionCall, replica: Replica, data: IterationData, micro_batches: Sequence[MicroBatch]
     ) -> Samples | None:
         """Return what this rank makes of its samples, what it made early included."""
         early, table = data.early(call), data.table(call)
@@ -352,7 +352,7 @@ class CallRunner:
             self._tails.pace.take(call.name, num_tokens=num_tokens, seconds=time.perf_counter() - begin)
         return made if not early.parts else Samples.concatenate([*early.parts, *([] if made is None else [made])])
 
-    def _infer_together(self, calls: Sequence[ModelFunctionCall], data: Iteration) -> dict[str, float]:
+    def _infer_together(self, calls: Sequence[ModelFunctionCall], data: IterationData) -> dict[str, float]:
         """Run fused calls of one source, and return the seconds of those in which this rank takes part."""
         with ExitStack() as stack:
             replicas = {call.name: stack.enter_context(self._phase(call.name)) for call in calls}
@@ -363,7 +363,7 @@ class CallRunner:
         return {name: done.seconds for name, done in work.items()}
 
     # ---- compute
-    def _compute(self, call: ModelFunctionCall, data: Iteration) -> bool:
+    def _compute(self, call: ModelFunctionCall, data: IterationData) -> bool:
         # Who has no part in it does not wait to hear what was generated.
         rows = data.inputs(call) if self._rank in data.routes.computing_ranks(call) else None
         if rows is None:
@@ -373,7 +373,7 @@ class CallRunner:
         return True
 
     # ---- train
-    def _train(self, call: ModelFunctionCall, data: Iteration) -> bool:
+    def _train(self, call: ModelFunctionCall, data: IterationData) -> bool:
         with self._phase(call.name) as replica:
             takes_part = self._rank in replica.layout
             if takes_part:

@@ -15,10 +15,10 @@ from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import MicroBatch
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.generation import Completion
-from lightning_realloc.generation.loop.streaming import Outlet
-from lightning_realloc.strategies.calls.infer_call import Inference
-from lightning_realloc.strategies.exchange.chunk_results import UnitWork
-from lightning_realloc.strategies.exchange.iteration_data import Iteration
+from lightning_realloc.generation.loop.streaming import PartialResults
+from lightning_realloc.strategies.calls.infer_call import InferCalls
+from lightning_realloc.strategies.exchange.chunk_results import ChunkResults
+from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.partial_samples import check_unchanged
 from lightning_realloc.strategies.exchange.sample_table import Chosen
 from lightning_realloc.strategies.pool.model_pool import ModelPool
@@ -45,14 +45,14 @@ class TokenPace:
 
 
 @dataclass(slots=True)
-class TailCall:
+class EarlyCall:
     """One call that waits, as far as this rank is concerned."""
 
     call: ModelFunctionCall
     replica: Replica
     max_tokens: int
     """Of one forward pass."""
-    work: UnitWork = field(default_factory=UnitWork)
+    work: ChunkResults = field(default_factory=ChunkResults)
     done: set[int] = field(default_factory=set)
     """Ids of samples that it has worked on."""
 
@@ -61,21 +61,27 @@ class TailCall:
         return [c for c in finished if c.sample_id not in self.done and _num_tokens(c) <= self.max_tokens]
 
 
-class TailWork:
+class EarlyResults:
     """Works on what is finished here, one forward pass at a time: `generation.migration.WaitingCalls`.
 
     Args:
         calls: Those that may begin early, in their order.
-        outlet: Where finished samples come out.
+        partial_results: Where finished samples come out.
         inference: Runs them.
         pace: Learns what they take.
         num_parts: In how many portions, about, each call goes through what is finished.
     """
 
     def __init__(
-        self, calls: Sequence[TailCall], outlet: Outlet, inference: Inference, pace: TokenPace, *, num_parts: int
+        self,
+        calls: Sequence[EarlyCall],
+        partial_results: PartialResults,
+        inference: InferCalls,
+        pace: TokenPace,
+        *,
+        num_parts: int,
     ) -> None:
-        self._calls, self._outlet, self._inference, self._pace = calls, outlet, inference, pace
+        self._calls, self._outlet, self._inference, self._pace = calls, partial_results, inference, pace
         self._num_parts = num_parts
         self._rows: list[Samples] = []
 
@@ -94,7 +100,7 @@ class TailWork:
                 return True
         return False
 
-    def _pass(self, tail: TailCall, chosen: Sequence[Completion]) -> None:
+    def _pass(self, tail: EarlyCall, chosen: Sequence[Completion]) -> None:
         rows, positions = self._outlet.rows(chosen), tuple(range(len(chosen)))
         begin = time.perf_counter()
         made = self._inference.share(tail.call, tail.replica, Chosen(rows, positions), [MicroBatch(positions, True)])
@@ -106,7 +112,7 @@ class TailWork:
         tail.done.update(c.sample_id for c in chosen)
         self._rows.append(rows)
 
-    def hand_in(self, source: ModelFunctionCall, made: Samples) -> Mapping[str, UnitWork]:
+    def hand_in(self, source: ModelFunctionCall, made: Samples) -> Mapping[str, ChunkResults]:
         """Return what was done, by call.
 
         Raises:
@@ -117,7 +123,7 @@ class TailWork:
         return {tail.call.name: tail.work for tail in self._calls}
 
 
-class TailCalls:
+class EarlyCalls:
     """Finds what the ranks of a generating call may be freed for.
 
     Args:
@@ -125,19 +131,25 @@ class TailCalls:
         inference: Runs micro-batches through them.
     """
 
-    def __init__(self, pool: ModelPool, inference: Inference) -> None:
+    def __init__(self, pool: ModelPool, inference: InferCalls) -> None:
         self._pool, self._inference = pool, inference
         self.pace = TokenPace()
 
-    def of(self, source: ModelFunctionCall, data: Iteration, outlet: Outlet) -> TailWork | None:
+    def of(
+        self, source: ModelFunctionCall, data: IterationData, partial_results: PartialResults
+    ) -> EarlyResults | None:
         """Return what this rank may do of other calls while ``source`` is under way; None for nothing."""
         fusion, found = data.routes.fusion, []
         for call in fusion.calls:
             if fusion.tails.get(call.name) == source.name:
-                place, replica = fusion.workplaces[call.name], self._pool.ready(call.name)
+                place, replica = fusion.placements[call.name], self._pool.ready(call.name)
                 if replica is not None and replica.layout == place.layout:
-                    found.append(TailCall(call, replica, place.micro_batch_tokens))
-        return TailWork(found, outlet, self._inference, self.pace, num_parts=fusion.num_parts) if found else None
+                    found.append(EarlyCall(call, replica, place.micro_batch_tokens))
+        return (
+            EarlyResults(found, partial_results, self._inference, self.pace, num_parts=fusion.num_parts)
+            if found
+            else None
+        )
 
 
 def _num_tokens(completion: Completion) -> int:

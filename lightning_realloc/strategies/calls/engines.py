@@ -34,7 +34,7 @@ from lightning_realloc.strategies.pool.replica import Replica
 
 
 @dataclass(frozen=True, slots=True)
-class Generator:
+class ReplicaEngine:
     """What one rank generates with."""
 
     role: str
@@ -74,7 +74,7 @@ class Generator:
             self.lockstep.begin()
 
 
-class Generators:
+class EnginePool:
     """Makes engines for replicas, and carries news between their drafters.
 
     Args:
@@ -91,13 +91,13 @@ class Generators:
         self._mailbox = mailbox
         self._device = device
         self._rank = rank
-        self._generators: dict[int, Generator] = {}
+        self._engines: dict[int, ReplicaEngine] = {}
         self._kept: dict[str, list[Drafter]] = {}
         """Drafters of the last plan in which this rank generated for a role, by role."""
-        self._told: list[tuple[Generator, int, int]] = []
+        self._told: list[tuple[ReplicaEngine, int, int]] = []
         """Whose peers sent news, in which run, for which call."""
 
-    def of(self, call: ModelFunctionCall, replica: Replica, *, version: int) -> Generator:
+    def of(self, call: ModelFunctionCall, replica: Replica, *, version: int) -> ReplicaEngine:
         """Return what to generate with; its drafter has heard what the peers made before.
 
         ``version`` is that of the weights: iterations that they were trained in.
@@ -111,9 +111,9 @@ class Generators:
                 f"{call.name} cannot generate in the layout {replica.layout}, a pipeline; give it one with pp=1, and "
                 f"leave reallocation on"
             )
-        known = self._generators.get(id(replica.model))
+        known = self._engines.get(id(replica.model))
         if known is None:
-            known = self._generators[id(replica.model)] = self._make(call, replica)
+            known = self._engines[id(replica.model)] = self._make(call, replica)
         known.engine.weights_updated(version)
         return known
 
@@ -122,7 +122,7 @@ class Generators:
 
         Of ranks in tensor parallelism, which make the same samples, the first one tells what became of them.
         """
-        generator = self._generators[id(replica.model)]
+        generator = self._engines[id(replica.model)]
         stats, moved = generator.engine.stats, generator.migration_stats
         told: dict[str, float] = {}
         if self._module.speculation is not None:
@@ -135,7 +135,7 @@ class Generators:
             told |= facts_of_migration(call, moved, self._rank)
         return told
 
-    def tell(self, generator: Generator, run: int, index: int) -> None:
+    def tell(self, generator: ReplicaEngine, run: int, index: int) -> None:
         """Send the peers what was generated in call number ``index`` of a run; nobody waits."""
         if generator.peers and generator.drafter.exchanges:
             content = _packed(generator.drafter.news())
@@ -154,11 +154,11 @@ class Generators:
         """Drop the engines of the plan before; the next one's draft with what these learnt."""
         self.hear()
         last: dict[str, list[Drafter]] = {}
-        for generator in self._generators.values():
+        for generator in self._engines.values():
             if not generator.drafter.reads_target_cache:  # else it is a part of that model
                 last.setdefault(generator.role, []).append(generator.drafter)
         self._kept |= last
-        self._generators.clear()
+        self._engines.clear()
 
     def _drafter(self, replica: Replica) -> Drafter:
         """Return a drafter for a replica: one of a plan before, if there is one.
@@ -175,14 +175,14 @@ class Generators:
         kept = self._kept.get(replica.role)
         return kept.pop() if kept else build_drafter(speculation, replica.model)
 
-    def _make(self, call: ModelFunctionCall, replica: Replica) -> Generator:
+    def _make(self, call: ModelFunctionCall, replica: Replica) -> ReplicaEngine:
         layout = replica.layout
         peers = tuple(rank for rank in layout.group(self._rank, "dp", "fsdp") if rank != self._rank)
         max_slots, tokenizer = self._pool.plan.call(call.name).max_slots, self._module.tokenizer
         self._check(call, replica)
         if self._module.engine == "hf":
             oracle = HFEngine(replica.model, tokenizer=tokenizer, max_slots=max_slots)
-            return Generator(replica.role, oracle, None, Drafter(), peers)
+            return ReplicaEngine(replica.role, oracle, None, Drafter(), peers)
         lockstep = None
         if replica.is_sharded:
             group = self._pool.meshes.group(layout, "dp", "fsdp")
@@ -204,7 +204,7 @@ class Generators:
             agree=_agreement(self._pool.meshes.group(layout, "tp"), self._device),
             peers=moves,
         )
-        return Generator(replica.role, engine, lockstep, drafter, peers, moves)
+        return ReplicaEngine(replica.role, engine, lockstep, drafter, peers, moves)
 
     def _check(self, call: ModelFunctionCall, replica: Replica) -> None:
         """Refuse what cannot work where ranks gather a model's blocks together, each step of all ranks at once."""

@@ -8,18 +8,18 @@ import torch
 
 from lightning_realloc.batch.samples import Divided, Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
-from lightning_realloc.generation.loop.streaming import Outlet
-from lightning_realloc.strategies.calls.early_work import TailCalls
-from lightning_realloc.strategies.calls.engines import Generator, Generators
+from lightning_realloc.generation.loop.streaming import PartialResults
+from lightning_realloc.strategies.calls.early_work import EarlyCalls
+from lightning_realloc.strategies.calls.engines import EnginePool, ReplicaEngine
 from lightning_realloc.strategies.calls.idle import IdleClock
 from lightning_realloc.strategies.calls.lockstep import PeerFailure
-from lightning_realloc.strategies.exchange.iteration_data import Iteration
+from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.precision import without_gradients
 from lightning_realloc.strategies.pool.replica import Replica
 
 
-class Generating:
+class GenerateCalls:
     """Runs prompts through engines.
 
     Args:
@@ -35,23 +35,27 @@ class Generating:
         self,
         module: Any,
         pool: ModelPool,
-        generators: Generators,
-        tails: TailCalls | None,
+        generators: EnginePool,
+        tails: EarlyCalls | None,
         idle: IdleClock,
         *,
         device: torch.device,
     ) -> None:
-        self._module, self._pool, self._generators = module, pool, generators
+        self._module, self._pool, self._engines = module, pool, generators
         self._tails, self._idle, self._device = tails, idle, device
 
-    def share(self, call: ModelFunctionCall, replica: Replica, prompts: Samples, data: Iteration) -> Samples:
+    def share(self, call: ModelFunctionCall, replica: Replica, prompts: Samples, data: IterationData) -> Samples:
         """Return what this rank makes of its prompts; what is finished early is handed on at once."""
-        generator = self._generators.of(call, replica, version=data.version)
+        generator = self._engines.of(call, replica, version=data.version)
         generator.begin(data.run, data.index(call))
-        outlet = Outlet(data.routes.fusion.parts(call), lambda made: data.hand_on(call, made))
-        tail = self._tails.of(call, data, outlet) if self._tails is not None and generator.moves is not None else None
+        partial_results = PartialResults(data.routes.fusion.parts(call), lambda made: data.send_chunk(call, made))
+        tail = (
+            self._tails.of(call, data, partial_results)
+            if self._tails is not None and generator.moves is not None
+            else None
+        )
         if data.routes.fusion.parts(call) > 1 or tail is not None:
-            generator.engine.outlet = outlet
+            generator.engine.partial_results = partial_results
         try:
             precision, adapted = without_gradients(replica.model, self._device), self._pool.adapted_for
             with precision, generator.freed_for(tail), adapted(call, replica.model):
@@ -61,7 +65,7 @@ class Generating:
                 data.carry(call, made.carried)
                 return made.finished
             if tail is not None:
-                data.work_early(tail.hand_in(call, made))
+                data.record_early(tail.hand_in(call, made))
             return made
         except PeerFailure:
             raise
@@ -70,14 +74,14 @@ class Generating:
                 generator.lockstep.give_up()
             raise
         finally:
-            generator.engine.outlet = None
+            generator.engine.partial_results = None
             # Training needs the memory more. And a cache that has grown rounds logprobs differently, in the last bit,
             # than the fresh one of a run that was resumed here.
             generator.engine.release()
 
-    def _tell(self, call: ModelFunctionCall, replica: Replica, generator: Generator, data: Iteration) -> None:
+    def _tell(self, call: ModelFunctionCall, replica: Replica, generator: ReplicaEngine, data: IterationData) -> None:
         """Tell peers' drafters what was made, and everybody what it took."""
-        self._generators.tell(generator, data.run, data.index(call))
-        data.facts |= self._generators.facts(call.name, replica)
+        self._engines.tell(generator, data.run, data.index(call))
+        data.facts |= self._engines.facts(call.name, replica)
         moved = generator.migration_stats
         self._idle.add(0.0 if moved is None else moved.waited_s)

@@ -15,15 +15,15 @@ from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.batch.training import MicroBatch, pack_columns
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_infer
-from lightning_realloc.strategies.exchange.chunk_results import UnitWork
-from lightning_realloc.strategies.exchange.iteration_data import Iteration
+from lightning_realloc.strategies.exchange.chunk_results import ChunkResults
+from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.sample_table import Chosen
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.precision import without_gradients
 from lightning_realloc.strategies.pool.replica import Replica
 
 
-class Inference:
+class InferCalls:
     """Runs micro-batches through models.
 
     Args:
@@ -62,14 +62,14 @@ class Inference:
         return Samples.concatenate(counted) if counted else None
 
     def units(
-        self, calls: Sequence[ModelFunctionCall], replicas: Mapping[str, Replica], data: Iteration
-    ) -> dict[str, UnitWork]:
+        self, calls: Sequence[ModelFunctionCall], replicas: Mapping[str, Replica], data: IterationData
+    ) -> dict[str, ChunkResults]:
         """Return what fused calls of one source made on this rank; each unit goes through all of them in turn.
 
         What fails is raised once all units have come: a rank that generates hears of nothing before.
         """
         source = data.source(calls[0])
-        work: defaultdict[str, UnitWork] = defaultdict(UnitWork)
+        work: defaultdict[str, ChunkResults] = defaultdict(ChunkResults)
         units = data.units(source)
         try:
             for unit in units:
@@ -89,7 +89,7 @@ class Inference:
         return dict(work)
 
     def _work_on(
-        self, call: ModelFunctionCall, replica: Replica, rows: Chosen, share: Sequence[MicroBatch], work: UnitWork
+        self, call: ModelFunctionCall, replica: Replica, rows: Chosen, share: Sequence[MicroBatch], work: ChunkResults
     ) -> None:
         begin = time.perf_counter()
         made = self.share(call, replica, rows, share)

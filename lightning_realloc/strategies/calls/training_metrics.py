@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.runtime.messages.codec import decode_message, encode_message
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
-from lightning_realloc.strategies.exchange.iteration_data import Iteration
+from lightning_realloc.strategies.exchange.iteration_data import IterationData
 
 
 class TrainingMetrics:
@@ -29,11 +29,11 @@ class TrainingMetrics:
         self._measured: dict[tuple[int, int], dict[str, float]] = {}
         self._late: dict[str, tuple[int, int, int]] = {}
 
-    def note(self, data: Iteration, call: ModelFunctionCall, measured: Mapping[str, float]) -> None:
+    def note(self, data: IterationData, call: ModelFunctionCall, measured: Mapping[str, float]) -> None:
         """Note what this rank measured in a training call."""
         self._measured.setdefault((data.run, data.index(call)), {}).update(measured)
 
-    def exchange(self, data: Iteration, *, wait: bool) -> dict[str, float]:
+    def exchange(self, data: IterationData, *, wait: bool) -> dict[str, float]:
         """Send what this rank measured, and return what training calls measured: of this batch, or, where that may be
         late and ``wait`` is False, of the one before."""
         metrics: dict[str, float] = {}
@@ -41,7 +41,7 @@ class TrainingMetrics:
         for call in data.routes.calls:
             if call.kind != "train":
                 continue
-            index, ranks = data.index(call), data.routes.workplaces[call.name].layout.ranks
+            index, ranks = data.index(call), data.routes.placements[call.name].layout.ranks
             if ranks[0] == self._rank:
                 content = encode_message(self._measured[data.run, index], {})
                 self._mailbox.send(self._mailbox.others, FrameKind.METRICS, data.run, index, content)

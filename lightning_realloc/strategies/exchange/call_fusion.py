@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lightning_realloc.batch.training import MicroBatch, micro_batch_plan
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.strategies.exchange.call_placement import Workplace
+from lightning_realloc.strategies.exchange.call_placement import CallPlacement
 from lightning_realloc.tuning.timeline.fusion import fused_first, fused_groups, fused_sources, tail_sources
 from lightning_realloc.tuning.timeline.simulator import Overlap
 
@@ -27,7 +27,7 @@ class Fusion:
 
     calls: tuple[ModelFunctionCall, ...]
     """In the order in which they run: a fused call comes before computations that would wait for all samples."""
-    workplaces: Mapping[str, Workplace]
+    placements: Mapping[str, CallPlacement]
     num_parts: int
     """In how many portions a generating rank hands on its samples where somebody waits for them."""
     sources: Mapping[str, str]
@@ -36,14 +36,14 @@ class Fusion:
     """Call on the generating ranks that may begin where nothing is left to generate -> the generating call."""
 
     @classmethod
-    def of(cls, calls: Sequence[ModelFunctionCall], workplaces: Mapping[str, Workplace], num_parts: int) -> Fusion:
+    def of(cls, calls: Sequence[ModelFunctionCall], placements: Mapping[str, CallPlacement], num_parts: int) -> Fusion:
         """Return which calls are fused: none with ``num_parts=1``."""
-        layouts = {name: place.layout for name, place in workplaces.items()}
+        layouts = {name: place.layout for name, place in placements.items()}
         if num_parts == 1:
-            return cls(tuple(calls), workplaces, num_parts, {}, {})
+            return cls(tuple(calls), placements, num_parts, {}, {})
         sources = fused_sources(calls, {name: layout.ranks for name, layout in layouts.items()})
         ordered = fused_first(calls, sources)
-        return cls(ordered, workplaces, num_parts, sources, tail_sources(ordered, layouts))
+        return cls(ordered, placements, num_parts, sources, tail_sources(ordered, layouts))
 
     def parts(self, source: ModelFunctionCall) -> int:
         """Return in how many portions each generating rank hands on its samples."""
@@ -54,7 +54,7 @@ class Fusion:
         return [
             call
             for call in self.calls
-            if self.sources.get(call.name) == source.name and rank in self.workplaces[call.name].layout
+            if self.sources.get(call.name) == source.name and rank in self.placements[call.name].layout
         ]
 
     def unit_shares(self, call: ModelFunctionCall, lengths: Sequence[int]) -> UnitShares:
@@ -62,7 +62,7 @@ class Fusion:
 
         Repetitions that keep collective passes in step stay in the unit; ranks that need none may have nothing to do.
         """
-        place = self.workplaces[call.name]
+        place = self.placements[call.name]
         is_sharded = place.layout.dims.fsdp > 1
         plans = micro_batch_plan(
             lengths, place.layout.data_parallel_size, max_tokens=place.micro_batch_tokens, equal_counts=is_sharded
@@ -73,7 +73,7 @@ class Fusion:
         """Return the positions of a unit that ``rank`` works on in any fused call, ascending."""
         positions: set[int] = set()
         for call in self.users(source, rank):
-            share = self.unit_shares(call, lengths)[self.workplaces[call.name].layout.data_parallel_index(rank)]
+            share = self.unit_shares(call, lengths)[self.placements[call.name].layout.data_parallel_index(rank)]
             positions.update(position for micro in share for position in micro.positions)
         return tuple(sorted(positions))
 

@@ -10,7 +10,7 @@ from lightning_realloc.layout.dims import Coordinate, Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workplace:
+class CallPlacement:
     """Where a model's call runs, and in what portions."""
 
     layout: Layout

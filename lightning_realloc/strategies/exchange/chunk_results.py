@@ -9,7 +9,7 @@ from lightning_realloc.batch.samples import Samples
 
 
 @dataclass(slots=True)
-class UnitWork:
+class ChunkResults:
     """What one rank did of a call before all samples were generated."""
 
     parts: list[Samples] = field(default_factory=list)

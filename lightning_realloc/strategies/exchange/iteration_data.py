@@ -15,8 +15,8 @@ from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
 from lightning_realloc.runtime.messages.codec import all_gather_samples, decode_message, encode_message
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
-from lightning_realloc.strategies.exchange.chunk_results import UnitWork
-from lightning_realloc.strategies.exchange.partial_samples import Early, Unit, Units
+from lightning_realloc.strategies.exchange.chunk_results import ChunkResults
+from lightning_realloc.strategies.exchange.partial_samples import Early, SampleChunk, SampleChunks
 from lightning_realloc.strategies.exchange.routing import Routes, table_owner
 from lightning_realloc.strategies.exchange.sample_table import Chosen, Holders, SampleTable, only_columns, outline
 
@@ -28,7 +28,7 @@ _SHOWN = "shown"
 """Beside the names of calls: the first responses, for people to read."""
 
 
-class Iteration:
+class IterationData:
     """What this rank holds and owes in one walk through ``routes.calls``.
 
     Args:
@@ -55,7 +55,7 @@ class Iteration:
         self._received: set[str] = set()
         self._owners = {call.name: table_owner(call, routes.calls) for call in routes.calls}
         self._index = {call.name: index for index, call in enumerate(routes.calls)}
-        self._units = Units(routes, mailbox, rank=rank, run=run)
+        self._units = SampleChunks(routes, mailbox, rank=rank, run=run)
         self.carried: Samples | None = None
         """What generating calls left for the next iteration on all ranks, by id, once notes were received."""
         self._my_carried: list[Samples] = []
@@ -63,7 +63,7 @@ class Iteration:
         """Of how many samples all ranks are told the responses."""
         self._shown: Samples | None = None
         self._mine: dict[str, Samples] = {}
-        self._early: dict[str, UnitWork] = {}
+        self._early: dict[str, ChunkResults] = {}
         self._notes: dict[str, Samples] | None = None
         """What this rank told; None: nothing yet."""
 
@@ -105,7 +105,7 @@ class Iteration:
         positions = self.routes.worked_on(call, self._rank, self.table(call), self._holders_of_table(call))
         return Chosen(rows, positions)
 
-    def units(self, source: ModelFunctionCall) -> Iterator[Unit]:
+    def units(self, source: ModelFunctionCall) -> Iterator[SampleChunk]:
         """Yield what this rank infers on of a generating call's samples, as they come; waits for all of them."""
         for number in range(self.routes.fusion.parts(source)):
             for sender in self._senders(source):
@@ -127,19 +127,19 @@ class Iteration:
         return self._index[call.name]
 
     # ---- during a generating call, and after any
-    def hand_on(self, call: ModelFunctionCall, made: Samples) -> None:
+    def send_chunk(self, call: ModelFunctionCall, made: Samples) -> None:
         """Hand on some of the samples that a generating call makes here, while it makes others."""
         if self._rank in self._senders(call):
             self._units.send(call, made)
 
-    def work_early(self, work: Mapping[str, UnitWork]) -> None:
+    def record_early(self, work: Mapping[str, ChunkResults]) -> None:
         """Keep what calls made here of samples that were finished, while other ranks generated."""
         self._early |= work
         self.facts |= {f"hidden_s/{name}": done.seconds for name, done in work.items()}
 
-    def early(self, call: ModelFunctionCall) -> UnitWork:
+    def early(self, call: ModelFunctionCall) -> ChunkResults:
         """Return what was done of a call before its turn."""
-        return self._early.get(call.name, UnitWork())
+        return self._early.get(call.name, ChunkResults())
 
     def early_seconds(self, call: ModelFunctionCall) -> float:
         """Return the seconds of a call that passed before its turn; for a generating call, less what others took."""
@@ -211,7 +211,7 @@ class Iteration:
                 table.learn(dict(Samples.concatenate(parts[call.name]).by_ids(table.known.ids).columns))
         return facts
 
-    def take_in(self, calls: Sequence[ModelFunctionCall]) -> None:
+    def drain(self, calls: Sequence[ModelFunctionCall]) -> None:
         """Wait for what other ranks sent of these calls, though nobody will work on it: senders wait for that."""
         for call in calls:
             self._receive(call, self._made_table(call) if call.kind == "generate" else self.table(call))
@@ -272,7 +272,7 @@ class Iteration:
         return next((call for call in self.routes.calls if name in call.produces), None)
 
     def _senders(self, call: ModelFunctionCall) -> tuple[int, ...]:
-        place = self.routes.workplaces[call.name]
+        place = self.routes.placements[call.name]
         return tuple(place.holders(index)[0] for index in range(place.layout.data_parallel_size))
 
     def _made_table(self, call: ModelFunctionCall) -> SampleTable:
@@ -284,7 +284,7 @@ class Iteration:
             for index, sender in enumerate(self._senders(call)):
                 part = self._units.known(call, number, sender)
                 if part is not None:
-                    parts.append((self.routes.workplaces[call.name].holders(index), part))
+                    parts.append((self.routes.placements[call.name].holders(index), part))
         if not parts:
             raise PlanError(f"call {call.name!r} made no samples; it must return at least one response")
         known = _with_objects(Samples.concatenate([part for _, part in parts]).sorted_by_id(), self.table(call).known)

@@ -25,7 +25,7 @@ Early = Mapping[str, Sequence[Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class SampleChunk:
     """What a rank works on at once."""
 
     lengths: list[int]
@@ -34,7 +34,7 @@ class Unit:
     """Those that this rank works on, by their positions in the unit."""
 
 
-class Units:
+class SampleChunks:
     """Sends and receives the units of an iteration's generating calls, on one rank.
 
     Args:
@@ -127,7 +127,7 @@ class Units:
             self._rows[name] = decode_message(content)[1]["rows"]
         return self._rows[name]
 
-    def unit(self, call: ModelFunctionCall, number: int, sender: int) -> Unit | None:
+    def unit(self, call: ModelFunctionCall, number: int, sender: int) -> SampleChunk | None:
         """Return a unit as this rank works on it, None if there is nothing to do; waits for it."""
         known, rows = self.known(call, number, sender), self.rows(call, number, sender)
         if known is None or rows is None:
@@ -135,7 +135,7 @@ class Units:
         positions = self._positions(call, known)
         chosen = known.select(positions)
         values = {name: column for name, column in chosen.columns.items() if isinstance(column, Tensor)}
-        return Unit(lengths_of(known), Chosen(rows.with_columns(**values), positions))
+        return SampleChunk(lengths_of(known), Chosen(rows.with_columns(**values), positions))
 
     def over_at(self, call: ModelFunctionCall) -> float:
         """Return when the last unit arrived here, by ``time.perf_counter()``, once all have been taken in.

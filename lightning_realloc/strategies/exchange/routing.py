@@ -13,7 +13,7 @@ from lightning_realloc.batch.training import MicroBatch, TrainStep, micro_batch_
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
 from lightning_realloc.strategies.exchange.call_fusion import Fusion
-from lightning_realloc.strategies.exchange.call_placement import Workplace
+from lightning_realloc.strategies.exchange.call_placement import CallPlacement
 from lightning_realloc.strategies.exchange.sample_table import Holders, SampleTable
 
 
@@ -23,7 +23,7 @@ class Routes:
 
     calls: Sequence[ModelFunctionCall]
     """In the order in which they run; fused ones may come earlier than they were given."""
-    workplaces: Mapping[str, Workplace]
+    placements: Mapping[str, CallPlacement]
     """Of every call with a model."""
     world_size: int
     """All ranks."""
@@ -42,7 +42,7 @@ class Routes:
     _holders: dict[str, Holders] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.fusion = Fusion.of(self.calls, self.workplaces, self.num_parts)
+        self.fusion = Fusion.of(self.calls, self.placements, self.num_parts)
         self.calls = self.fusion.calls
 
     def at_once(self) -> tuple[ModelFunctionCall, ...]:
@@ -72,7 +72,7 @@ class Routes:
     def prompts(self, call: ModelFunctionCall, table: SampleTable) -> tuple[tuple[int, ...], ...]:
         """Return for every data-parallel rank the positions that it generates for."""
         if call.name not in self._shares:
-            layout = self.workplaces[call.name].layout
+            layout = self.placements[call.name].layout
             self._shares[call.name] = balanced_shares(table.lengths, layout.data_parallel_size)
         return self._shares[call.name]
 
@@ -86,7 +86,7 @@ class Routes:
         if call.name in table.early and call.name not in self._infers:
             self._infers[call.name] = self._early_and_rest(call, table)
         if call.name not in self._infers:
-            place = self.workplaces[call.name]
+            place = self.placements[call.name]
             self._infers[call.name] = micro_batch_plan(
                 table.lengths, place.layout.data_parallel_size, max_tokens=place.micro_batch_tokens,
                 equal_counts=place.layout.dims.fsdp > 1, group_size=self.group_size,
@@ -95,7 +95,7 @@ class Routes:
 
     def _unit_micro_batches(self, call: ModelFunctionCall, table: SampleTable) -> tuple[tuple[MicroBatch, ...], ...]:
         lengths = table.lengths
-        plans: list[list[MicroBatch]] = [[] for _ in range(self.workplaces[call.name].layout.data_parallel_size)]
+        plans: list[list[MicroBatch]] = [[] for _ in range(self.placements[call.name].layout.data_parallel_size)]
         for unit in table.units:
             shares = self.fusion.unit_shares(call, [lengths[position] for position in unit])
             for plan, share in zip(plans, shares, strict=True):
@@ -103,7 +103,7 @@ class Routes:
         return tuple(map(tuple, plans))
 
     def _early_and_rest(self, call: ModelFunctionCall, table: SampleTable) -> tuple[tuple[MicroBatch, ...], ...]:
-        place, early = self.workplaces[call.name], table.early[call.name]
+        place, early = self.placements[call.name], table.early[call.name]
         num_shares = place.layout.data_parallel_size
         plans: list[list[MicroBatch]] = [[] for _ in range(num_shares)]
         for rank, packs in early.items():
@@ -122,7 +122,7 @@ class Routes:
     def train_steps(self, call: ModelFunctionCall, table: SampleTable) -> tuple[TrainStep, ...]:
         """Return the optimizer steps of a training call."""
         if call.name not in self._trains:
-            place, positions, lengths = self.workplaces[call.name], table.learnt, table.lengths
+            place, positions, lengths = self.placements[call.name], table.learnt, table.lengths
             steps = train_steps(
                 [lengths[position] for position in positions], place.train_options, place.layout.data_parallel_size,
                 max_tokens=place.micro_batch_tokens, equal_counts=place.layout.dims.fsdp > 1,
@@ -168,13 +168,13 @@ class Routes:
         if call in self.later():
             return self._ranks_of_user(call)
         owner = table_owner(call, self.calls)
-        return tuple(range(self.world_size)) if owner is None else self.workplaces[owner.name].layout.ranks
+        return tuple(range(self.world_size)) if owner is None else self.placements[owner.name].layout.ranks
 
     def _ranks_of_user(self, call: ModelFunctionCall) -> tuple[int, ...]:
         """Return the ranks of the first call with a model that needs what ``call`` produces; without one, the first."""
         for user in self.users(call):
-            if user.name in self.workplaces:
-                return self.workplaces[user.name].layout.ranks
+            if user.name in self.placements:
+                return self.placements[user.name].layout.ranks
         return (0,)
 
     # ---- who needs what
@@ -186,7 +186,7 @@ class Routes:
         """Return the names that ``rank`` needs for ``call``: stages before a pipeline's last run on tokens alone."""
         if call.role is None:
             return call.needs
-        layout = self.workplaces[call.name].layout
+        layout = self.placements[call.name].layout
         if rank not in layout or layout.coordinate(rank).pp == layout.dims.pp - 1:
             return call.needs
         owner = table_owner(call, self.calls)
@@ -198,7 +198,7 @@ class Routes:
         """Return the positions of ``table`` that ``rank`` works on under ``call``, ascending."""
         if call.kind == "compute":
             return tuple(sorted(self.computed(call, table, made).get(rank, ())))
-        layout = self.workplaces[call.name].layout
+        layout = self.placements[call.name].layout
         if rank not in layout:
             return ()
         index = layout.data_parallel_index(rank)
@@ -220,7 +220,7 @@ class Routes:
                         holders[position] = (rank,)
             else:
                 for index, micros in enumerate(self.micro_batches(call, table)):
-                    ranks = self.workplaces[call.name].holders(index)
+                    ranks = self.placements[call.name].holders(index)
                     for position in (p for micro in micros if micro.counts for p in micro.positions):
                         holders[position] = ranks
             self._holders[call.name] = holders

@@ -22,7 +22,7 @@ from lightning_realloc.strategies.checkpoints import hf_folder as huggingface
 from lightning_realloc.strategies.checkpoints.gather import gather_weights
 from lightning_realloc.strategies.checkpoints.rng_state import random_state
 from lightning_realloc.strategies.lightning.process import ProcessStrategy
-from lightning_realloc.strategies.lightning.stall_warning import waiting_for_all
+from lightning_realloc.strategies.lightning.stall_warning import warn_if_stalled
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 
 
@@ -80,7 +80,7 @@ class CheckpointStrategy(ProcessStrategy):
         if storage_options is not None:
             raise ConfigError("storage_options cannot be used: a folder of shards is not written by a CheckpointIO")
         self.bring_back()
-        with waiting_for_all("save_checkpoint", self.global_rank):
+        with warn_if_stalled("save_checkpoint", self.global_rank):
             checkpoint[checkpoints.RANDOM_STATES] = self._gather_random_states()
         folder, models = Path(self.broadcast(str(filepath))), self._trained_models()
         if "optimizer_states" in checkpoint and self.pool.dataflow.trained_roles and not models.optimizers:
@@ -123,7 +123,7 @@ class CheckpointStrategy(ProcessStrategy):
         """
         models, parsed = self._trained_models(), huggingface.parse_dtype(dtype)
         names = None if merge else self.pool.saved_parameters(role, include_frozen=False)
-        with waiting_for_all("save_huggingface", self.global_rank):
+        with warn_if_stalled("save_huggingface", self.global_rank):
             self.bring_back()
             if role in self.pool.changing_roles:
                 checkpoints.refuse_not_finite(self.pool, role, self.global_rank, Path(folder))

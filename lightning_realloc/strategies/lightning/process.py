@@ -31,7 +31,7 @@ from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.runtime.measure.host_memory import keep_freed_memory
-from lightning_realloc.runtime.messages.failure_store import explain, forget_last_words
+from lightning_realloc.runtime.messages.failure_store import clear_failure, explain_broken_connection
 from lightning_realloc.runtime.parallel.mesh import forget_groups
 from lightning_realloc.seeds import global_seed
 from lightning_realloc.strategies.lightning.data_parallel import average_gradients
@@ -122,7 +122,7 @@ class ProcessStrategy(ModelParallelStrategy):
         self.stop.handle_sigterm(self.lightning_module.trainer)
         if self.world_size > 1:
             report_failures(rank=self.global_rank, launcher=self._launcher)
-            forget_last_words(self.global_rank)
+            clear_failure(self.global_rank)
             if self._is_started_by_a_rank and not self._is_watched:
                 self._is_watched = True
                 end_with_parent(self, type(self).is_running)
@@ -212,7 +212,7 @@ class ProcessStrategy(ModelParallelStrategy):
         forget_groups()
         dismiss_observer(self._launcher)
         if self.world_size > 1 and dist.is_initialized():
-            explain(exception, self.global_rank, self.world_size)
+            explain_broken_connection(exception, self.global_rank, self.world_size)
 
     def teardown(self) -> None:
         """Let a SIGTERM end this process that came too late to end the run."""

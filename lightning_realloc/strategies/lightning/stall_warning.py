@@ -14,7 +14,7 @@ TELL_AFTER_S = 60.0
 
 
 @contextmanager
-def waiting_for_all(name: str, rank: int) -> Iterator[None]:
+def warn_if_stalled(name: str, rank: int) -> Iterator[None]:
     """Surround the first collective of what every rank must call; log a warning when the others take long."""
     timer = threading.Timer(
         TELL_AFTER_S, _log.warning,

@@ -17,7 +17,7 @@ from lightning_realloc.strategies.measure.profile_subject import Machine
 from lightning_realloc.strategies.measure.profiling import Profile, ProfileRequest, num_cores, profile_models
 from lightning_realloc.strategies.pool.builder import PoolBuilder
 from lightning_realloc.strategies.pool.memory_check import with_callbacks
-from lightning_realloc.tuning.candidates import Prospects
+from lightning_realloc.tuning.candidates import PlanEvaluator
 from lightning_realloc.tuning.estimate.estimator import Estimator
 from lightning_realloc.tuning.estimate.hardware import CPU_EFFICIENCY, Efficiency
 from lightning_realloc.tuning.estimate.measured import MeasuredEstimator
@@ -79,7 +79,7 @@ def profile_of(
     return profile_models(request, machine, cache, seconds=seconds)
 
 
-def prospects_of(
+def make_plan_evaluator(
     builder: PoolBuilder,
     plan: ExecutionPlan,
     iterations: Sequence[Lengths],
@@ -88,7 +88,7 @@ def prospects_of(
     overlap: Overlap,
     generation_parts: int = 1,
     profile: Profile | None = None,
-) -> Prospects:
+) -> PlanEvaluator:
     """Return what other plans of the algorithm that runs under ``plan`` are judged by.
 
     Args:
@@ -113,7 +113,7 @@ def prospects_of(
         return make_estimator(dataflow, cluster, roles, settings, priced, lengths.responses, builder.device, profile)
 
     estimate(typical)  # raises at once what it would raise later
-    return Prospects(
+    return PlanEvaluator(
         dataflow=dataflow, estimate=estimate, lengths=typical, roles=roles, settings=settings, workload=load,
         memory_budget=usable_bytes(builder.memory_budget), overlap=overlap, generation_parts=generation_parts,
     )  # fmt: skip

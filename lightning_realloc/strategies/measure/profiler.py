@@ -20,7 +20,7 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.batch.training import pack_columns
 from lightning_realloc.layout import AXES, Layout, ModelLayout, ParallelDims
-from lightning_realloc.runtime.measure.group_timer import Stopwatch
+from lightning_realloc.runtime.measure.group_timer import GroupTimer
 from lightning_realloc.runtime.measure.offload import Carrier, carrier
 from lightning_realloc.runtime.model.training_mode import set_training_mode
 from lightning_realloc.runtime.parallel.compiled import compiled_blocks
@@ -75,7 +75,7 @@ class Profiler:
         self._optimizers: dict[str, Curve] = {}
         """By kind and settings."""
         self._seconds = seconds
-        self._watch = Stopwatch(
+        self._watch = GroupTimer(
             meshes=machine.meshes, device=machine.device, rank=machine.rank, world_size=machine.world_size,
             clock=machine.clock,
         )  # fmt: skip

@@ -36,7 +36,7 @@ from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.strategies.calls.lockstep import Lockstep
 from lightning_realloc.strategies.measure.profile_subject import Machine, Subject
 from lightning_realloc.strategies.measure.profiler import MOST_BLOCKS, MOST_DECODING_BLOCKS, Profiler
-from lightning_realloc.strategies.pool.memory_probe import require_room
+from lightning_realloc.strategies.pool.memory_probe import require_free_memory
 from lightning_realloc.tuning.estimate.pass_samples import TINY, TINY_STEP, Grid, Size
 from lightning_realloc.tuning.estimate.profile import Curve, ProfileTable
 from lightning_realloc.tuning.memory.parts import Workload
@@ -127,7 +127,9 @@ def _has_room(request: ProfileRequest, machine: Machine) -> bool:
     """Whether every device has room for the models of a few blocks, beside what it holds; says so where not."""
     needed = max(_needed_bytes(role, _grid(request, machine)) for role in request.described.values())
     try:
-        require_room(needed, machine.device, what="measuring passes", way_out="plans are searched without measurements")
+        require_free_memory(
+            needed, machine.device, what="measuring passes", way_out="plans are searched without measurements"
+        )
     except PlanError as error:
         if machine.rank == 0:
             logger.warning("%s", error)

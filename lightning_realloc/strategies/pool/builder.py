@@ -31,7 +31,7 @@ from lightning_realloc.strategies.pool.memory_check import (
     refuse_too_large,
     with_callbacks,
 )
-from lightning_realloc.strategies.pool.memory_probe import require_room
+from lightning_realloc.strategies.pool.memory_probe import require_free_memory
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.plan_source import NamedPlan, agree_on, work_out_plan
 from lightning_realloc.strategies.pool.pool_options import Following, PoolOptions
@@ -133,7 +133,7 @@ class PoolBuilder:
         refuse_too_large(self.dataflow, plan, roles, settings, rank=self.rank, budget_bytes=self.memory_budget)
         if running is not None and self.device.type != "cpu":
             extra = transition_bytes(self.dataflow, running, plan, roles, settings, rank=self.rank)
-            require_room(extra, self.device, what="moving to the new plan")
+            require_free_memory(extra, self.device, what="moving to the new plan")
 
     def memory_settings(self) -> MemorySettings:
         """Return how tensors are kept, by the Trainer's settings and the algorithm's. Raises GenerationError for a

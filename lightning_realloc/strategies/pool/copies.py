@@ -11,7 +11,7 @@ from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.parallelize import parallelize, tensor_parallelize
 from lightning_realloc.runtime.parallel.shards import bind_tensors
 from lightning_realloc.runtime.parallel.stage import cut_stage
-from lightning_realloc.runtime.parallel.twin import make_skeleton
+from lightning_realloc.runtime.parallel.twin import weightless_copy
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
 from lightning_realloc.strategies.pool.replica import Replica
 
@@ -23,7 +23,7 @@ def prepare_copy(
 
     Shards of FSDP's have memory at once, all others none before they are filled. Collective over the ranks inside.
     """
-    skeleton = make_skeleton(blank).eval().requires_grad_(False)
+    skeleton = weightless_copy(blank).eval().requires_grad_(False)
     tp_plan = options.tp_plans.get(role)
     if options.rank not in target.layout.ranks:
         return skeleton
@@ -48,7 +48,7 @@ def blank_model(blank: nn.Module, old: Replica, device: torch.device, *, has_wei
         device: Of the weights.
         has_weights: Whether there is room for them.
     """
-    model = make_skeleton(blank)
+    model = weightless_copy(blank)
     tensors = {}
     for name, parameter in model.named_parameters():
         room = torch.empty(parameter.shape if has_weights else (1,), dtype=parameter.dtype, device=device)

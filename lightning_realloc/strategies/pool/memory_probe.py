@@ -20,7 +20,7 @@ def take_on_device(num_bytes: int, device: torch.device) -> None:
     torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
-def require_room(
+def require_free_memory(
     num_bytes: int,
     device: torch.device,
     *,

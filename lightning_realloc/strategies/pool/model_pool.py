@@ -24,15 +24,15 @@ from lightning_realloc.runtime.model.training_mode import enable_activation_chec
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.parallelize import needs_fsdp, parallelize
 from lightning_realloc.runtime.parallel.shards import bind_tensors, local_tensors, own_storage, reshard, vacate
-from lightning_realloc.runtime.parallel.twin import make_skeleton
+from lightning_realloc.runtime.parallel.twin import weightless_copy
 from lightning_realloc.runtime.transfer.executor import Reallocation, ReallocationReport
 from lightning_realloc.strategies.pool.copies import blank_model, prepare_copy
-from lightning_realloc.strategies.pool.moving_average import Followers
+from lightning_realloc.strategies.pool.moving_average import AveragedRoles
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
 from lightning_realloc.strategies.pool.precision import cast_parameters
-from lightning_realloc.strategies.pool.replan import Mover, move_optimizer, move_weights
+from lightning_realloc.strategies.pool.replan import StateMover, move_optimizer, move_weights
 from lightning_realloc.strategies.pool.replica import Replica
-from lightning_realloc.strategies.pool.weight_copy import Delivery, refuse_thawed
+from lightning_realloc.strategies.pool.weight_copy import WeightCopy, refuse_thawed
 
 
 class ModelPool:
@@ -47,7 +47,7 @@ class ModelPool:
         self._blanks: dict[str, nn.Module] = {}
         self._frozen: dict[str, frozenset[str]] = {}
         """Role -> parameters that its training leaves as they are."""
-        self._followers = Followers(dataflow, options)
+        self._followers = AveragedRoles(dataflow, options)
         self._copies: dict[tuple[str, Layout], Replica] = {}
         self._realized: set[str] = set()
         self.released: set[str] = set()
@@ -71,12 +71,12 @@ class ModelPool:
         # Weights that no optimizer changes need no more precision than copies; buffers (rotary frequencies) do.
         unchanged = self._frozen[role] if role in self.changing_roles else None
         cast_parameters(model, self._options.copy_dtype, names=unchanged)
-        self._blanks[role] = make_skeleton(model)
+        self._blanks[role] = weightless_copy(model)
         self._add_copies(role, home)
         model.to(self._options.device)
         self._home[role] = self._lay_out(role, model, home)
 
-    def rearrange(self, plan: ExecutionPlan, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+    def apply_plan(self, plan: ExecutionPlan, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         """Serve another plan from now on: move weights and optimizer state of every role whose home layout changes.
 
         Replicas in layouts that the plan does not use are dropped. Collective over all ranks, between iterations.
@@ -144,7 +144,7 @@ class ModelPool:
         model = blank_model(self._blanks[old.role], old, self._options.device, has_weights=has_weights)
         new = self._lay_out(old.role, model, home)
         new.version, new.frozen_version = old.version + 1, old.frozen_version + 1
-        mover = Mover(old.model_layout, home, self._options.rank, self._options.world_size, self._options.device)
+        mover = StateMover(old.model_layout, home, self._options.rank, self._options.world_size, self._options.device)
         move_weights(old, new, mover)
         if optimizer is not None:
             move_optimizer(old, new, optimizer, mover)
@@ -342,7 +342,7 @@ class ModelPool:
                 self.seconds_moving += self._followers.take_step(self.home(role), self.home(leader), following.rate)
                 self.weights_changed(role)
 
-    def _connect(self, home: Replica, target: Replica) -> Delivery:
+    def _connect(self, home: Replica, target: Replica) -> WeightCopy:
         options = self._options
         inside = options.rank in target.layout.ranks
         uses_storage = target.layout.dims.fsdp > 1
@@ -358,7 +358,7 @@ class ModelPool:
             )  # fmt: skip
 
         held = local_tensors(home.model) if options.rank in home.layout.ranks else {}
-        delivery = Delivery.of(home.model_layout, held, target.model_layout, self._frozen[home.role], connect)
+        delivery = WeightCopy.of(home.model_layout, held, target.model_layout, self._frozen[home.role], connect)
         if inside and not uses_storage:
             bind_tensors(target.model, delivery.target_tensors)
         return delivery

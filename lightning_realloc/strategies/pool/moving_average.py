@@ -15,7 +15,7 @@ from lightning_realloc.strategies.pool.pool_options import PoolOptions
 from lightning_realloc.strategies.pool.replica import Replica
 
 
-class Followers:
+class AveragedRoles:
     """Takes followers' steps, and keeps the ways of the weights between them.
 
     Raises:

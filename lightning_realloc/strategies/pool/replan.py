@@ -23,7 +23,7 @@ from lightning_realloc.strategies.pool.replica import Replica
 
 
 @dataclass(frozen=True, slots=True)
-class Mover:
+class StateMover:
     """Moves tensors of one role from one layout to another; every method is collective over all ranks."""
 
     source: ModelLayout
@@ -56,7 +56,7 @@ class Mover:
         ).run()
 
 
-def move_weights(old: Replica, new: Replica, mover: Mover) -> None:
+def move_weights(old: Replica, new: Replica, mover: StateMover) -> None:
     """Fill a new home replica from the old one. Collective over all ranks."""
     held = local_tensors(old.model) if mover.rank in old.layout else {}
     room = local_tensors(new.model) if mover.rank in new.layout else {}
@@ -82,7 +82,7 @@ class _Entry(NamedTuple):
     """The value of a scalar, which is the same on all ranks; None for a tensor of the parameter's shape."""
 
 
-def move_optimizer(old: Replica, new: Replica, optimizer: torch.optim.Optimizer, mover: Mover) -> None:
+def move_optimizer(old: Replica, new: Replica, optimizer: torch.optim.Optimizer, mover: StateMover) -> None:
     """Let ``optimizer`` go on with the new replica's parameters and the same state. Collective over all ranks.
 
     Raises:

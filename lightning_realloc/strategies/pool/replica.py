@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout
-from lightning_realloc.strategies.pool.weight_copy import Delivery
+from lightning_realloc.strategies.pool.weight_copy import WeightCopy
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class Replica:
     """Where every parameter of it lies."""
     model: nn.Module
     """The module; on a rank outside the layout a skeleton without weights."""
-    delivery: Delivery | None = None
+    delivery: WeightCopy | None = None
     """What fills it from the home replica; None for the home replica itself, and before the first filling."""
     version: int = 0
     """The version of the home replica's weights that it holds; 0 before the first filling."""

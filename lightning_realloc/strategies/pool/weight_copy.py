@@ -15,12 +15,12 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
 from lightning_realloc.runtime.transfer.executor import Reallocation, ReallocationReport
 
-Connect = Callable[[ModelLayout, ModelLayout, Mapping[str, Tensor]], Reallocation]
+MakeReallocation = Callable[[ModelLayout, ModelLayout, Mapping[str, Tensor]], Reallocation]
 """Makes the way of some parameters from one layout to another; the tensors are the source's. Collective."""
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
+class WeightCopy:
     """The ways of one role's parameters from its home to a copy: of the frozen ones, and of the trained ones."""
 
     frozen: Reallocation | None
@@ -30,8 +30,13 @@ class Delivery:
 
     @classmethod
     def of(
-        cls, home: ModelLayout, tensors: Mapping[str, Tensor], target: ModelLayout, frozen: Set[str], connect: Connect
-    ) -> Delivery:
+        cls,
+        home: ModelLayout,
+        tensors: Mapping[str, Tensor],
+        target: ModelLayout,
+        frozen: Set[str],
+        connect: MakeReallocation,
+    ) -> WeightCopy:
         """Prepare both. Collective over all ranks, which name the same ``frozen`` parameters."""
         parts = []
         for chosen in (frozen, {param.name for param in home.model.params} - frozen):

@@ -33,7 +33,7 @@ class Steps(NamedTuple):
         return [durations[task] * share for task, share in zip(self.tasks, self.shares, strict=True)]
 
 
-class Portions:
+class ChunkedTasks:
     """Cuts the tasks of one dataflow; task 2i moves weights to call i, task 2i + 1 is call i."""
 
     def __init__(

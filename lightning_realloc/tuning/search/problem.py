@@ -18,7 +18,7 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.estimate.estimator import Estimator
-from lightning_realloc.tuning.search.chunked import Portions
+from lightning_realloc.tuning.search.chunked import ChunkedTasks
 from lightning_realloc.tuning.search.options import Option, Pricing, Subject
 from lightning_realloc.tuning.search.space import CallOptions, RankSet, node_run
 from lightning_realloc.tuning.timeline.simulator import Overlap
@@ -87,9 +87,9 @@ class Problem:
         self.siblings = tuple(tuple(j for j in self.numbers if self.owners[j] == owner) for owner in self.owners)
         self._since_training = tuple(self._calls_since_training(i) for i in self.numbers)
         self._needs, self._carried = _dependencies(dataflow, self.calls)
-        self.portions: Portions | None = None
+        self.portions: ChunkedTasks | None = None
         if generation_parts > 1 and overlap != "none":
-            self.portions = Portions(dataflow, self.calls, self._needs, self._carried, generation_parts)
+            self.portions = ChunkedTasks(dataflow, self.calls, self._needs, self._carried, generation_parts)
         self._layouts: dict[tuple[ParallelDims, int], int] = {}
         self._moves: dict[tuple[int, int, int], float] = {}
         self._waits: dict[tuple[int, ...], Waits] = {}
@@ -162,7 +162,7 @@ class Problem:
 
     def _seconds_in_portions(
         self, state: State, moves: Sequence[float], durations: Sequence[float], offload: frozenset[str],
-        portions: Portions,
+        portions: ChunkedTasks,
     ) -> float:  # fmt: skip
         steps = portions.steps(self._masks(state, moves), offload)
         spread = steps.spread(durations)

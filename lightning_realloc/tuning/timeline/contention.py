@@ -37,7 +37,7 @@ def run_tasks(
     """
     if all(slowdown(count) == 1.0 for count in range(1, cluster.devices_per_node + 1)):
         return _unhindered(tasks)
-    return _Flow(tasks, cluster, slowdown).run()
+    return _FluidSchedule(tasks, cluster, slowdown).run()
 
 
 def _unhindered(tasks: Sequence[Task]) -> list[tuple[float, float]]:
@@ -48,7 +48,7 @@ def _unhindered(tasks: Sequence[Task]) -> list[tuple[float, float]]:
     return times
 
 
-class _Flow:
+class _FluidSchedule:
     def __init__(self, tasks: Sequence[Task], cluster: ClusterSpec, slowdown: Callable[[int], float]) -> None:
         self._tasks, self._slowdown = tasks, slowdown
         self._counts: list[dict[int, int]] = []

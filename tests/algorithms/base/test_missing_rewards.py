@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_realloc.algorithms.base.missing_rewards import judged_only, of_judged
+from lightning_realloc.algorithms.base.missing_rewards import drop_unscored, estimate_scored
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.batch.training import Totals, pack_columns
 from lightning_realloc.rewards import Failed
@@ -32,13 +32,13 @@ class SomeFail:
 
 def test_tokens_without_an_advantage_leave_the_mask_however_the_column_is_laid_out() -> None:
     samples = test_grpo.rollout().with_columns(advantages=torch.tensor([1.0, NAN, 0.5, NAN]))
-    per_sample = judged_only(pack_columns(samples, CPU), "advantages")
+    per_sample = drop_unscored(pack_columns(samples, CPU), "advantages")
     assert per_sample["advantages"].tolist() == [1.0, 0.0, 0.5, 0.0]
     # prompts of 3, 3, 1 and 1 tokens with responses of 2, 4, 1 and 2: those of samples 0 and 2 are left
     assert per_sample.response_mask.nonzero().flatten().tolist() == [3, 4, 13]
     lengths = samples.ragged("response_ids").lengths
     ragged = Ragged(torch.repeat_interleave(samples.tensor("advantages"), lengths), lengths)
-    per_token = judged_only(pack_columns(samples.with_columns(advantages=ragged), CPU), "advantages")
+    per_token = drop_unscored(pack_columns(samples.with_columns(advantages=ragged), CPU), "advantages")
     assert torch.equal(per_token.response_mask, per_sample.response_mask)
     assert not per_token["advantages"].isnan().any()
 
@@ -139,5 +139,5 @@ def test_ppo_survives_an_iteration_of_which_nothing_was_judged() -> None:
 def test_nothing_is_copied_where_every_response_has_a_score() -> None:
     samples = ppo_rollout([1.0, 2.0, 3.0])
     seen: list[Samples] = []
-    of_judged(samples, samples.tensor("scores"), lambda given: seen.append(given) or {})  # type: ignore[func-returns-value]
+    estimate_scored(samples, samples.tensor("scores"), lambda given: seen.append(given) or {})  # type: ignore[func-returns-value]
     assert seen[0] is samples

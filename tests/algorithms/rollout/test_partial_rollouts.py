@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_realloc.algorithms.rollout.partial_rollouts import Carried, PartialRollout, Progress
+from lightning_realloc.algorithms.rollout.partial_rollouts import PartialRollout, PartialRollouts, Progress
 from lightning_realloc.batch.samples import Divided, Ragged, Samples
 from lightning_realloc.errors import CheckpointError, ConfigError, DataError
 from lightning_realloc.generation import Completion, GenerationEngine, RolloutBudget, SamplingParams
@@ -81,7 +81,7 @@ def test_iterations_in_part_come_to_whole_responses(groups: bool) -> None:
         if not len(made.carried):
             break
         carried = made.carried
-        prompts = Carried.of(carried, prompts).prompts
+        prompts = PartialRollouts.of(carried, prompts).prompts
     assert num_iterations > 2
     assert {one.sample_id: one.token_ids for one in whole} == {i: one.token_ids for i, one in finished.items()}
     for one in whole:
@@ -100,7 +100,7 @@ def test_tokens_keep_their_logprobs_and_versions_when_weights_change() -> None:
         for parameter, other in zip(model.parameters(), tiny_model("llama", seed=1).parameters(), strict=True):
             parameter.copy_(other)
     engine.weights_updated(6)
-    worked_on = Carried.of(begun.carried, prompts_of(0, 1, 2, 3)).before(prompts_of(7))
+    worked_on = PartialRollouts.of(begun.carried, prompts_of(0, 1, 2, 3)).before(prompts_of(7))
     made = part(6, tokens=10_000).run(engine, worked_on, SAMPLING, begun.carried)
     assert len(made.carried) == 0
     after = state_of(made.finished)
@@ -119,7 +119,7 @@ def test_late_responses_are_finished_or_dropped() -> None:
     engine = GenerationEngine(tiny_model("llama").double())
     prompts = prompts_of(*range(6))
     begun = part(0, tokens=20).run(engine, prompts, SAMPLING, None)
-    left = Carried.of(begun.carried, prompts).prompts
+    left = PartialRollouts.of(begun.carried, prompts).prompts
     # Once they may not be carried on any more, whatever the budget says:
     finished = part(2, tokens=1, max_staleness=2).run(engine, left, SAMPLING, begun.carried)
     assert len(finished.carried) == 0 and len(finished.finished) == len(begun.carried)
@@ -133,12 +133,12 @@ def test_what_goes_on_survives_a_file_of_plain_data() -> None:
     engine = GenerationEngine(tiny_model("llama").double())
     prompts = prompts_of(*range(4))
     made = part(0, tokens=20).run(engine, prompts, SAMPLING, None)
-    carried = Carried.of(made.carried, prompts)
+    carried = PartialRollouts.of(made.carried, prompts)
     assert 0 < len(carried.prompts) < 4
     file = io.BytesIO()
     torch.save(carried.state(), file)
     file.seek(0)
-    read = Carried.from_state(torch.load(file, weights_only=True))
+    read = PartialRollouts.from_state(torch.load(file, weights_only=True))
     assert read.prompts.equals(carried.prompts) and read.responses.equals(carried.responses)
     with pytest.raises(DataError, match="must count ids on from epoch to epoch where a rollout_budget carries"):
         read.before(prompts)
@@ -147,7 +147,7 @@ def test_what_goes_on_survives_a_file_of_plain_data() -> None:
 def test_a_checkpoint_without_place_for_its_responses_says_so() -> None:
     engine = GenerationEngine(tiny_model("llama").double())
     made = part(0, tokens=20).run(engine, prompts_of(0, 1), SAMPLING, None)
-    checkpoint = {"carried_rollout": Carried.of(made.carried, prompts_of(0, 1)).state()}
+    checkpoint = {"carried_rollout": PartialRollouts.of(made.carried, prompts_of(0, 1)).state()}
     budget = RolloutBudget(tokens=5)
     with pytest.raises(CheckpointError, match="began without an environment, and this run has one; resume with the"):
         runs.grpo(rollout_budget=budget, environment=len).on_load_checkpoint(checkpoint)
@@ -157,7 +157,7 @@ def test_a_checkpoint_without_place_for_its_responses_says_so() -> None:
     module.on_load_checkpoint(checkpoint)
     saved: dict[str, Any] = {}
     module.on_save_checkpoint(saved)
-    assert Carried.from_state(saved["carried_rollout"]).responses.equals(made.carried)
+    assert PartialRollouts.from_state(saved["carried_rollout"]).responses.equals(made.carried)
     with pytest.raises(CheckpointError, match=r"began with sampling.n=2, and this run has sampling.n=4; resume with"):
         runs.grpo(rollout_budget=budget, sampling=replace(runs.SAMPLING, n=4)).on_load_checkpoint(saved)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_realloc.generation.cache.page_table import PageTables
 from lightning_realloc.generation.cache.paged_cache import blocks_of
-from lightning_realloc.generation.cache.prefix_index import PageNames
+from lightning_realloc.generation.cache.prefix_index import PrefixIndex
 
 PAGE_SIZE = 3
 
@@ -20,7 +20,7 @@ class Pages:
     def __init__(self, num_pages: int, num_slots: int) -> None:
         self.tables = PageTables(num_pages, PAGE_SIZE, num_slots=num_slots)
         self.sequences: list[list[int]] = [[] for _ in range(num_slots)]
-        self._names = PageNames(PAGE_SIZE)
+        self._names = PrefixIndex(PAGE_SIZE)
         self._held: dict[tuple[int, int], int] = {}
 
     def begin(self, slot: int, tokens: Sequence[int]) -> int:

@@ -18,9 +18,9 @@ from lightning_realloc.generation import engine as engine_module
 from lightning_realloc.generation.cache.kv_cache import SlotCache
 from lightning_realloc.generation.forward.attention import slot_attention
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs, StepShape, _state_of, filled_up, rounded_up
-from lightning_realloc.generation.forward.packed_rows import Prefill, Row
+from lightning_realloc.generation.forward.packed_rows import DecodeRow, PrefillChunk
 from lightning_realloc.generation.forward.runner import ModelRunner
-from lightning_realloc.generation.schedule.admission import Refill
+from lightning_realloc.generation.schedule.admission import PrefillBatching
 from lightning_realloc.generation.speculative import draft_model as draft_model_module
 from tests.generation.test_engine import draw_prompts, tokens_of
 from tests.models import tiny_model
@@ -83,7 +83,7 @@ def test_a_shape_covers_what_fits_into_it_and_hardly_costs_less(larger: StepShap
 @given(data=st.data(), capacity=st.integers(20, 50), width=st.integers(1, 5))
 def test_what_fills_a_shape_up_is_written_where_no_sample_is(data: st.DataObject, capacity: int, width: int) -> None:
     count = st.integers(1, width)
-    row = st.builds(lambda n, at: Row(list(range(1, n + 1)), at), count, st.integers(0, capacity - width - 1))
+    row = st.builds(lambda n, at: DecodeRow(list(range(1, n + 1)), at), count, st.integers(0, capacity - width - 1))
     rows = data.draw(st.lists(row, max_size=6))
     shape = StepShape(len(rows) + data.draw(st.integers(0, 3)), width, capacity)
     ids, positions, places = filled_up(rows, shape, capacity)
@@ -200,12 +200,12 @@ def test_a_model_that_cannot_be_captured_is_run_as_it_is(
 
 
 def test_free_slots_wait_until_reading_pays() -> None:
-    refill = Refill()
-    assert not refill.holds_back(num_running=0, num_free=4), "nothing would be done meanwhile"
+    refill = PrefillBatching()
+    assert not refill.should_defer(num_running=0, num_free=4), "nothing would be done meanwhile"
     for _ in range(2):
-        waited = [refill.holds_back(num_running=3, num_free=1) for _ in range(12)]
+        waited = [refill.should_defer(num_running=3, num_free=1) for _ in range(12)]
         assert waited == [True] * 11 + [False]  # a quarter of a step each time, and reading costs three
-    assert [refill.holds_back(num_running=1, num_free=3) for _ in range(4)] == [True] * 3 + [False]
+    assert [refill.should_defer(num_running=1, num_free=3) for _ in range(4)] == [True] * 3 + [False]
 
 
 def num_steps_with_prompts(monkeypatch: pytest.MonkeyPatch, *, cuda_graphs: bool) -> int:
@@ -213,7 +213,7 @@ def num_steps_with_prompts(monkeypatch: pytest.MonkeyPatch, *, cuda_graphs: bool
     num_prefills = []
     forward = ModelRunner.forward
 
-    def noted(self: ModelRunner, prefills: Sequence[Prefill], rows: Sequence[Row]) -> torch.Tensor:
+    def noted(self: ModelRunner, prefills: Sequence[PrefillChunk], rows: Sequence[DecodeRow]) -> torch.Tensor:
         num_prefills.append(len(prefills))
         return forward(self, prefills, rows)
 
@@ -243,7 +243,7 @@ def test_steps_that_are_never_captured_are_usual_and_others_once_they_are_replay
     with slot_attention(model):
         usual = []
         for num_rows, width in ((4, 2), (4, 2), (4, 2), (3, 2), (128, 5), (128, 5)):
-            runner.forward([], [Row([5] * width, 7)] * num_rows)
+            runner.forward([], [DecodeRow([5] * width, 7)] * num_rows)
             usual.append(runner.was_usual)
     assert usual == [False, False, True, True, True, True]
 

@@ -11,7 +11,7 @@ from lightning_realloc.generation.cache.kv_cache import Places, SlotCache
 from lightning_realloc.generation.forward import ragged_layout as token_grid
 from lightning_realloc.generation.forward.attention import PackedStep, _decode
 from lightning_realloc.generation.forward.attention_scores import Scores
-from lightning_realloc.generation.forward.ragged_layout import TokenGrid, best_width
+from lightning_realloc.generation.forward.ragged_layout import PaddedRows, best_width
 
 COUNTS = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 
@@ -38,7 +38,7 @@ def test_where_padding_is_free_the_grid_is_as_wide_as_the_longest() -> None:
 def test_tokens_come_back_in_their_order(counts: list[int], call_in_tokens: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(token_grid._CALL_IN_TOKENS, "cpu", call_in_tokens)
-        grid = TokenGrid(counts, torch.device("cpu"))
+        grid = PaddedRows(counts, torch.device("cpu"))
     tokens = torch.arange(1.0, sum(counts) + 1)[:, None]
     laid_out = grid.lay_out(tokens)
     assert torch.equal(grid.tokens_of(laid_out), tokens)

@@ -10,7 +10,7 @@ import torch
 from lightning_realloc.algorithms.base.rollout_columns import sample_responses
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.generation import Completion, GenerationEngine, HFEngine, SamplingParams
-from lightning_realloc.generation.loop.streaming import Outlet
+from lightning_realloc.generation.loop.streaming import PartialResults
 from tests.models import tiny_model
 
 PARAMS = SamplingParams(max_new_tokens=12, n=2, seed=3, stop_token_ids=tuple(range(100, 128)))
@@ -44,7 +44,7 @@ def test_portions_hold_the_rows_that_the_rollout_returns(num_parts: int) -> None
     engine = GenerationEngine(tiny_model("llama"), max_slots=3)
     plain = sample_responses(engine, _batch(4), PARAMS)
     parts: list[Samples] = []
-    engine.outlet = Outlet(num_parts, parts.append)
+    engine.partial_results = PartialResults(num_parts, parts.append)
     rollout = sample_responses(engine, _batch(4), PARAMS)
     assert rollout.equals(plain)
     # 8 samples: all portions but the last have 8 / num_parts of them, with more portions than samples 1 each.
@@ -57,6 +57,6 @@ def test_portions_hold_the_rows_that_the_rollout_returns(num_parts: int) -> None
 def test_a_rank_without_prompts_hands_on_nothing() -> None:
     parts: list[Samples] = []
     engine = GenerationEngine(tiny_model("llama"))
-    engine.outlet = Outlet(4, parts.append)
+    engine.partial_results = PartialResults(4, parts.append)
     assert len(sample_responses(engine, _batch(0), PARAMS)) == 0
     assert parts == []

@@ -80,7 +80,7 @@ def _calls(
             [prompts[i] for i in mine], PARAMS, sample_ids=ids, token_limits=[limits[i] for i in mine]
         )
         made.append((completions, engine.migration_stats))
-    peers.mailbox.let_go(0)
+    peers.mailbox.release(0)
     return made
 
 
@@ -206,7 +206,7 @@ def _talk(max_cache_bytes: int | None) -> list[tuple[list[Completion], Migration
                 environment=_answer,
             )  # fmt: skip
             calls.append((made, engine.migration_stats))
-    peers.mailbox.let_go(0)
+    peers.mailbox.release(0)
     return calls
 
 
@@ -266,7 +266,7 @@ def _end_on_the_way() -> tuple[list[int], MigrationStats]:
         engine._migration.pace.steps.observe(1, 1.0)
         params = SamplingParams(max_new_tokens=10, ignore_eos=True)
         made = engine.generate([[5 + rank]], params, sample_ids=[rank])
-    peers.mailbox.let_go(0)
+    peers.mailbox.release(0)
     return [len(completion.token_ids) for completion in made], engine.migration_stats
 
 
@@ -283,7 +283,7 @@ def _ids_used_twice() -> str:
     try:
         engine.generate([[5, 6]], SamplingParams(max_new_tokens=40, ignore_eos=True))
     except GenerationError as error:
-        peers.mailbox.let_go(0)
+        peers.mailbox.release(0)
         return str(error)
     return "nothing"
 
@@ -312,7 +312,7 @@ def _skewed(peers_move: bool) -> tuple[dict[int, tuple[int, ...]], MigrationStat
                 prompts, SamplingParams(max_new_tokens=100, ignore_eos=True),
                 sample_ids=range(12 * rank, 12 * rank + 12), token_limits=limits, length_hints=limits,
             )  # fmt: skip
-    peers.mailbox.let_go(0)
+    peers.mailbox.release(0)
     return {c.sample_id: c.token_ids for c in made}, engine.migration_stats
 
 
@@ -337,7 +337,7 @@ def _num_rounds(least_period_s: float) -> int:
     with moving(every=8), mock.patch.object(migration, "LEAST_PERIOD_S", least_period_s):
         for _ in range(2):  # steps' seconds are known from the second time on
             engine.generate([[5]], SamplingParams(max_new_tokens=100, ignore_eos=True), sample_ids=[dist.get_rank()])
-    peers.mailbox.let_go(0)
+    peers.mailbox.release(0)
     return engine.migration_stats.num_rounds
 
 
@@ -366,7 +366,7 @@ def _told_in_calls(lengths: Sequence[int]) -> list[tuple[int, list[int], int]]:
             engine.generate([[5], [6]], params, sample_ids=[2 * rank, 2 * rank + 1])
             found.append((engine.migration_stats.num_rounds, told.copy(), peers.num_reports - before))
             told.clear()
-    peers.mailbox.let_go(0)
+    peers.mailbox.release(0)
     return found
 
 
@@ -407,7 +407,7 @@ def _in_short_calls(limits: Sequence[int], fails_in: int | None = None) -> list[
                 found.append((peers.num_reports - before, made.token_ids))
             if fails_in is not None:
                 peers.mailbox.receive(FrameKind.ROWS, 0, 0, 1 - rank)  # as in a call behind it
-            peers.mailbox.let_go(0)
+            peers.mailbox.release(0)
         except Exception as error:
             return _told_of(error, peers.mailbox)
     return found
@@ -438,7 +438,7 @@ def _messages_where_samples_move() -> list[tuple[int, int]]:
             before = peers.num_reports
             engine.generate([[5]] * 4, params, sample_ids=range(4 * rank, 4 * rank + 4))
             found.append((engine.migration_stats.num_sent, peers.num_reports - before))
-    peers.mailbox.let_go(0)
+    peers.mailbox.release(0)
     return found
 
 

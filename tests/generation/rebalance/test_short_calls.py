@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from lightning_realloc.generation.rebalance.short_calls import MOST_IN_A_ROW, ShortCalls
+from lightning_realloc.generation.rebalance.short_calls import MOST_IN_A_ROW, ShortCallPredictor
 
 
-def runs_of_silence(calls: ShortCalls, kind: str, *, num_calls: int, is_short: bool = True) -> list[int]:
+def runs_of_silence(calls: ShortCallPredictor, kind: str, *, num_calls: int, is_short: bool = True) -> list[int]:
     """Return how many calls were taken to be short before each that was looked at."""
     runs, silent = [], 0
     for _ in range(num_calls):
-        if calls.takes_next(kind):
+        if calls.predict(kind):
             silent += 1
         else:
             runs.append(silent)
@@ -19,11 +19,11 @@ def runs_of_silence(calls: ShortCalls, kind: str, *, num_calls: int, is_short: b
 
 
 def test_the_more_calls_were_short_the_more_are_taken_to_be() -> None:
-    assert runs_of_silence(ShortCalls(), "a", num_calls=39) == [0, 1, 2, 4, 8, MOST_IN_A_ROW, MOST_IN_A_ROW]
+    assert runs_of_silence(ShortCallPredictor(), "a", num_calls=39) == [0, 1, 2, 4, 8, MOST_IN_A_ROW, MOST_IN_A_ROW]
 
 
 def test_a_long_call_begins_anew() -> None:
-    calls = ShortCalls()
+    calls = ShortCallPredictor()
     runs_of_silence(calls, "a", num_calls=11)  # looked at: the first, third, sixth and eleventh
     assert runs_of_silence(calls, "a", num_calls=9, is_short=False) == [8]
     assert runs_of_silence(calls, "a", num_calls=3, is_short=False) == [0, 0, 0]
@@ -31,7 +31,7 @@ def test_a_long_call_begins_anew() -> None:
 
 
 def test_kinds_know_nothing_of_each_other() -> None:
-    calls = ShortCalls()
+    calls = ShortCallPredictor()
     runs_of_silence(calls, "a", num_calls=11)
-    assert not calls.takes_next("b")
-    assert calls.takes_next("a")
+    assert not calls.predict("b")
+    assert calls.predict("a")

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_realloc.generation.schedule.length_predictor import RemainingLengths
+from lightning_realloc.generation.schedule.length_predictor import LengthPredictor
 
 
 def test_earlier_responses_to_the_prompt_that_were_longer_decide() -> None:
-    lengths = RemainingLengths({7: [100, 300, 500]})
+    lengths = LengthPredictor({7: [100, 300, 500]})
     for _ in range(50):
         lengths.finish(7, 20)
     assert lengths.expected(7, 0, max_new_tokens=1000) == 300  # (100 + 300 + 500) / 3
@@ -22,7 +22,7 @@ def test_earlier_responses_to_the_prompt_that_were_longer_decide() -> None:
 
 
 def test_without_evidence_half_of_what_is_left_is_expected() -> None:
-    lengths = RemainingLengths({7: [100]})
+    lengths = LengthPredictor({7: [100]})
     assert lengths.expected(0, 0, max_new_tokens=1000) == 500
     assert lengths.expected(7, 100, max_new_tokens=1000) == 450
 
@@ -32,7 +32,7 @@ def test_without_evidence_half_of_what_is_left_is_expected() -> None:
 def test_those_that_are_over_are_not_taken_for_all(mean: int, now: int) -> None:
     rng = random.Random(1)
     truth = [1 + int(rng.expovariate(1 / mean)) for _ in range(4000)]
-    lengths = RemainingLengths()
+    lengths = LengthPredictor()
     over = [length for length in truth if length <= now]
     for length in over:
         lengths.finish(0, length)
@@ -45,7 +45,7 @@ def test_those_that_are_over_are_not_taken_for_all(mean: int, now: int) -> None:
 def test_once_all_is_known_the_mean_of_what_is_left_is_expected() -> None:
     rng = random.Random(2)
     truth = [1 + int(rng.expovariate(1 / 80)) for _ in range(3000)]
-    lengths = RemainingLengths()
+    lengths = LengthPredictor()
     for length in truth:
         lengths.finish(0, length)
     for now in (0, 30, 100, 250):
@@ -54,7 +54,7 @@ def test_once_all_is_known_the_mean_of_what_is_left_is_expected() -> None:
 
 
 def test_responses_that_are_cut_at_their_limit_say_that_others_reach_it() -> None:
-    lengths = RemainingLengths()
+    lengths = LengthPredictor()
     for _ in range(16):
         lengths.finish(0, 96, is_cut=True)
     for now in (0, 40, 90):
@@ -62,12 +62,12 @@ def test_responses_that_are_cut_at_their_limit_say_that_others_reach_it() -> Non
 
 
 def test_the_next_generation_begins_with_what_this_one_and_those_before_it_came_to() -> None:
-    lengths, rng = RemainingLengths(), random.Random(3)
+    lengths, rng = LengthPredictor(), random.Random(3)
     for mean in (40, 40, 160):  # the last one counts as much as all before it
-        lengths = lengths.for_next()
+        lengths = lengths.decayed()
         for _ in range(1000):
             lengths.finish(0, 1 + int(rng.expovariate(1 / mean)))
-    lengths = lengths.for_next()
+    lengths = lengths.decayed()
     ends, tokens = lengths.evidence
     assert ends == 875  # 500 + 250 + 125
     assert lengths.expected(1, 0, max_new_tokens=10_000) == pytest.approx(tokens / ends, rel=0.1)
@@ -84,7 +84,7 @@ def test_the_next_generation_begins_with_what_this_one_and_those_before_it_came_
 def test_what_is_expected_lies_between_nothing_and_what_is_left(
     finished: list[tuple[int, int]], growing: list[int], prompt: int, num_tokens: int, max_new_tokens: int
 ) -> None:
-    lengths = RemainingLengths({1: [5, 10]})
+    lengths = LengthPredictor({1: [5, 10]})
     for entry in finished:
         lengths.finish(*entry)
     lengths.watch(growing)

@@ -82,10 +82,10 @@ def play(
                 slots.sequences[sample] += [("sample", sample)] * pause.num_tokens
                 scheduler.read(sample, begin, begin + pause.num_tokens)
                 del waiting[sample]
-        holds_back = holds[len(history) % len(holds)] and any(sample is not None for sample in scheduler.running)
-        reads_to_admit, scheduler.holds_back = scheduler.reads_to_admit, holds_back
+        should_defer = holds[len(history) % len(holds)] and any(sample is not None for sample in scheduler.running)
+        reads_to_admit, scheduler.should_defer = scheduler.reads_to_admit, should_defer
         step = scheduler.next_step()
-        assert not (holds_back and reads_to_admit and step.reads), "what waits for more to be read is not read alone"
+        assert not (should_defer and reads_to_admit and step.reads), "what waits for more to be read is not read alone"
         slots.carry_out(step, max_prefill_tokens)
         running = [sample for sample in scheduler.running if sample is not None]
         assert len(running) == len(scheduler.running), "running samples fill the first slots"

@@ -20,7 +20,7 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation
 from lightning_realloc.generation.core.noise import sample_key
 from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.forward.packed_rows import Prefill
+from lightning_realloc.generation.forward.packed_rows import PrefillChunk
 from lightning_realloc.generation.speculative import config as speculation
 from lightning_realloc.generation.speculative import draft_model
 from lightning_realloc.generation.speculative.draft_distillation import Distillation
@@ -447,7 +447,7 @@ def test_a_draft_model_forgets_a_response_whose_slot_another_one_takes_over() ->
 def test_what_a_draft_model_missed_is_read_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_model, "_MOST_READ", 10)
     prompts = [tuple(range(25)), (1,), tuple(range(4)), tuple(range(15))]
-    given = [Prefill(tokens, (slot,), begin=slot) for slot, tokens in enumerate(prompts)]
+    given = [PrefillChunk(tokens, (slot,), begin=slot) for slot, tokens in enumerate(prompts)]
     pieces = draft_model._in_pieces(given)
     assert [sum(len(part.tokens) for part in piece) for piece in pieces] == [10, 10, 10, 10, 5]
     for slot, tokens in enumerate(prompts):

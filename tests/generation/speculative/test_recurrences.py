@@ -9,8 +9,8 @@ from lightning_realloc.generation.speculative.recurrences import (
     NO_TOKEN,
     ORDERS,
     Branch,
-    Recurrences,
-    SharedRecurrences,
+    NgramIndex,
+    SharedNgramIndex,
 )
 
 LONGEST = ORDERS[0]
@@ -19,8 +19,8 @@ TEXTS = st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=3)
 """Each with what is before it; no token is as common as the places that are looked at."""
 
 
-def recurrences_in(texts: list[tuple[list[int], list[int]]]) -> Recurrences:
-    recurrences = Recurrences()
+def recurrences_in(texts: list[tuple[list[int], list[int]]]) -> NgramIndex:
+    recurrences = NgramIndex()
     for before, text in texts:
         recurrences.begin(before[-LONGEST:])
         recurrences.extend(text)
@@ -59,7 +59,7 @@ def test_the_longest_known_end_of_a_context_is_found_with_all_that_followed_it(
 def test_what_is_kept_for_others_is_what_would_be_found_anew(
     texts: list[tuple[list[int], list[int]]], tries: list[tuple[int, int]]
 ) -> None:
-    shared = SharedRecurrences()
+    shared = SharedNgramIndex()
     for number in range(1, len(texts) + 1):
         shared.add(texts[number - 1][0][-LONGEST:], texts[number - 1][1])
         alone = recurrences_in(texts[:number])
@@ -72,7 +72,7 @@ def test_what_is_kept_for_others_is_what_would_be_found_anew(
 
 
 def test_no_more_contexts_are_kept_than_samples_of_a_prompt_are_at() -> None:
-    shared = SharedRecurrences()
+    shared = SharedNgramIndex()
     shared.add([], list(range(200)))
     for last in range(200):
         order, branch = shared.find([999] * (LONGEST - 1) + [last])
@@ -82,7 +82,7 @@ def test_no_more_contexts_are_kept_than_samples_of_a_prompt_are_at() -> None:
 
 @given(st.lists(TOKENS, max_size=3))
 def test_a_text_that_grows_bit_by_bit_is_one_text(bits: list[list[int]]) -> None:
-    whole, by_bits = Recurrences(), Recurrences()
+    whole, by_bits = NgramIndex(), NgramIndex()
     whole.extend([token for bit in bits for token in bit])
     for bit in bits:
         by_bits.extend(bit)
@@ -104,7 +104,7 @@ def test_places_behind_a_token_are_those_of_a_context_longer_by_it(
 
 
 def test_common_tokens_are_told_by_the_latest_places() -> None:
-    recurrences = Recurrences()
+    recurrences = NgramIndex()
     recurrences.extend([7, 1] * 50 + [7, 2] * 50 + [7])
     _, branch = recurrences.find([0] * 7 + [7])
     assert followers_of(branch) == [2] * 32

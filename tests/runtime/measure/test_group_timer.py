@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_realloc.layout import Layout
-from lightning_realloc.runtime.measure.group_timer import MOST_LONG_RUNS, MOST_RUNS, Stopwatch, has_settled
+from lightning_realloc.runtime.measure.group_timer import MOST_LONG_RUNS, MOST_RUNS, GroupTimer, has_settled
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from tests.workers import WorkerPool
 
@@ -56,7 +56,7 @@ def _measure() -> list[float]:
     rank, clock = dist.get_rank(), _Clock()
     meshes, layout = MeshRegistry("cpu"), Layout.parse("dp2@0,1")
     meshes.create([layout])
-    watch = Stopwatch(
+    watch = GroupTimer(
         meshes=meshes, device=torch.device("cpu"), rank=rank, world_size=dist.get_world_size(), clock=clock
     )
     # Rank 1 is the slower one but for its first run; what took its time itself is handed through.

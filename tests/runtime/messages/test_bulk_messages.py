@@ -7,11 +7,11 @@ import time
 import torch
 import torch.distributed as dist
 
-from lightning_realloc.runtime.messages import bulk_messages as freight
-from lightning_realloc.runtime.messages.bulk_messages import Freight
+from lightning_realloc.runtime.messages import bulk_messages
+from lightning_realloc.runtime.messages.bulk_messages import BulkChannel
 from tests.workers import WorkerPool
 
-SIZES = (0, 1, freight._IN_FIRST - 1, freight._IN_FIRST, freight._IN_FIRST + 1, 3_000_000)
+SIZES = (0, 1, bulk_messages._IN_FIRST - 1, bulk_messages._IN_FIRST, bulk_messages._IN_FIRST + 1, 3_000_000)
 
 
 def _content(rank: int, number: int) -> torch.Tensor:
@@ -21,7 +21,7 @@ def _content(rank: int, number: int) -> torch.Tensor:
 
 def _exchange() -> list[bool]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    ours = Freight(dist.new_group(backend="gloo"))
+    ours = BulkChannel(dist.new_group(backend="gloo"))
     others = [other for other in range(world_size) if other != rank]
     numbers = range(len(SIZES))
     for other in others:
@@ -45,7 +45,7 @@ def test_messages_of_every_size_are_told_apart_by_their_numbers(workers: WorkerP
 
 
 def _ask_for_it() -> tuple[bool, bool, bool]:
-    ours = Freight(dist.new_group(backend="gloo"))
+    ours = BulkChannel(dist.new_group(backend="gloo"))
     if dist.get_rank() == 0:
         dist.barrier()
         ours.send(1, 7, _content(0, 5))

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from lightning_realloc.errors import RankLost, ReallocError, RewardError
 from lightning_realloc.runtime.messages.failure_store import (
-    explain,
-    forget_last_words,
+    clear_failure,
+    explain_broken_connection,
     is_broken_connection,
-    last_words,
+    peer_failures,
 )
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from tests.workers import WorkerPool
@@ -38,7 +38,7 @@ def _send_in_one_order_and_receive_in_another() -> list[list[int]]:
         mailbox.receive(FrameKind.ROWS, run, call, source).tolist()
         for run in (1, 0) for call in (2, 0, 1) for source in mailbox.others
     ]  # fmt: skip
-    mailbox.let_go(1)
+    mailbox.release(1)
     return received
 
 
@@ -56,7 +56,7 @@ def _send_to_a_rank_that_sleeps() -> tuple[float, float]:
     if rank == 0:
         mailbox.send([1], FrameKind.ROWS, 0, 0, torch.zeros(1 << 20, dtype=torch.uint8))
         sent_after = time.perf_counter() - begin
-        mailbox.let_go(0)
+        mailbox.release(0)
         return sent_after, time.perf_counter() - begin
     time.sleep(1.0)
     mailbox.receive(FrameKind.ROWS, 0, 0, 0)
@@ -100,7 +100,7 @@ def test_every_rank_raises_the_lowest_failed_ranks_error(
 def test_a_single_process_sends_nothing_and_raises_its_own_error() -> None:
     mailbox = Mailbox(0, 1, None)
     mailbox.send(mailbox.others, FrameKind.NOTES, 0, 0, _bytes(1))
-    mailbox.let_go(0)
+    mailbox.release(0)
     error = ValueError("mine")
     with pytest.raises(ValueError, match="mine") as caught:
         mailbox.fail(error)
@@ -135,13 +135,13 @@ def test_a_broken_collective_is_told_as_what_broke_it(workers: WorkerPool) -> No
 
 def _explained() -> list[str]:
     rank = dist.get_rank()
-    forget_last_words(rank)
+    clear_failure(rank)
     dist.barrier()
     error = RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer") if rank else KeyError("x")
     if rank:
-        while not last_words(2):
+        while not peer_failures(2):
             time.sleep(0.01)
-    explain(error, rank, 2)
+    explain_broken_connection(error, rank, 2)
     return getattr(error, "__notes__", [])
 
 

@@ -10,7 +10,7 @@ from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.parallelize import parallelize
 from lightning_realloc.runtime.parallel.shards import bind_tensors, local_tensors, reshard
-from lightning_realloc.runtime.parallel.twin import make_skeleton
+from lightning_realloc.runtime.parallel.twin import weightless_copy
 from tests.models import tiny_model
 from tests.runtime.reference import local_part
 from tests.workers import WorkerPool
@@ -63,7 +63,7 @@ def test_local_tensors_are_the_live_storage_of_the_layout_s_regions(workers: Wor
 
 def test_bound_tensors_are_shared_and_ties_stay_tied() -> None:
     model = tiny_model("qwen2")
-    skeleton = make_skeleton(model)
+    skeleton = weightless_copy(model)
     storage = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
     bind_tensors(skeleton, storage)
@@ -78,7 +78,7 @@ def test_bound_tensors_are_shared_and_ties_stay_tied() -> None:
 
 
 def test_binding_other_tensors_than_the_parameters_is_refused() -> None:
-    skeleton = make_skeleton(tiny_model("qwen2"))
+    skeleton = weightless_copy(tiny_model("qwen2"))
     tensors = dict(skeleton.named_parameters())
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
 

@@ -13,7 +13,7 @@ from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.parallelize import parallelize
 from lightning_realloc.runtime.parallel.shards import bind_tensors
 from lightning_realloc.runtime.parallel.tensor_parallel import install_tensor_parallel
-from lightning_realloc.runtime.parallel.twin import make_skeleton
+from lightning_realloc.runtime.parallel.twin import weightless_copy
 from lightning_realloc.runtime.transfer.collectives import SharedMemoryAllReduce
 from tests.models import tiny_model
 from tests.runtime.reference import local_part
@@ -27,7 +27,7 @@ PROMPTS = torch.tensor([[5, 9, 70, 100, 33, 7], [64, 32, 96, 11, 12, 13]])
 def test_a_skeleton_has_shapes_and_buffers_but_no_weights(family: str) -> None:
     model = tiny_model(family).train()
 
-    skeleton = make_skeleton(model)
+    skeleton = weightless_copy(model)
 
     assert all(parameter.is_meta and not parameter.requires_grad for parameter in skeleton.parameters())
     assert not any(parameter.is_meta for parameter in model.parameters())
@@ -57,7 +57,7 @@ def _generate_in_another_layout(families: list[str]) -> dict[str, bool]:
     facts: dict[str, bool] = {}
     for family in families:
         whole, model = tiny_model(family), tiny_model(family)
-        skeleton, spec = make_skeleton(model), describe_model(model)
+        skeleton, spec = weightless_copy(model), describe_model(model)
         parallelize(model, ModelLayout(spec, train), meshes)
         tensor_parallel = install_tensor_parallel(skeleton, generate, group, rank)
         target = ModelLayout(spec, generate)
@@ -85,7 +85,7 @@ def _skeleton_of_a_laid_out_model(layout_text: str) -> str:
     meshes.create([layout])
     parallelize(model, ModelLayout(describe_model(model), layout), meshes)
     with pytest.raises(LayoutError) as error:
-        make_skeleton(model)
+        weightless_copy(model)
     return str(error.value)
 
 
@@ -93,4 +93,4 @@ def _skeleton_of_a_laid_out_model(layout_text: str) -> str:
 def test_a_skeleton_is_taken_before_the_model_is_laid_out(workers: WorkerPool, layout: str) -> None:
     messages = workers.run(_skeleton_of_a_laid_out_model, layout, world_size=2)
 
-    assert all("call make_skeleton before parallelize" in message for message in messages)
+    assert all("call weightless_copy before parallelize" in message for message in messages)

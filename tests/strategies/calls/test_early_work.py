@@ -21,8 +21,8 @@ from lightning_realloc.generation.rebalance.balance import Choice
 from lightning_realloc.generation.rebalance.load import MoveCost, RankLoad, SampleMove
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.strategies.calls.early_work import TailWork, TokenPace
-from lightning_realloc.strategies.exchange.call_placement import Workplace
+from lightning_realloc.strategies.calls.early_work import EarlyResults, TokenPace
+from lightning_realloc.strategies.exchange.call_placement import CallPlacement
 from lightning_realloc.strategies.exchange.routing import Routes
 from lightning_realloc.strategies.exchange.sample_table import SampleTable
 from lightning_realloc.tuning.timeline.fusion import tail_sources
@@ -85,7 +85,7 @@ def test_every_sample_is_worked_on_once_and_what_was_done_early_where_it_was_don
     table = SampleTable(known, is_batch=False, early={"critic.infer": early})
     layouts = {**TOGETHER, "critic.infer": "dp2@1,0", "critic.train": "dp2@0-1"}
     places = {
-        name: Workplace(layout=Layout.parse(text), micro_batch_tokens=20, train_options=TrainOptions())
+        name: CallPlacement(layout=Layout.parse(text), micro_batch_tokens=20, train_options=TrainOptions())
         for name, text in layouts.items()
     }
     plans = Routes(CALLS, places, 2, 2).micro_batches(INFER, table)
@@ -163,7 +163,7 @@ def fail_early() -> str:
     try:
         with (
             moving(every=1, choose=free_the_last),
-            mock.patch.object(TailWork, "_pass", fail),
+            mock.patch.object(EarlyResults, "_pass", fail),
         ):
             runs.train(module, ReallocStrategy(PPO_PLAN, generation_parts=2), runs.world_size(), Batches(2))
     except Exception as error:

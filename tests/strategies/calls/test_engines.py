@@ -10,13 +10,13 @@ import torch
 
 from lightning_realloc.generation import SamplingParams, Speculation
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.strategies.calls.engines import Generators
+from lightning_realloc.strategies.calls.engines import EnginePool
 from tests.models import tiny_model
 
 CALL: Any = SimpleNamespace(name="actor.generate")
 
 
-def generators(drafter: str, *, shares_model: bool = False) -> Generators:
+def generators(drafter: str, *, shares_model: bool = False) -> EnginePool:
     """Return those of the only rank, or of one that shares its model with others."""
     speculation = Speculation(drafter=drafter, draft_blocks=1 if drafter == "blocks" else None)  # type: ignore[arg-type]
     module = SimpleNamespace(
@@ -26,7 +26,7 @@ def generators(drafter: str, *, shares_model: bool = False) -> Generators:
     meshes = SimpleNamespace(group=lambda layout, *axes: group if axes == ("tp",) else None)
     pool = SimpleNamespace(meshes=meshes, plan=SimpleNamespace(call=lambda name: SimpleNamespace(max_slots=4)))
     mailbox = SimpleNamespace()
-    return Generators(module, pool, mailbox, device=torch.device("cpu"), rank=0)  # type: ignore[arg-type]
+    return EnginePool(module, pool, mailbox, device=torch.device("cpu"), rank=0)  # type: ignore[arg-type]
 
 
 def replica() -> Any:

@@ -20,8 +20,8 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.messages.mailbox import Mailbox
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.strategies.exchange.call_placement import Workplace
-from lightning_realloc.strategies.exchange.iteration_data import Iteration
+from lightning_realloc.strategies.exchange.call_placement import CallPlacement
+from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.routing import Routes
 from tests.models import tiny_scorer
 from tests.strategies import runs
@@ -169,19 +169,19 @@ def test_the_first_unit_is_there_while_others_are_generated() -> None:
     post, made = Post(), _roll_out(_batch(3))
     has_first = threading.Event()
 
-    def iteration(rank: int) -> Iteration:
+    def iteration(rank: int) -> IterationData:
         places = {
-            name: Workplace(
+            name: CallPlacement(
                 layout=Layout.parse(text), micro_batch_tokens=40, train_options=TrainOptions(), order_seeds=(1,)
             )
             for name, text in layouts.items()
         }
         mailbox = cast(Mailbox, ThreadMailbox(rank, 2, post))
-        return Iteration(_batch(3), Routes(CALLS, places, 2, 2), mailbox, rank=rank, run=1)
+        return IterationData(_batch(3), Routes(CALLS, places, 2, 2), mailbox, rank=rank, run=1)
 
     def generate() -> None:
         data = iteration(0)
-        data.hand_on(GENERATE, made.select([4, 1]))
+        data.send_chunk(GENERATE, made.select([4, 1]))
         assert has_first.wait(DEADLINE_S), "the unit came only with the others"
         data.publish_samples(GENERATE, made)
 

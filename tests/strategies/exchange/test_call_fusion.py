@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.strategies.exchange.call_placement import Workplace
-from lightning_realloc.strategies.exchange.chunk_results import UnitWork
+from lightning_realloc.strategies.exchange.call_placement import CallPlacement
+from lightning_realloc.strategies.exchange.chunk_results import ChunkResults
 from lightning_realloc.strategies.exchange.routing import Routes
 from lightning_realloc.strategies.exchange.sample_table import SampleTable
 from tests.strategies.exchange.test_iteration_data import CALLS, GENERATE, INFER, JUDGE, REWARD
@@ -23,7 +23,7 @@ APART = {"actor.generate": "dp2@0-1", "critic.infer": "dp1@2", "reward.infer": "
 def _routes(layouts: dict[str, str], num_parts: int = 2, tokens: int = 20) -> Routes:
     given = {"actor.train": "dp1@0", "critic.train": "dp1@0", **APART, **layouts}
     places = {
-        name: Workplace(layout=Layout.parse(text), micro_batch_tokens=tokens, train_options=TrainOptions())
+        name: CallPlacement(layout=Layout.parse(text), micro_batch_tokens=tokens, train_options=TrainOptions())
         for name, text in given.items()
     }
     return Routes(CALLS, places, 4, num_parts)
@@ -47,7 +47,7 @@ def test_a_call_on_a_generating_rank_or_of_more_than_its_samples_is_not_fused() 
     assert _routes({}, num_parts=1).fusion.sources == {}
     needy = replace(REWARD, needs=("rollout", "rewards"))
     calls = (GENERATE, INFER, JUDGE, needy)
-    routes = Routes(calls, _routes({}).workplaces, 4, 2)
+    routes = Routes(calls, _routes({}).placements, 4, 2)
     assert routes.fusion.sources == {"critic.infer": "actor.generate"}
     assert [call.name for call in routes.calls] == ["actor.generate", "critic.infer", "judge", "reward.infer"]
     assert routes.fusion.parts(GENERATE) == 2
@@ -79,7 +79,7 @@ def test_every_sample_of_every_unit_is_inferred_once_by_whom_all_ranks_expect(
     holders = routes.holders(INFER, table, None)
     for index, plan in enumerate(plans):
         for position in (p for micro in plan if micro.counts for p in micro.positions):
-            assert holders[position] == routes.workplaces["critic.infer"].holders(index)
+            assert holders[position] == routes.placements["critic.infer"].holders(index)
     for micro in (micro for plan in plans for micro in plan):  # no pass mixes units, nor is one too long
         assert sum(set(micro.positions) <= set(unit) for unit in table.units) == 1
         assert sum(samples[p][0] for p in micro.positions) <= 20
@@ -89,13 +89,13 @@ def test_every_sample_of_every_unit_is_inferred_once_by_whom_all_ranks_expect(
             for unit in table.units
             for row in routes.fusion.worked_on(GENERATE, rank, [samples[p][0] for p in unit])
         }
-        wanted = [call for call in (INFER, REWARD) if rank in routes.workplaces[call.name].layout]
+        wanted = [call for call in (INFER, REWARD) if rank in routes.placements[call.name].layout]
         assert early == {p for call in wanted for p in routes.worked_on(call, rank, table, None)}
 
 
 def test_work_is_hidden_until_generation_is_over_and_no_work_is_a_float_too() -> None:
-    work = UnitWork(times=[(1.0, 2.0), (4.0, 6.0), (8.0, 9.0)])
+    work = ChunkResults(times=[(1.0, 2.0), (4.0, 6.0), (8.0, 9.0)])
     assert (work.seconds, work.seconds_before(5.0)) == (4.0, 2.0)
-    nothing = (UnitWork().seconds, UnitWork().seconds_before(5.0))
+    nothing = (ChunkResults().seconds, ChunkResults().seconds_before(5.0))
     assert nothing == (0.0, 0.0)
     assert [type(value) for value in nothing] == [float, float]  # Lightning warns of integers

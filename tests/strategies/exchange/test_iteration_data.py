@@ -21,8 +21,8 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.runtime.messages.codec import decode_message
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
-from lightning_realloc.strategies.exchange.call_placement import Workplace
-from lightning_realloc.strategies.exchange.iteration_data import Iteration
+from lightning_realloc.strategies.exchange.call_placement import CallPlacement
+from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.routing import Routes, table_owner
 
 DEADLINE_S = 20.0
@@ -128,17 +128,17 @@ def _estimate(samples: Samples) -> Samples:
     )
 
 
-def _hand_on(data: Iteration, made: Samples) -> None:
+def _hand_on(data: IterationData, made: Samples) -> None:
     """Hand on samples in portions as an engine would, the even ones first; some portions stay empty."""
     num_parts = data.routes.fusion.parts(GENERATE)
     order = sorted(range(len(made)), key=lambda row: (int(made.ids[row]) % 4, row))
     for part in range(num_parts - 1):
         rows = order[part * len(order) // num_parts : (part + 1) * len(order) // num_parts]
         if rows:
-            data.hand_on(GENERATE, made.select(rows))
+            data.send_chunk(GENERATE, made.select(rows))
 
 
-def _infer(data: Iteration, call: ModelFunctionCall, layout: Layout, rank: int) -> None:
+def _infer(data: IterationData, call: ModelFunctionCall, layout: Layout, rank: int) -> None:
     """Infer unit by unit where that is how samples come, else all at once."""
     method, index = {INFER: _value, REWARD: _score}[call], layout.data_parallel_index(rank)
     if call.name in data.routes.fusion.sources:
@@ -159,11 +159,11 @@ def _walk(
     """Do what a rank does in an iteration; return what it saw in every call."""
     options = TrainOptions(num_epochs=2, num_minibatches=2)
     places = {
-        name: Workplace(layout=layout, micro_batch_tokens=40, train_options=options, order_seeds=(1, 2))
+        name: CallPlacement(layout=layout, micro_batch_tokens=40, train_options=options, order_seeds=(1, 2))
         for name, layout in layouts.items()
     }
     mailbox = cast(Mailbox, ThreadMailbox(rank, world_size, post))
-    data = Iteration(_batch(num_prompts), Routes(CALLS, places, world_size, num_parts), mailbox, rank=rank, run=1)
+    data = IterationData(_batch(num_prompts), Routes(CALLS, places, world_size, num_parts), mailbox, rank=rank, run=1)
     seen: dict[str, Any] = {}
     for call in data.routes.calls:
         is_fused = call.name in data.routes.fusion.sources

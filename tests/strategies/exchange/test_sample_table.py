@@ -10,7 +10,7 @@ from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import DataError
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.strategies.exchange.call_placement import Workplace
+from lightning_realloc.strategies.exchange.call_placement import CallPlacement
 from lightning_realloc.strategies.exchange.routing import Routes
 from lightning_realloc.strategies.exchange.sample_table import SampleTable
 
@@ -27,7 +27,7 @@ def table(**columns: torch.Tensor) -> SampleTable:
 
 def routes(group_size: int, **options: int) -> Routes:
     """Return the routes of a training call on two ranks and of a computation."""
-    place = Workplace(
+    place = CallPlacement(
         layout=Layout.parse("dp2@0-1"), micro_batch_tokens=64, train_options=TrainOptions(**options), order_seeds=(3,)
     )
     return Routes([TRAIN, COMPUTE], {"actor.train": place}, 2, group_size=group_size)

@@ -138,11 +138,11 @@ class _Judged(Callback):
         if trainer.global_step > 1:
             return
         self.start = strategy.plan
-        prospects = strategy.prospects(LENGTHS)
-        assert prospects.memory_budget == usable_bytes(strategy.cluster.device_memory_bytes)
-        self.seconds = prospects.call_seconds(strategy.plan)
-        self.bytes = max(prospects.peak_bytes(strategy.plan).values())
-        proposed = [candidate.plan for candidate in prospects.propose(strategy.plan, seconds=0.2, seed=0)]
+        plan_evaluator = strategy.plan_evaluator(LENGTHS)
+        assert plan_evaluator.memory_budget == usable_bytes(strategy.cluster.device_memory_bytes)
+        self.seconds = plan_evaluator.call_seconds(strategy.plan)
+        self.bytes = max(plan_evaluator.peak_bytes(strategy.plan).values())
+        proposed = [candidate.plan for candidate in plan_evaluator.propose(strategy.plan, seconds=0.2, seed=0)]
         self.proposed = strategy.broadcast(proposed)  # searches go by the clock
         for plan in self.proposed[:1]:
             strategy.set_plan(plan)

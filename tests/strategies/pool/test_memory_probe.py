@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_realloc.errors import PlanError
-from lightning_realloc.strategies.pool.memory_probe import require_room, take_on_device
+from lightning_realloc.strategies.pool.memory_probe import require_free_memory, take_on_device
 
 GPU = torch.device("cuda")
 
@@ -20,18 +20,18 @@ def full(num_bytes: int, device: torch.device) -> Any:
 
 def test_a_full_device_is_refused_in_words() -> None:
     with pytest.raises(PlanError, match="moving needs 3 MiB more on rank 0, which its device has not; use a plan that"):
-        require_room(3 * 2**20, GPU, what="moving", take=full)
+        require_free_memory(3 * 2**20, GPU, what="moving", take=full)
 
 
 def test_room_is_enough_and_cpu_memory_is_not_asked() -> None:
     asked: list[int] = []
-    require_room(7, GPU, what="moving", take=lambda size, _: asked.append(size))
-    require_room(8, torch.device("cpu"), what="moving", take=full)
+    require_free_memory(7, GPU, what="moving", take=lambda size, _: asked.append(size))
+    require_free_memory(8, torch.device("cpu"), what="moving", take=full)
     assert asked == [7]
 
 
 @pytest.mark.gpu
 def test_a_device_is_asked() -> None:
-    require_room(1 << 20, GPU, what="moving")
+    require_free_memory(1 << 20, GPU, what="moving")
     with pytest.raises(torch.cuda.OutOfMemoryError):
         take_on_device(1 << 50, GPU)
