@@ -334,7 +334,7 @@ def test_help_names_every_command_and_fits_a_screen(workers: WorkerPool, folder:
     assert len(model.output.splitlines()) < 330
     names = "".join(fit.output.split())  # help breaks lines inside names
     assert "lightning_realloc.ReallocStrategy" in names
-    assert "ProcessStrategy" not in names and "CheckpointStrategy" not in names  # only to inherit from
+    assert "DataParallelStrategy" not in names  # only to inherit from
 
 
 def make_callback(every: int = 1) -> Callback:

@@ -8,15 +8,16 @@ is overridden and why.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_realloc.batch.samples import Samples
@@ -34,10 +35,12 @@ from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.setting_hints import STRATEGY_HINTS, suggest_settings
 from lightning_realloc.strategies.calls.call_runner import CallRunner
 from lightning_realloc.strategies.calls.train_call import Trainee
+from lightning_realloc.strategies.checkpoints.checkpoint import optimizer_settings
 from lightning_realloc.strategies.exchange.call_fusion import check_parts
-from lightning_realloc.strategies.lightning.data_parallel import broadcast_module
+from lightning_realloc.strategies.lightning.checkpoint_hooks import RoleCheckpoints
+from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 from lightning_realloc.strategies.lightning.failures import dismiss_observer
-from lightning_realloc.strategies.lightning.optimizer_hooks import SteppingStrategy
+from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 from lightning_realloc.strategies.lightning.schedules import check_schedules
 from lightning_realloc.strategies.measure.estimation import lengths_of, make_plan_evaluator, profile_of
 from lightning_realloc.strategies.measure.profile_subject import Machine
@@ -56,7 +59,7 @@ from lightning_realloc.tuning.timeline.simulator import Overlap
 
 
 @suggest_settings(STRATEGY_HINTS)
-class ReallocStrategy(SteppingStrategy):
+class ReallocStrategy(DataParallelStrategy):
     """Gives every model function call of an iteration the layout and ranks that suit it.
 
     Args:
@@ -108,7 +111,6 @@ class ReallocStrategy(SteppingStrategy):
         super().__init__(
             cluster=cluster,
             start_method=start_method,
-            save_frozen_roles=save_frozen_roles,
             load_weights_only=load_weights_only,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -118,6 +120,10 @@ class ReallocStrategy(SteppingStrategy):
                 raise ConfigError(f"{name}={value!r} must be one of {', '.join(get_args(choices))}")
         if max_staleness not in (0, 1):
             raise ConfigError(f"max_staleness={max_staleness!r}: generation runs at most one step ahead; use 0 or 1")
+        self._checkpoints = RoleCheckpoints(
+            self, save_frozen_roles=save_frozen_roles, load_weights_only=load_weights_only
+        )
+        self._optimizer_hooks = LightningOptimizers(self)
         check_parts(generation_parts, overlap=overlap, max_staleness=max_staleness)
         self.max_staleness = max_staleness
         self.generation_parts = generation_parts
@@ -170,7 +176,7 @@ class ReallocStrategy(SteppingStrategy):
         machine = Machine(
             meshes=self.pool.meshes, device=self.root_device, rank=self.global_rank, world_size=self.world_size,
             cluster=self.cluster, copy_dtype=options.copy_dtype, mixed_precision=options.mixed_precision,
-            forward_context=lambda wrapped: self.forward_context(wrapped=wrapped),
+            forward_context=lambda wrapped: self._optimizer_hooks.forward_context(wrapped=wrapped),
         )  # fmt: skip
         return profile_of(self._builder(), machine, iterations, cache=cache, seconds=seconds)
 
@@ -211,9 +217,7 @@ class ReallocStrategy(SteppingStrategy):
         self.accelerator.setup(trainer)
         flow = self.dataflow
         if flow is None:
-            self.model = self.precision_plugin.convert_module(self.model)
-            self.model_to_device()
-            broadcast_module(self.model)
+            super().setup(trainer)
         else:
             self._set_up_roles(trainer)
             self.model_to_device()
@@ -258,7 +262,7 @@ class ReallocStrategy(SteppingStrategy):
 
     def _make_runner(self, module: Any, pool: ModelPool) -> CallRunner:
         trainee = Trainee(
-            self, pool.meshes, module.train_options_of, device=self.root_device, rank=self.global_rank,
+            self._optimizer_hooks, pool.meshes, module.train_options_of, device=self.root_device, rank=self.global_rank,
             seed=module.seed, dropout=module.dropout, share_prompts=module.share_prompts,
             group_size=module.group_size, sums_of=module.totals_of,
         )  # fmt: skip
@@ -310,13 +314,12 @@ class ReallocStrategy(SteppingStrategy):
         self.pool.meshes.create(wanted.layouts)
         if self._offloader is not None:
             self._offloader.close()
-        optimizers = {str(optimizer.param_groups[0].get("name")): optimizer for optimizer in self.optimizers}
-        self.pool.apply_plan(wanted, optimizers)
+        self.pool.apply_plan(wanted, self.optimizers_by_role())
         self._models_replaced()
 
     def check_release(self, role: str) -> None:
         """Raise ConfigError where a role's weights are needed after its last call."""
-        if self._save_frozen_roles:
+        if self._checkpoints.save_frozen_roles:
             raise ConfigError(
                 f"save_frozen_roles=True writes the weights of {role!r} into checkpoints, and they are to leave memory "
                 f"once its last call has run; leave save_frozen_roles out, or keep the role"
@@ -382,7 +385,7 @@ class ReallocStrategy(SteppingStrategy):
             self.lengths = lengths_of(result.samples)
             module.log_dict(dict(result.metrics), batch_size=1)
             module.on_samples_carried(result.carried, num_learnt=len(result.samples))
-        self.count_iteration()
+        self._optimizer_hooks.count_iteration()
         self._stop_if_agreed()
         return tuple(result.samples.lengths_only() for result in results)
 
@@ -432,6 +435,99 @@ class ReallocStrategy(SteppingStrategy):
             module.release()
         super().teardown()
         give_back_freed_memory()
+
+    # ---- optimizers
+    @property
+    def iteration(self) -> int:
+        """Iterations done so far."""
+        return self._optimizer_hooks.iteration
+
+    def optimizer_of(self, role: str) -> torch.optim.Optimizer:
+        """Return a role's optimizer. Raises ConfigError if there is none."""
+        return self._optimizer_hooks.optimizer_of(role)
+
+    def optimizers_by_role(self) -> dict[str, torch.optim.Optimizer]:
+        """Return role -> optimizer."""
+        return self._optimizer_hooks.by_role()
+
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Step an optimizer, and mark replicas of the weights that it changed as stale."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.dataflow is not None:
+            named = {str(group.get("name")).partition("/")[0] for group in optimizer.param_groups}  # actor, actor/1
+            trained = self.pool.dataflow.trained_roles
+            for role in named if named.issubset(trained) else trained:
+                self.pool.weights_trained(role)
+        return result
+
+    # ---- checkpoints: a folder of shards for an algorithm's roles, one file for a module without calls
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether weights are read into sharded models."""
+        return self.dataflow is not None
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether Lightning restores optimizers itself."""
+        return self.dataflow is None
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the state that rank 0 writes; parameters of sharded roles are not in it."""
+        return super().lightning_module_state_dict() if self.dataflow is None else self._checkpoints.module_state()
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return an optimizer's state; for sharded roles only the groups' settings, tensors are written apart."""
+        if self.dataflow is None:
+            return super().optimizer_state(optimizer)
+        return optimizer_settings(getattr(optimizer, "_optimizer", optimizer))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint. Collective over all ranks."""
+        save = super().save_checkpoint if self.dataflow is None else self._checkpoints.save
+        save(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint; sharded roles are filled in place.
+
+        Raises:
+            CheckpointError: for something that is not a checkpoint of this strategy, or is one of other models.
+        """
+        load = super().load_checkpoint if self.dataflow is None else self._checkpoints.load
+        return load(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load what is not sharded; `load_checkpoint` has filled sharded roles."""
+        super().load_model_state_dict(checkpoint, strict=strict and self.dataflow is None)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizers of a module without calls; `load_checkpoint` has filled those of roles."""
+        if self.dataflow is None:
+            super().load_optimizer_state_dict(checkpoint)
+
+    def save_huggingface(self, role: str, folder: str | Path, *, dtype: str | None = None, merge: bool = False) -> None:
+        """Write a role's current weights as a folder that ``from_pretrained`` reads. Collective over all ranks.
+
+        For a role with adapters it is the folder that PEFT reads, or, with ``merge``, the merged model.
+
+        Raises:
+            CheckpointError: on every rank, for what has no Hugging Face form or cannot be written, and for trained
+                weights that are not finite.
+        """
+        self._checkpoints.save_huggingface(role, folder, dtype=dtype, merge=merge)
+
+    def check_huggingface(self, role: str, *, dtype: str | None = None) -> None:
+        """Raise the errors that :meth:`save_huggingface` would raise before it gathers anything."""
+        self._checkpoints.check_huggingface(role, dtype=dtype)
+
+    def full_weights(self, role: str, names: Set[str] | None = None) -> dict[str, Tensor]:
+        """Return a role's full weights, all or some, on rank 0, {} elsewhere. Collective over all ranks."""
+        return self._checkpoints.full_weights(role, names)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the module's state with full tensors on rank 0. Collective over all ranks."""
+        return super().full_state_dict() if self.dataflow is None else self._checkpoints.full_state()
 
     # ---- names
     @classmethod
