@@ -11,10 +11,11 @@ RUN := $(VENV)/bin/python -m
 # One thread per process: the tests and the demo run several on each core.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+export NO_MKDOCS_2_WARNING = 1
 # Dozens of processes import the same files: what one has compiled the others read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test lint demo bench clean
+.PHONY: test lint docs demo bench clean
 
 test: lint
 	$(RUN) pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -24,6 +25,11 @@ lint: $(VENV)/.ready
 	$(RUN) ruff format --check
 	$(RUN) mypy
 	$(VENV)/bin/lint-imports
+	$(RUN) mkdocs build --quiet
+
+# The documentation as HTML, in build/site; warnings are errors. `mkdocs serve` shows it while it is written.
+docs: $(VENV)/.ready
+	$(RUN) mkdocs build
 
 demo: $(VENV)/.ready
 	$(RUN) examples.demo
@@ -37,7 +43,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt .ci/install_torch.py
 	$(PYTHON) .ci/install_torch.py --check-python
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python .ci/install_torch.py --wheels-for $(WHEELS_FOR) "$(TORCH)"
-	$(RUN) pip install --quiet --constraint constraints.txt --editable ".[test,parity]"
+	$(RUN) pip install --quiet --constraint constraints.txt --editable ".[test,parity,docs]"
 	touch $@
 
 clean:

@@ -14,6 +14,8 @@ import pytest
 import torch
 import yaml
 
+import lightning_realloc
+import lightning_realloc.rewards
 from tests.strategies import runs
 from tests.strategies.runs import Batches
 from tests.workers import WorkerPool
@@ -36,6 +38,12 @@ def test_examples_can_be_parsed_and_import_what_there_is(page: Path) -> None:
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lightning_realloc"):
                 module = importlib.import_module(str(node.module))
                 assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    entries = re.findall(r"^::: lightning_realloc\.(?:rewards\.)?(\w+)$", pages, flags=re.MULTILINE)
+    assert sorted(entries) == sorted({*lightning_realloc.__all__, *lightning_realloc.rewards.__all__})
 
 
 def test_the_first_example_of_the_readme_is_the_script_in_examples() -> None:
