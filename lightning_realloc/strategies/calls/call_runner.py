@@ -384,7 +384,7 @@ class CallRunner:
                 )
                 self._training_metrics.note(data, call, measured)
             self._pool.weights_trained(str(call.role))
-            self._pool.weights_followed(str(call.role))
+            self._pool.update_averages(str(call.role))
         return takes_part
 
     _KINDS: ClassVar = {"generate": _generate, "infer": _infer, "compute": _compute, "train": _train}

@@ -1,6 +1,6 @@
-"""From an algorithm and where its plan comes from to models in their layouts: what must hold first, and what is built.
+"""Check a plan against an algorithm's models and memory, then build the pool of models in their layouts.
 
-Everything here is collective over all ranks, and what is refused is refused on all of them.
+All methods are collective over all ranks: an error is raised on every one of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_realloc.strategies.pool.memory_check import (
 )
 from lightning_realloc.strategies.pool.memory_probe import require_free_memory
 from lightning_realloc.strategies.pool.model_pool import ModelPool
-from lightning_realloc.strategies.pool.plan_source import NamedPlan, agree_on, work_out_plan
+from lightning_realloc.strategies.pool.plan_source import NamedPlan, require_equal_plans, work_out_plan
 from lightning_realloc.strategies.pool.pool_options import Following, PoolOptions
 from lightning_realloc.strategies.pool.precision import cast_parameters
 from lightning_realloc.tuning.memory.parts import MemorySettings
@@ -41,9 +41,9 @@ from lightning_realloc.tuning.memory.transition import transition_bytes
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 _POOL_ATTRIBUTE = "_realloc_pool"
-"""Where a LightningModule remembers its laid-out models for the next Trainer."""
+"""Attribute under which a LightningModule keeps its pool for the next Trainer."""
 _ROLES_ATTRIBUTE = "_realloc_roles"
-"""Where it remembers what they are like: building them anew without weights takes a tenth of a change of plans."""
+"""Attribute with the roles' descriptions. To describe them anew would take a tenth of the time of a change of plans."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,27 +53,32 @@ class PoolBuilder:
     module: Any
     """The algorithm."""
     dataflow: Dataflow
-    """Its calls."""
+    """The algorithm's calls."""
     cluster: ClusterSpec
+    """Nodes, devices and memory."""
     device: torch.device
+    """This rank's device."""
     rank: int
+    """This process."""
     world_size: int
+    """Number of processes."""
     precision: str
-    """The Trainer's."""
+    """Precision of the Trainer."""
     transport: TransportName
+    """How weights travel; ``auto`` probes."""
     tp_plans: Mapping[str, Mapping[str, str]]
-    """Role -> tensor-parallel styles, for models that bring none."""
+    """Role -> tensor-parallel styles, for models without a plan of their own."""
     memory_budget: int
-    """Bytes that a plan may need of one device."""
+    """Bytes of one device that a plan may use."""
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """Of weights that are trained."""
+        """Dtype of trained weights."""
         return torch.bfloat16 if self.precision == "bf16-true" else torch.float32
 
     @property
     def followers(self) -> dict[str, Following]:
-        """Role -> what its weights follow."""
+        """Role -> the trained role and the rate of its moving average."""
         roles = self.module.roles()
         return {role.name: Following(role.follows, role.follow_rate) for role in roles if role.follows is not None}
 
@@ -84,7 +89,7 @@ class PoolBuilder:
 
     @property
     def options(self) -> PoolOptions:
-        """How the pool keeps and moves weights."""
+        """Settings of the pool that do not depend on a role."""
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         return PoolOptions(
             cluster=self.cluster,
@@ -100,7 +105,7 @@ class PoolBuilder:
         )
 
     def plan(self, source: NamedPlan, specs: Mapping[str, ModelSpec]) -> ExecutionPlan:
-        """Work out a plan for models of these shapes, the same on all ranks.
+        """Return a checked plan for models of these shapes, the same on all ranks.
 
         Raises:
             PlanError: when ranks hold different plans, and for one that does not fit the algorithm or the ranks.
@@ -110,7 +115,7 @@ class PoolBuilder:
             source, self.dataflow, specs, self.cluster, world_size=self.world_size,
             element_bytes=self.options.copy_dtype.itemsize, sharers=self.sharers,
         ).completed(self.dataflow)  # fmt: skip
-        agree_on(plan)  # first: what is wrong with a plan must be found on every rank
+        require_equal_plans(plan)  # first, so that every rank finds the same errors in it
         plan.check(self.dataflow, self.world_size)
         plan.check_models(self.dataflow, specs)
         return plan
@@ -118,13 +123,13 @@ class PoolBuilder:
     def check_memory(
         self, source: NamedPlan, callbacks: Iterable[object], *, running: ExecutionPlan | None = None
     ) -> None:
-        """Refuse a plan that does not fit into memory; asks for nothing but the models' configurations.
+        """Refuse a plan that does not fit into memory. Reads only the models' configurations.
 
         Args:
-            running: The plan whose models will move: then devices are also asked for the room that moving takes.
+            running: The plan in use. If given, devices must also have room for the move from it.
 
         Raises:
-            PlanError: see `plan`, and with the phase, the rank, the bytes and what would fit.
+            PlanError: see `plan`; and for a plan that is too large, with phase, rank, bytes and what would fit.
         """
         roles = self.describe_roles()
         plan = self.plan(source, {name: role.model for name, role in roles.items()})
@@ -136,15 +141,18 @@ class PoolBuilder:
             require_free_memory(extra, self.device, what="moving to the new plan")
 
     def memory_settings(self) -> MemorySettings:
-        """Return how tensors are kept, by the Trainer's settings and the algorithm's. Raises GenerationError for a
-        draft model whose configuration cannot be read."""
+        """Return the bytes per element that the Trainer's and the algorithm's settings imply.
+
+        Raises:
+            GenerationError: for a draft model whose configuration cannot be read.
+        """
         return memory_settings(
             self.options, self.master_dtype, optimizer_bytes=self.module.optimizer_bytes,
             engine=engine_memory(self.module, self.device, self.options.copy_dtype),
         )  # fmt: skip
 
     def describe_roles(self) -> dict[str, RoleMemory]:
-        """Return what memory and time of each role depend on; once models are laid out it is kept with them."""
+        """Return role -> its description for estimates. The module keeps it once its models are laid out."""
         kept: dict[str, RoleMemory] | None = vars(self.module).get(_ROLES_ATTRIBUTE)
         if kept is not None and kept.keys() >= set(self.dataflow.roles):
             return kept
@@ -154,7 +162,7 @@ class PoolBuilder:
         return roles
 
     def build(self, source: NamedPlan) -> ModelPool:
-        """Lay the models out, or return the pool of an earlier Trainer that did.
+        """Build the pool, or return the one that an earlier Trainer built for this module.
 
         Raises:
             PlanError: see `plan`, and for a role without a model.
@@ -181,7 +189,7 @@ class PoolBuilder:
         return pool
 
     def _widen_masters(self, models: Mapping[str, nn.Module]) -> None:
-        """Cast to float32 the weights that optimizers and moving averages change: narrower ones lose small steps."""
+        """Cast to float32 the weights that optimizers and moving averages change: narrower ones lose small updates."""
         found: dict[str, torch.dtype] = {}
         for role in (*self.dataflow.trained_roles, *self.followers):
             parameters = models[role].named_parameters() if role in models else ()
@@ -206,7 +214,7 @@ class PoolBuilder:
         missing = [role for role in roles if role not in models]
         if missing:
             raise PlanError(f"role {missing[0]!r} has no model; configure_model() built {', '.join(models) or 'none'}")
-        if earlier is not None:  # a model that is cut already no longer shows its own shapes
+        if earlier is not None:  # a sharded model no longer shows its own shapes
             return earlier.specs
         specs = {role: describe_model(models[role], tp_plan=self.tp_plans.get(role)) for role in roles}
         return specs | {role: specs[owner] for role, owner in sharers.items() if role in self.dataflow.roles}

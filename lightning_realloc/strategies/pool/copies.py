@@ -1,4 +1,4 @@
-"""What models without weights of their own are made of: copies in another layout, and those that are to be filled."""
+"""Make modules without weights: a replica in another layout, and an undivided model that is filled later."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from lightning_realloc.strategies.pool.replica import Replica
 def prepare_copy(
     role: str, blank: nn.Module, target: ModelLayout, meshes: MeshRegistry, options: PoolOptions
 ) -> nn.Module:
-    """Return this rank's part of a role's model under ``target``, a skeleton on ranks outside.
+    """Return this rank's part of a role's model under ``target``, without weights.
 
-    Shards of FSDP's have memory at once, all others none before they are filled. Collective over the ranks inside.
+    Only FSDP's shards have memory at once. Collective over the ranks of ``target``.
     """
-    skeleton = weightless_copy(blank).eval().requires_grad_(False)
+    model = weightless_copy(blank).eval().requires_grad_(False)
     tp_plan = options.tp_plans.get(role)
     if options.rank not in target.layout.ranks:
-        return skeleton
+        return model
     if target.layout.dims.fsdp > 1:
-        bind_tensors(skeleton, {
+        bind_tensors(model, {
             spec.name: torch.empty(spec.shape, dtype=options.copy_dtype, device=options.device)
             for spec in target.model.params
         })  # fmt: skip
-        return parallelize(skeleton, target, meshes, tp_plan=tp_plan)
-    tensor_parallelize(skeleton, target.layout, meshes, tp_plan=tp_plan)
+        return parallelize(model, target, meshes, tp_plan=tp_plan)
+    tensor_parallelize(model, target.layout, meshes, tp_plan=tp_plan)
     if target.layout.dims.pp > 1:
-        cut_stage(skeleton, target, options.rank)
-    return skeleton
+        cut_stage(model, target, options.rank)
+    return model
 
 
-def blank_model(blank: nn.Module, old: Replica, device: torch.device, *, has_weights: bool) -> nn.Module:
-    """Return an undivided model like ``old``'s, its weights undefined; without memory unless it ``has_weights``.
+def empty_model_like(blank: nn.Module, old: Replica, device: torch.device, *, has_weights: bool) -> nn.Module:
+    """Return an undivided model like ``old``'s with undefined weights.
 
     Args:
-        blank: A skeleton of it.
-        old: Says what is frozen, and in which mode it is. Collective over all ranks where it is a pipeline's.
-        device: Of the weights.
-        has_weights: Whether there is room for them.
+        blank: The same model without weights.
+        old: The replica whose frozen parameters and training mode are taken over. Collective if it is a pipeline.
+        device: Device of the weights.
+        has_weights: Whether to allocate memory for them.
     """
     model = weightless_copy(blank)
     tensors = {}
@@ -56,7 +56,7 @@ def blank_model(blank: nn.Module, old: Replica, device: torch.device, *, has_wei
     bind_tensors(model, tensors)
     model.to(device)
     frozen = {name for name, parameter in old.model.named_parameters() if not parameter.requires_grad}
-    if old.layout.dims.pp > 1:  # this rank may know one stage of the old model
+    if old.layout.dims.pp > 1:  # this rank may hold one stage of the old model
         frozen = set().union(*gather_objects(frozen))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)

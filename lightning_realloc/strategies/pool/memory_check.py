@@ -1,4 +1,4 @@
-"""Does a plan fit into memory? Asked before a model is built, of configurations and shapes alone."""
+"""Check that a plan fits into memory before any model is built, from configurations and shapes alone."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 
 def describe_roles(roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str]]) -> dict[str, RoleMemory]:
-    """Return what the memory of each role depends on; nothing is loaded but configurations.
+    """Return role -> its description for memory forecasts. Loads nothing but configurations.
 
     Args:
-        roles: Of the algorithm, as its ``roles()`` returns them.
-        tp_plans: Role -> tensor-parallel styles, for models that bring none.
+        roles: The algorithm's ``roles()``.
+        tp_plans: Role -> tensor-parallel styles, for models without a plan of their own.
     """
     described: dict[str, RoleMemory] = {}
-    for role in sorted(roles, key=lambda role: role.shares is not None):  # who shares, after whom it shares with
+    for role in sorted(
+        roles, key=lambda role: role.shares is not None
+    ):  # a role that shares a base comes after its owner
         if role.shares in described:
             described[role.name] = replace(described[role.shares], frozen_params=frozenset(), shares=role.shares)
             continue
@@ -55,7 +57,7 @@ def describe_roles(roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str
 
 
 def engine_memory(module: Any, device: torch.device, copy_dtype: torch.dtype) -> EngineMemory:
-    """Return what an algorithm's settings make the generation engine keep.
+    """Return the engine's settings that its memory depends on.
 
     Raises:
         GenerationError: for a draft model whose configuration cannot be read.
@@ -80,7 +82,9 @@ def _draft_memory(speculation: Speculation) -> DraftMemory | None:
     return DraftMemory(model=described, learns=speculation.draft_learning_rate is not None)
 
 
-@lru_cache(maxsize=8)  # every change of plans asks; of names alone: a module that is a key would never be freed
+@lru_cache(
+    maxsize=8
+)  # read at every change of plans; keyed by name alone, since a module as a key would never be freed
 def _describe_named_draft(source: str | Path) -> RoleMemory:
     return _describe_draft(source)
 
@@ -94,7 +98,7 @@ def _describe_draft(source: str | Path | nn.Module) -> RoleMemory:
 def memory_settings(
     options: PoolOptions, master: torch.dtype, *, optimizer_bytes: int, engine: EngineMemory | None = None
 ) -> MemorySettings:
-    """Return how the pool and the engine keep tensors; ``optimizer_bytes`` are those of an fp32 weight."""
+    """Return the bytes per element of the pool and the engine; ``optimizer_bytes`` are per fp32 weight."""
     on_cpu = options.device.type == "cpu"
     return MemorySettings(
         master_bytes=master.itemsize,
@@ -110,9 +114,9 @@ def memory_settings(
 def with_callbacks(
     callbacks: Iterable[object], dataflow: Dataflow, plan: ExecutionPlan, settings: MemorySettings
 ) -> tuple[ExecutionPlan, MemorySettings]:
-    """Return what callbacks make of them.
+    """Return plan and settings as callbacks change them.
 
-    A :class:`ParameterReallocation` may free copies or, switched off, make none; an :class:`EMA` keeps averages.
+    A :class:`ParameterReallocation` may free replicas, or make none if it is disabled. An :class:`EMA` keeps averages.
     """
     for callback in callbacks:
         if isinstance(callback, EMA):
@@ -127,7 +131,7 @@ def with_callbacks(
 
 
 def settings_of_precision(precision: str) -> MemorySettings:
-    """Return how tensors are kept on CUDA devices under a Trainer's precision, with AdamW.
+    """Return the bytes per element on CUDA devices under a Trainer's precision, with AdamW.
 
     Raises:
         PlanError: for a precision that cannot be used.
@@ -153,10 +157,10 @@ def refuse_too_large(
 ) -> None:
     """Refuse a plan that needs more than ``budget_bytes`` on some rank, however short its sequences are.
 
-    Every rank works out its own bytes. Collective.
+    Every rank forecasts its own bytes. Collective over all ranks.
 
     Raises:
-        PlanError: on every rank, with the phase, the rank, the bytes and what would fit.
+        PlanError: on every rank, with phase, rank, bytes and a change that would fit.
     """
 
     def forecast(candidate: ExecutionPlan) -> Any:

@@ -1,7 +1,7 @@
-"""Is there room on every device for what comes next? Tried, because a device's memory is shared and fragmented.
+"""Probe whether every device has room for the next step, by an allocation: memory is shared and fragmented.
 
-A rank that runs out of memory in the middle of a move leaves the others waiting in it. So room is taken before the move
-begins, by all ranks alike; the allocator keeps the block, and the move's tensors come out of it.
+A rank that runs out of memory during a move leaves the others waiting in it. So all ranks allocate before the move
+begins. The allocator keeps the block, and the move's tensors come out of it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.runtime.messages.objects import gather_objects
 
 
-def take_on_device(num_bytes: int, device: torch.device) -> None:
-    """Allocate and let go. Raises torch.cuda.OutOfMemoryError where there is no room."""
+def allocate_once(num_bytes: int, device: torch.device) -> None:
+    """Allocate bytes and free them. Raises torch.cuda.OutOfMemoryError if there is no room."""
     torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
@@ -26,9 +26,9 @@ def require_free_memory(
     *,
     what: str,
     way_out: str = "use a plan that moves fewer roles or cuts them more, or offload",
-    take: Callable[[int, torch.device], Any] = take_on_device,
+    take: Callable[[int, torch.device], Any] = allocate_once,
 ) -> None:
-    """Refuse what some rank has no room for; nothing is asked of CPU memory, which has no limit of its own. Collective.
+    """Refuse a step that some rank has no room for. Does nothing on CPU. Collective over all ranks.
 
     Raises:
         PlanError: on every rank, naming the first rank without room.
@@ -44,4 +44,6 @@ def require_free_memory(
     without = [(rank, size) for rank, (has, size) in enumerate(answers) if not has]
     if without:
         rank, size = without[0]
-        raise PlanError(f"{what} needs {size / 2**20:.0f} MiB more on rank {rank}, which its device has not; {way_out}")
+        raise PlanError(
+            f"{what} needs {size / 2**20:.0f} MiB more on rank {rank}, and its device has no room; {way_out}"
+        )

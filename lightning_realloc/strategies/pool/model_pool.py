@@ -1,9 +1,10 @@
-"""Which replicas of every role exist on this rank, and which one a call works on.
+"""Hold the replicas of every role on this rank, and choose the one that a call works on.
 
-A role has one replica per distinct layout of its calls. The home replica owns the master weights (and the optimizer's
-parameters); every other one is a skeleton whose parameters are views of storage that a reallocation fills. Equal
-layouts share a replica; where replicas are trained, other calls in their layout get a skeleton of their own on the same
-storage, without FSDP around it. A role that shares another one's base has no replicas: its calls work on that one's.
+A role has one replica per distinct layout of its calls. The home replica owns the master weights and the optimizer's
+parameters. Every other replica is a module without weights, whose parameters are bound to storage that a reallocation
+fills. Calls with equal layouts share a replica. If the home replica is wrapped by FSDP only to average gradients, other
+calls in its layout get a second module on the same storage, without FSDP. A role that shares another role's base has
+no replicas; its calls work on that role's.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lightning_realloc.runtime.parallel.parallelize import needs_fsdp, paralleli
 from lightning_realloc.runtime.parallel.shards import bind_tensors, local_tensors, own_storage, reshard, vacate
 from lightning_realloc.runtime.parallel.twin import weightless_copy
 from lightning_realloc.runtime.transfer.executor import Reallocation, ReallocationReport
-from lightning_realloc.strategies.pool.copies import blank_model, prepare_copy
+from lightning_realloc.strategies.pool.copies import empty_model_like, prepare_copy
 from lightning_realloc.strategies.pool.moving_average import AveragedRoles
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
 from lightning_realloc.strategies.pool.precision import cast_parameters
@@ -36,7 +37,14 @@ from lightning_realloc.strategies.pool.weight_copy import WeightCopy, refuse_tha
 
 
 class ModelPool:
-    """All replicas of all roles under one execution plan."""
+    """All replicas of all roles under one execution plan.
+
+    Args:
+        dataflow: The calls of an iteration.
+        plan: The layout of every call.
+        meshes: Process groups of the layouts.
+        options: Settings that do not depend on a role.
+    """
 
     def __init__(self, dataflow: Dataflow, plan: ExecutionPlan, meshes: MeshRegistry, options: PoolOptions) -> None:
         self.dataflow = dataflow
@@ -46,21 +54,24 @@ class ModelPool:
         self._home: dict[str, Replica] = {}
         self._blanks: dict[str, nn.Module] = {}
         self._frozen: dict[str, frozenset[str]] = {}
-        """Role -> parameters that its training leaves as they are."""
-        self._followers = AveragedRoles(dataflow, options)
+        """Role -> parameters that training leaves unchanged."""
+        self._averages = AveragedRoles(dataflow, options)
         self._copies: dict[tuple[str, Layout], Replica] = {}
         self._realized: set[str] = set()
         self.released: set[str] = set()
-        """Roles whose weights are gone for good."""
+        """Roles whose weights were freed for good."""
         self._reports: dict[str, ReallocationReport] = {}
         self.seconds_moving = 0.0
-        """Seconds that this rank spent on moving weights, waiting for other ranks not included."""
+        """Seconds that this rank spent moving weights, without waiting for other ranks."""
 
     # ---- building
     def place(self, role: str, model: nn.Module, spec: ModelSpec) -> None:
-        """Shard ``model``, which holds full weights, into its home layout, and prepare the other replicas.
+        """Shard a model into its home layout, and prepare the role's other replicas.
 
-        ``spec`` is its description, of before it is laid out.
+        Args:
+            role: The role's name.
+            model: The model, with full weights.
+            spec: Its description, made before the model is sharded.
 
         Raises:
             LayoutError: when a layout of one of the role's calls does not fit the model.
@@ -68,7 +79,7 @@ class ModelPool:
         trains = role in self.dataflow.trained_roles
         self._frozen[role] = frozenset(n for n, p in model.named_parameters() if trains and not p.requires_grad)
         home = ModelLayout(spec, self.plan.layout(self.dataflow.home_call(role).name))
-        # Weights that no optimizer changes need no more precision than copies; buffers (rotary frequencies) do.
+        # Weights that no optimizer changes need no more precision than other replicas. Buffers (rotary frequencies) do.
         unchanged = self._frozen[role] if role in self.changing_roles else None
         cast_parameters(model, self._options.copy_dtype, names=unchanged)
         self._blanks[role] = weightless_copy(model)
@@ -77,9 +88,9 @@ class ModelPool:
         self._home[role] = self._lay_out(role, model, home)
 
     def apply_plan(self, plan: ExecutionPlan, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-        """Serve another plan from now on: move weights and optimizer state of every role whose home layout changes.
+        """Switch to another plan: move weights and optimizer state of every role whose home layout changes.
 
-        Replicas in layouts that the plan does not use are dropped. Collective over all ranks, between iterations.
+        Drops replicas in layouts that the plan does not use. Collective over all ranks, between iterations.
         """
         before, self.plan = self.plan, plan
         for role in self.roles:
@@ -93,15 +104,15 @@ class ModelPool:
             ):
                 self._home[role] = self._move_home(old, home, optimizers.get(role))
             if self._home[role] is not old:
-                self._followers.forget()
+                self._averages.forget()
             for kept in (copy for (of, _), copy in self._copies.items() if of == role):
                 if self._home[role] is not old:
-                    kept.delivery = None
+                    kept.weight_copy = None
                     kept.forget()
             self._add_copies(role, home)
 
     def _add_copies(self, role: str, home: ModelLayout) -> None:
-        """Prepare a replica for every layout of the role's calls but its home's, and drop the others."""
+        """Prepare a replica for every layout of the role's calls except its home layout, and drop all others."""
         wanted = {self.plan.layout(call.name) for call in self._calls_on(role)} - {home.layout}
         if self._is_read_at_home(role, home.layout):
             wanted.add(home.layout)
@@ -114,10 +125,10 @@ class ModelPool:
                 self._copies[role, layout] = Replica(role, copy, model)
 
     def _is_read_at_home(self, role: str, home: Layout) -> bool:
-        """Return whether calls other than training run where replicas are trained, and need not go through FSDP.
+        """Return whether calls other than training share the home layout and need not go through FSDP.
 
-        It wraps those for their gradients' sake, and copies all weights in every forward pass: decoding would take
-        twice as long. A second module on the same storage does without.
+        FSDP wraps replicated weights only to average gradients, and copies all weights in every forward pass. Decoding
+        would take twice as long. A second module on the same storage avoids that.
         """
         calls = [call for call in self._calls_on(role) if self.plan.layout(call.name) == home]
         reads = any(call.kind != "train" for call in calls)
@@ -126,7 +137,7 @@ class ModelPool:
         return reads and is_wrapped and dtypes == {self._options.copy_dtype}
 
     def _lay_out(self, role: str, model: nn.Module, home: ModelLayout) -> Replica:
-        """Make ``model``, which holds full weights, the replica that owns them."""
+        """Make ``model``, which holds full weights, the home replica."""
         if self.plan.call(self.dataflow.home_call(role).name).gradient_checkpointing:
             enable_activation_checkpointing(model)
         tp_plan = self._options.tp_plans.get(role)
@@ -141,7 +152,7 @@ class ModelPool:
 
     def _move_home(self, old: Replica, home: ModelLayout, optimizer: torch.optim.Optimizer | None) -> Replica:
         has_weights = self._options.rank in home.layout
-        model = blank_model(self._blanks[old.role], old, self._options.device, has_weights=has_weights)
+        model = empty_model_like(self._blanks[old.role], old, self._options.device, has_weights=has_weights)
         new = self._lay_out(old.role, model, home)
         new.version, new.frozen_version = old.version + 1, old.frozen_version + 1
         mover = StateMover(old.model_layout, home, self._options.rank, self._options.world_size, self._options.device)
@@ -151,30 +162,37 @@ class ModelPool:
         return new
 
     def release(self, role: str) -> None:
-        """Free a role's weights on every rank, for good; PlanError where training changes them. Collective."""
+        """Free a role's weights on every rank for good. Collective over all ranks.
+
+        Raises:
+            PlanError: if training changes the role's weights.
+        """
         if role in self.changing_roles:
             raise PlanError(f"the weights of role {role!r} change as training goes on; it cannot be released")
         if role in self.sharers:
             return
         self._copies = {key: copy for key, copy in self._copies.items() if key[0] != role}
         old = self._home[role]
-        blank = blank_model(self._blanks[role], old, self._options.device, has_weights=False)
+        blank = empty_model_like(self._blanks[role], old, self._options.device, has_weights=False)
         self._home[role] = Replica(role, old.model_layout, blank)
         self.released.add(role)
 
     # ---- reading
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles that have been placed: those with weights of their own."""
+        """Roles that have weights of their own, and have been placed."""
         return tuple(self._home)
 
     @property
     def specs(self) -> dict[str, ModelSpec]:
-        """Every role's model, also of those that share one."""
+        """Role -> description of its model, including roles that share one."""
         return {role: self.home(role).model_layout.model for role in self.dataflow.roles}
 
     def saved_parameters(self, role: str, *, include_frozen: bool) -> frozenset[str] | None:
-        """Return what of a role belongs into a checkpoint, None for all: of adapters' base it may be left out."""
+        """Return the parameters that belong into a checkpoint; None means all of them.
+
+        The frozen base under adapters may be left out.
+        """
         home = self.home(role)
         if include_frozen or adapter_config(home.model) is None:
             return None
@@ -182,33 +200,33 @@ class ModelPool:
 
     @property
     def sharers(self) -> Mapping[str, str]:
-        """Role without weights of its own -> the role whose weights its calls work with."""
+        """Role without weights of its own -> the role whose weights its calls use."""
         return self._options.sharers
 
     def owner(self, role: str) -> str:
-        """Return the role whose weights a role's calls work with: itself, unless it shares them."""
+        """Return the role whose weights a role's calls use: itself, unless it shares another role's."""
         return self.sharers.get(role, role)
 
     def _calls_on(self, role: str) -> list[ModelFunctionCall]:
-        """Return the calls that work with a role's weights."""
+        """Return the calls that use a role's weights."""
         return [call for call in self.dataflow.model_calls if self.owner(str(call.role)) == role]
 
     def alone(self, *, frees_copies: bool) -> tuple[str, ...]:
-        """Return the roles of which two calls may not be under way at once: weights go when the first one ends."""
+        """Return roles that allow one call at a time, because their weights leave memory when a call ends."""
         going = self.roles if frees_copies else self.plan.offload
         return tuple(role for role in self.dataflow.roles if self.owner(role) in going)
 
     def adapted_for(self, call: ModelFunctionCall, model: nn.Module) -> AbstractContextManager[None]:
-        """Return the context in which ``model``, of the replica that the call works on, computes what it is to.
+        """Return the context that sets up a replica's adapters for a call.
 
-        Without adapters for a role that shares another one's base; with them merged where tokens are generated.
+        Adapters are off for a role that shares another role's base, and merged into the weights during generation.
         """
         if self.owner(str(call.role)) != call.role:
             return adapters_off(model)
         return adapters_merged(model) if call.kind == "generate" else nullcontext()
 
     def require_same(self, plan: ExecutionPlan, options: PoolOptions) -> None:
-        """Refuse to serve another plan, precision or transport: models that are laid out already stay as they are.
+        """Refuse another plan, precision or transport than the models were laid out with.
 
         Raises:
             ConfigError: naming what differs.
@@ -236,36 +254,36 @@ class ModelPool:
         return home if chosen.kind == "train" else self._copies.get((home.role, self.plan.layout(call)), home)
 
     def active(self, call: str) -> Replica:
-        """Return the replica that ``call`` works on: its own layout's if that was made real, else the home one."""
+        """Return the replica that ``call`` works on: the one in its layout after `realize`, else the home replica."""
         replica = self.target(call)
         return replica if call in self._realized else self.home(replica.role)
 
     @property
     def changing_roles(self) -> tuple[str, ...]:
-        """Roles whose weights are not what they were loaded as: those that are trained, and their followers."""
+        """Roles whose weights change during a run: trained roles and their moving averages."""
         return (*self.dataflow.trained_roles, *self._options.followers)
 
     @property
     def leaders(self) -> dict[str, str]:
-        """Role -> the trained role that its weights follow."""
+        """Role -> the trained role whose moving average it is."""
         return {role: following.role for role, following in self._options.followers.items()}
 
     @property
     def shared_bytes(self) -> int:
-        """This rank's part of the memory that copies take in segments shared with other ranks."""
-        return sum(copy.delivery.shared_bytes for copy in self._copies.values() if copy.delivery is not None)
+        """This rank's share of the bytes that replicas take in memory shared with other ranks."""
+        return sum(copy.weight_copy.shared_bytes for copy in self._copies.values() if copy.weight_copy is not None)
 
     # ---- moving
     def realize(self, call: str) -> ReallocationReport | None:
-        """Make the layout of ``call`` real. Collective over all ranks.
+        """Fill the replica in the layout of ``call`` with the current weights. Collective over all ranks.
 
         Returns:
-            What was moved, None when the replica already held the current weights.
+            A report of the move; None if the replica held the current weights already.
         """
         target = self.target(call)
         home = self.home(target.role)
         self._realized.add(call)
-        # Without adapters a call needs the base alone, which training leaves as it is.
+        # A call without adapters needs the base alone, which training leaves unchanged.
         needs_trained = self.dataflow.call(call).role == target.role
         frozen = target.frozen_version != home.frozen_version
         trained = needs_trained and target.version != home.version
@@ -275,9 +293,9 @@ class ModelPool:
         if target.layout == home.layout:
             self._share(home, target)
             return None
-        if target.delivery is None:
-            target.delivery = self._connect(home, target)
-        report = target.delivery.run(frozen=frozen, trained=trained)
+        if target.weight_copy is None:
+            target.weight_copy = self._connect(home, target)
+        report = target.weight_copy.run(frozen=frozen, trained=trained)
         target.frozen_version = home.frozen_version
         if trained:
             target.version = home.version
@@ -289,16 +307,16 @@ class ModelPool:
         return report
 
     def _share(self, home: Replica, target: Replica) -> None:
-        """Let a replica in the home's layout read the home's storage."""
+        """Bind a replica in the home layout to the home replica's storage."""
         if target.version == 0 and self._options.rank in home.layout:
             bind_tensors(target.model, local_tensors(home.model))
         target.version, target.frozen_version = home.version, home.frozen_version
 
     def ready(self, call: str) -> Replica | None:
-        """Return the replica of ``call`` if it can be read at any time and without any other rank, else None.
+        """Return the replica of ``call`` if this rank can read it at any time without other ranks, else None.
 
-        So it is where nothing has to be moved, no weights are gathered, none are away between calls, and no adapters
-        may be merged into them for a generation that is under way.
+        That is the case if nothing has to be moved or gathered, no weights are offloaded between calls, and no adapters
+        may be merged into them by a generation that is running.
         """
         target = self.target(call)
         home, may_be_merged = self.home(target.role), adapter_config(target.model) is not None
@@ -310,36 +328,36 @@ class ModelPool:
         return target if target is home or target.version == home.version else None
 
     def take_report(self, call: str) -> ReallocationReport | None:
-        """Return what was moved for ``call`` since this was asked last, None for nothing."""
+        """Return the report of the last move for ``call``, once; None if there was none."""
         return self._reports.pop(call, None)
 
     def relinquish(self, call: str, *, free: bool = False) -> None:
-        """End a phase; ``free`` gives the replica's storage back until the next time. Offloaded roles always do."""
+        """End a phase. ``free`` releases the replica's storage until its next use, as offloaded roles always do."""
         self._realized.discard(call)
         target = self.target(call)
-        if (free or target.role in self.plan.offload) and target.delivery is not None:
-            target.delivery.release()
+        if (free or target.role in self.plan.offload) and target.weight_copy is not None:
+            target.weight_copy.release()
             target.forget()
 
     def weights_changed(self, role: str) -> None:
-        """Note that all of a role's master weights are new: every other replica is stale."""
+        """Mark every other replica of a role as stale, since all of its master weights changed."""
         self._home[role].version += 1
         self._home[role].frozen_version += 1
 
     def weights_trained(self, role: str) -> None:
-        """Note that a role's master weights were trained: what of them is not frozen is new.
+        """Mark other replicas' copies of a role's trained weights as stale.
 
         Raises:
-            PlanError: for a parameter that was frozen when the role was laid out, and is not any more.
+            PlanError: for a parameter that was frozen when the role was laid out and is trained now.
         """
         refuse_thawed(role, self._home[role].model, self._frozen[role])
         self._home[role].version += 1
 
-    def weights_followed(self, leader: str) -> None:
-        """Let the roles that follow ``leader`` take a step towards its weights. Collective over all ranks."""
+    def update_averages(self, leader: str) -> None:
+        """Move the averages of ``leader`` one step towards its weights. Collective over all ranks."""
         for role, following in self._options.followers.items():
             if following.role == leader:
-                self.seconds_moving += self._followers.take_step(self.home(role), self.home(leader), following.rate)
+                self.seconds_moving += self._averages.take_step(self.home(role), self.home(leader), following.rate)
                 self.weights_changed(role)
 
     def _connect(self, home: Replica, target: Replica) -> WeightCopy:
@@ -352,13 +370,13 @@ class ModelPool:
             return Reallocation(
                 source, held, there, rank=options.rank, world_size=options.world_size, dtype=options.copy_dtype,
                 device=options.device, cluster=options.cluster,
-                # Shards that FSDP allocated are filled in place, which shared memory cannot do.
+                # FSDP allocated its shards itself; they are filled in place, which shared memory cannot do.
                 transport="direct" if uses_storage else options.transport,
                 target_tensors={name: existing[name] for name in there.names(options.rank)} if uses_storage else None,
             )  # fmt: skip
 
         held = local_tensors(home.model) if options.rank in home.layout.ranks else {}
-        delivery = WeightCopy.of(home.model_layout, held, target.model_layout, self._frozen[home.role], connect)
+        weight_copy = WeightCopy.prepare(home.model_layout, held, target.model_layout, self._frozen[home.role], connect)
         if inside and not uses_storage:
-            bind_tensors(target.model, delivery.target_tensors)
-        return delivery
+            bind_tensors(target.model, weight_copy.target_tensors)
+        return weight_copy

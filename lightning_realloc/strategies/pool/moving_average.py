@@ -1,6 +1,6 @@
-"""How do a role's weights move towards a trained one's, as a moving average of them does?
+"""Keep a role's weights as a moving average of a trained role's.
 
-A step is a reallocation of the leader's weights to where the follower's lie, and a weighted mean of both there.
+One step reallocates the trained weights to the layout of the average, and takes a weighted mean there.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from lightning_realloc.strategies.pool.replica import Replica
 
 
 class AveragedRoles:
-    """Takes followers' steps, and keeps the ways of the weights between them.
+    """Updates the moving averages, and keeps the reallocations that they need.
 
     Raises:
-        PlanError: for a role that follows one which is not trained.
+        PlanError: for an average of a role that is not trained.
     """
 
     def __init__(self, dataflow: Dataflow, options: PoolOptions) -> None:
         self._options = options
-        self._ways: dict[str, Reallocation] = {}
+        self._reallocations: dict[str, Reallocation] = {}
         for role, following in options.followers.items():
             if following.role not in dataflow.trained_roles:
                 raise PlanError(
@@ -33,39 +33,39 @@ class AveragedRoles:
                 )
 
     def forget(self) -> None:
-        """Note that weights lie elsewhere from now on."""
-        self._ways.clear()
+        """Drop all reallocations: layouts changed."""
+        self._reallocations.clear()
 
-    def take_step(self, follower: Replica, leader: Replica, rate: float) -> float:
-        """Set a follower's weights to ``rate * leader + (1 - rate) * follower``; return the seconds of the move.
+    def take_step(self, average: Replica, trained: Replica, rate: float) -> float:
+        """Set the average to ``rate * trained + (1 - rate) * average``; return the seconds of the move.
 
         Collective over all ranks.
 
         Source: ReaL, arXiv:2406.14088: a reallocation with ``target = rate * source + (1 - rate) * target``.
         """
-        for model in (follower.model, leader.model):
+        for model in (average.model, trained.model):
             reshard(model)
-        if follower.role not in self._ways:
-            self._ways[follower.role] = self._way(leader, follower)
-        way = self._ways[follower.role]
-        seconds = way.run().seconds
-        if self._options.rank in follower.layout:
-            ours = local_tensors(follower.model)
-            torch._foreach_lerp_(list(ours.values()), [way.target_tensors[name] for name in ours], rate)
-        way.release()
+        if average.role not in self._reallocations:
+            self._reallocations[average.role] = self._connect(trained, average)
+        reallocation = self._reallocations[average.role]
+        seconds = reallocation.run().seconds
+        if self._options.rank in average.layout:
+            ours = local_tensors(average.model)
+            torch._foreach_lerp_(list(ours.values()), [reallocation.target_tensors[name] for name in ours], rate)
+        reallocation.release()
         return seconds
 
-    def _way(self, leader: Replica, follower: Replica) -> Reallocation:
-        """Return the way of the leader's weights to where the follower's lie."""
-        if leader.model_layout.model != follower.model_layout.model:
+    def _connect(self, trained: Replica, average: Replica) -> Reallocation:
+        """Return the reallocation from the trained role's layout to the average's."""
+        if trained.model_layout.model != average.model_layout.model:
             raise PlanError(
-                f"role {follower.role!r} follows {leader.role!r}, whose parameters have other names or shapes; build "
+                f"role {average.role!r} follows {trained.role!r}, whose parameters have other names or shapes; build "
                 f"both from the same model"
             )
         options = self._options
         return Reallocation(
-            leader.model_layout, local_tensors(leader.model) if options.rank in leader.layout else {},
-            follower.model_layout, rank=options.rank, world_size=options.world_size,
-            dtype=next(follower.model.parameters()).dtype, device=options.device, cluster=options.cluster,
+            trained.model_layout, local_tensors(trained.model) if options.rank in trained.layout else {},
+            average.model_layout, rank=options.rank, world_size=options.world_size,
+            dtype=next(average.model.parameters()).dtype, device=options.device, cluster=options.cluster,
             transport=options.transport,
         )  # fmt: skip

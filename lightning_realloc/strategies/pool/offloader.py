@@ -1,4 +1,4 @@
-"""Lets what the plan offloads leave the device between the calls that need it, and come back during the call before."""
+"""Offload weights and optimizer state between the calls that need them, and fetch them during the call before."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
 
 
 class Offloader:
-    """What of one rank's models and optimizers is away.
+    """Offloads parts of one rank's models and optimizers.
 
-    Between calls everything may be read after `bring_back`; the next call sends away what it does not need.
+    Between calls everything may be read after `bring_back`. The next call offloads what it does not need again.
 
     Args:
         pool: The models.
-        schedule: When what is on the device.
-        device: Which one.
+        schedule: Which parts each call needs on the device.
+        device: This rank's device.
     """
 
     def __init__(self, pool: ModelPool, schedule: OffloadSchedule, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class Offloader:
                 self._guard(role, pool.home(role).model)
 
     def begin(self, call: str, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Have what a call needs, begin to bring back what the one after it needs, and send the rest away."""
+        """Wait for the parts that a call needs, start to fetch those of the next call, and offload the rest."""
         if not self._parts:
             return
         begin = time.perf_counter()
@@ -52,7 +52,7 @@ class Offloader:
         )
         for part in self._parts:
             if part not in needed | ahead:
-                self._send_away(part)
+                self._offload(part)
         for part in needed:
             self._parts[part].finish_return()
         for part in ahead:
@@ -60,25 +60,25 @@ class Offloader:
         self._pool.seconds_moving += time.perf_counter() - begin
 
     def end(self, call: str) -> None:
-        """Send away what a call needed and the next one does not."""
+        """Offload the parts that the call needed."""
         begin = time.perf_counter()
         for part in self._schedule.needed(call) & self._parts.keys():
-            self._send_away(part)
+            self._offload(part)
         self._pool.seconds_moving += time.perf_counter() - begin
 
     def bring_back(self) -> None:
-        """Have everything on the device until the next call begins."""
+        """Fetch everything to the device until the next call begins."""
         for part in self._parts.values():
             part.finish_return()
 
     def close(self) -> None:
-        """Bring everything back for good."""
+        """Fetch everything for good, and remove all hooks."""
         self.bring_back()
         self._parts = {}
         for hook in self._hooks:
             hook.remove()
 
-    def _send_away(self, part: str) -> None:
+    def _offload(self, part: str) -> None:
         role = part.removesuffix(OPTIMIZER_SUFFIX)
         home = self._pool.home(role)
         tensors: list[Tensor] = []
@@ -90,12 +90,12 @@ class Offloader:
             self._parts[part].leave(tensors, version=home.version)
 
     def _guard(self, role: str, model: nn.Module) -> None:
-        """Refuse to run or to read a model while it is away, which torch would not survive."""
+        """Raise ReallocError for a forward pass or a state_dict of a model that is offloaded: torch would crash."""
 
         def refuse(*_: Any, **__: Any) -> None:
             if role in self._parts and self._parts[role].is_away:
                 raise ReallocError(
-                    f"the weights of {role!r} are away between its calls, as the plan's offload asks; call "
+                    f"the weights of {role!r} are offloaded between its calls, as the plan says; call "
                     f"trainer.strategy.bring_back() before you read them"
                 )
 
@@ -104,6 +104,6 @@ class Offloader:
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return what an optimizer keeps per weight on this rank; scalars such as the step count stay."""
+    """Return this rank's tensors of an optimizer's state, without scalars such as the step count."""
     values = (value for state in optimizer.state.values() for value in state.values())
     return [local_tensor(value) for value in values if isinstance(value, Tensor) and value.dim()]

@@ -1,4 +1,4 @@
-"""Where does an execution plan come from? A file, a mapping, an object, or the name of how one is worked out."""
+"""Read an execution plan from a file, a mapping or an object, or make one by name (``heuristic``, ``static``)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.tuning.search.heuristic import heuristic_plan
 
-PlanSource = Mapping[str, Any] | str | Path | ExecutionPlan  # the command line takes the first that fits
+PlanSource = Mapping[str, Any] | str | Path | ExecutionPlan  # the command line takes the first type that fits
 NamedPlan = ExecutionPlan | Literal["heuristic", "static"]
-"""A plan, or the name of how one is worked out."""
+"""A plan, or the name of the way to make one."""
 
 
 def read_plan_source(plan: PlanSource) -> NamedPlan:
-    """Return a plan, read where it is a file or a mapping, or the name of how one is worked out."""
+    """Read a plan from a file or a mapping; plans and names are returned unchanged.
+
+    Raises:
+        PlanError: for anything else.
+    """
     if isinstance(plan, ExecutionPlan):
         return plan
     if isinstance(plan, Mapping):
@@ -45,7 +49,7 @@ def work_out_plan(
     element_bytes: int,
     sharers: Mapping[str, str],
 ) -> ExecutionPlan:
-    """Return the plan; see `heuristic_plan`."""
+    """Return the plan itself, or make the one that is named; see `heuristic_plan`."""
     if isinstance(source, ExecutionPlan):
         return source
     if source == "static":
@@ -55,7 +59,7 @@ def work_out_plan(
     )
 
 
-def agree_on(plan: ExecutionPlan) -> None:
+def require_equal_plans(plan: ExecutionPlan) -> None:
     """Raise PlanError on every rank unless all hold the same plan. Collective."""
     if len(set(gather_objects(plan.digest))) > 1:
         raise PlanError("ranks hold different execution plans; give every process the same file or object")

@@ -1,4 +1,4 @@
-"""What a pool of models is told about where it runs and how its roles belong together."""
+"""Settings of a pool of models: where it runs, dtypes, transport, and how roles share or average weights."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from lightning_realloc.runtime.transfer.agreement import TransportName
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """What a role's weights follow, and how closely."""
+    """The moving average that a role's weights are."""
 
     role: str
-    """The leader, which is trained."""
+    """The trained role."""
     rate: float
-    """How much of the way to the leader's weights one step goes: 1 less the decay of a moving average."""
+    """Weight of the trained role in one step: 1 minus the decay of the moving average."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolOptions:
-    """What does not depend on a role."""
+    """Settings that do not depend on a role."""
 
     cluster: ClusterSpec
-    """For the choice of senders."""
+    """Nodes and links, from which senders are chosen."""
     device: torch.device
-    """Where weights live."""
+    """Device of the weights."""
     rank: int
     """This process."""
     world_size: int
-    """All processes."""
+    """Number of processes."""
     copy_dtype: torch.dtype
-    """Of every replica but the home ones."""
+    """Dtype of every replica except home replicas."""
     mixed_precision: MixedPrecisionPolicy | None
-    """For sharded replicas."""
+    """Policy of FSDP for home replicas; None without mixed precision."""
     transport: TransportName
     """How weights travel; ``auto`` probes."""
     tp_plans: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Role -> tensor-parallel styles, for models that bring none."""
+    """Role -> tensor-parallel styles, for models without a plan of their own."""
     followers: Mapping[str, Following] = field(default_factory=dict)
-    """Role -> what its weights follow."""
+    """Role -> the moving average that its weights are."""
     sharers: Mapping[str, str] = field(default_factory=dict)
-    """Role without weights of its own -> the role whose base it is, without that one's adapters."""
+    """Role without weights of its own -> the role whose base it uses, with adapters off."""
 
     def require_same(self, options: PoolOptions) -> None:
-        """Refuse to serve other settings than these.
+        """Refuse other settings than the models were laid out with.
 
         Raises:
             ConfigError: naming what differs.

@@ -1,4 +1,4 @@
-"""Which of Lightning's precisions can be used with several models, and what they leave alone."""
+"""Check the Trainer's precision, cast parameters, and choose autocast for forward passes without gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REFUSED_PRECISIONS = {
 }
 
 _ADAPTER_WEIGHT = ".lora_"
-"""In the names of all adapters' weights."""
+"""Part of the names of all adapters' weights."""
 
 
 def check_precision(plugin: Precision) -> None:
@@ -67,10 +67,10 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype, *, names: Set[str] | 
 
 
 def without_gradients(model: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the precision of forward passes that nothing is learnt from: a model's own, where it has one.
+    """Return the autocast context of forward passes without gradients: none if the model has one dtype.
 
-    Copies already hold the dtype they are read in: autocast would only cast again. So it is with what FSDP gathers, and
-    adapters cast what comes to them. Other weights in fp32 over frozen ones in bf16, as a critic's head, need it.
+    Replicas hold the dtype that they are read in, as do weights that FSDP gathers, and adapters cast their inputs.
+    Other fp32 weights over frozen bf16 ones, such as a critic's head, need autocast.
     """
     dtypes = {parameter.dtype for name, parameter in model.named_parameters() if _ADAPTER_WEIGHT not in name}
     if len(dtypes) > 1 and not isinstance(model, FSDPModule):
@@ -79,5 +79,5 @@ def without_gradients(model: nn.Module, device: torch.device) -> AbstractContext
 
 
 def for_samples(plugin: Precision | None) -> Precision | None:
-    """Return the plugin that does for samples what Lightning's does for batches of tensors."""
+    """Return Lightning's plugin, or one that leaves the dtypes of samples unchanged if Lightning's would cast them."""
     return SamplesHalfPrecision(plugin.precision) if type(plugin) is HalfPrecision else plugin

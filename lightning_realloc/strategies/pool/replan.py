@@ -1,7 +1,7 @@
-"""Giving roles new home layouts while training goes on: weights and optimizer state move, values stay.
+"""Move weights and optimizer state of a role to a new home layout while training goes on.
 
-An optimizer keeps its identity, its groups and its settings; only the parameters in it are exchanged for those of the
-new layout, with their state. So schedules, Lightning and callbacks notice nothing.
+The optimizer object, its groups and its settings stay. Only its parameters are exchanged for those of the new layout,
+with their state. So schedules, Lightning and callbacks notice nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_realloc.strategies.pool.replica import Replica
 
 @dataclass(frozen=True, slots=True)
 class StateMover:
-    """Moves tensors of one role from one layout to another; every method is collective over all ranks."""
+    """Moves tensors of one role from one layout to another. Every method is collective over all ranks."""
 
     source: ModelLayout
     target: ModelLayout
@@ -33,9 +33,9 @@ class StateMover:
     device: torch.device
 
     def move(self, held: Mapping[str, Tensor], room: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        """Fill ``room``, this rank's tensors under the target, from ``held``, those under the source.
+        """Fill this rank's target tensors ``room`` from the source tensors ``held``.
 
-        Both name the same parameters on all ranks of their layout; other parameters of the model stay.
+        Each names the same parameters on all ranks of its layout. Other parameters of the model stay.
         """
         names = sorted({name for named in gather_objects([*held, *room]) for name in named})
         if not names:
@@ -60,7 +60,7 @@ def move_weights(old: Replica, new: Replica, mover: StateMover) -> None:
     """Fill a new home replica from the old one. Collective over all ranks."""
     held = local_tensors(old.model) if mover.rank in old.layout else {}
     room = local_tensors(new.model) if mover.rank in new.layout else {}
-    mine = {parameter.dtype for parameter in new.model.parameters()}  # a stage of a pipeline may lack some
+    mine = {parameter.dtype for parameter in new.model.parameters()}  # a pipeline stage may lack some
     for dtype in sorted(set().union(*gather_objects(mine)), key=str):
         mover.move(
             {name: tensor for name, tensor in held.items() if tensor.dtype == dtype},
@@ -70,23 +70,23 @@ def move_weights(old: Replica, new: Replica, mover: StateMover) -> None:
     reshard(new.model)
     ours = dict(old.model.named_buffers())
     for name, buffer in new.model.named_buffers():
-        if name in ours:  # else it belongs to what was another stage, and is as it was built
+        if name in ours:  # else it belonged to another stage, and is as it was built
             buffer.copy_(ours[name])
 
 
 class _Entry(NamedTuple):
-    """One key of an optimizer's state of one parameter, as every rank hears of it."""
+    """One entry of an optimizer's state of one parameter, the same on every rank."""
 
     dtype: torch.dtype
     scalar: float | None
-    """The value of a scalar, which is the same on all ranks; None for a tensor of the parameter's shape."""
+    """Value of a scalar, equal on all ranks; None for a tensor of the parameter's shape."""
 
 
 def move_optimizer(old: Replica, new: Replica, optimizer: torch.optim.Optimizer, mover: StateMover) -> None:
-    """Let ``optimizer`` go on with the new replica's parameters and the same state. Collective over all ranks.
+    """Replace an optimizer's parameters by the new replica's, with the same state. Collective over all ranks.
 
     Raises:
-        PlanError: on every rank, for a state that cannot be divided like the parameters.
+        PlanError: on every rank, for state that cannot be divided like the parameters.
     """
     reshard(old.model)
     reshard(new.model)
@@ -96,7 +96,7 @@ def move_optimizer(old: Replica, new: Replica, optimizer: torch.optim.Optimizer,
     entries = _agree_on_entries(old, state)
     options: dict[str, dict[str, Any]] = {}
     for group, members in zip(optimizer.param_groups, _agree_on_members(optimizer, before), strict=True):
-        names = [name for name in after if name in members]  # those of this rank's stage
+        names = [name for name in after if name in members]  # parameters of this rank's stage
         group["params"] = [after[name] for name in names]
         options |= {name: group for name in names}
     optimizer.state = defaultdict(dict)
@@ -106,7 +106,7 @@ def move_optimizer(old: Replica, new: Replica, optimizer: torch.optim.Optimizer,
         if inside:
             for name, entry in named.items():
                 if name not in after:
-                    continue  # another stage's
+                    continue  # of another stage
                 room = state_room(after[name], options[name], dtype=entry.dtype, scalar=entry.scalar)
                 optimizer.state[after[name]][key] = room
         tensors = {name: entry for name, entry in named.items() if entry.scalar is None}
@@ -124,13 +124,13 @@ def move_optimizer(old: Replica, new: Replica, optimizer: torch.optim.Optimizer,
 
 
 def _agree_on_members(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[set[str]]:
-    """Return the names of every parameter group's members: a stage of a pipeline knows its own alone. Collective."""
+    """Return the parameter names of every group; a pipeline stage knows its own alone. Collective."""
     mine = [{names[id(parameter)] for parameter in group["params"]} for group in optimizer.param_groups]
     return [set().union(*theirs) for theirs in zip(*gather_objects(mine), strict=True)]
 
 
 def _agree_on_entries(old: Replica, state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, _Entry]]:
-    """Return parameter -> key -> entry, as the ranks of the old layout know them, on every rank."""
+    """Return parameter -> key -> entry on every rank, from the ranks of the old layout. Collective."""
     entries: dict[str, dict[str, _Entry]] = {}
     problem: str | None = None
     parameters = dict(old.model.named_parameters())
@@ -157,9 +157,9 @@ def _agree_on_entries(old: Replica, state: Mapping[str, Mapping[str, Any]]) -> d
 def state_room(
     parameter: nn.Parameter, group: Mapping[str, Any], *, dtype: torch.dtype, scalar: float | None
 ) -> Tensor:
-    """Return a new entry of an optimizer's state: a scalar, or where it is None zeros of the parameter's layout."""
+    """Return a new entry of an optimizer's state: the scalar, or zeros in the parameter's layout if it is None."""
     if scalar is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    # Where torch's own optimizers keep their step counts.
+    # Device of the step counts of torch's own optimizers.
     on_device = group.get("capturable") or group.get("fused")
     return torch.tensor(scalar, dtype=dtype, device=parameter.device if on_device else "cpu")

@@ -1,4 +1,4 @@
-"""One role's weights in one layout: what a call works on."""
+"""Replica: one role's weights in one layout."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ class Replica:
     """One role's weights in one layout, as this rank sees them."""
 
     role: str
-    """The model this is a replica of."""
+    """The role whose weights these are."""
     model_layout: ModelLayout
-    """Where every parameter of it lies."""
+    """Where every parameter lies."""
     model: nn.Module
-    """The module; on a rank outside the layout a skeleton without weights."""
-    delivery: WeightCopy | None = None
-    """What fills it from the home replica; None for the home replica itself, and before the first filling."""
+    """The module; without weights on a rank outside the layout."""
+    weight_copy: WeightCopy | None = None
+    """Fills this replica from the home replica; None for the home replica, and before the first use."""
     version: int = 0
-    """The version of the home replica's weights that it holds; 0 before the first filling."""
+    """Version of the home replica's weights that it holds; 0 before the first use."""
     frozen_version: int = 0
-    """The same of the weights that training leaves as they are."""
+    """Version of the weights that training leaves unchanged; 0 before the first use."""
 
     def forget(self) -> None:
-        """Hold nothing any more."""
+        """Mark all weights as stale."""
         self.version = self.frozen_version = 0
 
     @property
     def layout(self) -> Layout:
-        """Degrees and ranks."""
+        """Parallel degrees and ranks."""
         return self.model_layout.layout
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a forward pass gathers weights, and so is a collective; under replication alone it is not."""
+        """Whether a forward pass gathers weights, and so is collective."""
         return self.layout.dims.fsdp > 1

@@ -1,6 +1,6 @@
-"""How does a copy of a role get its weights, time and again? What training leaves as it is comes once, the rest anew.
+"""Copy a role's weights from its home replica to another one: frozen weights once, trained weights every time.
 
-Adapters over a frozen base are the case that pays: a base of gigabytes stays where it is, and megabytes move.
+With adapters over a frozen base, a base of gigabytes stays where it is and megabytes of adapters move.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from lightning_realloc.layout.model import ModelLayout, ModelSpec
 from lightning_realloc.runtime.transfer.executor import Reallocation, ReallocationReport
 
 MakeReallocation = Callable[[ModelLayout, ModelLayout, Mapping[str, Tensor]], Reallocation]
-"""Makes the way of some parameters from one layout to another; the tensors are the source's. Collective."""
+"""(source layout, target layout, source tensors) -> `Reallocation`. Collective over all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightCopy:
-    """The ways of one role's parameters from its home to a copy: of the frozen ones, and of the trained ones."""
+    """The reallocations from a home replica to another one."""
 
     frozen: Reallocation | None
-    """None where training changes all of them, or all of them change at once."""
+    """For frozen parameters; None if there are none."""
     trained: Reallocation | None
-    """None where it changes none."""
+    """For all other parameters; None if there are none."""
 
     @classmethod
-    def of(
+    def prepare(
         cls,
         home: ModelLayout,
         tensors: Mapping[str, Tensor],
@@ -37,7 +37,7 @@ class WeightCopy:
         frozen: Set[str],
         connect: MakeReallocation,
     ) -> WeightCopy:
-        """Prepare both. Collective over all ranks, which name the same ``frozen`` parameters."""
+        """Plan both reallocations. Collective over all ranks, which pass the same ``frozen`` names."""
         parts = []
         for chosen in (frozen, {param.name for param in home.model.params} - frozen):
             spec = _part(home.model, chosen)
@@ -52,28 +52,28 @@ class WeightCopy:
 
     @property
     def target_tensors(self) -> dict[str, Tensor]:
-        """Parameter name -> local tensor of the copy on this rank; see `Reallocation`."""
+        """Parameter name -> local tensor of the target replica on this rank; see `Reallocation`."""
         return {name: tensor for part in self._parts for name, tensor in part.target_tensors.items()}
 
     @property
     def shared_bytes(self) -> int:
-        """This rank's part of what lies in segments shared with other ranks."""
+        """This rank's share of the bytes in memory shared with other ranks."""
         return sum(part.shared_bytes for part in self._parts)
 
     def run(self, *, frozen: bool, trained: bool) -> ReallocationReport | None:
-        """Bring what is asked for, None where there is none of that. Collective over the ranks of both layouts."""
+        """Copy frozen or trained weights or both; None if there are none. Collective over the ranks of both layouts."""
         due = (self.frozen if frozen else None, self.trained if trained else None)
         reports = [part.run() for part in due if part is not None]
         return reduce(_added, reports) if reports else None
 
     def release(self) -> None:
-        """Give the copy's memory back; see `Reallocation.release`."""
+        """Release the target replica's memory; see `Reallocation.release`."""
         for part in self._parts:
             part.release()
 
 
 def refuse_thawed(role: str, model: nn.Module, frozen: Set[str]) -> None:
-    """Refuse to train what was frozen when a role was laid out: copies of it would keep its old values.
+    """Refuse to train a parameter that was frozen when its role was laid out: other replicas would keep old values.
 
     Raises:
         PlanError: naming the first such parameter.
@@ -81,8 +81,8 @@ def refuse_thawed(role: str, model: nn.Module, frozen: Set[str]) -> None:
     thawed = [name for name, p in model.named_parameters() if p.requires_grad and name in frozen] if frozen else []
     if thawed:
         raise PlanError(
-            f"{role} parameter {thawed[0]} was frozen when {role} was laid out, and is trained now, which copies in "
-            f"other layouts would not hear of; leave requires_grad as it is from configure_model on"
+            f"{role} parameter {thawed[0]} was frozen when {role} was laid out and is trained now; replicas in other "
+            f"layouts would keep its old values; leave requires_grad unchanged from configure_model on"
         )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_realloc.errors import PlanError
-from lightning_realloc.strategies.pool.memory_probe import require_free_memory, take_on_device
+from lightning_realloc.strategies.pool.memory_probe import allocate_once, require_free_memory
 
 GPU = torch.device("cuda")
 
@@ -19,7 +19,7 @@ def full(num_bytes: int, device: torch.device) -> Any:
 
 
 def test_a_full_device_is_refused_in_words() -> None:
-    with pytest.raises(PlanError, match="moving needs 3 MiB more on rank 0, which its device has not; use a plan that"):
+    with pytest.raises(PlanError, match="moving needs 3 MiB more on rank 0, and its device has no room; use a plan that"):
         require_free_memory(3 * 2**20, GPU, what="moving", take=full)
 
 
@@ -34,4 +34,4 @@ def test_room_is_enough_and_cpu_memory_is_not_asked() -> None:
 def test_a_device_is_asked() -> None:
     require_free_memory(1 << 20, GPU, what="moving")
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        take_on_device(1 << 50, GPU)
+        allocate_once(1 << 50, GPU)

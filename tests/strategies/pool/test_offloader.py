@@ -73,7 +73,7 @@ def test_a_run_is_the_same_with_everything_offloaded(workers: WorkerPool) -> Non
         "critic.train": False,
     }  # fmt: skip
     assert message == (
-        "the weights of 'reference' are away between its calls, as the plan's offload asks; call "
+        "the weights of 'reference' are offloaded between its calls, as the plan says; call "
         "trainer.strategy.bring_back() before you read them"
     )
 
