@@ -26,6 +26,7 @@ lint: $(VENV)/.ready
 	$(RUN) mypy
 	$(VENV)/bin/lint-imports
 	$(RUN) mkdocs build --quiet
+	$(RUN) benchmarks.shape --check
 
 # The documentation as HTML, in build/site; warnings are errors. `mkdocs serve` shows it while it is written.
 docs: $(VENV)/.ready

@@ -1,0 +1,250 @@
+"""Shape of the package: sizes, imports, duplicate names and prose, counted from the syntax trees.
+
+``python -m benchmarks.shape`` prints every figure, its limit and one place. ``--check`` fails where a figure is over
+its limit in `shape_limits.toml`, and names the limits that can be lowered. ``--list NAME`` prints all places.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import sys
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+LIMITS = Path(__file__).with_name("shape_limits.toml")
+PACKAGE = "lightning_realloc"
+STEP = f"{PACKAGE}.generation.loop.run"
+SMALL_FILE_LINES, PAGE_WORDS, PAGE_COLUMNS = 60, 1_200, 120
+NUMBER = re.compile(r" = [-+*/%<>() ]*\d[-+*/%<>().\de ]*$")
+QUESTION = re.compile(r"[^.]*\?(\s|$)")
+BANNED = re.compile(r"(?<![a-z])(stood|acquainted|told|hear|outlet|whoever|come to)(?![a-z])", re.IGNORECASE)
+BANNED_START = re.compile(r"Of |Return (what|who|where)\b")
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+Graph = Mapping[str, set[str]]
+Figure = tuple[int, list[str]]  # a count with all its places, or a maximum with the place that has it
+
+
+class Module(NamedTuple):
+    """One source file; ``path`` is relative to the repository."""
+
+    name: str
+    path: Path
+    lines: list[str]
+    tree: ast.Module
+
+    def nodes(self, *kinds: type) -> list[Any]:
+        """Return all nodes of some kinds."""
+        return [node for node in ast.walk(self.tree) if isinstance(node, kinds)]
+
+    def place(self, node: Any) -> str:
+        """Return ``path:line``, and the name if there is one."""
+        return f"{self.path}:{node.lineno} {getattr(node, 'name', '')}".strip()
+
+
+def read_modules(root: Path) -> list[Module]:
+    """Parse all files of the package."""
+    modules = []
+    for file in sorted((root / PACKAGE).rglob("*.py")):
+        path, text = file.relative_to(root), file.read_text()
+        name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+        modules.append(Module(name, path, text.splitlines(), ast.parse(text)))
+    return modules
+
+
+def import_graph(modules: list[Module], *, at_start: bool) -> Graph:
+    """Return the modules that each module imports; ``at_start`` skips functions and blocks for type checkers."""
+    graph: dict[str, set[str]] = {module.name: set() for module in modules}
+    for module in modules:
+        for node in _nodes(module.tree, at_start):
+            if isinstance(node, ast.Import):
+                graph[module.name] |= {alias.name for alias in node.names} & graph.keys()
+            elif isinstance(node, ast.ImportFrom) and node.module in graph:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names} & graph.keys()
+                graph[module.name] |= inner or {node.module}
+    return graph
+
+
+def _nodes(tree: ast.AST, at_start: bool) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if not at_start or not (for_types or isinstance(node, FUNCTIONS)):
+            yield node
+            yield from _nodes(node, at_start)
+
+
+def reachable(graph: Graph, start: str) -> set[str]:
+    """Return the nodes that a walk from ``start`` reaches; ``start`` is one only if it lies on a cycle."""
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = graph[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def cycles(graph: Graph) -> Figure:
+    """Count the groups of nodes that reach one another."""
+    reach = {node: reachable(graph, node) for node in graph}
+    groups = {frozenset(other for other in reach[node] if node in reach[other]) for node in graph}
+    return _count(" <-> ".join(sorted(group)) for group in groups if group)
+
+
+def merge_folders(graph: Graph, modules: list[Module]) -> Graph:
+    """Join the files of each folder into one node; files next to subfolders stay nodes of their own."""
+    parents = {module.path.parent.parent for module in modules}
+    nodes = {m.name: str(m.path if m.path.parent in parents else m.path.parent) for m in modules}
+    merged: dict[str, set[str]] = defaultdict(set)
+    for name, targets in graph.items():
+        merged[nodes[name]] |= {nodes[target] for target in targets} - {nodes[name]}
+    return merged
+
+
+def measure_sizes(modules: list[Module]) -> dict[str, Figure]:
+    """Return the figures of files, functions and classes."""
+    functions = [(node.end_lineno - node.lineno + 1, m.place(node)) for m in modules for node in m.nodes(*FUNCTIONS)]
+    lengths = sorted(length for length, _ in functions)
+    classes = [(_class_sizes(node), m.place(node)) for m in modules for node in m.nodes(ast.ClassDef)]
+    folders = Counter(m.path.parent for m in modules if m.path.name != "__init__.py")
+    generation = [(m, node) for m in modules if "generation" in m.path.parts for node in m.tree.body]
+    constants = [(m, node) for m, node in generation if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
+    numbers = (f"{m.place(node)} {ast.unparse(node)}" for m, node in constants if NUMBER.search(ast.unparse(node)))
+    return {
+        "files": (len(modules), []),
+        "lines": (sum(len(m.lines) for m in modules), []),
+        "files_per_folder": _largest((number, str(folder)) for folder, number in folders.items()),
+        "function_lines_p90": (lengths[len(lengths) * 9 // 10], []),
+        "function_lines": _largest(functions),
+        "constructor_parameters": _largest((sizes[0], place) for sizes, place in classes),
+        "class_attributes": _largest((sizes[1], place) for sizes, place in classes),
+        "public_methods": _largest((sizes[2], place) for sizes, place in classes),
+        "generation_numbers": _count(numbers),
+    }
+
+
+def measure_names(modules: list[Module]) -> dict[str, Figure]:
+    """Return the figures of imports and of public names that several files define."""
+    importers = Counter(name for names in import_graph(modules, at_start=False).values() for name in names)
+    files = [m for m in modules if m.path.name != "__init__.py"]
+    small = {m.name: str(m.path) for m in files if len(m.lines) < SMALL_FILE_LINES}
+    graph = import_graph(modules, at_start=True)
+    step = {STEP, *reachable(graph, STEP)}
+    top = [(node, m) for m in files for node in m.tree.body if isinstance(node, (ast.ClassDef, *FUNCTIONS))]
+    return {
+        "small_files": _count(small.values()),
+        "one_importer": _count(str(m.path) for m in files if importers[m.name] == 1),
+        "one_importer_and_small": _count(path for name, path in small.items() if importers[name] == 1),
+        "file_cycles": cycles(graph),
+        "folder_cycles": cycles(merge_folders(graph, modules)),
+        "step_files": _count(step),
+        "step_files_of_generation": _count(name for name in step if ".generation." in name),
+        "duplicate_classes": _duplicates((node.name, m.path) for node, m in top if isinstance(node, ast.ClassDef)),
+        "duplicate_functions": _duplicates((node.name, m.path) for node, m in top if isinstance(node, FUNCTIONS)),
+        "duplicate_files": _duplicates((m.path.stem, m.path) for m in files),
+    }
+
+
+def measure_text(modules: list[Module], root: Path) -> dict[str, Figure]:
+    """Return the figures of docstrings, words to avoid, pages, and exceptions for formatter and type checker."""
+    texts = [
+        (m.place(node), node.value.value) for m in modules for node in m.nodes(ast.Expr)
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]  # fmt: skip
+    strategies = [(m, node) for m in modules if "strategies" in m.path.parts for node in m.nodes(ast.arg)]
+    untyped = (m.place(node) for m, node in strategies if node.annotation and ast.unparse(node.annotation) == "Any")
+    pages = [(str(page.relative_to(root)), page.read_text()) for page in (root / "docs").rglob("*.md")]
+    return {
+        "docstrings_that_ask": _count(str(m.path) for m in modules if QUESTION.match(ast.get_docstring(m.tree) or "")),
+        "what_in_docstrings": _count(place for place, text in texts for _ in re.findall(r"(?i)\bwhat\b", text)),
+        "banned_starts": _count(place for place, text in texts if BANNED_START.match(text)),
+        "banned_words": _matches(modules, BANNED),
+        "any_parameters_of_strategies": _count(untyped),
+        "fmt_skip": _matches(modules, re.compile("# fmt: skip")),
+        "type_ignore": _matches(modules, re.compile("# type: ignore")),
+        "long_pages": _count(path for path, text in pages if len(text.split()) > PAGE_WORDS),
+        "wide_pages": _count(path for path, text in pages if max(map(len, text.splitlines())) > PAGE_COLUMNS),
+    }
+
+
+def _count(places: Iterable[str]) -> Figure:
+    found = sorted(places)
+    return len(found), found
+
+
+def _largest(sizes: Iterable[tuple[int, str]]) -> Figure:
+    value, place = max(sizes)
+    return value, [place]
+
+
+def _matches(modules: list[Module], pattern: re.Pattern[str]) -> Figure:
+    lines = [(f"{m.path}:{number}", line) for m in modules for number, line in enumerate(m.lines, 1)]
+    return _count(f"{place} {found[0]}" for place, line in lines for found in pattern.finditer(line))
+
+
+def _duplicates(named: Iterable[tuple[str, Path]]) -> Figure:
+    files: dict[str, set[str]] = defaultdict(set)
+    for name, path in named:
+        files[name].add(str(path))
+    several = {name: paths for name, paths in files.items() if len(paths) > 1 and not name.startswith("_")}
+    return _count(f"{name}: {', '.join(sorted(paths))}" for name, paths in several.items())
+
+
+def _class_sizes(node: ast.ClassDef) -> tuple[int, int, int]:
+    """Return the numbers of constructor parameters, of attributes and of public methods."""
+    methods = {part.name: part for part in node.body if isinstance(part, FUNCTIONS)}
+    arguments = ast.walk(methods["__init__"].args) if "__init__" in methods else ()
+    fields = [part for part in node.body if isinstance(part, ast.Assign | ast.AnnAssign)]
+    stored = [ast.unparse(part) for part in ast.walk(node) if isinstance(getattr(part, "ctx", None), ast.Store)]
+    attributes = {name for name in stored if re.fullmatch(r"self\.\w+", name)}
+    attributes |= {f"self.{name}" for part in fields for name in re.findall(r"^\w+", ast.unparse(part))}
+    parameters = {part.arg for part in arguments if isinstance(part, ast.arg)} - {"self"}
+    return len(parameters), len(attributes), sum(not name.startswith("_") for name in methods)
+
+
+def measure(root: Path = ROOT) -> dict[str, Figure]:
+    """Return all figures of the package below ``root``, by name."""
+    modules = read_modules(root)
+    return measure_sizes(modules) | measure_names(modules) | measure_text(modules, root)
+
+
+def check(figures: Mapping[str, Figure], limits: Mapping[str, int]) -> int:
+    """Print the figures over their limits and the limits that can be lowered; return 1 where one is over."""
+    for name, limit in limits.items():
+        value, _ = figures[name]
+        if value > limit:
+            print(f"{name} is {value}, over its limit of {limit}: `python -m benchmarks.shape --list {name}`")
+        elif value < limit:
+            print(f"{name} is {value}: lower its limit of {limit} in benchmarks/{LIMITS.name}")
+    return int(any(figures[name][0] > limit for name, limit in limits.items()))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the figures, the places of one, or the result of the check."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a figure is over its limit")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write figures and limits here")
+    parser.add_argument("--list", metavar="NAME", help="print all places that a figure counts")
+    options = parser.parse_args(argv)
+    figures, limits = measure(), tomllib.loads(LIMITS.read_text())
+    if options.json:
+        values = {name: {"value": value, "limit": limits.get(name)} for name, (value, _) in figures.items()}
+        options.json.write_text(json.dumps(values, indent=2) + "\n")
+    if options.check:
+        return check(figures, limits)
+    if options.list:
+        print(*figures[options.list][1], sep="\n")
+    else:
+        for name, (value, places) in figures.items():
+            print(f"{name:30}{value:>8,}{limits.get(name, ''):>8}  {places[0] if places else ''}"[:100])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
