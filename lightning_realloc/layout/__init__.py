@@ -1,4 +1,7 @@
-"""Where the weights of a model live: degrees, ranks, regions, parameters. Pure: the standard library only."""
+"""Describe where the weights of a model live: degrees, ranks, regions, parameters.
+
+Pure: uses the standard library only. Start with `Layout` and `ModelLayout`.
+"""
 
 from lightning_realloc.layout.cluster import PRESETS, ClusterSpec
 from lightning_realloc.layout.dims import AXES, Coordinate, Layout, ParallelDims, format_ranks, parse_ranks

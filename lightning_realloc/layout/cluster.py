@@ -1,7 +1,7 @@
-"""What machines are there: nodes, devices, memory and how fast bytes move?
+"""Hardware description of a cluster: nodes, devices, memory and bandwidths.
 
-Planning needs only ``node_of``; the estimator in ``tuning`` reads the rates, and the profiler replaces them by
-measured ones.
+Planning needs only ``node_of``. The estimator in ``tuning`` reads the rates; the profiler replaces them by measured
+ones.
 """
 
 from __future__ import annotations
@@ -17,24 +17,32 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """Equal nodes of equal devices; rank r is device ``r % devices_per_node`` of node ``r // devices_per_node``."""
+    """A cluster of equal nodes with equal devices.
+
+    Rank r is device ``r % devices_per_node`` of node ``r // devices_per_node``.
+
+    >>> ClusterSpec.parse("h100:2x8").node_of(9)
+    1
+    """
 
     num_nodes: int = 1
     devices_per_node: int = 1
     device_memory_bytes: int
-    """Memory of one device."""
+    """Memory of one device, in bytes."""
     device_flops: float
     """Peak dense bf16 floating-point operations per second of one device."""
     device_memory_bytes_per_s: float
-    """Memory bandwidth of one device."""
+    """Memory bandwidth of one device, in bytes per second."""
     intra_node_bytes_per_s: float
-    """What one device sends to its node's other devices, one direction."""
+    """Bandwidth from one device to the other devices of its node, in one direction."""
     inter_node_bytes_per_s: float
-    """What one device sends to other nodes, one direction."""
+    """Bandwidth from one device to other nodes, in one direction."""
     host_bytes_per_s: float
-    """What one device exchanges with its host's memory (offload), one direction."""
+    """Bandwidth between one device and its host's memory (offloading), in one direction."""
     intra_node_latency_s: float = 10e-6
+    """Latency of one message inside a node, in seconds."""
     inter_node_latency_s: float = 20e-6
+    """Latency of one message between nodes, in seconds."""
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -45,11 +53,11 @@ class ClusterSpec:
 
     @property
     def num_devices(self) -> int:
-        """Devices, and so ranks, in all."""
+        """Number of devices of the cluster; one rank per device."""
         return self.num_nodes * self.devices_per_node
 
     def node_of(self, rank: int) -> int:
-        """The node of ``rank``. Raises LayoutError when the cluster has no such device."""
+        """Return the node of ``rank``. Raises LayoutError when the cluster has no such device."""
         if not 0 <= rank < self.num_devices:
             raise LayoutError(
                 f"rank {rank} is outside a cluster of {self.num_nodes}x{self.devices_per_node} devices; "
@@ -79,18 +87,18 @@ class ClusterSpec:
 
     @classmethod
     def local(cls, num_devices: int, preset: str = "cpu") -> ClusterSpec:
-        """One node with ``num_devices`` devices of a preset. Raises LayoutError."""
+        """Return one node with ``num_devices`` devices of a preset. Raises LayoutError for an unknown preset."""
         return replace(cls.parse(preset), num_nodes=1, devices_per_node=num_devices)
 
 
 PRESETS: dict[str, ClusterSpec] = {
-    # One process with about one core; nominal figures, replaced by what the profiler measures.
+    # One process with about one core. Nominal figures; the profiler replaces them.
     "cpu": ClusterSpec(
         device_memory_bytes=8 * GIB, device_flops=5e10, device_memory_bytes_per_s=1e10,
         intra_node_bytes_per_s=2e9, inter_node_bytes_per_s=1.25e9, host_bytes_per_s=1e10,
         intra_node_latency_s=300e-6, inter_node_latency_s=500e-6,
     ),
-    # Data sheets, SXM forms: dense bf16, NVLink halved to one direction, one 200 or 400 Gb/s adapter per device.
+    # From data sheets, SXM form: dense bf16, NVLink in one direction, one 200 or 400 Gb/s adapter per device.
     "a100-80g": ClusterSpec(
         devices_per_node=8, device_memory_bytes=80 * GIB, device_flops=312e12, device_memory_bytes_per_s=2.039e12,
         intra_node_bytes_per_s=300e9, inter_node_bytes_per_s=25e9, host_bytes_per_s=25e9,
@@ -113,4 +121,4 @@ PRESETS: dict[str, ClusterSpec] = {
         intra_node_bytes_per_s=25e9, inter_node_bytes_per_s=12.5e9, host_bytes_per_s=25e9,
     ),
 }  # fmt: skip
-"""Nominal clusters of one node, by name."""
+"""Nominal clusters of one node, by preset name."""

@@ -1,7 +1,7 @@
-"""How many ways is a model divided along each axis, and which rank takes which coordinate?
+"""Degrees of parallelism, and the ranks that fill them.
 
-``ParallelDims`` holds the degrees, ``Layout`` the degrees with the ordered ranks. What the degrees do to a
-parameter is in ``sharding`` and ``model``.
+``ParallelDims`` holds the degrees; ``Layout`` adds the ordered ranks. How the degrees cut a parameter is in
+``sharding`` and ``model``.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import NamedTuple
 from lightning_realloc.errors import LayoutError
 
 AXES = ("pp", "dp", "fsdp", "tp")
-"""The mesh axes, outermost first: neighbours along the last axis are adjacent ranks."""
+"""The mesh axes, outermost first. Neighbours along the last axis are adjacent ranks."""
 
 _DEGREE = re.compile(r"([a-z]+)([0-9]+)")
 _HINT = 'write degrees as in "fsdp2.tp2", axes in the order pp, dp, fsdp, tp'
 
 
 class Coordinate(NamedTuple):
-    """Where a rank stands along every axis."""
+    """Position of a rank along every axis."""
 
     pp: int
     dp: int
@@ -32,16 +32,20 @@ class Coordinate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParallelDims:
-    """The degree of parallelism along every axis."""
+    """Degree of parallelism along every axis.
+
+    >>> ParallelDims.parse("dp2.tp4").size
+    8
+    """
 
     pp: int = 1
-    """Pipeline stages: contiguous runs of blocks."""
+    """Number of pipeline stages. A stage is a contiguous run of blocks."""
     dp: int = 1
-    """Replicas of everything inside."""
+    """Number of data-parallel replicas."""
     fsdp: int = 1
-    """Chunks of dim 0 of every (tensor-parallel) local tensor, gathered when used."""
+    """Number of FSDP shards: chunks of dim 0 of every (tensor-parallel) local tensor, gathered for use."""
     tp: int = 1
-    """Cuts inside each layer's weights."""
+    """Number of tensor-parallel ranks that share the weights of each layer."""
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -51,7 +55,7 @@ class ParallelDims:
 
     @property
     def size(self) -> int:
-        """The number of ranks that the degrees multiply to."""
+        """Number of ranks: the product of the degrees."""
         return self.pp * self.dp * self.fsdp * self.tp
 
     @property
@@ -61,7 +65,7 @@ class ParallelDims:
 
     @classmethod
     def parse(cls, text: str) -> ParallelDims:
-        """Read ``"fsdp2.tp2"``; axes left out have degree 1. Raises LayoutError for anything else."""
+        """Read ``"fsdp2.tp2"``; omitted axes have degree 1. Raises LayoutError for anything else."""
         degrees: dict[str, int] = {}
         for part in text.strip().split("."):
             match = _DEGREE.fullmatch(part.strip())
@@ -86,11 +90,18 @@ class ParallelDims:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Degrees and the ordered ranks that fill them, the last axis running fastest."""
+    """Degrees of parallelism and the ordered ranks that fill them. The last axis varies fastest.
+
+    >>> layout = Layout.parse("fsdp2.tp2@4-7")
+    >>> layout.coordinate(6)
+    Coordinate(pp=0, dp=0, fsdp=1, tp=0)
+    >>> layout.group(6, "tp")
+    (6, 7)
+    """
 
     dims: ParallelDims
     ranks: tuple[int, ...]
-    """The rank at each coordinate, in row-major order over ``AXES``."""
+    """Rank at each coordinate, in row-major order over ``AXES``."""
     _position: dict[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -115,8 +126,8 @@ class Layout:
     def parse(cls, text: str, *, world_size: int | None = None) -> Layout:
         """Read ``"fsdp2.tp2@0-3"`` or ``"dp2.tp2@0,2,1,3"``.
 
-        Without ``@`` the ranks are 0 .. size-1, and ``size`` must equal ``world_size`` when that is given; with
-        ``@`` every rank must be below ``world_size``. Raises LayoutError.
+        Without ``@`` the ranks are 0 .. size-1, and ``size`` must equal ``world_size`` if given. With ``@`` every
+        rank must be below ``world_size``. Raises LayoutError.
         """
         degrees, separator, listed = text.partition("@")
         dims = ParallelDims.parse(degrees)
@@ -143,9 +154,9 @@ class Layout:
         return rank in self._position
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Where ``rank`` stands. Raises LayoutError when it is not part of the layout."""
+        """Return the coordinate of ``rank``. Raises LayoutError when the rank is not part of the layout."""
         if rank not in self._position:
-            raise LayoutError(f"rank {rank} is not part of layout {self}; ask only for its ranks")
+            raise LayoutError(f"rank {rank} is not part of layout {self}; pass one of its ranks")
         index = self._position[rank]
         index, tp = divmod(index, self.dims.tp)
         index, fsdp = divmod(index, self.dims.fsdp)
@@ -153,7 +164,7 @@ class Layout:
         return Coordinate(pp, dp, fsdp, tp)
 
     def rank_at(self, coordinate: Coordinate) -> int:
-        """The rank at ``coordinate``. Raises LayoutError when a component is outside its degree."""
+        """Return the rank at ``coordinate``. Raises LayoutError when a component is outside its degree."""
         index = 0
         for axis, degree, position in zip(AXES, self.dims.degrees, coordinate, strict=True):
             if not 0 <= position < degree:
@@ -162,33 +173,35 @@ class Layout:
         return self.ranks[index]
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` only along ``axes``, itself included, in the layout's order."""
+        """Return the ranks that differ from ``rank`` only along ``axes``, itself included, in the layout's order."""
         _check_axes(axes)
-        home = self.coordinate(rank)
-        spans = [range(n) if axis in axes else (at,) for axis, n, at in zip(AXES, self.dims.degrees, home, strict=True)]
-        return tuple(self.rank_at(Coordinate(*position)) for position in itertools.product(*spans))
+        spans = [
+            range(degree) if axis in axes else (position,)
+            for axis, degree, position in zip(AXES, self.dims.degrees, self.coordinate(rank), strict=True)
+        ]
+        return tuple(self.rank_at(Coordinate(*coordinate)) for coordinate in itertools.product(*spans))
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Every group along ``axes``, ordered by its first rank's position in the layout."""
+        """Return every group along ``axes``, ordered by the position of its first rank in the layout."""
         return tuple(dict.fromkeys(self.group(rank, *axes) for rank in self.ranks))
 
     def is_ascending(self, *axes: str) -> bool:
-        """Whether every group along each of ``axes`` alone lists its ranks in ascending order.
+        """Return whether every group along each of ``axes`` alone lists its ranks in ascending order.
 
-        torch sorts the ranks of a process group unless told not to, and ``fully_shard``, gathers and pipeline stages
-        go by position in the group: in sorted groups they disagree with a layout that is not ascending.
+        torch sorts the ranks of a process group by default. ``fully_shard``, gathers and pipeline stages use the
+        position in the group, so sorted groups disagree with a layout that is not ascending.
         """
         return all(list(group) == sorted(group) for axis in axes for group in self.groups(axis))
 
     @property
     def data_parallel_size(self) -> int:
-        """How many ways a batch is split: ``dp * fsdp``."""
+        """Number of shares that a batch is split into: ``dp * fsdp``."""
         return self.dims.dp * self.dims.fsdp
 
     def data_parallel_index(self, rank: int) -> int:
-        """Which share of a batch ``rank`` works on: dp outer, fsdp inner."""
-        at = self.coordinate(rank)
-        return at.dp * self.dims.fsdp + at.fsdp
+        """Return the index of the batch share that ``rank`` works on; dp is the outer index, fsdp the inner one."""
+        coordinate = self.coordinate(rank)
+        return coordinate.dp * self.dims.fsdp + coordinate.fsdp
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
@@ -211,7 +224,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """The shortest text that ``parse_ranks`` reads back: ascending runs as ``first-last``."""
+    """Return the shortest text that ``parse_ranks`` reads back; ascending runs are written as ``first-last``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] + 1 == rank:

@@ -1,7 +1,7 @@
-"""What parameters does a model have, and which regions of each does every rank of a layout hold?
+"""Parameters of a model, and the regions of each that every rank of a layout holds.
 
-``ModelSpec`` describes the parameters without weights, ``ModelLayout`` lays them over ranks. How they move between
-two of these is the business of ``lightning_realloc.realloc``.
+``ModelSpec`` describes the parameters without weights; ``ModelLayout`` distributes them over ranks.
+``lightning_realloc.realloc`` plans how they move between two model layouts.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ Section = Literal["input", "block", "output"]
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One parameter: its global shape, how tensor parallelism cuts it, and where in the model it belongs."""
+    """One parameter: its global shape, its tensor-parallel cut, and its place in the model."""
 
     name: str
     shape: tuple[int, ...]
+    """Global shape."""
     tp: TensorParallelCut | None = None
-    """None: the same on every tensor-parallel rank."""
+    """How tensor parallelism cuts the parameter. None means that every tensor-parallel rank holds all of it."""
     section: Section = "block"
-    """What comes before the blocks lies on the first pipeline stage, what comes after them on the last."""
+    """Place relative to the blocks: "input" lies on the first pipeline stage, "output" on the last."""
     block: int | None = None
-    """The index of its block; None outside blocks."""
+    """Index of the parameter's block; None outside blocks."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -49,21 +50,28 @@ class ParamSpec:
 
     @property
     def numel(self) -> int:
-        """How many elements the whole parameter has."""
+        """Number of elements of the whole parameter."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The parameters of a model, tied ones once, without their values."""
+    """Parameters of a model without their values; tied parameters are listed once.
+
+    >>> from lightning_realloc.layout import ParamSpec
+    >>> embedding = ParamSpec("embed.weight", (32, 8), section="input")
+    >>> blocks = [ParamSpec(f"blocks.{i}.weight", (8, 8), block=i) for i in range(2)]
+    >>> ModelSpec((embedding, *blocks), num_blocks=2).num_elements
+    384
+    """
 
     params: tuple[ParamSpec, ...]
     num_blocks: int
-    """Length of the list of blocks that pipeline stages divide."""
+    """Number of blocks, which pipeline stages divide among themselves."""
     aliases: tuple[tuple[str, str], ...] = ()
-    """(tied name, owner name): names that share the owner's parameter and do not appear in ``params``."""
+    """(tied name, owner name) pairs. A tied name shares the owner's parameter and is not listed in ``params``."""
     tp_refusal: str | None = None
-    """Why tp > 1 is impossible for this model, None when it is possible."""
+    """Reason why tp > 1 is impossible for this model; None when it is possible."""
     _by_name: dict[str, ParamSpec] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -81,18 +89,18 @@ class ModelSpec:
 
     @property
     def num_elements(self) -> int:
-        """Elements of all parameters, tied ones once."""
+        """Number of elements of all parameters; tied parameters count once."""
         return sum(param.numel for param in self.params)
 
     def param(self, name: str) -> ParamSpec:
-        """The parameter called ``name``, or the owner that the name is tied to."""
+        """Return the parameter called ``name``, or the owner that the name is tied to."""
         owner = dict(self.aliases).get(name, name)
         if owner not in self._by_name:
             raise LayoutError(f"the model has no parameter {name!r}; it has {', '.join(list(self._by_name)[:4])}, …")
         return self._by_name[owner]
 
     def tensor_parallel_degrees(self, limit: int) -> tuple[int, ...]:
-        """The tp degrees up to ``limit`` that every parameter allows."""
+        """Return the tp degrees up to ``limit`` that every parameter allows."""
         if self.tp_refusal is not None:
             return (1,)
         cuts = {(param.tp, param.shape[param.tp.dim]) for param in self.params if param.tp is not None}
@@ -101,7 +109,13 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """A model laid over the ranks of a layout."""
+    """A model distributed over the ranks of a layout.
+
+    >>> from lightning_realloc.layout import ParamSpec
+    >>> model = ModelSpec((ParamSpec("weight", (8, 4), block=0),), num_blocks=1)
+    >>> ModelLayout(model, Layout.parse("fsdp2@0-1")).local_shape("weight", rank=1)
+    (4, 4)
+    """
 
     model: ModelSpec
     layout: Layout
@@ -118,7 +132,7 @@ class ModelLayout:
                 )
 
     def stage(self, name: str) -> int:
-        """The pipeline stage that holds the parameter."""
+        """Return the pipeline stage that holds the parameter."""
         param = self.model.param(name)
         if param.section == "input":
             return 0
@@ -127,36 +141,36 @@ class ModelLayout:
         return stage_of_block(param.block, self.model.num_blocks, self.layout.dims.pp)
 
     def names(self, rank: int) -> tuple[str, ...]:
-        """The parameters of the rank's pipeline stage, those with an empty shard too; () outside the layout."""
+        """Return the parameters of the rank's pipeline stage, including empty shards; () outside the layout."""
         if rank not in self.layout:
             return ()
         stage = self.layout.coordinate(rank).pp
         return tuple(param.name for param in self.model.params if self.stage(param.name) == stage)
 
     def shard(self, name: str, rank: int) -> LocalShard | None:
-        """The rank's local tensor of a parameter; None when the rank or its stage does not have the parameter."""
+        """Return the rank's local shard of a parameter; None when the rank's stage does not hold the parameter."""
         if rank not in self.layout:
             return None
-        at = self.layout.coordinate(rank)
+        dims, coordinate = self.layout.dims, self.layout.coordinate(rank)
         param = self.model.param(name)
-        if at.pp != self.stage(name):
+        if coordinate.pp != self.stage(name):
             return None
-        return local_shard(param.shape, param.tp, self.layout.dims.tp, at.tp, self.layout.dims.fsdp, at.fsdp)
+        return local_shard(param.shape, param.tp, dims.tp, coordinate.tp, dims.fsdp, coordinate.fsdp)
 
     def pieces(self, name: str, rank: int) -> tuple[Piece, ...]:
-        """The regions that the rank holds and their places in its local tensor; () when it holds nothing."""
+        """Return the regions that the rank holds, with their offsets in its local tensor; () if there are none."""
         shard = self.shard(name, rank)
         return () if shard is None else shard.pieces
 
     def local_shape(self, name: str, rank: int) -> tuple[int, ...]:
-        """The shape of the rank's local tensor. Raises LayoutError when the rank does not have the parameter."""
+        """Return the shape of the rank's local tensor. Raises LayoutError when the rank has no such parameter."""
         shard = self.shard(name, rank)
         if shard is None:
-            raise LayoutError(f"rank {rank} has no {name!r} under {self.layout}; ask for names({rank}) only")
+            raise LayoutError(f"rank {rank} has no {name!r} under {self.layout}; use the parameters of names({rank})")
         return shard.shape
 
     def holders(self, name: str) -> tuple[tuple[LocalShard, tuple[int, ...]], ...]:
-        """Every distinct shard, an empty one too, with the ranks that hold it, in the layout's order."""
+        """Return every distinct shard (including empty ones) with the ranks that hold it, in the layout's order."""
         ranks: dict[LocalShard, list[int]] = {}
         for rank in self.layout.ranks:
             shard = self.shard(name, rank)
@@ -165,7 +179,7 @@ class ModelLayout:
         return tuple((shard, tuple(held_by)) for shard, held_by in ranks.items())
 
     def num_local_elements(self, rank: int) -> int:
-        """Elements of all local tensors of the rank."""
+        """Return the number of elements of all local tensors of the rank."""
         return sum(math.prod(self.local_shape(name, rank)) for name in self.names(rank))
 
     def _check_tensor_parallel(self) -> None:
@@ -196,9 +210,10 @@ class ModelLayout:
 
 
 def stage_of_block(block: int, num_blocks: int, pp: int) -> int:
-    """The stage of a block when ``num_blocks`` are split into ``pp`` contiguous runs, the first ones longer by one.
+    """Return the stage of a block when ``pp`` stages share ``num_blocks`` in contiguous runs.
 
-    Unlike torch.chunk this leaves no stage empty, because a stage without parameters cannot be trained.
+    The first stages hold one block more if the division has a remainder. Unlike torch.chunk this leaves no stage
+    empty, because a stage without parameters cannot be trained.
     """
     share, longer = divmod(num_blocks, pp)
     edge = longer * (share + 1)
@@ -207,7 +222,7 @@ def stage_of_block(block: int, num_blocks: int, pp: int) -> int:
 
 @lru_cache(maxsize=4096)
 def stage_blocks(num_blocks: int, pp: int) -> tuple[range, ...]:
-    """The blocks of every stage, consistent with ``stage_of_block``."""
+    """Return the blocks of every stage, consistent with ``stage_of_block``."""
     share, longer = divmod(num_blocks, pp)
     starts = [stage * share + min(stage, longer) for stage in range(pp + 1)]
     return tuple(range(start, stop) for start, stop in itertools.pairwise(starts))

@@ -1,6 +1,6 @@
-"""Which box of global indices is this, and what do two boxes share?
+"""Half-open boxes of global tensor indices, and their intersections.
 
-The interval algebra under every layout: half-open boxes, nothing else. Which rank holds which is in ``sharding``.
+Every layout builds on this interval algebra. Which rank holds which region is in ``sharding``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Region:
     """A half-open box of global indices, one interval for each tensor dim."""
 
     starts: tuple[int, ...]
-    """The first index along every dim."""
+    """First index along every dim."""
     stops: tuple[int, ...]
-    """One past the last index along every dim."""
+    """One past the last index, along every dim."""
 
     def __post_init__(self) -> None:
         ordered = all(0 <= start <= stop for start, stop in zip(self.starts, self.stops, strict=False))
@@ -31,21 +31,21 @@ class Region:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Region:
-        """All of a tensor of ``shape``."""
+        """Return the region of a whole tensor of ``shape``."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The extent along every dim."""
+        """Extent along every dim."""
         return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
 
     @property
     def numel(self) -> int:
-        """How many elements lie inside; 1 for the region of a scalar."""
+        """Number of elements; 1 for the region of a scalar."""
         return math.prod(self.shape)
 
     def intersect(self, other: Region) -> Region | None:
-        """What both hold, or None when that is empty."""
+        """Return the common region, or None when it is empty."""
         starts = tuple(map(max, self.starts, other.starts))
         stops = tuple(map(min, self.stops, other.stops))
         if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
@@ -53,18 +53,18 @@ class Region:
         return Region(starts, stops)
 
     def contains(self, other: Region) -> bool:
-        """Whether every element of ``other`` is in this region; an empty region is in all of them."""
+        """Return whether every element of ``other`` is in this region; every region contains an empty one."""
         return other.numel == 0 or self.intersect(other) == other
 
 
 def tiles(regions: Iterable[Region], shape: Sequence[int]) -> bool:
-    """Whether ``regions`` hold every element of a tensor of ``shape`` exactly once; empty regions do not matter."""
+    """Return whether ``regions`` cover every element of a tensor of ``shape`` once; empty regions are ignored."""
     whole = Region.whole(shape)
     present = sorted((region for region in regions if region.numel), key=lambda region: region.starts)
     if any(not whole.contains(region) for region in present) or sum(region.numel for region in present) != whole.numel:
         return False
     active: list[Region] = []
-    for region in present:  # a sweep along dim 0: only regions that reach this one's start can overlap it
+    for region in present:  # a sweep along dim 0: only regions that extend beyond this one's start can overlap it
         active = [other for other in active if not region.starts or other.stops[0] > region.starts[0]]
         if any(other.intersect(region) is not None for other in active):
             return False

@@ -1,7 +1,7 @@
-"""Which regions of one parameter lie at one coordinate of the mesh, and where in the local tensor?
+"""Regions of a parameter at one mesh coordinate, and their offsets in the local tensor.
 
-Tensor parallelism cuts first, then FSDP chunks dim 0 of what is left. Both follow ``torch.chunk``: pieces of
-ceil(size / parts), the last ones smaller or empty.
+Tensor parallelism cuts first; then FSDP chunks dim 0 of the result. Both follow ``torch.chunk``: chunks have
+ceil(size / num_chunks) elements, and the last ones are smaller or empty.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class TensorParallelCut:
     """How tensor parallelism cuts one parameter."""
 
     dim: int
-    """The tensor dim that is cut."""
+    """Tensor dim that is cut."""
     num_units: int | None = None
-    """Units along ``dim`` that must stay whole (attention heads), over all blocks; None: any split, as torch.chunk."""
+    """Number of units along ``dim`` that must stay whole (attention heads), over all blocks. None allows any split."""
     replicate_units: bool = False
-    """Whether tp may exceed the units (kv heads): tp rank r then holds unit ``r * units // tp``, shared with others."""
+    """Whether tp may exceed the units (key-value heads). Then tp rank r holds unit ``r * units // tp``."""
     block_sizes: tuple[int, ...] = ()
-    """Sizes of the fused blocks along ``dim`` (gate|up, q|k|v), each cut on its own; empty: one block."""
+    """Sizes of the fused blocks along ``dim`` (gate|up, q|k|v); each is cut separately. Empty means one block."""
 
     def __post_init__(self) -> None:
         if self.dim < 0:
@@ -60,46 +60,47 @@ class TensorParallelCut:
             )
 
     def blocks(self, size: int) -> tuple[tuple[int, int | None], ...]:
-        """Size and number of units (None: any split) of every block along a dim of ``size``."""
+        """Return the size and the number of units (None: any split) of every block along a dim of ``size``."""
         sizes = self.block_sizes or (size,)
         if self.num_units is None:
             return tuple((block, None) for block in sizes)
         return tuple((block, block * self.num_units // size) for block in sizes)
 
     def allows(self, size: int, tp: int) -> bool:
-        """Whether a dim of ``size`` can be cut ``tp`` ways."""
+        """Return whether ``tp`` ranks can share a dim of ``size``."""
         units = [count for _, count in self.blocks(size) if count is not None]
         return all(count % tp == 0 or (self.replicate_units and tp % count == 0) for count in units)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A region that a rank holds and where it begins in the rank's local tensor."""
+    """A region that a rank holds, and its place in the rank's local tensor."""
 
     region: Region
     offset: tuple[int, ...]
+    """First index of the region in the local tensor, along every dim."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """What lies at one coordinate: the local tensor's shape and the pieces that fill it."""
+    """The local tensor at one coordinate: its shape and the pieces that fill it."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     """Empty when the local tensor has no elements."""
 
 
-def chunk_bounds(size: int, parts: int, index: int) -> Interval:
-    """The range of chunk ``index`` when ``torch.chunk`` cuts ``size`` into ``parts``; empty past the end."""
-    length = -(-size // parts)
+def chunk_bounds(size: int, num_chunks: int, index: int) -> Interval:
+    """Return the range of chunk ``index`` when ``torch.chunk`` cuts ``size``; empty past the end."""
+    length = -(-size // num_chunks)
     start = min(size, length * index)
     return start, min(size, start + length)
 
 
 def tensor_parallel_intervals(size: int, cut: TensorParallelCut | None, tp: int, index: int) -> tuple[Interval, ...]:
-    """The global ranges, in local order, that tp rank ``index`` holds along the cut dim of ``size``.
+    """Return the global ranges, in local order, that tp rank ``index`` holds along the cut dim of ``size``.
 
-    Ranges of adjacent blocks are not joined, so those of two ranks are either equal or disjoint.
+    Ranges of adjacent blocks are not joined, so the ranges of two ranks are either equal or disjoint.
     """
     if cut is None or tp == 1:
         return ((0, size),)
@@ -116,9 +117,10 @@ def tensor_parallel_intervals(size: int, cut: TensorParallelCut | None, tp: int,
 def local_shard(
     shape: tuple[int, ...], cut: TensorParallelCut | None, tp: int, tp_index: int, fsdp: int, fsdp_index: int
 ) -> LocalShard:
-    """The shard of a parameter of ``shape`` at a coordinate: tensor parallelism first, then FSDP along dim 0.
+    """Return the shard of a parameter of ``shape`` at one coordinate.
 
-    The layout must allow the cut (``TensorParallelCut.allows``), and ``fsdp > 1`` needs at least one dim.
+    Tensor parallelism cuts first, then FSDP along dim 0. The layout must allow the cut
+    (``TensorParallelCut.allows``), and ``fsdp > 1`` needs at least one dim.
     """
     intervals: list[tuple[Interval, ...]] = [((0, size),) for size in shape]
     if cut is not None:
@@ -148,7 +150,7 @@ def _length(intervals: tuple[Interval, ...]) -> int:
 
 
 def _sub_range(intervals: tuple[Interval, ...], start: int, stop: int) -> tuple[Interval, ...]:
-    """The part from local index ``start`` to ``stop`` of the concatenated ``intervals``."""
+    """Return the local indices ``start`` to ``stop`` of the concatenated ``intervals``."""
     taken, position = [], 0
     for first, last in intervals:
         low, high = max(start, position), min(stop, position + last - first)

@@ -1,4 +1,4 @@
-"""Which models and layouts do the pure tests try? Strategies for small ones, the shapes of known large ones."""
+"""Models and layouts for the pure tests: strategies that draw small ones, and the shapes of known large ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORLD_SIZE = 8
 
 
 def llama_spec(*, width: int, inner: int, layers: int, vocab: int, heads: int, kv_heads: int) -> ModelSpec:
-    """The parameters of a Llama with the cuts that its plan gives them."""
+    """Return the parameters of a Llama with the cuts of its tensor-parallel plan."""
     head = width // heads
     query, rows = TensorParallelCut(0, heads), TensorParallelCut(0)
     key_value = TensorParallelCut(0, kv_heads, replicate_units=True)
@@ -48,7 +48,7 @@ SMALL = llama_spec(width=12, inner=18, layers=2, vocab=13, heads=4, kv_heads=2)
 
 @st.composite
 def cut_params(draw: st.DrawFn, name: str, section: str, block: int | None) -> ParamSpec:
-    """A parameter of one to three small dims with any kind of tensor-parallel cut, or none."""
+    """Draw a parameter of one to three small dims with any kind of tensor-parallel cut, or none."""
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))
     kind = draw(st.sampled_from(["none", "chunk", "heads", "kv", "fused", "fused_heads"]))
@@ -77,7 +77,7 @@ def cut_params(draw: st.DrawFn, name: str, section: str, block: int | None) -> P
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelSpec:
-    """Two or three blocks of one or two parameters, with something before and after them."""
+    """Draw two or three blocks of one or two parameters, with a parameter before and after them."""
     num_blocks = draw(st.integers(2, 3))
     params = [draw(cut_params("embed", "input", None))]
     block_params = [draw(cut_params("w", "block", 0)) for _ in range(draw(st.integers(1, 2)))]
@@ -92,7 +92,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Any degrees over any ordered ranks below ``WORLD_SIZE`` that every model of ``models`` allows."""
+    """Draw degrees that every model of ``models`` allows, over any ordered ranks below ``WORLD_SIZE``."""
     options = [
         ParallelDims(pp, dp, fsdp, tp)
         for pp in (1, 2)
@@ -108,7 +108,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 @st.composite
 def layout_pairs(draw: st.DrawFn) -> tuple[ModelLayout, ModelLayout]:
-    """One model under two layouts."""
+    """Draw one model under two layouts."""
     model = draw(models())
     return ModelLayout(model, draw(layouts())), ModelLayout(model, draw(layouts()))
 

@@ -1,4 +1,4 @@
-"""Does the pure arithmetic agree with torch's own? One process plays every rank over the fake backend."""
+"""Compare the pure arithmetic with torch's own; one process plays every rank over the fake backend."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ODD_SHAPES = [(251, 6), (3, 5), (16, 7), (1, 4), (13,)]
 
 @contextmanager
 def playing(rank: int, world_size: int) -> Iterator[None]:
-    """A process group in which this process is ``rank`` and nobody answers."""
+    """Initialize a process group in which this process is ``rank`` and no other process answers."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -30,7 +30,7 @@ def playing(rank: int, world_size: int) -> Iterator[None]:
 
 
 def mesh_of(layout: Layout, *axes: str) -> DeviceMesh:
-    """The mesh of the axes, for a layout that has no others."""
+    """Return the mesh of the axes, for a layout that has no others."""
     sizes = [getattr(layout.dims, axis) for axis in axes]
     return DeviceMesh("cpu", torch.tensor(layout.ranks).reshape(sizes), mesh_dim_names=axes, _rank=dist.get_rank())
 
@@ -40,7 +40,7 @@ def one_param(shape: tuple[int, ...], layout: Layout, cut: TensorParallelCut | N
 
 
 def assemble(layout: ModelLayout, rank: int, whole: Tensor) -> Tensor:
-    """The local tensor that the pieces describe."""
+    """Return the local tensor that the pieces describe."""
     local = torch.full(layout.local_shape("w", rank), -1.0)
     for piece in layout.pieces("w", rank):
         source = whole[tuple(map(slice, piece.region.starts, piece.region.stops))]
@@ -53,7 +53,7 @@ def numbered(shape: tuple[int, ...]) -> Tensor:
 
 
 def fsdp_local(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """What ``fully_shard`` leaves of a parameter on this rank."""
+    """Return this rank's local tensor of a parameter after ``fully_shard``."""
     module = nn.Module()
     module.weight = nn.Parameter(tensor.clone())
     fully_shard(module, mesh=mesh)
@@ -132,7 +132,7 @@ def test_fused_blocks_are_chunked_one_by_one_then_joined_then_chunked_by_fsdp(
 
 
 def test_fully_shard_goes_by_sorted_ranks_so_other_orders_are_told_apart() -> None:
-    """The reason for ``Layout.is_ascending``: torch sorts the ranks of the group that a permuted mesh makes."""
+    """Show why ``Layout.is_ascending`` exists: torch sorts the ranks of the group that a permuted mesh makes."""
     permuted, ascending = Layout.parse("fsdp3@2,0,1"), Layout.parse("fsdp3@0-2")
     assert not permuted.is_ascending("fsdp") and ascending.is_ascending("fsdp")
     with playing(2, 3):

@@ -1,4 +1,4 @@
-"""Do clusters read from text, place ranks on nodes and refuse what they do not have?"""
+"""Clusters: parsing, the node of a rank, errors."""
 
 from __future__ import annotations
 

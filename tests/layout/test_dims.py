@@ -1,4 +1,4 @@
-"""Do degrees and ranks read, print, group and refuse as they should?"""
+"""Degrees and layouts: parsing, printing, groups, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a model laid over ranks hold what it should, and are impossible layouts refused?"""
+"""Model layouts: local shards of every rank, and errors for impossible layouts."""
 
 from __future__ import annotations
 

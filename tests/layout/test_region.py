@@ -1,4 +1,4 @@
-"""Do boxes intersect and tile like the sets of indices that they stand for?"""
+"""Regions intersect and tile like the sets of indices that they represent."""
 
 from __future__ import annotations
 

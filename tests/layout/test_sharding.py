@@ -1,4 +1,4 @@
-"""Which rows and columns does a coordinate hold? Hand-worked cases; agreement with torch is in ``test_agreement``."""
+"""Local shards of hand-worked cases; ``test_agreement`` compares with torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.layout.examples import cut_params
 
 
 def rows(shape: tuple[int, ...], cut: TensorParallelCut | None, *coordinate: int) -> list[tuple[int, int]]:
-    """(start, stop) along dim 0 of every piece at (tp, tp index, fsdp, fsdp index)."""
+    """Return (start, stop) along dim 0 of every piece at (tp, tp index, fsdp, fsdp index)."""
     return [(p.region.starts[0], p.region.stops[0]) for p in local_shard(shape, cut, *coordinate).pieces]
 
 
