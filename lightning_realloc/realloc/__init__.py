@@ -1,4 +1,7 @@
-"""How weights move between two layouts: plans, their rounds and the order of target ranks. Pure: stdlib only."""
+"""Plan how weights move between two layouts: transfers, rounds, and the order of the target's ranks.
+
+Pure: uses the standard library only. Start with `plan_reallocation`.
+"""
 
 from lightning_realloc.realloc.placement import choose_rank_order
 from lightning_realloc.realloc.plan import RankTraffic, ReallocationPlan, Transfer, format_bytes

@@ -1,7 +1,7 @@
-"""Which part of which source piece makes up which target piece? Answered once for all parameters laid out alike.
+"""Intersect the pieces of two layouts, once for every family of parameters with the same shape and cuts.
 
-A model repeats the same few shapes in every block, so the geometry of a reallocation is that of a handful of
-families. Who sends what is decided in ``planner``, who writes what in ``publication``.
+A model repeats the same few shapes in every block, so a handful of families describes a whole reallocation.
+``planner`` chooses the sender of each intersection, ``publication`` its writer.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ Offset = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A box that lies in one piece of the source and in one piece of the target."""
+    """The intersection of one piece of the source and one piece of the target."""
 
     shape: tuple[int, ...]
     source_offset: Offset
-    """Where the box begins in the source's local tensors."""
+    """First index of the cell in the source's local tensors."""
     target_offset: Offset
-    """Where the box begins in the target's local tensors."""
+    """First index of the cell in the target's local tensors."""
     holders: tuple[int, ...]
-    """Ranks with the source's piece."""
+    """Ranks that hold the source's piece."""
     receivers: tuple[int, ...]
-    """Ranks with the target's piece, those that are holders too."""
+    """Ranks that need the target's piece, including those that are also holders."""
 
     @property
     def numel(self) -> int:
-        """Elements of the box."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -41,7 +41,7 @@ class Cell:
 class TargetShard:
     """A distinct local tensor of the target and the cells that fill it.
 
-    Two shards may share a cell: ranks with different query heads and the same key-value head do.
+    Two shards may share a cell: for example, ranks with different query heads and the same key-value head.
     """
 
     shape: tuple[int, ...]
@@ -54,14 +54,14 @@ class Family:
     """Parameters with the same shape, cuts and stages on both sides."""
 
     names: tuple[str, ...]
-    """In natural order, so that "layers.2" comes before "layers.10"."""
+    """Parameter names in natural order: "layers.2" comes before "layers.10"."""
     cells: tuple[Cell, ...]
     """Every distinct cell, once."""
     shards: tuple[TargetShard, ...]
 
 
 def match_families(source: ModelLayout, target: ModelLayout) -> tuple[Family, ...]:
-    """The families of a reallocation, those with most elements first, whatever the order of the parameters.
+    """Return the families of a reallocation, largest first. The order of the parameters has no influence.
 
     Raises PlanError when the two models do not have the same parameters.
     """
@@ -77,7 +77,7 @@ def match_families(source: ModelLayout, target: ModelLayout) -> tuple[Family, ..
 
 
 def natural_key(name: str) -> tuple[str | int, ...]:
-    """Sort key that compares the numbers in a name as numbers."""
+    """Return a sort key that compares the numbers in a name as numbers."""
     return tuple(int(part) if index % 2 else part for index, part in enumerate(re.split(r"(\d+)", name)))
 
 
@@ -108,7 +108,7 @@ def _make_family(source: ModelLayout, target: ModelLayout, names: tuple[str, ...
 
 
 def _ranks_by_piece(layout: ModelLayout, name: str) -> dict[Piece, tuple[int, ...]]:
-    """The distinct pieces of a parameter, which never overlap, and who holds each."""
+    """Return the distinct pieces of a parameter, which never overlap, with the ranks that hold each."""
     ranks: dict[Piece, tuple[int, ...]] = {}
     for shard, held_by in layout.holders(name):
         for piece in shard.pieces:
@@ -126,4 +126,5 @@ def _cells(wanted: Piece, receivers: tuple[int, ...], held: Mapping[Piece, tuple
 
 
 def _offset_in(piece: Piece, starts: Offset) -> Offset:
-    return tuple(start - first + at for start, first, at in zip(starts, piece.region.starts, piece.offset, strict=True))
+    dims = zip(starts, piece.region.starts, piece.offset, strict=True)
+    return tuple(start - first + offset for start, first, offset in dims)

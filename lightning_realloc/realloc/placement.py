@@ -1,7 +1,8 @@
-"""Which rank should take which coordinate of the target, so that least has to move?
+"""Choose the rank order of a target layout that moves the fewest bytes.
 
-Degrees and ranks are given; only the order of the ranks is free, and it costs nothing. What a rank already holds
-of a coordinate's shards need not be sent to it, so the best order is the one with the largest overlap.
+Degrees and ranks are given; only their order is free, and changing it costs nothing. A rank need not receive the
+elements that it already holds, so the best order maximises the overlap of source and target. Solved exactly as an
+assignment problem (Hungarian method) or by enumeration where that is affordable, else by local search.
 """
 
 from __future__ import annotations
@@ -12,17 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_realloc.layout import AXES, ClusterSpec, Layout, ModelLayout, ParallelDims
-from lightning_realloc.realloc.assignment import assign_jobs
 from lightning_realloc.realloc.families import match_families
 
 ENUMERATED_RANKS = 8
-"""Up to this many ranks every permitted order is tried, unless a candidate is known to be optimal."""
+"""Largest number of ranks for which every permitted order is tried. Raising it costs factorial time."""
 
 ASSIGNED_RANKS = 64
-"""Up to this many ranks (or tensor-parallel groups, or ranks of one node) assignment problems are solved."""
+"""Largest assignment problem, in ranks or tensor-parallel groups. Raising it costs cubic time."""
 
 IMPROVED_CANDIDATES = 8
-"""How many of the candidates are improved further."""
+"""Number of candidates that local search improves. Raising it takes more time and may find a better order."""
 
 Order = tuple[int, ...]
 
@@ -35,53 +35,54 @@ def choose_rank_order(
     *,
     ascending_axes: tuple[str, ...] = (),
 ) -> Layout:
-    """Lay ``dims`` over ``ranks`` in the order that moves the fewest bytes from ``source``.
+    """Return a layout of ``dims`` over ``ranks`` in the order that moves the fewest bytes from ``source``.
 
-    First come the orders whose tensor-parallel groups cross the fewest node borders, among them the ones that move
-    least, then the given one. With ``ascending_axes`` only orders with ``Layout.is_ascending(*ascending_axes)`` are
-    considered, which process groups with sorted ranks need.
+    Orders are compared by the node borders that tensor-parallel groups cross, then by the bytes that move. The given
+    order wins ties. With ``ascending_axes`` only orders with ``Layout.is_ascending(*ascending_axes)`` are considered,
+    as process groups with sorted ranks require.
 
-    Optimal for up to ``ENUMERATED_RANKS`` ranks and, up to ``ASSIGNED_RANKS``, wherever the unconstrained optimum is
-    permitted, as on one node without ``ascending_axes``; otherwise the best of several candidates after local
-    improvement. Raises LayoutError when the degrees do not multiply to the ranks or do not fit the model.
+    The result is optimal for up to ``ENUMERATED_RANKS`` ranks. Up to ``ASSIGNED_RANKS`` it is optimal wherever the
+    unconstrained optimum is permitted, as on one node without ``ascending_axes``. Otherwise it is the best of several
+    candidates after local search. Raises LayoutError when the degrees do not multiply to the number of ranks or do
+    not fit the model.
     """
     given = Layout(dims, tuple(ranks))
     node_of = {rank: 0 if cluster is None else cluster.node_of(rank) for rank in ranks}
     gains = _overlaps(source, ModelLayout(source.model, given))
     problem = _Problem(dims, gains, node_of, ascending_axes)
-    candidates = list(dict.fromkeys(map(problem.repaired, _candidates(source.layout, given.ranks, problem))))
+    candidates = list(dict.fromkeys(map(problem.sort_lines, _candidates(source.layout, given.ranks, problem))))
     if problem.permits(given.ranks):
         candidates.insert(0, given.ranks)
     if len(ranks) <= ENUMERATED_RANKS and min(map(problem.cost, candidates)) > problem.bound():
         candidates.extend(problem.permitted_orders())
-    candidates.sort(key=problem.cost)  # stable: the given order stays ahead of its equals
+    candidates.sort(key=problem.cost)  # stable: the given order wins ties
     improved = [_improved(order, problem) for order in candidates[:IMPROVED_CANDIDATES]]
     return Layout(dims, min((*candidates[:1], *improved), key=problem.cost))
 
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """What an order is judged by."""
+    """Costs and constraints of rank orders."""
 
     dims: ParallelDims
     gains: Mapping[int, Sequence[int]]
-    """By rank: the elements that it holds of every coordinate's shards, in row-major order of coordinates."""
+    """Rank -> number of elements that it holds of each coordinate's shards, in row-major order of coordinates."""
     node_of: Mapping[int, int]
     ascending_axes: tuple[str, ...]
 
     def bound(self) -> tuple[int, int]:
-        """A cost that no order is below: every rank where it fits best, borders left aside."""
+        """Return a lower bound on the cost of every order, which ignores node borders."""
         rows = list(self.gains.values())
         return 0, -sum(row[job] for row, job in zip(rows, assign_jobs(rows), strict=True))
 
     def cost(self, order: Order) -> tuple[int, int]:
-        """Node borders that tensor-parallel groups cross, then elements that need not move, negated."""
+        """Return the node borders that tensor-parallel groups cross, and the negated number of elements kept."""
         groups = (order[start : start + self.dims.tp] for start in range(0, len(order), self.dims.tp))
         crossings = sum(len({self.node_of[rank] for rank in group}) - 1 for group in groups)
         return crossings, -sum(self.gains[rank][index] for index, rank in enumerate(order))
 
     def lines(self) -> Iterator[range]:
-        """The positions of every group along an ascending axis."""
+        """Yield the positions of every group along an ascending axis."""
         for axis in self.ascending_axes:
             degree, stride = getattr(self.dims, axis), math.prod(self.dims.degrees[AXES.index(axis) + 1 :])
             for start in range(self.dims.size if degree > 1 else 0):
@@ -89,11 +90,11 @@ class _Problem:
                     yield range(start, start + degree * stride, stride)
 
     def permits(self, order: Order) -> bool:
-        """Whether the order is ascending along every line."""
+        """Return whether the order is ascending along every line."""
         return all(order[i] < order[j] for line in self.lines() for i, j in itertools.pairwise(line))
 
-    def repaired(self, order: Order) -> Order:
-        """The order sorted along one axis after the other; sorting along one leaves the others sorted."""
+    def sort_lines(self, order: Order) -> Order:
+        """Return the order sorted along one axis after the other; sorting along one leaves the others sorted."""
         ranks = list(order)
         for line in self.lines():
             for index, rank in zip(line, sorted(ranks[index] for index in line), strict=True):
@@ -101,7 +102,7 @@ class _Problem:
         return tuple(ranks)
 
     def permitted_orders(self) -> Iterator[Order]:
-        """Every permitted order, position by position."""
+        """Yield every permitted order, by depth-first search over positions."""
         before: dict[int, list[int]] = {}
         for line in self.lines():
             for i, j in itertools.pairwise(line):
@@ -134,7 +135,7 @@ def _overlaps(source: ModelLayout, target: ModelLayout) -> dict[int, list[int]]:
 
 
 def _candidates(source: Layout, ranks: Order, problem: _Problem) -> Iterator[Order]:
-    """Natural orders of both layouts' axes, and the optimum of the problem without its constraints."""
+    """Yield natural orders of both layouts' axes, and the optimum of the problem without its constraints."""
     packed = _packed(ranks, problem)
     bases = [ranks, packed]
     if set(source.ranks) == set(ranks):
@@ -150,7 +151,7 @@ def _candidates(source: Layout, ranks: Order, problem: _Problem) -> Iterator[Ord
 
 
 def _packed(ranks: Order, problem: _Problem) -> Order:
-    """Ranks node by node, whole tensor-parallel groups first; what is left over of the nodes comes last."""
+    """Return the ranks node by node, whole tensor-parallel groups first, then the remaining ranks of each node."""
     tp = problem.dims.tp
     nodes: dict[int, list[int]] = {}
     for rank in ranks:
@@ -160,7 +161,7 @@ def _packed(ranks: Order, problem: _Problem) -> Order:
 
 
 def _axis_orders(dims: ParallelDims) -> Iterator[Order]:
-    """Row-major positions over ``dims``, listed with the axes in every order of significance."""
+    """Yield the row-major positions over ``dims``, listed with the axes in every order of significance."""
     axes = [index for index, degree in enumerate(dims.degrees) if degree > 1]
     strides = [math.prod(dims.degrees[axis + 1 :]) for axis in range(len(dims.degrees))]
     for significance in itertools.permutations(axes):
@@ -169,12 +170,12 @@ def _axis_orders(dims: ParallelDims) -> Iterator[Order]:
 
 
 def _in_order(ranks: Sequence[int], positions: Sequence[int]) -> Order:
-    """Ranks sorted by the position that each was given."""
+    """Return the ranks sorted by their positions."""
     return tuple(rank for _, rank in sorted(zip(positions, ranks, strict=True)))
 
 
 def _assigned_by_group(packed: Order, problem: _Problem) -> Order:
-    """Whole blocks of ranks assigned to tensor-parallel groups, then ranks to coordinates inside each."""
+    """Assign whole blocks of ranks to tensor-parallel groups, then ranks to coordinates inside each."""
     tp = problem.dims.tp
     blocks = [packed[start : start + tp] for start in range(0, len(packed), tp)]
     spans = [range(start, start + tp) for start in range(0, len(packed), tp)]
@@ -197,8 +198,8 @@ def _assigned_by_group(packed: Order, problem: _Problem) -> Order:
 
 
 def _improved(order: Order, problem: _Problem) -> Order:
-    """The order after an exact assignment inside every node, then after swaps of two ranks while they help."""
-    best = min((order, problem.repaired(_improved_inside_nodes(order, problem))), key=problem.cost)
+    """Solve the assignment inside every node exactly, then swap pairs of ranks while that lowers the cost."""
+    best = min((order, problem.sort_lines(_improved_inside_nodes(order, problem))), key=problem.cost)
     if len(order) > ASSIGNED_RANKS:
         return best
     gains, improving = problem.gains, True
@@ -215,7 +216,7 @@ def _improved(order: Order, problem: _Problem) -> Order:
 
 
 def _improved_inside_nodes(order: Order, problem: _Problem) -> Order:
-    """The best order that leaves every coordinate on its node, permitted or not."""
+    """Return the best order that leaves every coordinate on its node, permitted or not."""
     places: dict[int, list[int]] = {}
     for index, rank in enumerate(order):
         places.setdefault(problem.node_of[rank], []).append(index)
@@ -227,3 +228,56 @@ def _improved_inside_nodes(order: Order, problem: _Problem) -> Order:
             for rank, job in zip(members, assign_jobs(rows), strict=True):
                 improved[columns[job]] = rank
     return tuple(improved)
+
+
+def assign_jobs(gains: Sequence[Sequence[int]]) -> list[int]:
+    """Return the job of every worker that maximises the sum of ``gains[worker][job]``; no job is used twice.
+
+    Needs at least as many jobs as workers. Takes O(workers² · jobs) time, in exact integers. Source: the Hungarian
+    method by shortest augmenting paths, Jonker and Volgenant, Computing 38 (1987).
+    """
+    num_workers, num_jobs = len(gains), len(gains[0]) if gains else 0
+    assert num_workers <= num_jobs or not gains, "every worker needs a job"
+    # Row and column 0 are virtual: worker 0 is the one being assigned, and its path starts at job 0.
+    worker_price, job_price = [0] * (num_workers + 1), [0] * (num_jobs + 1)
+    worker_of = [0] * (num_jobs + 1)
+    for worker in range(1, num_workers + 1):
+        worker_of[0] = worker
+        _augment(gains, worker_price, job_price, worker_of)
+    jobs = [0] * num_workers
+    for job in range(1, num_jobs + 1):
+        if worker_of[job]:
+            jobs[worker_of[job] - 1] = job - 1
+    return jobs
+
+
+def _augment(
+    gains: Sequence[Sequence[int]], worker_price: list[int], job_price: list[int], worker_of: list[int]
+) -> None:
+    """Find a job for the worker in ``worker_of[0]`` along the cheapest alternating path, updating the prices."""
+    num_jobs = len(job_price) - 1
+    slack: list[float] = [float("inf")] * (num_jobs + 1)
+    previous = [0] * (num_jobs + 1)
+    open_jobs = list(range(1, num_jobs + 1))
+    reached = [0]
+    job = 0
+    while worker_of[job]:
+        worker = worker_of[job]
+        row, offset = gains[worker - 1], worker_price[worker]
+        for candidate in open_jobs:
+            cost = -row[candidate - 1] - offset - job_price[candidate]
+            if cost < slack[candidate]:
+                slack[candidate], previous[candidate] = cost, job
+        nearest = min(open_jobs, key=slack.__getitem__)
+        step = int(slack[nearest])
+        for done in reached:
+            worker_price[worker_of[done]] += step
+            job_price[done] -= step
+        for candidate in open_jobs:
+            slack[candidate] -= step
+        open_jobs.remove(nearest)
+        reached.append(nearest)
+        job = nearest
+    while job:
+        worker_of[job] = worker_of[previous[job]]
+        job = previous[job]

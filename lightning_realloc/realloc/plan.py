@@ -1,7 +1,7 @@
-"""What moves from which rank to which, and how many bytes is that?
+"""Reallocation plans: the transfers between ranks, and the bytes that they move.
 
-A plan is a value: it can be printed, compared, priced and hashed. ``planner`` makes it, ``schedule`` puts it into
-rounds, ``lightning_realloc.runtime`` carries it out and decides nothing.
+A plan is a value: it can be printed, compared, priced and hashed. ``planner`` makes plans, ``schedule`` puts them
+into rounds, and ``lightning_realloc.runtime.transfer`` executes them without further decisions.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 from lightning_realloc.layout import ModelLayout
@@ -17,11 +17,14 @@ from lightning_realloc.layout import ModelLayout
 Item = TypeVar("Item")
 
 SUMMARY_RANKS = 32
-"""How many ranks a summary lists one by one."""
+"""Largest number of ranks that a summary lists individually."""
 
 
 class Route(NamedTuple):
-    """A transfer without the parameter's name: the same for every parameter of a family's variant."""
+    """A transfer without its parameter's name, shared by all parameters of a family's variant.
+
+    The fields are those of `Transfer`.
+    """
 
     shape: tuple[int, ...]
     sender: int
@@ -32,48 +35,48 @@ class Route(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements that move."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A box of one parameter that goes from one rank's local tensor into another's."""
+    """A copy of one box of a parameter from a rank's local tensor into another rank's."""
 
     param: str
     shape: tuple[int, ...]
     sender: int
     receiver: int
-    """The sender itself when the box stays on its rank: a local copy, or nothing at all where storage is shared."""
+    """Receiving rank. It equals the sender for a local copy, which shared storage makes unnecessary."""
     sender_offset: tuple[int, ...]
-    """Where the box begins in the sender's source tensor (hop 0) or target tensor (hop 1)."""
+    """First index of the box in the sender's source tensor (hop 0) or target tensor (hop 1)."""
     receiver_offset: tuple[int, ...]
-    """Where the box begins in the receiver's target tensor."""
+    """First index of the box in the receiver's target tensor."""
     hop: int
-    """0: from a source tensor. 1: spread inside a node, from the target tensor that hop 0 filled."""
+    """0: sent from a source tensor. 1: sent on inside a node, from the target tensor that hop 0 filled."""
 
     @property
     def numel(self) -> int:
-        """Elements that move."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedFamily:
-    """The routes of every parameter of a family; parameter k takes variant ``k % len(variants)``."""
+    """Routes of every parameter of a family. Parameter k uses variant ``k % len(variants)``."""
 
     names: tuple[str, ...]
     kept: tuple[Route, ...]
-    """What stays on its rank: the same for all variants."""
+    """Local copies, the same for all variants."""
     variants: tuple[tuple[Route, ...], ...]
-    """What moves. Variants differ in the senders only, so that all replicas take their turn."""
+    """Routes between ranks. Variants differ in the senders only, so that all replicas take turns."""
 
     def weight(self, variant: int) -> int:
-        """How many parameters take a variant."""
+        """Return the number of parameters that use a variant."""
         return len(range(variant, len(self.names), len(self.variants)))
 
     def moves(self) -> Iterator[tuple[Route, int]]:
-        """Every route that moves, with the number of parameters that take it."""
+        """Yield every route between ranks with the number of parameters that use it."""
         for index, routes in enumerate(self.variants):
             weight = self.weight(index)
             for route in routes:
@@ -82,7 +85,7 @@ class RoutedFamily:
 
 @dataclass(frozen=True, slots=True)
 class RankTraffic:
-    """Bytes that one rank sends, receives and keeps in a run of a plan."""
+    """Bytes that one rank sends, receives and keeps when a plan runs."""
 
     sent_bytes: int
     received_bytes: int
@@ -91,54 +94,58 @@ class RankTraffic:
 
 @dataclass(frozen=True, slots=True)
 class ReallocationPlan:
-    """How the parameters go from one layout to another: everybody's transfers, or one rank's share of them.
+    """Transfers that bring the parameters from one layout to another, of all ranks or of one rank.
 
-    Totals and digest are those of the whole plan, for a share too.
+    Totals and digest always describe the whole plan, even if only one rank's transfers are listed.
+
+    >>> from lightning_realloc import Layout, ModelLayout, ModelSpec, plan_reallocation
+    >>> from lightning_realloc.layout import ParamSpec
+    >>> model = ModelSpec((ParamSpec("weight", (8, 4), block=0),), num_blocks=1)
+    >>> source, target = (ModelLayout(model, Layout.parse(text)) for text in ("fsdp2", "dp2"))
+    >>> plan_reallocation(source, target).bytes_by_rank()[0]
+    RankTraffic(sent_bytes=32, received_bytes=32, kept_bytes=32)
     """
 
     source: ModelLayout
     target: ModelLayout
     element_bytes: int
-    """Bytes of one element as it travels."""
+    """Bytes of one element in transit."""
     rank: int | None
-    """None: everybody's transfers. Otherwise only those that the rank sends or receives."""
+    """Rank whose transfers are listed: those that it sends or receives. None lists those of all ranks."""
     transfers: tuple[Transfer, ...] = field(repr=False)
     digest: str
-    """SHA-256 of all inputs and of the planner's version: equal on ranks that will agree on every message."""
+    """SHA-256 of all inputs and of the planner's version. Ranks with equal digests agree on every message."""
     bytes_minimum: int
-    """What the target's ranks need and do not hold: no plan can move less."""
+    """Bytes that the target's ranks need and do not hold. No plan can move less."""
     inter_node_bytes_minimum: int
-    """What the target's nodes need and do not hold: no plan can move less between nodes."""
+    """Bytes that the target's nodes need and do not hold. No plan can move less between nodes."""
     nodes: tuple[tuple[int, int], ...] = field(repr=False)
-    """(rank, node) of every rank that takes part."""
+    """(rank, node) of every rank of the source or the target, in ascending order."""
     families: tuple[RoutedFamily, ...] = field(repr=False, compare=False)
 
     def share(self, rank: int) -> ReallocationPlan:
-        """The same plan with the transfers of one rank only."""
-        return ReallocationPlan(
-            self.source, self.target, self.element_bytes, rank, list_transfers(self.families, rank), self.digest,
-            self.bytes_minimum, self.inter_node_bytes_minimum, self.nodes, self.families,
-        )  # fmt: skip
+        """Return the same plan with the transfers of one rank only."""
+        return replace(self, rank=rank, transfers=list_transfers(self.families, rank))
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Every rank of the source or the target, ascending."""
+        """Every rank of the source or the target, in ascending order."""
         return tuple(rank for rank, _ in self.nodes)
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that go from one rank to another, over all ranks."""
+        """Bytes sent from one rank to another, over all ranks."""
         return self.element_bytes * sum(
             route.numel * weight for family in self.families for route, weight in family.moves()
         )
 
     @property
     def inter_node_bytes(self) -> int:
-        """Bytes that go from one node to another, over all ranks."""
+        """Bytes sent from one node to another, over all ranks."""
         return sum(amount for (sender, receiver), amount in self.bytes_by_node_pair().items() if sender != receiver)
 
     def bytes_by_rank(self) -> dict[int, RankTraffic]:
-        """What every rank sends, receives and keeps."""
+        """Return the bytes that every rank sends, receives and keeps."""
         sent, received, kept = ({rank: 0 for rank in self.ranks} for _ in range(3))
         for family in self.families:
             for route, weight in family.moves():
@@ -150,7 +157,7 @@ class ReallocationPlan:
         return {rank: RankTraffic(sent[rank] * size, received[rank] * size, kept[rank] * size) for rank in self.ranks}
 
     def bytes_by_node_pair(self) -> dict[tuple[int, int], int]:
-        """Bytes moved from (node) to (node), also inside a node; pairs without traffic are left out."""
+        """Return the bytes sent by (sending node, receiving node); pairs without traffic are left out."""
         node_of = dict(self.nodes)
         amounts: dict[tuple[int, int], int] = {}
         for family in self.families:
@@ -160,7 +167,7 @@ class ReallocationPlan:
         return dict(sorted(amounts.items()))
 
     def summary(self) -> str:
-        """A table for people: bytes per rank, per link, and moved against the minimum."""
+        """Return a readable table: bytes by rank, inside and between nodes, and the minimum."""
         traffic = self.bytes_by_rank()
         pairs = self.bytes_by_node_pair()
         inter = sum(amount for (sender, receiver), amount in pairs.items() if sender != receiver)
@@ -187,7 +194,7 @@ class ReallocationPlan:
 
 
 def list_transfers(families: tuple[RoutedFamily, ...], rank: int | None) -> tuple[Transfer, ...]:
-    """The transfers of every parameter, or those that concern ``rank``, in the order that all ranks share."""
+    """Return the transfers of all ranks, or those of ``rank``, in the order that all ranks share."""
     routed = []
     for family in families:
         variants = [_concerning(family.kept + routes, rank) for routes in family.variants]
@@ -196,9 +203,9 @@ def list_transfers(families: tuple[RoutedFamily, ...], rank: int | None) -> tupl
 
 
 def interleave(sequences: Sequence[Sequence[Item]]) -> list[Item]:
-    """All items, every sequence advancing at the same pace from its first to its last.
+    """Merge the sequences so that each advances at the same pace from its first to its last item.
 
-    Families in turn would keep a single pipeline stage busy at a time.
+    One family after the other would keep a single pipeline stage busy at a time.
     """
     paced = sorted(
         ((2 * index + 1) / len(sequence), number, index)
@@ -215,7 +222,7 @@ def _concerning(routes: tuple[Route, ...], rank: int | None) -> tuple[Route, ...
 
 
 def format_bytes(amount: int) -> str:
-    """Bytes with a decimal unit, as in "1.25 GB"."""
+    """Return a number of bytes with a decimal unit, as in "1.25 GB"."""
     value, unit = float(amount), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if value < 1000 or unit == "TB":

@@ -1,8 +1,8 @@
-"""Who sends which box to whom when a model goes from one layout to another?
+"""Plan the transfers that bring a model from one layout to another.
 
-Pure: both layouts are arguments, no rank is asked for, and every rank that plans gets the same answer. Three rules:
-a rank receives only what it needs and does not hold; a box enters a node once and is spread inside it; among
-equally near holders the least loaded one sends.
+Pure: both layouts are arguments, and every rank that plans gets the same result. The planner follows three rules. A
+rank receives only the elements that it needs and does not hold. A box enters a node once and is sent on inside it.
+Among equally near holders, the least loaded one sends.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from lightning_realloc.realloc.families import Cell, Family, match_families
 from lightning_realloc.realloc.plan import ReallocationPlan, Route, RoutedFamily, list_transfers
 
 PLANNER_VERSION = 1
-"""Part of every digest: raise it whenever the same inputs would give other transfers."""
+"""Part of every digest. Raise it whenever the same inputs would give other transfers."""
 
 MAX_CHOICES = 200_000
-"""Bound on the sender choices weighed for one family, which bounds its number of variants."""
+"""Most sender choices compared for one family. Raising it spreads sends over more replicas and takes more time."""
 
 
 def plan_reallocation(
@@ -31,11 +31,18 @@ def plan_reallocation(
     element_bytes: int = 2,
     rank: int | None = None,
 ) -> ReallocationPlan:
-    """Plan the move from ``source`` to ``target``.
+    """Plan the reallocation from ``source`` to ``target``.
 
-    Without ``cluster`` all ranks count as one node. With ``rank`` only that rank's share is listed, which is the
-    whole plan filtered, at a small part of the cost. Raises PlanError when the models differ or a rank lies outside
-    the cluster.
+    Without ``cluster`` all ranks count as one node. With ``rank`` only the transfers of that rank are listed: the
+    same as filtering the whole plan, at a fraction of the cost. Raises PlanError when the models differ or a rank
+    lies outside the cluster.
+
+    >>> from lightning_realloc import Layout, ModelSpec
+    >>> from lightning_realloc.layout import ParamSpec
+    >>> model = ModelSpec((ParamSpec("weight", (8, 4), block=0),), num_blocks=1)
+    >>> source, target = (ModelLayout(model, Layout.parse(text)) for text in ("fsdp2", "dp2"))
+    >>> plan_reallocation(source, target, element_bytes=2).bytes_moved
+    64
     """
     nodes = locate_ranks(source, target, cluster)
     check_element_bytes(element_bytes)
@@ -49,7 +56,7 @@ def plan_reallocation(
         element_bytes=element_bytes,
         rank=rank,
         transfers=list_transfers(routed, rank),
-        digest=digest_of("reallocation", source, target, nodes, element_bytes),
+        digest=plan_digest("reallocation", source, target, nodes, element_bytes),
         bytes_minimum=element_bytes * _missing_elements(families, demands),
         inter_node_bytes_minimum=element_bytes * _missing_elements_of_nodes(families, demands),
         nodes=nodes,
@@ -58,7 +65,7 @@ def plan_reallocation(
 
 
 def locate_ranks(source: ModelLayout, target: ModelLayout, cluster: ClusterSpec | None) -> tuple[tuple[int, int], ...]:
-    """(rank, node) of every rank of either layout, ascending. Raises PlanError for a rank outside the cluster."""
+    """Return (rank, node) of every rank of both layouts, ascending. Raises PlanError for ranks outside the cluster."""
     ranks = sorted({*source.layout.ranks, *target.layout.ranks})
     if cluster is None:
         return tuple((rank, 0) for rank in ranks)
@@ -74,14 +81,14 @@ def check_element_bytes(element_bytes: int) -> None:
     """Raise PlanError unless an element has at least one byte."""
     if element_bytes < 1:
         raise PlanError(
-            f"element_bytes={element_bytes} must be at least 1; give the item size of the dtype that travels"
+            f"element_bytes={element_bytes} must be at least 1; give the item size of the dtype that is sent"
         )
 
 
-def digest_of(
+def plan_digest(
     kind: str, source: ModelLayout, target: ModelLayout, nodes: tuple[tuple[int, int], ...], element_bytes: int
 ) -> str:
-    """SHA-256 of everything that the transfers depend on; the order of parameters does not count."""
+    """Return the SHA-256 of everything that the transfers depend on; the order of parameters does not count."""
     digest = hashlib.sha256(repr((kind, PLANNER_VERSION, element_bytes, nodes)).encode())
     for side in (source, target):
         digest.update(f"|{side.layout}|{side.model.num_blocks}|".encode())
@@ -97,9 +104,9 @@ class _Demand:
     cell: Cell
     missing: tuple[int, ...]
     candidates: tuple[int, ...]
-    """The nearest holders: those of the node, or all of them when it has none."""
-    remote: bool
-    """Whether the candidates are on other nodes: then one of ``missing`` receives and passes on."""
+    """Nearest holders: those on the node, or all of them when the node has none."""
+    is_remote: bool
+    """Whether the candidates are on other nodes. Then one of ``missing`` receives the cell and sends it on."""
 
     @property
     def num_choices(self) -> int:
@@ -118,7 +125,7 @@ def _demands(family: Family, node_of: Mapping[int, int]) -> Iterator[_Demand]:
 
 
 def _route(families: tuple[Family, ...], demands: list[tuple[_Demand, ...]]) -> tuple[RoutedFamily, ...]:
-    """Choose senders family by family, the load carried over; sends that have no alternative count from the start."""
+    """Choose senders family by family, with one load for all; sends without an alternative count from the start."""
     load = _Load()
     for family, wanted in zip(families, demands, strict=True):
         for demand in wanted:
@@ -135,8 +142,8 @@ def _route(families: tuple[Family, ...], demands: list[tuple[_Demand, ...]]) -> 
 
 
 def _num_variants(demands: tuple[_Demand, ...], num_params: int) -> int:
-    """Enough variants for every replica to have its turn, within ``MAX_CHOICES``."""
-    useful = max((max(len(demand.candidates), len(demand.missing) * demand.remote) for demand in demands), default=1)
+    """Return enough variants for every replica to take a turn, within ``MAX_CHOICES``."""
+    useful = max((max(len(demand.candidates), len(demand.missing) * demand.is_remote) for demand in demands), default=1)
     affordable = MAX_CHOICES // max(1, sum(demand.num_choices for demand in demands))
     return max(1, min(useful, affordable, num_params))
 
@@ -149,22 +156,22 @@ def _kept(family: Family) -> Iterator[Route]:
 
 
 class _Load:
-    """Elements that every rank was asked to send, and to receive from other nodes, so far."""
+    """Elements that every rank sends, and receives from other nodes, according to the choices so far."""
 
     def __init__(self) -> None:
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
 
     def count_forced(self, demand: _Demand, weight: int) -> None:
-        """Count what a sole candidate must send."""
+        """Count the elements that a sole candidate must send."""
         if len(demand.candidates) == 1:
-            copies = 1 if demand.remote else len(demand.missing)
+            copies = 1 if demand.is_remote else len(demand.missing)
             self._add_sent(demand.candidates[0], demand.cell.numel * copies * weight)
 
     def serve(self, demand: _Demand, weight: int) -> Iterator[Route]:
-        """The routes that bring a cell to a node's ranks, for ``weight`` parameters."""
+        """Yield the routes that bring a cell to a node's ranks, for ``weight`` parameters."""
         cell, amount = demand.cell, demand.cell.numel * weight
-        if not demand.remote:
+        if not demand.is_remote:
             for receiver in demand.missing:
                 yield self._from_source(cell, self._pick(demand.candidates, receiver, amount), receiver)
             return
@@ -177,7 +184,7 @@ class _Load:
                 yield Route(cell.shape, first, receiver, cell.target_offset, cell.target_offset, 1)
 
     def _pick(self, candidates: tuple[int, ...], receiver: int, amount: int) -> int:
-        """The least loaded candidate; on a tie the next one after the receiver, so that ties spread."""
+        """Return the least loaded candidate; on a tie the next one after the receiver, to spread the load."""
         if len(candidates) == 1:
             return candidates[0]
         sent = self.sent
@@ -206,5 +213,5 @@ def _missing_elements_of_nodes(families: tuple[Family, ...], demands: list[tuple
         demand.cell.numel * len(family.names)
         for family, wanted in zip(families, demands, strict=True)
         for demand in wanted
-        if demand.remote
+        if demand.is_remote
     )

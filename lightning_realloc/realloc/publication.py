@@ -1,7 +1,7 @@
-"""Which rank writes which box into which shared shard, when all ranks see the same memory?
+"""Plan a reallocation through shared memory: which rank writes which box into which shared shard.
 
-On one host a target shard needs to exist once, however many ranks read it. Then nothing is sent: every rank writes
-boxes of its source tensors, and together they write each distinct shard once.
+On one host a target shard needs to exist once, however many ranks read it. Nothing is sent then. Every rank writes
+boxes of its source tensors, and together the ranks write each distinct shard once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from lightning_realloc.layout import ModelLayout
 from lightning_realloc.realloc.families import Cell, Family, match_families
-from lightning_realloc.realloc.planner import MAX_CHOICES, check_element_bytes, digest_of, locate_ranks
+from lightning_realloc.realloc.planner import MAX_CHOICES, check_element_bytes, locate_ranks, plan_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,63 +21,64 @@ class SharedShard:
 
     param: str
     shape: tuple[int, ...]
-    """The local shape; it may have no elements."""
+    """Local shape; it may have no elements."""
     ranks: tuple[int, ...]
-    """The target ranks whose local tensor this is."""
+    """Target ranks that use this shard as their local tensor."""
 
     @property
     def numel(self) -> int:
-        """Elements of the shard."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A box that one rank copies from its source tensor into a shared shard."""
+    """A copy of one box from a rank's source tensor into a shared shard."""
 
     param: str
     shape: tuple[int, ...]
     writer: int
     writer_offset: tuple[int, ...]
-    """Where the box begins in the writer's source tensor."""
+    """First index of the box in the writer's source tensor."""
     shard: int
     """Index into the plan's shards."""
     shard_offset: tuple[int, ...]
+    """First index of the box in the shard."""
 
     @property
     def numel(self) -> int:
-        """Elements written."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class PublicationPlan:
-    """Every distinct shard of the target, and who writes what into it."""
+    """Every distinct shard of the target, and the writes that fill it."""
 
     source: ModelLayout
     target: ModelLayout
     element_bytes: int
     rank: int | None
-    """None: everybody's writes. Otherwise those of one rank; shards and digest are always complete."""
+    """Rank whose writes are listed; None lists those of all ranks. Shards and digest are always complete."""
     shards: tuple[SharedShard, ...] = field(repr=False)
-    """The same on every rank, in the same order; every parameter of a target rank is in exactly one."""
+    """All shards, in the same order on every rank. Every parameter of a target rank is in exactly one."""
     writes: tuple[Write, ...] = field(repr=False)
     digest: str
 
     @property
     def bytes_written(self) -> int:
-        """One copy of each distinct shard, over all ranks."""
+        """Bytes of one copy of each distinct shard, over all ranks."""
         return self.element_bytes * sum(shard.numel for shard in self.shards)
 
     def shards_of(self, rank: int) -> dict[str, int]:
-        """Parameter name to shard index, for the parameters of a target rank."""
+        """Return parameter name -> shard index for the parameters of a target rank."""
         return {shard.param: index for index, shard in enumerate(self.shards) if rank in shard.ranks}
 
 
 def plan_publication(
     source: ModelLayout, target: ModelLayout, *, element_bytes: int = 2, rank: int | None = None
 ) -> PublicationPlan:
-    """Plan the writes that fill the target's shards from the source's tensors, evenly over the ranks that hold them.
+    """Plan the writes that fill the target's shards, spread evenly over the ranks that hold the source's tensors.
 
     Raises PlanError when the models differ.
     """
@@ -98,12 +99,12 @@ def plan_publication(
                     if rank is None or writer == rank
                 )
                 shards.append(SharedShard(name, shard.shape, shard.ranks))
-    digest = digest_of("publication", source, target, locate_ranks(source, target, None), element_bytes)
+    digest = plan_digest("publication", source, target, locate_ranks(source, target, None), element_bytes)
     return PublicationPlan(source, target, element_bytes, rank, tuple(shards), tuple(writes), digest)
 
 
 def _count_forced(families: tuple[Family, ...], written: dict[int, int]) -> None:
-    """Count the cells that only one rank can write before choosing the others."""
+    """Count the cells that only one rank can write before choosing writers for the others."""
     for family in families:
         for cell in family.cells:
             if len(cell.holders) == 1:
@@ -111,7 +112,7 @@ def _count_forced(families: tuple[Family, ...], written: dict[int, int]) -> None
 
 
 def _choose_writers(family: Family, written: dict[int, int]) -> list[list[list[int]]]:
-    """Writers as [variant][shard][cell]; parameter k of the family takes variant ``k % len``."""
+    """Return writers as [variant][shard][cell]. Parameter k of the family uses variant ``k % num_variants``."""
     choices = sum(len(cell.holders) for cell in family.cells)
     most = max((len(cell.holders) for cell in family.cells), default=1)
     num_variants = max(1, min(most, MAX_CHOICES // max(1, choices), len(family.names)))

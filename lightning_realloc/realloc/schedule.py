@@ -1,7 +1,7 @@
-"""In which rounds do the transfers of a plan run, so that no rank stages more than a bound in either direction?
+"""Schedule a plan's transfers in rounds within a bound on every rank's staging memory.
 
-Sender and receiver must put a message into the same round although each may know only its own share. Rounds
-are therefore cut by everybody's load, which the families of a plan hold, and never by a rank's own.
+Sender and receiver must put a message into the same round, although each may list only its own transfers. Rounds
+therefore depend on the load of all ranks, which the families of a plan describe, and never on one rank's.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ class Schedule:
     """A plan's transfers in the order in which they run."""
 
     kept: tuple[Transfer, ...]
-    """What stays on its rank; any time will do."""
+    """Local copies, which may run at any time."""
     rounds: tuple[tuple[Transfer, ...], ...]
-    """As many on every rank, so a rank's round may be empty. Every hop 0 comes in a round before every hop 1."""
+    """Transfers by round. Every rank has the same number; some may be empty. All of hop 0 runs before hop 1."""
 
 
 def schedule_transfers(plan: ReallocationPlan, *, max_staging_bytes: int) -> Schedule:
     """Put the plan's transfers into rounds in which no rank sends or receives more than ``max_staging_bytes``.
 
-    A transfer above the bound is split. The schedule of a share is the whole plan's, filtered. Raises PlanError when
-    not even one element fits.
+    Transfers above the bound are split. The schedule of one rank's plan equals the filtered schedule of the whole
+    plan. Raises PlanError when not even one element fits.
     """
     limit = max_staging_bytes // plan.element_bytes
     if limit < 1:
@@ -41,14 +41,14 @@ def schedule_transfers(plan: ReallocationPlan, *, max_staging_bytes: int) -> Sch
 
 @dataclass(slots=True)
 class _Batch:
-    """Routes that share a round, with the elements that they make each rank send and receive."""
+    """Routes that share a round, and the elements that each rank sends and receives for them."""
 
     sent: dict[int, int] = field(default_factory=dict)
     received: dict[int, int] = field(default_factory=dict)
     routes: list[Route] = field(default_factory=list)
 
     def fits(self, other: _Batch, limit: int) -> bool:
-        """Whether ``other`` can join without any rank passing ``limit``."""
+        """Return whether ``other`` can join without any rank exceeding ``limit``."""
         return all(
             mine.get(rank, 0) + amount <= limit
             for mine, theirs in ((self.sent, other.sent), (self.received, other.received))
@@ -56,7 +56,7 @@ class _Batch:
         )
 
     def has_room(self, route: Route, numel: int, limit: int) -> bool:
-        """Whether one route of ``numel`` elements can join."""
+        """Return whether a route of ``numel`` elements can join."""
         return self.sent.get(route.sender, 0) + numel <= limit and self.received.get(route.receiver, 0) + numel <= limit
 
     def count(self, route: Route, numel: int) -> None:
@@ -89,12 +89,12 @@ def _rounds_of_hop(plan: ReallocationPlan, hop: int, limit: int) -> Iterator[tup
 
 
 def _batches(routes: Iterable[Route], hop: int, limit: int, rank: int | None) -> list[_Batch]:
-    """One parameter's routes of a hop in batches within ``limit``, each route in the first batch that has room.
+    """Return one parameter's routes of a hop in batches within ``limit``, by first fit.
 
-    All routes count towards the loads; only those that concern ``rank`` are kept.
+    All routes count towards the loads; only those of ``rank`` are kept.
     """
     batches: list[_Batch] = []
-    for route in (part for whole in routes if whole.hop == hop for part in _split(whole, limit)):
+    for route in (split for whole in routes if whole.hop == hop for split in _split(whole, limit)):
         numel = route.numel
         batch = next((batch for batch in batches if batch.has_room(route, numel, limit)), None)
         if batch is None:
@@ -107,7 +107,7 @@ def _batches(routes: Iterable[Route], hop: int, limit: int, rank: int | None) ->
 
 
 def _split(route: Route, limit: int) -> Iterator[Route]:
-    """Cut a route along its outermost dims into parts of at most ``limit`` elements."""
+    """Cut a route along its outermost dims into routes of at most ``limit`` elements."""
     if route.numel <= limit:
         yield route
         return
@@ -118,10 +118,11 @@ def _split(route: Route, limit: int) -> Iterator[Route]:
 
 
 def _narrow(route: Route, dim: int, start: int, length: int) -> Route:
-    def moved(offset: tuple[int, ...]) -> tuple[int, ...]:
+    def shift(offset: tuple[int, ...]) -> tuple[int, ...]:
         return (*offset[:dim], offset[dim] + start, *offset[dim + 1 :])
 
-    shape = (*route.shape[:dim], length, *route.shape[dim + 1 :])
     return route._replace(
-        shape=shape, sender_offset=moved(route.sender_offset), receiver_offset=moved(route.receiver_offset)
+        shape=(*route.shape[:dim], length, *route.shape[dim + 1 :]),
+        sender_offset=shift(route.sender_offset),
+        receiver_offset=shift(route.receiver_offset),
     )

@@ -1,4 +1,4 @@
-"""What would the ranks hold if a plan were carried out? Tensors are dictionaries from local index to value."""
+"""Simulate plans in one process; tensors are dictionaries from local index to value."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lightning_realloc.realloc import PublicationPlan, Transfer
 Index = tuple[int, ...]
 Local = dict[Index, int]
 Tensors = dict[tuple[int, str], Local]
-"""(rank, parameter) to its local tensor."""
+"""(rank, parameter) -> local tensor."""
 
 
 def box(offset: Index, shape: Index) -> Iterable[Index]:
-    """The indices of a box, in row-major order."""
+    """Return the indices of a box, in row-major order."""
     return itertools.product(*(range(start, start + size) for start, size in zip(offset, shape, strict=True)))
 
 
 def weights(layout: ModelLayout) -> Tensors:
-    """Every rank's local tensors, each element being the global index that it stands for, as one number."""
+    """Return every rank's local tensors; the value of an element is its flattened global index."""
     tensors: Tensors = {}
     for rank in layout.layout.ranks:
         for name in layout.names(rank):
@@ -36,7 +36,7 @@ def weights(layout: ModelLayout) -> Tensors:
 
 
 def flat(index: Index, shape: Index) -> int:
-    """The row-major position of an index."""
+    """Return the row-major position of an index."""
     position = 0
     for at, size in zip(index, shape, strict=True):
         position = position * size + at
@@ -44,7 +44,7 @@ def flat(index: Index, shape: Index) -> int:
 
 
 def carry_out(transfers: Iterable[Transfer], source: Tensors, target: ModelLayout) -> Tensors:
-    """The target's tensors after every transfer, hop 0 first; an element written twice or never sent is an error."""
+    """Return the target's tensors after every transfer, hop 0 first; fail if an element is written twice or missing."""
     result: Tensors = {(rank, name): {} for rank in target.layout.ranks for name in target.names(rank)}
     for transfer in sorted(transfers, key=lambda transfer: transfer.hop):
         held = (source if transfer.hop == 0 else result)[transfer.sender, transfer.param]
@@ -57,7 +57,7 @@ def carry_out(transfers: Iterable[Transfer], source: Tensors, target: ModelLayou
 
 
 def publish(plan: PublicationPlan, source: Tensors) -> Tensors:
-    """The target's tensors as views of the shards that the writes filled."""
+    """Return the target's tensors as views of the shards that the writes filled."""
     shards: list[Local] = [{} for _ in plan.shards]
     for write in plan.writes:
         read = box(write.writer_offset, write.shape)
@@ -68,13 +68,13 @@ def publish(plan: PublicationPlan, source: Tensors) -> Tensors:
 
 
 def elements(tensors: Tensors, ranks: Iterable[int]) -> set[tuple[str, int]]:
-    """All (parameter, global position) that any of the ranks holds."""
+    """Return all (parameter, global position) pairs that any of the ranks holds."""
     wanted = set(ranks)
     return {(name, value) for (rank, name), local in tensors.items() if rank in wanted for value in local.values()}
 
 
 def reordered(layout: ModelLayout, order: Mapping[str, int]) -> ModelLayout:
-    """The same layout of a model whose parameters are listed in another order."""
+    """Return the same layout of a model whose parameters are listed in another order."""
     params = tuple(sorted(layout.model.params, key=lambda param: order[param.name]))
     model: ModelSpec = replace(layout.model, params=params)
     return ModelLayout(model, layout.layout)

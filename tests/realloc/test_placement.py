@@ -1,4 +1,4 @@
-"""Does the chosen order move the least, among those that torch and the nodes permit?"""
+"""The chosen rank order moves the fewest bytes among those that torch and the nodes permit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import ClusterSpec, Layout, ModelLayout, ParallelDims
 from lightning_realloc.realloc import choose_rank_order, plan_reallocation
-from lightning_realloc.realloc.assignment import assign_jobs
+from lightning_realloc.realloc.placement import assign_jobs
 from tests.layout.examples import LLAMA_7B, SMALL, layout_pairs
 
 

@@ -1,4 +1,4 @@
-"""Does every plan keep its promises? Each is checked against sets of elements, whatever the layouts."""
+"""Properties of plans over arbitrary layouts, checked against sets of elements."""
 
 from __future__ import annotations
 

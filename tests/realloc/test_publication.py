@@ -1,4 +1,4 @@
-"""Do the writes fill every distinct shard once, by ranks that hold what they write?"""
+"""The writes fill every distinct shard once, from ranks that hold the elements."""
 
 from __future__ import annotations
 

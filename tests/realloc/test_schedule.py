@@ -1,4 +1,4 @@
-"""Are rounds the same on every rank, within their bound, and in the right order?"""
+"""Rounds are the same on every rank, within their bound, and in order."""
 
 from __future__ import annotations
 
