@@ -132,9 +132,9 @@ def _packed(work: Workload) -> Any:
 @contextlib.contextmanager
 def _arm(model: nn.Module, arm: str) -> Iterator[None]:
     """Join the head's logits as soon as they are there, or leave them in shares."""
-    from lightning_realloc.runtime.forward.vocab_parallel_logits import SharedLogits
+    from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabParallelLogits
 
-    def join(_module: nn.Module, _inputs: object, logits: SharedLogits) -> Tensor:
+    def join(_module: nn.Module, _inputs: object, logits: VocabParallelLogits) -> Tensor:
         return logits.whole()
 
     head = model.get_output_embeddings()  # type: ignore[operator]

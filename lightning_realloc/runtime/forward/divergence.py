@@ -1,7 +1,7 @@
-"""How far are two models' next-token distributions apart, over the whole vocabulary? A chunk of tokens at a time.
+"""Divergence between the next-token distributions of a student and a teacher, one chunk of tokens at a time.
 
-One model's logits are there, since it is trained through them. The other's are made from its last hidden states and its
-head when they are needed, and forgotten: they never exist for more than a chunk, in either direction.
+The student's logits exist, because it is trained through them. The teacher's logits are computed from its last hidden
+states and its head, for one chunk at a time in both directions, and are never stored.
 """
 
 from __future__ import annotations
@@ -13,77 +13,80 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_realloc.runtime.forward.token_logprobs import chunks, of_all_ranks
-from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabularyShare, share_of
+from lightning_realloc.runtime.forward.token_logprobs import gather_shards, row_chunks
+from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabShard, local_logits
 
 VocabularyDivergence = Literal["forward_kl", "reverse_kl", "js"]
 
 
 class TeacherHead:
-    """Another model's head, in the dtype it is used in. The host keeps all of it, a device what it was last asked for.
+    """A teacher's head: all of it in host memory, and the columns in use on the device.
 
-    Under tensor parallelism that is a rank's share of the vocabulary. Under the next plan it may be another one, which
-    is why the host lets go of nothing.
+    Under tensor parallelism a rank uses its own columns of the vocabulary. The next plan may assign it others, so the
+    host keeps the whole head.
 
     Args:
-        weight: (V', D).
-        bias: (V',).
+        weight: (V', D), with V' the teacher's vocabulary.
+        bias: (V',), or None.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._whole = tuple(None if part is None else part.detach().cpu() for part in (weight, bias))
-        self._asked: tuple[object, ...] = ()
-        self._part: tuple[Tensor | None, ...] = ()
+        self._weight = weight.detach().cpu()
+        self._bias = None if bias is None else bias.detach().cpu()
+        self._cache_key: tuple[object, ...] = ()
+        self._cached: tuple[Tensor, Tensor | None] | None = None
 
     @property
     def num_tokens(self) -> int:
-        """V', how many tokens it knows."""
-        weight, _ = self._whole
-        assert weight is not None, "a head has a weight"
-        return len(weight)
+        """V', the size of the teacher's vocabulary."""
+        return len(self._weight)
 
-    def of_tokens(self, columns: slice, like: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (v, D) and (v,) of some tokens, on the device and in the dtype of ``like``."""
-        asked = columns.start, columns.stop, like.device, like.dtype
-        if self._asked != asked:
-            self._asked, self._part = asked, ()  # let go first: there may be room for one alone
-            self._whole = tuple(None if part is None else part.to(like.dtype) for part in self._whole)
-            self._part = tuple(None if part is None else part[columns].to(like.device) for part in self._whole)
-        weight, bias = self._part
-        assert weight is not None, "a head has a weight"
-        return weight, bias
+    def select(self, columns: slice, like: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the (v, D) weight and (v,) bias of some tokens, with the device and dtype of ``like``."""
+        key = columns.start, columns.stop, like.device, like.dtype
+        if self._cached is None or self._cache_key != key:
+            self._cached = None  # free the old columns first: the device may have room for only one
+            self._weight = self._weight.to(like.dtype)
+            self._bias = None if self._bias is None else self._bias.to(like.dtype)
+            bias = None if self._bias is None else self._bias[columns].to(like.device)
+            self._cache_key, self._cached = key, (self._weight[columns].to(like.device), bias)
+        return self._cached
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TeacherTokens:
-    """What is needed of another model's distributions."""
+    """Inputs from which a teacher's next-token logits are computed."""
 
     states: Tensor
-    """(N, D) its last hidden states."""
+    """(N, D) last hidden states."""
     head: TeacherHead
 
     def logits(self, rows: slice, columns: slice) -> Tensor:
-        """Return (n, v) the logits of some rows, for some tokens of the vocabulary."""
-        return torch.nn.functional.linear(self.states[rows], *self.head.of_tokens(columns, self.states))
+        """Return (n, v) logits of some rows, for some tokens of the vocabulary."""
+        return torch.nn.functional.linear(self.states[rows], *self.head.select(columns, self.states))
 
 
 def vocabulary_divergence(
-    logits: Tensor, teacher: TeacherTokens, *, divergence: VocabularyDivergence, mix: float = 0.5,
+    logits: Tensor,
+    teacher: TeacherTokens,
+    *,
+    divergence: VocabularyDivergence,
+    mix: float = 0.5,
     temperature: float = 1.0,
-) -> Tensor:  # fmt: skip
-    """Return (N,) fp32 how far the student's (N, V) ``logits`` are from the teacher; differentiable in them, once.
+) -> Tensor:
+    """Return the (N,) fp32 divergence of the student's (N, V) ``logits`` from the teacher; differentiable once.
 
-    With S and T the two distributions: ``forward_kl`` is KL(T || S), ``reverse_kl`` KL(S || T), and ``js`` is
-    ``mix * KL(T || M) + (1 - mix) * KL(S || M)`` with ``M = mix * T + (1 - mix) * S``. Where one vocabulary was padded
-    further than the other, entries beyond the shorter one are left out. Of `SharedLogits` every rank looks at its own
-    columns, for which alone it makes the teacher's; ranks exchange a few numbers per row, in the backward pass none.
+    With S and T the two distributions, ``forward_kl`` is KL(T || S) and ``reverse_kl`` is KL(S || T). ``js`` is
+    ``mix * KL(T || M) + (1 - mix) * KL(S || M)`` with ``M = mix * T + (1 - mix) * S``. If one vocabulary is padded
+    further than the other, entries beyond the shorter one are ignored. For `VocabParallelLogits` every rank computes
+    both models' logits of its own columns only. Ranks exchange a few numbers per row, and none in the backward pass.
 
     Source: Agarwal et al., arXiv:2306.13649, eq. 1.
     """
-    assert 0.0 < mix < 1.0, "at 0 and 1 the mixture is one of the two, and says nothing about the other"
-    values, share = share_of(logits)
+    assert 0.0 < mix < 1.0, "at mix=0 or mix=1 one of the two terms vanishes"
+    values, shard = local_logits(logits)
     divergences: Tensor = _VocabularyDivergence.apply(  # type: ignore[no-untyped-call]
-        values, teacher, share, divergence, mix, temperature
+        values, teacher, shard, divergence, mix, temperature
     )
     return divergences
 
@@ -91,49 +94,55 @@ def vocabulary_divergence(
 class _VocabularyDivergence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, teacher_tokens: TeacherTokens, share: VocabularyShare | None,
-        divergence: VocabularyDivergence, mix: float, temperature: float,
-    ) -> Tensor:  # fmt: skip
-        pair = _Pair(logits, teacher_tokens, share, temperature)
+        ctx: Any,
+        logits: Tensor,
+        teacher_tokens: TeacherTokens,
+        shard: VocabShard | None,
+        divergence: VocabularyDivergence,
+        mix: float,
+        temperature: float,
+    ) -> Tensor:
+        pair = _Pair(logits, teacher_tokens, shard, temperature)
         normalisers, terms = torch.zeros(2, 2, logits.shape[0], dtype=torch.float32, device=logits.device)
-        for rows in chunks(logits):
+        for rows in row_chunks(logits):
             both = pair.scaled(rows)
             sums = torch.stack([scaled.logsumexp(-1) for scaled in both])
-            normalisers[:, rows] = of_all_ranks(sums, share).logsumexp(0)
+            normalisers[:, rows] = gather_shards(sums, shard).logsumexp(0)
             student, teacher = _normalised(both, normalisers[:, rows])
             terms[0, rows], terms[1, rows] = _terms(student, teacher, divergence, mix)
-        terms = of_all_ranks(terms, share).sum(0)
+        terms = gather_shards(terms, shard).sum(0)
         ctx.save_for_backward(logits, normalisers, terms[0])
-        ctx.settings = teacher_tokens, share, divergence, mix, temperature
+        ctx.settings = teacher_tokens, shard, divergence, mix, temperature
         return terms.sum(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        logits, normalisers, own_terms = ctx.saved_tensors
-        teacher_tokens, share, divergence, mix, temperature = ctx.settings
-        pair = _Pair(logits, teacher_tokens, share, temperature)
+        logits, normalisers, student_terms = ctx.saved_tensors
+        teacher_tokens, shard, divergence, mix, temperature = ctx.settings
+        pair = _Pair(logits, teacher_tokens, shard, temperature)
         result = torch.zeros_like(logits)
-        for rows in chunks(logits):
+        for rows in row_chunks(logits):
             student, teacher = _normalised(pair.scaled(rows), normalisers[:, rows])
-            part = _slope(student, teacher, own_terms[rows], divergence, mix) * (gradient[rows, None] / temperature)
-            result[rows, : part.shape[1]] = part.to(result.dtype)
+            slope = _slope(student, teacher, student_terms[rows], divergence, mix)
+            slope = slope * (gradient[rows, None] / temperature)
+            result[rows, : slope.shape[1]] = slope.to(result.dtype)
         return result, *[None] * 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pair:
-    """The student's logits and the teacher's, in the columns that this rank has and both vocabularies."""
+    """Logits of student and teacher, in the columns that this rank holds and both vocabularies contain."""
 
     student: Tensor
     teacher: TeacherTokens
-    share: VocabularyShare | None
+    shard: VocabShard | None
     temperature: float
 
     def scaled(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Return (n, v) logits of both in fp32, divided by the temperature."""
         width, limit = self.student.shape[1], self.teacher.head.num_tokens
-        columns = slice(0, min(width, limit)) if self.share is None else self.share.columns(width, limit)
+        columns = slice(0, min(width, limit)) if self.shard is None else self.shard.columns(width, limit)
         student = self.student[rows, : columns.stop - columns.start]
         return student.float() / self.temperature, self.teacher.logits(rows, columns).float() / self.temperature
 
@@ -146,7 +155,7 @@ def _normalised(both: tuple[Tensor, Tensor], normalisers: Tensor) -> tuple[Tenso
 def _terms(
     student: Tensor, teacher: Tensor, divergence: VocabularyDivergence, mix: float
 ) -> tuple[Tensor | float, Tensor | float]:
-    """Return the terms of the divergence that the student's probabilities weigh, and those that the teacher's do."""
+    """Return the terms of the divergence weighted by the student's probabilities, and those by the teacher's."""
     if divergence == "forward_kl":
         return 0.0, _kl(teacher, student)
     if divergence == "reverse_kl":
@@ -155,10 +164,12 @@ def _terms(
     return (1.0 - mix) * _kl(student, mixture), mix * _kl(teacher, mixture)
 
 
-def _slope(student: Tensor, teacher: Tensor, own_terms: Tensor, divergence: VocabularyDivergence, mix: float) -> Tensor:
+def _slope(
+    student: Tensor, teacher: Tensor, student_terms: Tensor, divergence: VocabularyDivergence, mix: float
+) -> Tensor:
     """Return the derivative by the student's logits: ``S * (g - sum(S * g))`` with g the derivative by S.
 
-    The sum, over all ranks' columns, is that of the terms that the student's probabilities weigh.
+    The sum runs over all ranks' columns and equals ``student_terms``.
     """
     if divergence == "forward_kl":  # g = -T / S
         return student.exp() - teacher.exp()
@@ -167,7 +178,7 @@ def _slope(student: Tensor, teacher: Tensor, own_terms: Tensor, divergence: Voca
     else:  # the terms of the mixture's own derivative cancel
         slope = (1.0 - mix) * (student - _mixture(student, teacher, mix))
     p = student.exp()
-    return torch.where(p > 0, p * slope, 0.0) - p * own_terms[:, None]
+    return torch.where(p > 0, p * slope, 0.0) - p * student_terms[:, None]
 
 
 def _mixture(student: Tensor, teacher: Tensor, mix: float) -> Tensor:
@@ -176,5 +187,5 @@ def _mixture(student: Tensor, teacher: Tensor, mix: float) -> Tensor:
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
-    """Return what some columns add to KL(p || q) of rows of log-probabilities; 0 * log 0 is 0."""
+    """Return the contribution of some columns to KL(p || q), from rows of log-probabilities; 0 * log 0 is 0."""
     return torch.where(p > -torch.inf, p.exp() * (p - q), 0.0).sum(-1)

@@ -1,4 +1,4 @@
-"""Liger's fused kernels in a model's norms, rotary embeddings and gated layers, where they can run."""
+"""Apply Liger's fused kernels to a model's norms, rotary embeddings and gated layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_realloc.errors import ConfigError
 
-# Losses are ours, of log-probabilities and in parts: Liger's cross entropies would replace a forward that nobody calls.
+# Losses here work on log-probabilities, in chunks. Liger's cross entropies would replace a forward that is not called.
 _KERNELS = {
     "rope": True, "rms_norm": True, "layer_norm": True, "swiglu": True, "geglu": True, "cross_entropy": False,
     "fused_linear_cross_entropy": False,
@@ -17,15 +17,13 @@ _KERNELS = {
 
 
 def use_liger_kernels(model: nn.Module, role: str, device: torch.device) -> None:
-    """Let a model's modules run Liger's kernels, in place. They also stay in copies that are made of it.
+    """Replace the forwards of a model's modules by Liger's kernels, in place. Copies of the model keep them.
 
     Raises:
-        ConfigError: on a device that is not CUDA, without the package, and for models that it has no kernels for.
+        ConfigError: on a device other than CUDA, without the package, and for a model without kernels.
     """
     if device.type != "cuda":
-        raise ConfigError(
-            f"liger_kernels=True: they are programs for CUDA, and {role} runs on {device.type}; leave liger_kernels out"
-        )
+        raise ConfigError(f"liger_kernels=True needs CUDA, and {role} runs on {device.type}; leave liger_kernels out")
     try:
         from liger_kernel.transformers.monkey_patch import (  # type: ignore[import-not-found, unused-ignore]
             MODEL_TYPE_TO_APPLY_LIGER_FN,
@@ -36,11 +34,11 @@ def use_liger_kernels(model: nn.Module, role: str, device: torch.device) -> None
             f"liger_kernels=True needs the package liger-kernel, which cannot be imported here ({error}); install it, "
             f"or leave liger_kernels out"
         ) from error
-    # Transformers' own integration leaves a model that it does not know as it is, and says so in the log alone.
+    # Transformers' own integration leaves an unknown model unchanged and only logs it.
     family: Any = getattr(getattr(model, "config", None), "model_type", None)
     if family not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ConfigError(
-            f"liger_kernels=True: liger-kernel has none for {role}, a {family or type(model).__name__}; it knows "
-            f"{', '.join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))}"
+            f"liger_kernels=True: liger-kernel has no kernels for {role}, a {family or type(model).__name__}; leave "
+            f"liger_kernels out, or use one of {', '.join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))}"
         )
     _apply_liger_kernel_to_instance(model=model, **_KERNELS)

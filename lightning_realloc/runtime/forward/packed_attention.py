@@ -1,8 +1,8 @@
-"""Attention within which the sequences of a pack do not see each other.
+"""Attention function that keeps the sequences of a pack apart.
 
-Transformers lets sequences of one row see each other unless positions restart, the cache is off and no mask is
-given, all three; a mistake in any is silent. So the segments are handed to an attention function of our own,
-which refuses a model that does not pass them on.
+Transformers separates the sequences of a row only if positions restart, the cache is off and no mask is given. A
+mistake in any of the three is silent. This module therefore registers its own attention function, which needs the
+segments as an argument and raises an error for a model that does not pass them on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_realloc.runtime.forward.varlen import attend_varlen, can_attend_v
 from lightning_realloc.runtime.model.model_terms import counts_positions_by_padding, rotary_bounds, why_experts_fail
 
 ATTENTION = "realloc_packed"
-"""The name under which the attention function is registered with transformers."""
+"""Name under which the attention function is registered with transformers."""
 _PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _UNSUPPORTED_OPTIONS = ("softcap", "s_aux", "position_bias", "cache")
 _UNKNOWN_WINDOW = -1
@@ -39,43 +39,43 @@ _in_packed_forward: ContextVar[bool] = ContextVar("in_packed_forward", default=F
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Segments next to each other that are alike."""
+    """Adjacent segments of equal length that see equally many shared tokens."""
 
     count: int
-    """Segments."""
+    """Number of segments."""
     length: int
-    """Tokens of each."""
+    """Tokens of each segment."""
     shared: int
-    """Tokens that each sees of the nearest segment before the run that shares none."""
+    """Tokens of a shared prompt that each segment sees: those of the last segment before the run with shared=0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """Where the sequences of a pack begin and end, as the attention function wants it."""
+    """Boundaries of the sequences of a pack, an argument of the attention function."""
 
     lengths: tuple[int, ...]
     """Tokens of each of the B sequences in the row."""
     cu_seqlens: Tensor
-    """(B + 1,) int32 on the model's device."""
+    """(B + 1,) int32 cumulative lengths on the model's device."""
     shared: tuple[int, ...]
-    """Tokens before them that each sequence sees of the nearest sequence before it that shares none."""
+    """Tokens of a shared prompt that each sequence sees: those of the last sequence before it with 0 here."""
     masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
     """Additive masks, made once for all layers."""
 
     @property
     def runs(self) -> list[Run]:
-        """Neighbours of equal length that share equally much, in order: a group's responses of one length are one."""
+        """Runs of adjacent sequences that are alike, in order, such as a group's responses of one length."""
         kinds = itertools.groupby(zip(self.lengths, self.shared, strict=True))
         return [Run(len(list(members)), length, shared) for (length, shared), members in kinds]
 
 
 def install_packed_attention(model: nn.Module) -> None:
-    """Make ``model`` keep packed sequences apart; forward passes that are not packed work as with sdpa.
+    """Make ``model`` keep packed sequences apart; other forward passes work as with sdpa.
 
-    It stays installed: a backward pass that recomputes activations calls the attention once more.
+    The function stays installed, because a backward pass that recomputes activations calls it again.
 
     Raises:
-        ConfigError: naming the model and what it lacks, when it cannot run packed sequences.
+        ConfigError: if the model cannot run packed sequences; the message says why.
     """
     hf_model = transformers_model(model)
     if hf_model.config._attn_implementation == ATTENTION:
@@ -94,7 +94,7 @@ def install_packed_attention(model: nn.Module) -> None:
 
 @contextmanager
 def packed_attention(model: nn.Module, packed: PackedBatch) -> Iterator[dict[str, Any]]:
-    """Yield the keyword arguments with which to call ``model`` on this pack, inside the block."""
+    """Yield the keyword arguments for calling ``model`` on this pack inside the block."""
     install_packed_attention(model)
     _refuse_mixed_rotations(transformers_model(model), packed)
     token = _in_packed_forward.set(True)
@@ -110,7 +110,7 @@ def packed_attention(model: nn.Module, packed: PackedBatch) -> Iterator[dict[str
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model itself or, where it is wrapped (adapters, compile), the one inside."""
+    """Return the transformers model: ``model`` itself, or the one that it wraps (adapters, compile)."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module
@@ -134,7 +134,7 @@ def _refuse_unpackable(model: PreTrainedModel) -> None:
     elif "position_ids" not in parameters:
         reason = "its forward takes no position_ids"
     elif not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        reason = "its forward hands no keyword arguments on to its attention layers"
+        reason = "its forward passes no keyword arguments on to its attention layers"
     elif layer_types - _PLAIN_LAYERS:
         reason = f"its layers {sorted(layer_types - _PLAIN_LAYERS)} let tokens see past the end of their sequence"
     elif model._is_stateful:
@@ -142,7 +142,7 @@ def _refuse_unpackable(model: PreTrainedModel) -> None:
     elif model.config.is_encoder_decoder:
         reason = "it is an encoder-decoder"
     elif counts_positions_by_padding(model):
-        reason = "it counts positions from behind its padding token, and packs count from 0"
+        reason = "it counts positions from the one after its padding token, and packs count from 0"
     if reason is not None:
         raise ConfigError(
             f"{name} cannot run packed sequences: {reason}; use a decoder whose layers are of {sorted(_PLAIN_LAYERS)}"
@@ -150,20 +150,20 @@ def _refuse_unpackable(model: PreTrainedModel) -> None:
 
 
 def _refuse_mixed_rotations(model: PreTrainedModel, packed: PackedBatch) -> None:
-    """Refuse sequences of which some have other rotary frequencies than the row's longest: it decides for all."""
+    """Raise ConfigError for sequences whose rotary frequencies differ from those of the row's longest sequence."""
     lengths = [length + shared for length, shared in zip(packed.lengths, packed.shared, strict=True)]
     longest, shortest = max(lengths), min(lengths)
     for kind, original in rotary_bounds(model.config):
         if longest > original and shortest <= (original if kind == "longrope" else longest - 1):
             raise ConfigError(
                 f"{type(model).__name__} cannot run sequences of {shortest} and {longest} tokens in one pack: beyond "
-                f"{original} its {kind} rotary embedding turns all tokens of a row by its longest sequence; keep "
-                f"prompt and response within {original} tokens"
+                f"{original} tokens the longest sequence of a row sets the frequencies of its {kind} rotary "
+                f"embedding for all; keep prompt and response within {original} tokens"
             )
 
 
 def _mask_unless_packed(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Build sdpa's mask, but none for packed sequences: theirs would be N x N, and the segments replace it."""
+    """Build sdpa's mask; return None for packed sequences, whose (N, N) mask the segments replace."""
     return None if _in_packed_forward.get() else sdpa_mask(*args, **kwargs)
 
 
@@ -180,12 +180,12 @@ def segment_attention(
     packed_segments: Segments | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend inside each segment; query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D)."""
+    """Attend inside each segment: query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D)."""
     if packed_segments is None:
         if _in_packed_forward.get():
             raise ConfigError(
                 f"{type(module).__name__} got packed sequences without their segments, so they would see each other: "
-                f"its model does not hand keyword arguments down; use another model class"
+                f"its model does not pass keyword arguments on; use another model class"
             )
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal,
@@ -194,12 +194,12 @@ def segment_attention(
     unsupported = [name for name in _UNSUPPORTED_OPTIONS if options.get(name) is not None]
     if unsupported:
         raise ConfigError(
-            f"packed attention does not know {unsupported}, which {type(module).__name__} asks for; "
+            f"packed attention does not support {unsupported}, which {type(module).__name__} passes; "
             f"use a model whose attention is plain softmax attention"
         )
     if attention_mask is not None:
         raise ConfigError(
-            f"{type(module).__name__} attends with a mask of its own, which packed attention would leave out; use a "
+            f"{type(module).__name__} attends with a mask of its own, which packed attention would ignore; use a "
             f"model that leaves masks to transformers"
         )
     if sliding_window == _UNKNOWN_WINDOW:
@@ -209,8 +209,8 @@ def segment_attention(
     settings = _Attention(causal, scaling, dropout, sliding_window)
     if any(packed_segments.shared) and not causal:
         raise ConfigError(
-            f"{type(module).__name__} looks ahead, so what it says about a prompt depends on the response, and "
-            f"responses cannot share it; set share_prompts=False on the algorithm"
+            f"{type(module).__name__} attends to later tokens, so its prompt states depend on the response and "
+            f"responses cannot share them; set share_prompts=False on the algorithm"
         )
     use_varlen = not any(packed_segments.shared) and _can_use_varlen(query, value, settings)
     attend = _attend_varlen if use_varlen else _attend_by_segment
@@ -218,14 +218,14 @@ def segment_attention(
 
 
 def _refuse_masked_window(module: nn.Module, segments: Segments) -> None:
-    """Refuse a layer that names no window, where its config does: the window is in the mask that packs leave out."""
+    """Raise ConfigError for a layer whose window is in its config and mask only: packs do not use the mask."""
     declared = getattr(getattr(module, "config", None), "sliding_window", None)
     longest = max(map(operator.add, segments.lengths, segments.shared))
     if declared and longest > declared:  # 0: none, as Qwen2-MoE writes it
         raise ConfigError(
-            f"{type(module).__name__} attends with a sliding window of {declared} that it states in its mask alone, "
-            f"which packed attention leaves out, and a sample has {longest} tokens; keep prompt and response within "
-            f"{declared}, or use a model that hands its window to its attention"
+            f"{type(module).__name__} attends with a sliding window of {declared} by its mask only, "
+            f"which packed attention ignores, and a sample has {longest} tokens; keep prompt and response within "
+            f"{declared}, or use a model that passes its window to its attention"
         )
 
 
@@ -238,7 +238,7 @@ class _Attention:
 
 
 def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, settings: _Attention) -> Tensor:
-    """Attend to one run of equal segments at a time: a group's responses of one length are one batch."""
+    """Attend to one run of equal segments at a time, as a batch."""
     runs = segments.runs
     # split, not slices: the backward of a slice fills a whole (N, ...) gradient with zeros, once per segment.
     sizes = [run.count * run.length for run in runs]
@@ -263,9 +263,9 @@ def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segm
 
 
 def _mask(query: Tensor, num_keys: int, segments: Segments, settings: _Attention) -> Tensor | None:
-    """Return the additive (queries, keys) mask of queries that end where the keys do; None where `is_causal` says it.
+    """Return the additive (queries, keys) mask, aligned at the end; None where `is_causal` suffices.
 
-    A sliding window is the last ``sliding_window`` tokens, the token itself included.
+    A sliding window covers the last ``sliding_window`` tokens, including the token itself.
     """
     num_queries, window = query.shape[2], settings.sliding_window
     if window is not None and num_keys <= window:
@@ -274,7 +274,7 @@ def _mask(query: Tensor, num_keys: int, segments: Segments, settings: _Attention
         return None
     name = (num_queries, num_keys, window, query.dtype)
     if name not in segments.masks:
-        first = num_keys - num_queries  # where the first query stands among the keys
+        first = num_keys - num_queries  # position of the first query among the keys
         seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
         if window is not None:
             seen = seen.triu(first + 1 - window)

@@ -1,7 +1,7 @@
-"""What log-probability do logits give to chosen tokens? Without a second copy of the logits in fp32.
+"""Log-probabilities of chosen tokens, without a second copy of the logits in fp32.
 
-A softmax over the whole vocabulary costs tokens x V x 4 bytes, and three times that in the backward pass of the
-plain formula. Here tokens are taken a chunk at a time, in both directions, and only two numbers per token are kept.
+A softmax over the whole vocabulary takes tokens x V x 4 bytes, and three times as much in the backward pass of the
+plain formula. Here both passes process one chunk of tokens at a time and keep two numbers per token.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabularyShare, share_of
+from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabShard, local_logits
 
 CHUNK_ELEMENTS = 1 << 23
-"""Logits that are held in fp32 at a time: 32 MiB."""
+"""Number of logits converted to fp32 at a time (32 MiB). Raising it takes more memory and fewer kernel launches."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenStatistics:
-    """What a model says about the tokens of a pack."""
+    """Statistics of a pack's tokens under a model."""
 
     logprobs: Tensor
-    """(N,) fp32."""
+    """(N,) fp32 log-probabilities."""
     entropy: Tensor | None = None
-    """(N,) fp32, in nats, of the distribution each token was drawn from."""
+    """(N,) fp32 entropy in nats of the distribution of each token; None if not requested."""
     collision: Tensor | None = None
-    """(N,) fp32, no gradient: ``log(sum(p^2))``, of the probability that two tokens drawn from it are the same."""
+    """(N,) fp32 ``log(sum(p^2))``: log-probability that two draws are equal, no gradient; None if not requested."""
 
 
 def selected_logprobs(
@@ -36,44 +36,45 @@ def selected_logprobs(
 ) -> TokenStatistics:
     """Return for each row of ``logits`` (N, V) the log-probability of its entry in ``tokens`` (N,).
 
-    Computed in fp32 from ``log p = z[token] - logsumexp(z)`` with ``z = logits / temperature``; the entropy is
-    ``-sum(p * log p)``, where 0 * log 0 is 0. Both are differentiable, once. Of `SharedLogits` every rank looks at its
-    own columns; ranks exchange three numbers per row, and in the backward pass none.
+    Computed in fp32 from ``log p = z[token] - logsumexp(z)`` with ``z = logits / temperature``. The entropy is
+    ``-sum(p * log p)``, where 0 * log 0 is 0. Both are differentiable once. For `VocabParallelLogits` every rank
+    reads its own columns. Ranks exchange three numbers per row, and none in the backward pass.
     """
-    values, share = share_of(logits)
-    logprobs, entropy = _SelectedLogprobs.apply(values, tokens, share, temperature, with_entropy)  # type: ignore[no-untyped-call]
+    values, shard = local_logits(logits)
+    logprobs, entropy = _SelectedLogprobs.apply(values, tokens, shard, temperature, with_entropy)  # type: ignore[no-untyped-call]
     return TokenStatistics(logprobs, entropy if with_entropy else None)
 
 
 @torch.no_grad()
 def collision_logprobs(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     """Return (N,) ``log(sum(p^2)) = logsumexp(2z) - 2 logsumexp(z)`` of every row of (N, V) logits, in fp32."""
-    values, share = share_of(logits)
+    values, shard = local_logits(logits)
     sums = torch.empty(2, values.shape[0], dtype=torch.float32, device=values.device)
-    for rows in chunks(values):
+    for rows in row_chunks(values):
         scaled = values[rows].float() / temperature
         sums[0, rows], sums[1, rows] = scaled.logsumexp(-1), (2.0 * scaled).logsumexp(-1)
-    once, twice = of_all_ranks(sums, share).logsumexp(0)
+    once, twice = gather_shards(sums, shard).logsumexp(0)
     collision: Tensor = twice - 2.0 * once
     return collision
 
 
-def of_all_ranks(numbers: Tensor, share: VocabularyShare | None) -> Tensor:
-    """Return what all ranks know, stacked along a new first dim; without a share one knows all."""
-    return numbers[None] if share is None else share.gather(numbers)
+def gather_shards(values: Tensor, shard: VocabShard | None) -> Tensor:
+    """Return the values of all ranks, stacked along a new first dim of size R; R is 1 without a shard."""
+    return values[None] if shard is None else shard.gather(values)
 
 
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, tokens: Tensor, share: VocabularyShare | None, temperature: float, with_entropy: bool
+        ctx: Any, logits: Tensor, tokens: Tensor, shard: VocabShard | None, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        known = torch.zeros(3, logits.shape[0], dtype=torch.float32, device=logits.device)
-        for rows in chunks(logits):
-            _find(known[:, rows], logits[rows].float() / temperature, tokens[rows], share, with_entropy=with_entropy)
-        normaliser, chosen, entropy = _joined(of_all_ranks(known, share))
+        stats = torch.zeros(3, logits.shape[0], dtype=torch.float32, device=logits.device)
+        for rows in row_chunks(logits):
+            scaled = logits[rows].float() / temperature
+            _fill_stats(stats[:, rows], scaled, tokens[rows], shard, with_entropy=with_entropy)
+        normaliser, chosen, entropy = _combine_shards(gather_shards(stats, shard))
         ctx.save_for_backward(logits, tokens, normaliser, entropy)
-        ctx.share, ctx.temperature, ctx.with_entropy = share, temperature, with_entropy
+        ctx.shard, ctx.temperature, ctx.with_entropy = shard, temperature, with_entropy
         return chosen - normaliser, entropy
 
     @staticmethod
@@ -81,82 +82,88 @@ class _SelectedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         logits, tokens, normaliser, entropy = ctx.saved_tensors
         gradient = torch.empty_like(logits)
-        for rows in chunks(logits):
+        for rows in row_chunks(logits):
             p = (logits[rows].float() / ctx.temperature).sub_(normaliser[rows, None]).exp_()
-            of_entropy = (entropy[rows], grad_entropy[rows]) if ctx.with_entropy else None
-            gradient[rows] = _slope(p, tokens[rows], grad_logprobs[rows], of_entropy, ctx.share).div_(ctx.temperature)
-            del p  # before the next chunk's
+            entropy_grads = (entropy[rows], grad_entropy[rows]) if ctx.with_entropy else None
+            slope = _slope(p, tokens[rows], grad_logprobs[rows], entropy_grads, ctx.shard)
+            gradient[rows] = slope.div_(ctx.temperature)
+            del p, slope  # free them before the next chunk
         return gradient, None, None, None, None
 
 
-def _find(known: Tensor, scaled: Tensor, tokens: Tensor, share: VocabularyShare | None, *, with_entropy: bool) -> None:
-    """Fill (3, n) ``known`` with what (n, v) ``scaled`` logits say: normaliser, chosen logit, entropy. Reuses them."""
-    known[0] = normaliser = scaled.logsumexp(-1)
-    known[1] = _entries(scaled, tokens, share)
+def _fill_stats(stats: Tensor, scaled: Tensor, tokens: Tensor, shard: VocabShard | None, *, with_entropy: bool) -> None:
+    """Fill (3, n) ``stats`` with normaliser, chosen logit and entropy of (n, v) ``scaled``, which is overwritten."""
+    stats[0] = normaliser = scaled.logsumexp(-1)
+    stats[1] = _entries(scaled, tokens, shard)
     if with_entropy:
-        # A share without a finite logit has the entropy 0 of nothing; minus infinity from itself would be NaN.
+        # A shard without a finite logit has entropy 0; subtracting minus infinity from itself would give NaN.
         base = torch.where(normaliser == -torch.inf, 0.0, normaliser)
         p = scaled.sub_(base[:, None]).exp_()
-        known[2] = torch.special.entr(p, out=p).sum(-1)
+        stats[2] = torch.special.entr(p, out=p).sum(-1)
 
 
 def _slope(
-    p: Tensor, tokens: Tensor, grad_logprobs: Tensor, of_entropy: tuple[Tensor, Tensor] | None,
-    share: VocabularyShare | None,
-) -> Tensor:  # fmt: skip
-    """Return the gradient by scaled logits, of which (n, v) ``p`` are the probabilities. Reuses them.
+    p: Tensor,
+    tokens: Tensor,
+    grad_logprobs: Tensor,
+    entropy_grads: tuple[Tensor, Tensor] | None,
+    shard: VocabShard | None,
+) -> Tensor:
+    """Return the gradient by scaled logits from their (n, v) probabilities ``p``, which are overwritten.
 
-    It is ``onehot - p`` for log p[token] and ``-p * (log p + entropy)`` for the entropy, given with its own gradient.
+    The derivative is ``onehot - p`` for log p[token], and ``-p * (log p + entropy)`` for the entropy.
+    ``entropy_grads`` holds the entropy and its upstream gradient; None means that the entropy is not used.
     """
     weights = grad_logprobs
-    if of_entropy is not None:
-        entropy, grad_entropy = of_entropy
+    if entropy_grads is not None:
+        entropy, grad_entropy = entropy_grads
         weights = grad_logprobs + grad_entropy * entropy
     slope = p * -weights[:, None]
-    if of_entropy is not None:
+    if entropy_grads is not None:
         slope.addcmul_(torch.special.entr(p, out=p), grad_entropy[:, None])
-    _add_to_entries(slope, tokens, grad_logprobs, share)
+    _add_to_entries(slope, tokens, grad_logprobs, shard)
     return slope
 
 
-def _joined(known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return normaliser, chosen logit and entropy (N,) of distributions of which (R, 3, N) are those of each part.
+def _combine_shards(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Combine the (R, 3, N) statistics of R shards; return normaliser, chosen logit and entropy, each (N,).
 
-    The entropy of all is the parts' as often as they are drawn from, and that of which part it is: nothing cancels.
+    The entropy is the mean of the shards' entropies, weighted by their probabilities, plus the entropy of these
+    probabilities. This sum of non-negative terms avoids cancellation.
     """
-    parts, chosen, entropies = known.unbind(1)
-    normaliser = parts.logsumexp(0)
-    weights = (parts - normaliser).exp()
+    normalisers, chosen, entropies = stats.unbind(1)
+    normaliser = normalisers.logsumexp(0)
+    weights = (normalisers - normaliser).exp()
     return normaliser, chosen.sum(0), (weights * entropies + torch.special.entr(weights)).sum(0)
 
 
-def _entries(values: Tensor, tokens: Tensor, share: VocabularyShare | None) -> Tensor:
-    """Return (n,) the tokens' entries in (n, v) ``values``, zero where another rank has them."""
-    if share is None:
+def _entries(values: Tensor, tokens: Tensor, shard: VocabShard | None) -> Tensor:
+    """Return the (n,) entries of the tokens in (n, v) ``values``; zero where another rank holds them."""
+    if shard is None:
         return values.gather(1, tokens[:, None])[:, 0]
     if values.shape[1] == 0:
         return values.new_zeros(values.shape[0])
-    places, is_here = _places(tokens, values.shape[1], share)
-    return torch.where(is_here, values.gather(1, places[:, None])[:, 0], 0.0)
+    columns, is_local = _local_columns(tokens, values.shape[1], shard)
+    return torch.where(is_local, values.gather(1, columns[:, None])[:, 0], 0.0)
 
 
-def _add_to_entries(values: Tensor, tokens: Tensor, added: Tensor, share: VocabularyShare | None) -> None:
-    """Add (n,) ``added`` to the tokens' entries in (n, v) ``values``, where this rank has them."""
-    if share is not None:
+def _add_to_entries(values: Tensor, tokens: Tensor, added: Tensor, shard: VocabShard | None) -> None:
+    """Add (n,) ``added`` to the entries of the tokens in (n, v) ``values``, where this rank holds them."""
+    if shard is not None:
         if values.shape[1] == 0:
             return
-        tokens, is_here = _places(tokens, values.shape[1], share)
-        added = torch.where(is_here, added, 0.0)
+        tokens, is_local = _local_columns(tokens, values.shape[1], shard)
+        added = torch.where(is_local, added, 0.0)
     values.scatter_add_(1, tokens[:, None], added[:, None])
 
 
-def _places(tokens: Tensor, width: int, share: VocabularyShare) -> tuple[Tensor, Tensor]:
-    """Return where the tokens are among this rank's columns, any place for those of others, and whether they are."""
-    places = tokens - share.first_token
-    return places.clamp(0, width - 1), (places >= 0) & (places < width)
+def _local_columns(tokens: Tensor, width: int, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """Return the tokens' columns on this rank, clamped for tokens of other ranks, and whether they are local."""
+    columns = tokens - shard.first_token
+    return columns.clamp(0, width - 1), (columns >= 0) & (columns < width)
 
 
-def chunks(logits: Tensor) -> list[slice]:
-    """Return slices over the rows of (N, V) ``logits`` that hold ``CHUNK_ELEMENTS`` at most, or one row."""
+def row_chunks(logits: Tensor) -> list[slice]:
+    """Return slices over the rows of (N, V) ``logits`` with at most ``CHUNK_ELEMENTS`` logits, or one row."""
     step = max(1, CHUNK_ELEMENTS // max(1, logits.shape[1]))
     return [slice(begin, begin + step) for begin in range(0, logits.shape[0], step)]

@@ -1,4 +1,4 @@
-"""Causal attention of packed sequences in one call: torch's own flash kernels, in half precision on CUDA."""
+"""Causal attention over packed sequences by torch's flash kernels, in half precision on CUDA."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-_WIDEST_HEAD = 256
+_MAX_HEAD_DIM = 256
 
 
 def can_attend_varlen(query: Tensor, value: Tensor) -> bool:
-    """Whether the kernels take such queries (…, D) and values (…, D_v), and this torch has them."""
-    same_width = query.shape[-1] == value.shape[-1] <= _WIDEST_HEAD
+    """Return whether torch has the kernels and they support such queries (…, D) and values (…, D_v)."""
+    same_width = query.shape[-1] == value.shape[-1] <= _MAX_HEAD_DIM
     return query.device.type == "cuda" and same_width and _half_dtype(value) is not None and bool(_varlen_options())
 
 
@@ -28,16 +28,16 @@ def attend_varlen(
     scaling: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Return (N, H, D): what the tokens of each sequence find in those before them, and in themselves.
+    """Return the (N, H, D) output of causal attention inside each sequence.
 
     Args:
         query: (N, H, D), the sequences one after another.
         key: (N, H_kv, D).
         value: (N, H_kv, D).
-        cu_seqlens: (sequences + 1,) int32, where each of them begins, and where the last one ends.
-        longest: Tokens of the longest one.
-        scaling: Of the products; None: one over the square root of D.
-        window: The last tokens that each one sees, itself among them; None: all.
+        cu_seqlens: (sequences + 1,) int32 cumulative lengths.
+        longest: Tokens of the longest sequence.
+        scaling: Factor of the products. None means one over the square root of D.
+        window: Number of last tokens that each token sees, including itself. None means all.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -49,22 +49,20 @@ def attend_varlen(
             options["enable_gqa"] = True
         else:  # torch 2.11
             k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
-    output = varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, longest, longest,
-        scale=scaling, window_size=(-1 if window is None else window - 1, 0), **options,
-    )  # fmt: skip
+    options["window_size"] = (-1 if window is None else window - 1, 0)
+    output = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scaling, **options)
     return cast(Tensor, output)
 
 
 def _half_dtype(value: Tensor) -> torch.dtype | None:
-    """Return the 16-bit type that attention computes in: autocast's where it is on, else the values' own."""
+    """Return the 16-bit dtype of the attention (autocast's if enabled, else that of ``value``); None for others."""
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else value.dtype
     return dtype if dtype in (torch.bfloat16, torch.float16) else None
 
 
 @functools.cache
 def _varlen_options() -> frozenset[str]:
-    """Return the parameters of torch's function that this module may need; none: it lacks what it always needs."""
+    """Return the parameters of torch's function; empty if it is missing or lacks required ones."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # torch built without it, or older than 2.10

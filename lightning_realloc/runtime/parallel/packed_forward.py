@@ -16,8 +16,8 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.forward.packed_attention import packed_attention, transformers_model
 from lightning_realloc.runtime.forward.token_logprobs import TokenStatistics, collision_logprobs, selected_logprobs
-from lightning_realloc.runtime.forward.vocab_parallel_logits import rows_of
-from lightning_realloc.runtime.parallel.tensor_parallel import logits_in_shares
+from lightning_realloc.runtime.forward.vocab_parallel_logits import select_rows
+from lightning_realloc.runtime.parallel.tensor_parallel import vocab_parallel_output
 
 
 def packed_logits(model: nn.Module, packed: PackedBatch) -> Tensor:
@@ -91,15 +91,15 @@ def predicting_logits(model: nn.Module, packed: PackedBatch, targets: Tensor) ->
     """Return the (K, V) logits of the distributions that the tokens at the (K,) places ``targets`` were drawn from.
 
     A model whose class knows ``logits_to_keep`` computes no others. Of a head that tensor parallelism cuts over the
-    vocabulary, each rank has its share: they are `SharedLogits`.
+    vocabulary, each rank has its share: they are `VocabParallelLogits`.
     """
     places = packed.predecessors[targets]
     hf_model = transformers_model(model)
     head: nn.Module | None = hf_model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    with packed_attention(model, packed) as inputs, logits_in_shares(head):
+    with packed_attention(model, packed) as inputs, vocab_parallel_output(head):
         if _keeps_logits(hf_model):
-            return rows_of(model(**inputs, logits_to_keep=places).logits, 0)
-        return rows_of(rows_of(model(**inputs).logits, 0), places)
+            return select_rows(model(**inputs, logits_to_keep=places).logits, 0)
+        return select_rows(select_rows(model(**inputs).logits, 0), places)
 
 
 def predicting_states(model: nn.Module, packed: PackedBatch) -> Tensor:

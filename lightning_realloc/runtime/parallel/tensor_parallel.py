@@ -29,7 +29,7 @@ from lightning_realloc.runtime.forward.tp_group import (
     sum_from_ranks,
     sum_gradient_over,
 )
-from lightning_realloc.runtime.forward.vocab_parallel_logits import SharedLogits
+from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabParallelLogits
 from lightning_realloc.runtime.model.structure import tied_names
 from lightning_realloc.runtime.parallel.tp_plan import (
     PARTIAL_GRADIENT,
@@ -99,10 +99,10 @@ def install_tensor_parallel(
 
 
 @contextlib.contextmanager
-def logits_in_shares(head: nn.Module | None) -> Iterator[None]:
-    """Let a language model's head that is cut over its outputs return `SharedLogits`, its adapters too.
+def vocab_parallel_output(head: nn.Module | None) -> Iterator[None]:
+    """Make a language model's head that is cut over its outputs, and its adapters, return `VocabParallelLogits`.
 
-    Heads that are whole, or cut over their inputs, return all logits as always.
+    Heads that are whole or cut over their inputs return all logits.
     """
     cut = (
         [module for module in head.modules() if isinstance(module, _GatheredColwiseLinear)] if head is not None else []
@@ -133,12 +133,12 @@ class _GatheredColwiseLinear(_ColwiseLinear):
     """Holds a share of the output features, and returns all of them."""
 
     returns_share = False
-    """Whether its share stands for all of them, see `logits_in_shares`."""
+    """Whether its share stands for all of them, see `vocab_parallel_output`."""
 
     def forward(self, input: Tensor) -> Tensor:
         share = super().forward(input)
         if self.returns_share:
-            return SharedLogits.of(share, self.tp_group, self.out_features)
+            return VocabParallelLogits.from_local(share, self.tp_group, self.out_features)
         return gather_last_dim(share, self.tp_group, self.out_features)
 
 
@@ -252,7 +252,7 @@ def _convert(module: nn.Module, name: str, style: str, plan: TensorParallelPlan,
         count = group.size // cut.num_units
         vars(module)["holders"] = (group.index // count * count, count)
     if isinstance(module, nn.Embedding) and style == "embedding_rowwise":
-        first, length = group.slice_of(module.num_embeddings)
+        first, length = group.local_slice(module.num_embeddings)
         vars(module)["first_token"] = first
         if module.padding_idx is not None:  # an index into the local weight, which may not hold it
             local = module.padding_idx - first

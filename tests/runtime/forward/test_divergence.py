@@ -79,13 +79,13 @@ def test_a_device_has_the_part_of_a_head_that_it_was_last_asked_for() -> None:
     weight, bias = torch.arange(12.0).view(6, 2), torch.arange(6.0)
     head, device = TeacherHead(weight, bias), torch.empty(0, device="meta")
     for columns, num in ((slice(0, 3), 3), (slice(3, 6), 3), (slice(0, 6), 6), (slice(6, 6), 0)):
-        there = head.of_tokens(columns, device)
+        there = head.select(columns, device)
         assert all(part is not None and part.device.type == "meta" and len(part) == num for part in there)
-        assert head.of_tokens(columns, device) == there
-        for part, whole in zip(head.of_tokens(columns, weight), (weight, bias), strict=True):
+        assert head.select(columns, device) == there
+        for part, whole in zip(head.select(columns, weight), (weight, bias), strict=True):
             assert part is not None and torch.equal(part, whole[columns])
             assert not num or part.data_ptr() == whole[columns].data_ptr()  # the host needs no second copy
-    half, _ = head.of_tokens(slice(1, 2), weight.bfloat16())
+    half, _ = head.select(slice(1, 2), weight.bfloat16())
     assert half.dtype == torch.bfloat16 and half.tolist() == [[2.0, 3.0]]
     assert head.num_tokens == 6
 

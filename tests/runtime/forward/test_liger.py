@@ -21,7 +21,7 @@ CUDA = torch.device("cuda")
 
 
 class FakeLiger(ModuleType):
-    """Knows llamas alone, and notes what it is asked for."""
+    """Supports llamas only, and records its calls."""
 
     def __init__(self) -> None:
         super().__init__("liger_kernel.transformers.monkey_patch")
@@ -43,7 +43,7 @@ def test_kernels_are_asked_for_layers_and_not_for_losses(monkeypatch: pytest.Mon
     assert given is model
     assert {name for name, wanted in kernels.items() if wanted} == {"rope", "rms_norm", "layer_norm", "swiglu", "geglu"}
     assert {name for name, wanted in kernels.items() if not wanted} == {"cross_entropy", "fused_linear_cross_entropy"}
-    with pytest.raises(ConfigError, match="liger-kernel has none for critic, a opt; it knows llama"):
+    with pytest.raises(ConfigError, match="no kernels for critic, a opt; leave liger_kernels out, or use one of llama"):
         use_liger_kernels(tiny_model("opt"), "critic", CUDA)
     assert len(fake.asked) == 1
 
@@ -63,4 +63,4 @@ def _fit() -> str:
 
 def test_a_run_on_cpu_says_so_before_it_begins(workers: WorkerPool) -> None:
     (message,) = workers.run(_fit, world_size=1, init_process_group=False)
-    assert message.startswith("liger_kernels=True: they are programs for CUDA, and actor runs on cpu; leave")
+    assert message.startswith("liger_kernels=True needs CUDA, and actor runs on cpu; leave")

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_realloc.runtime.forward import token_logprobs
 from lightning_realloc.runtime.forward.divergence import TeacherHead, TeacherTokens, vocabulary_divergence
 from lightning_realloc.runtime.forward.token_logprobs import collision_logprobs, selected_logprobs
-from lightning_realloc.runtime.forward.vocab_parallel_logits import SharedLogits, rows_of, share_of
+from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabParallelLogits, local_logits, select_rows
 from tests.runtime.simulated import SimulatedGroup, run_ranks
 
 NUM_ROWS = 7
@@ -27,7 +27,7 @@ def _logits(vocabulary: int) -> Tensor:
 
 def _share(whole: Tensor, group: SimulatedGroup) -> Tensor:
     """Return a leaf with this rank's columns."""
-    return whole.narrow(-1, *group.slice_of(whole.shape[-1])).clone().requires_grad_()
+    return whole.narrow(-1, *group.local_slice(whole.shape[-1])).clone().requires_grad_()
 
 
 def _on_ranks(
@@ -38,7 +38,7 @@ def _on_ranks(
 
     def on_rank(group: SimulatedGroup) -> tuple[Tensor, Tensor, int]:
         share = _share(whole, group)
-        found = value(change(SharedLogits.of(share, group, whole.shape[-1])))
+        found = value(change(VocabParallelLogits.from_local(share, group, whole.shape[-1])))
         (gradient,) = torch.autograd.grad((found * upstream).sum(), share)
         return found.detach(), gradient, group.num_gathered
 
@@ -93,7 +93,7 @@ def test_shares_give_the_collisions_of_whole_logits() -> None:
     logits = _logits(11)
 
     def on_rank(group: SimulatedGroup) -> Tensor:
-        return collision_logprobs(SharedLogits.of(_share(logits, group), group, 11), temperature=0.5)
+        return collision_logprobs(VocabParallelLogits.from_local(_share(logits, group), group, 11), temperature=0.5)
 
     expected = collision_logprobs(logits, temperature=0.5)
     for found in run_ranks(3, on_rank):
@@ -157,7 +157,7 @@ def test_what_is_written_into_shares_is_in_all_logits() -> None:
 
     def on_rank(group: SimulatedGroup) -> Tensor:
         with torch.no_grad():
-            shared = SharedLogits.of(_share(logits, group), group, 11) * 1.0
+            shared = VocabParallelLogits.from_local(_share(logits, group), group, 11) * 1.0
             shared[:, 8] = -9.0
             shared[1].mul_(0.5)
             return selected_logprobs(shared, torch.full((NUM_ROWS,), 8)).logprobs
@@ -173,14 +173,14 @@ def test_shares_answer_for_all_logits_without_joining_them() -> None:
     logits = _logits(11)
 
     def on_rank(group: SimulatedGroup) -> int:
-        shared = SharedLogits.of(_share(logits, group)[None], group, 11)
+        shared = VocabParallelLogits.from_local(_share(logits, group)[None], group, 11)
         assert shared.shape == (1, NUM_ROWS, 11) and shared.ndim == 3 and shared.requires_grad
         assert shared.dtype == torch.float32 and "V=11" in repr(shared)
-        rows = rows_of(rows_of(shared, 0), torch.tensor([4, 2]))
+        rows = select_rows(select_rows(shared, 0), torch.tensor([4, 2]))
         assert rows.shape == (2, 11)
-        values, share = share_of(rows)
+        values, share = local_logits(rows)
         assert share is not None and share.num_tokens == 11
-        start, length = group.slice_of(11)
+        start, length = group.local_slice(11)
         assert torch.equal(values, logits[[4, 2], start : start + length])
         return group.num_gathered
 
@@ -192,7 +192,7 @@ def test_a_row_with_one_finite_logit_is_certain_on_all_ranks() -> None:
     logits = torch.tensor([[-math.inf, -math.inf, 0.0, -math.inf]])
 
     def on_rank(group: SimulatedGroup) -> list[float]:
-        shared = SharedLogits.of(_share(logits, group), group, 4)
+        shared = VocabParallelLogits.from_local(_share(logits, group), group, 4)
         found = selected_logprobs(shared, torch.tensor([2]), with_entropy=True)
         assert found.entropy is not None
         return [found.logprobs.item(), found.entropy.item(), collision_logprobs(shared).item()]
