@@ -27,8 +27,11 @@ from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.runtime.measure.gc_policy import InfrequentCollection, collect_garbage
-from lightning_realloc.runtime.measure.host_memory import give_back_freed_memory
+from lightning_realloc.runtime.measure.host_memory import (
+    InfrequentCollection,
+    collect_garbage,
+    give_back_freed_memory,
+)
 from lightning_realloc.runtime.messages.mailbox import Mailbox
 from lightning_realloc.runtime.parallel.shards import reshard
 from lightning_realloc.runtime.transfer.agreement import TransportName

@@ -1,4 +1,4 @@
-"""Measure and keep host and device memory: peaks, offloading, garbage collection, seconds of a group.
+"""Measure memory and time, and manage memory: peaks, offloading, garbage collection, seconds of a group of ranks.
 
 Start with `memory_meter` and `Offload`.
 """

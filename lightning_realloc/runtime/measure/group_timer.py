@@ -1,4 +1,8 @@
-"""How long does something take that several ranks do together? On the slowest of them, the others asleep meanwhile."""
+"""Time work that several ranks do together, on the slowest rank, while the other ranks wait.
+
+Work is repeated until its time settles: first runs load code and allocate memory, and take twice as long as later
+ones, and other programs disturb some runs.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +17,21 @@ import torch.distributed as dist
 from lightning_realloc.layout import AXES, Layout
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 
-SETTLED = 1.1
-"""Times the fastest run's seconds: work is run until some runs take no longer. First runs fetch code and memory, twice
-as long as later ones, and other programs come and go."""
-CONFIRMED = 3
-"""Of such runs."""
-MOST_RUNS = 6
-"""Of one piece of work that does not settle."""
-LONG_S, MOST_LONG_RUNS = 0.5, 3
-"""Seconds beyond which work is run so often at most."""
+SETTLED_RATIO = 1.1
+"""A run confirms the fastest one if it takes at most this many times its seconds. Raising it needs fewer runs."""
+MIN_CONFIRMED_RUNS = 3
+"""Number of such runs, including the fastest, after which a time is settled. Raising it needs more runs."""
+MAX_RUNS = 6
+"""Most runs of work whose time does not settle."""
+LONG_RUN_S = 0.5
+"""Seconds of a run above which work is run at most ``MAX_LONG_RUNS`` times."""
+MAX_LONG_RUNS = 3
+"""Most runs of work that takes longer than ``LONG_RUN_S``."""
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupTimer:
-    """Times work on this rank and on others."""
+    """Times work on this rank and on other ranks."""
 
     meshes: MeshRegistry
     device: torch.device
@@ -34,27 +39,29 @@ class GroupTimer:
     world_size: int
     clock: Callable[[], float] = time.perf_counter
     elapsed_s: float = field(default=0.0, init=False)
-    """Since this was made, when all ranks met last; the same on all."""
+    """Seconds from the start of this timer to the last `max_over_ranks`; the same on all ranks."""
     _begin: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         self._begin = self.clock()
 
-    def slowest(
+    def time_slowest(
         self, layout: Layout, works: Callable[[], Iterable[float | Callable[[], object]]], *, count: int = 1
     ) -> list[float]:
-        """Return each work's seconds on the slowest rank of the layout, in its fastest run, on all ranks.
+        """Return for each work the seconds of its fastest run on the layout's slowest rank. Collective over all ranks.
 
-        Works that are numbers took their times themselves.
+        Args:
+            works: Returns the work of this rank: functions to time, or seconds that were measured already.
+            count: Number of works.
         """
         times = [0.0] * count
         if self.rank in layout:
             group = self.meshes.group(layout, *AXES)
             times = [work if isinstance(work, float) else self._fastest(group, work) for work in works()]
-        return self.agreed(times)
+        return self.max_over_ranks(times)
 
-    def agreed(self, times: Sequence[float]) -> list[float]:
-        """Return the maximum over ranks; sleeps until all ranks are here."""
+    def max_over_ranks(self, times: Sequence[float]) -> list[float]:
+        """Return the elementwise maximum over all ranks; waits for all of them."""
         table = torch.tensor([*times, self.clock() - self._begin], dtype=torch.float64, device=self.device)
         if self.world_size > 1:
             dist.all_reduce(table, op=dist.ReduceOp.MAX)
@@ -62,11 +69,11 @@ class GroupTimer:
         return seconds
 
     def _fastest(self, group: dist.ProcessGroup | None, work: Callable[[], object]) -> float:
-        """Return the seconds of the fastest of some runs, on the group's slowest rank."""
+        """Return the seconds of the fastest run on the group's slowest rank."""
         runs: list[float] = []
         while not has_settled(runs):
-            self.meet(group)
-            runs.append(self.meet(group, self._timed(work)))
+            self.max_over_group(group)
+            runs.append(self.max_over_group(group, self._timed(work)))
         return min(runs)
 
     def _timed(self, work: Callable[[], object]) -> float:
@@ -76,8 +83,8 @@ class GroupTimer:
         self._synchronize()
         return self.clock() - begin
 
-    def meet(self, group: dist.ProcessGroup | None, value: float = 0.0) -> float:
-        """Wait for the group's ranks; return the largest of their values."""
+    def max_over_group(self, group: dist.ProcessGroup | None, value: float = 0.0) -> float:
+        """Wait for the ranks of the group and return the largest of their values."""
         largest = torch.tensor([value], device=self.device)
         if group is not None:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -89,7 +96,7 @@ class GroupTimer:
 
 
 def has_settled(runs: Sequence[float]) -> bool:
-    """Whether the fastest of some runs can be believed: some were about as fast, or there were enough."""
+    """Return whether enough runs are about as fast as the fastest, or the limit of runs is reached."""
     fastest = min(runs, default=math.inf)
-    confirmed = sum(run <= SETTLED * fastest for run in runs)
-    return confirmed >= CONFIRMED or len(runs) >= (MOST_RUNS if fastest <= LONG_S else MOST_LONG_RUNS)
+    confirmed = sum(run <= SETTLED_RATIO * fastest for run in runs)
+    return confirmed >= MIN_CONFIRMED_RUNS or len(runs) >= (MAX_RUNS if fastest <= LONG_RUN_S else MAX_LONG_RUNS)

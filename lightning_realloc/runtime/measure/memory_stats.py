@@ -1,7 +1,7 @@
-"""How many bytes of tensors are alive on this rank, now and at most since a mark? Measured, not worked out.
+"""Measure the bytes of live tensors on this rank, and their peak.
 
-On CUDA the allocator knows. On CPU nothing counts tensors, so every operation is looked at while a meter runs: what it
-allocates is counted until its storage is freed. Measuring is slow; leave it off where time matters.
+On CUDA the allocator counts them. On CPU a dispatch mode watches every operation and counts each allocated storage
+until it is freed. Measuring is slow; leave it off when you measure time.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch.utils._pytree import tree_leaves
 
 
 class MemoryMeter(Protocol):
-    """Counts the bytes that tensors take on this rank's device."""
+    """Counts the bytes of tensors on this rank's device."""
 
     def start(self) -> None:
-        """Begin to count, with everything that is alive already."""
+        """Start counting, including the tensors that exist already."""
 
     def stop(self) -> None:
         """Stop counting."""
 
     def take_peak(self) -> int:
-        """Return the most bytes that were alive at once since the last call, or since `start`; begin anew."""
+        """Return the peak bytes since the last call or `start`, and reset the peak."""
 
 
 def memory_meter(device: torch.device) -> MemoryMeter:
@@ -38,7 +38,7 @@ def memory_meter(device: torch.device) -> MemoryMeter:
 
 
 class AllocatorMeter:
-    """What CUDA's caching allocator has given out; what it keeps in reserve is not counted."""
+    """Bytes allocated by CUDA's caching allocator, without those that it holds in reserve."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -58,16 +58,16 @@ class AllocatorMeter:
 
 
 class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The storages of host tensors: each once, however many views it has, from its allocation to its end.
+    """Bytes of the storages of host tensors; views of one storage count once.
 
-    Memory that torch did not allocate (segments that ranks share, buffers of other libraries) is not counted, nor is
-    what a kernel allocates and frees inside.
+    Not counted are memory that torch did not allocate (segments that ranks share, buffers of other libraries) and
+    memory that a kernel allocates and frees inside.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.current_bytes = 0
-        """Bytes alive now."""
+        """Bytes of live storages."""
         self._peak_bytes = 0
         self._sizes: dict[int, int] = {}
         self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -98,9 +98,9 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation and count what it allocated."""
+        """Run an operation and count the storages of its results."""
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again, for the local tensors
+            return NotImplemented  # dispatched again for the local tensors
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             for storage in _storages(leaf):
@@ -108,7 +108,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def resized(self, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        """Resize a storage, as FSDP does to free and to regain weights, and count the difference."""
+        """Resize a storage, as FSDP does to free and restore weights, and count the difference."""
         result: torch.UntypedStorage = self._resize(storage, size)
         if storage.device.type == "cpu":
             self._count(storage)
@@ -128,7 +128,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _counted_resize(meter: StorageMeter) -> Any:
-    """Return what stands in for ``UntypedStorage.resize_``, which is not dispatched, while a meter runs."""
+    """Return a replacement for ``UntypedStorage.resize_``, which is not dispatched."""
 
     def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         return meter.resized(storage, size)
@@ -144,6 +144,6 @@ def _storages(value: object) -> list[torch.UntypedStorage]:
     if value.layout is not torch.strided:
         return []
     storage = value.untyped_storage()
-    if storage.device.type != "cpu":  # the storage's, because fake tensors, which DTensor works out shapes with, lie
+    if storage.device.type != "cpu":  # not value.device: DTensor infers shapes with fake tensors, whose device differs
         return []
-    return [storage] if storage.resizable() else []  # the others' memory is not torch's
+    return [storage] if storage.resizable() else []  # torch did not allocate the others

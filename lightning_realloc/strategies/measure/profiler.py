@@ -21,7 +21,7 @@ from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.batch.training import pack_columns
 from lightning_realloc.layout import AXES, Layout, ModelLayout, ParallelDims
 from lightning_realloc.runtime.measure.group_timer import GroupTimer
-from lightning_realloc.runtime.measure.offload import Carrier, carrier
+from lightning_realloc.runtime.measure.offload import OffloadCopier, make_copier
 from lightning_realloc.runtime.model.training_mode import set_training_mode
 from lightning_realloc.runtime.parallel.compiled import compiled_blocks
 from lightning_realloc.runtime.parallel.model_spec import describe_model
@@ -187,7 +187,9 @@ class Profiler:
         points = []
         for size in OFFLOADED_BYTES:
             here = torch.zeros(size, dtype=torch.uint8, device=device)
-            points.append((float(size), self._watch.slowest(layout, partial(_returns, here, carrier(device)))[0]))
+            points.append(
+                (float(size), self._watch.time_slowest(layout, partial(_returns, here, make_copier(device)))[0])
+            )
         return Curve.through(points)
 
     # ---- one layout
@@ -208,7 +210,7 @@ class Profiler:
             for work in self._works(subject, depth, layout, points):
                 yield work if in_a_row == 1 or isinstance(work, float) else partial(_repeat, work, in_a_row)
 
-        return self._watch.slowest(layout, works, count=len(points))
+        return self._watch.time_slowest(layout, works, count=len(points))
 
     def _works(
         self, subject: Subject, depth: int, layout: Layout, points: Sequence[Point]
@@ -257,7 +259,7 @@ class Profiler:
     def _decoded(self, subject: Subject, model: nn.Module, layout: Layout, size: Size) -> float:
         assert subject.decode is not None, "points of decoding are for models that do"
         meshes = self._machine.meshes
-        self._watch.meet(meshes.group(layout, *AXES))
+        self._watch.max_over_group(meshes.group(layout, *AXES))
         num_steps = DECODE_STEPS if layout.dims.fsdp == 1 else 2  # sharded ones are long
         seconds = subject.decode(model, meshes.group(layout, "fsdp"), size, num_steps)
         return median(seconds)
@@ -319,7 +321,11 @@ class Profiler:
         size = spec.num_elements * machine.copy_dtype.itemsize
         reallocation.release()
         by_push = reallocation.transport == "push"  # every rank writes its shard once, and receives all others
-        return reallocation.transport, size / machine.world_size if by_push else size, self._watch.agreed([took])[0]
+        return (
+            reallocation.transport,
+            size / machine.world_size if by_push else size,
+            self._watch.max_over_ranks([took])[0],
+        )
 
     def optimizer(self, subject: Subject) -> Curve:
         """Return seconds to clip and step over a rank's elements, one rank at a time; measured once of equal ones."""
@@ -328,7 +334,7 @@ class Profiler:
         kind = f"{type(chosen).__qualname__} {chosen.defaults}"
         if kind not in self._optimizers:
             elements = sum(parameter.numel() for parameter in model.parameters())
-            took = self._watch.slowest(layout, lambda: [self._optimizer_step(subject, copy.deepcopy(model))])[0]
+            took = self._watch.time_slowest(layout, lambda: [self._optimizer_step(subject, copy.deepcopy(model))])[0]
             self._optimizers[kind] = Curve(((float(elements), took),))
         return self._optimizers[kind]
 
@@ -352,14 +358,14 @@ def _repeat(work: Callable[[], object], count: int) -> None:
         work()
 
 
-def _returns(here: Tensor, carries: Carrier) -> list[Callable[[], object]]:
+def _returns(here: Tensor, copier: OffloadCopier) -> list[Callable[[], object]]:
     """Return the way back of bytes that have been taken away."""
-    pairs = [(here, carries.room(here.numel()))]
-    carries.take_away(pairs)
+    pairs = [(here, copier.allocate(here.numel()))]
+    copier.copy_out(pairs)
 
     def run() -> None:
-        carries.start_bringing(pairs)
-        carries.wait()
+        copier.start_copy_back(pairs)
+        copier.wait()
 
     return [run]
 

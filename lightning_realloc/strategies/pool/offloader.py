@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX
 from lightning_realloc.errors import ReallocError
-from lightning_realloc.runtime.measure.offload import Offload, carrier
+from lightning_realloc.runtime.measure.offload import Offload, make_copier
 from lightning_realloc.runtime.parallel.shards import local_tensor, local_tensors
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
@@ -35,7 +35,7 @@ class Offloader:
         self._hooks: list[Any] = []
         self._optimizers: Mapping[str, torch.optim.Optimizer] = {}
         if schedule.parts:
-            shared = carrier(device)
+            shared = make_copier(device)
             self._parts = {part: Offload(shared) for part in schedule.parts if part not in pool.released}
         for role in pool.roles:
             if role in self._parts:
@@ -87,13 +87,13 @@ class Offloader:
         elif role in self._optimizers:
             tensors = _state_tensors(self._optimizers[role])
         if tensors:
-            self._parts[part].leave(tensors, version=home.version)
+            self._parts[part].move_out(tensors, version=home.version)
 
     def _guard(self, role: str, model: nn.Module) -> None:
         """Raise ReallocError for a forward pass or a state_dict of a model that is offloaded: torch would crash."""
 
         def refuse(*_: Any, **__: Any) -> None:
-            if role in self._parts and self._parts[role].is_away:
+            if role in self._parts and self._parts[role].is_offloaded:
                 raise ReallocError(
                     f"the weights of {role!r} are offloaded between its calls, as the plan says; call "
                     f"trainer.strategy.bring_back() before you read them"

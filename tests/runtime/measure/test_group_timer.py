@@ -1,4 +1,4 @@
-"""Is the fastest run found although first ones are slow, some are disturbed, and the clock is a rank's own?"""
+"""The fastest run is found although first runs are slow, some are disturbed, and every rank has its own clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_realloc.layout import Layout
-from lightning_realloc.runtime.measure.group_timer import MOST_LONG_RUNS, MOST_RUNS, GroupTimer, has_settled
+from lightning_realloc.runtime.measure.group_timer import MAX_LONG_RUNS, MAX_RUNS, GroupTimer, has_settled
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from tests.workers import WorkerPool
 
@@ -27,8 +27,8 @@ def runs_until_settled(seconds: Iterator[float]) -> list[float]:
         ([0.2, 0.2, 0.2, 9.0], 3),  # steady from the first
         ([0.4, 0.3, 0.2, 0.21, 0.2, 9.0], 5),  # slow at first
         ([0.2, 0.4, 0.2, 0.5, 0.2, 9.0], 5),  # disturbed now and then
-        ([0.3, 0.3, 0.1, 0.2, 0.2, 0.2, 9.0], MOST_RUNS),  # a fastest one that nothing confirms
-        ([3.0, 2.0, 1.0, 9.0], MOST_LONG_RUNS),  # long
+        ([0.3, 0.3, 0.1, 0.2, 0.2, 0.2, 9.0], MAX_RUNS),  # a fastest one that nothing confirms
+        ([3.0, 2.0, 1.0, 9.0], MAX_LONG_RUNS),  # long
     ],
 )
 def test_work_is_run_until_some_runs_are_as_fast_as_the_fastest(seconds: list[float], expected: int) -> None:
@@ -36,7 +36,7 @@ def test_work_is_run_until_some_runs_are_as_fast_as_the_fastest(seconds: list[fl
 
 
 class _Clock:
-    """Runs as far as works say."""
+    """A clock that advances by the seconds that each work takes."""
 
     now = 0.0
 
@@ -59,9 +59,9 @@ def _measure() -> list[float]:
     watch = GroupTimer(
         meshes=meshes, device=torch.device("cpu"), rank=rank, world_size=dist.get_world_size(), clock=clock
     )
-    # Rank 1 is the slower one but for its first run; what took its time itself is handed through.
+    # Rank 1 is the slower one but for its first run; seconds that were measured already are passed through.
     seconds = [[5.0, 1.0, 1.0, 1.0], [4.0, 2.0, 2.0, 2.0]][rank] if rank in layout else []
-    return watch.slowest(layout, lambda: [clock.work(seconds), 7.0 + rank], count=2)
+    return watch.time_slowest(layout, lambda: [clock.work(seconds), 7.0 + rank], count=2)
 
 
 def test_all_ranks_learn_the_slowest_ranks_fastest_run(workers: WorkerPool) -> None:

@@ -1,11 +1,13 @@
-"""Does a process reuse what it freed?"""
+"""A process reuses memory that it freed, and collects garbage less often while models train."""
 
 from __future__ import annotations
 
+import gc
 import platform
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -41,3 +43,41 @@ def test_a_step_that_repeats_takes_no_new_pages() -> None:
 def test_settings_of_the_environment_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     assert not host_memory.keep_freed_memory()
+
+
+@pytest.fixture
+def _default_threshold() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*before)
+
+
+@pytest.mark.usefixtures("_default_threshold")
+def test_new_objects_are_looked_at_less_often_until_it_stops() -> None:
+    collection = host_memory.InfrequentCollection()
+    collection.start()
+    collection.start()  # by a fit that follows a failed one
+    assert gc.get_threshold()[0] == host_memory.MIN_NEW_OBJECTS
+    collection.stop()
+    collection.stop()
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+@pytest.mark.usefixtures("_default_threshold")
+@pytest.mark.parametrize("chosen", [0, 50_000])
+def test_a_threshold_that_somebody_chose_stays(chosen: int) -> None:
+    gc.set_threshold(chosen, 10, 10)
+    collection = host_memory.InfrequentCollection()
+    collection.start()
+    collection.stop()
+    assert gc.get_threshold() == (chosen, 10, 10)
+
+
+@pytest.mark.usefixtures("_default_threshold")
+def test_a_threshold_that_somebody_chooses_meanwhile_stays() -> None:
+    collection = host_memory.InfrequentCollection()
+    collection.start()
+    gc.set_threshold(5_000, 10, 10)
+    collection.stop()
+    assert gc.get_threshold() == (5_000, 10, 10)

@@ -1,4 +1,4 @@
-"""Does the meter count what torch allocates, once, and until it is freed?"""
+"""The meter counts each allocation of torch once, until it is freed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_realloc.runtime.measure.memory_stats import StorageMeter
 
 @pytest.fixture
 def meter() -> Iterator[StorageMeter]:
-    """A meter that runs."""
+    """Return a running meter."""
     meter = StorageMeter()
     meter.start()
     yield meter
@@ -37,8 +37,8 @@ def test_the_peak_of_a_backward_pass_has_activations_and_gradients(meter: Storag
     loss = (torch.ones(1000) * weight).exp().sum()
     loss.backward()
     del loss
-    # Of 4000 bytes each: weight and gradient stay. At most there were weight, ones, the exponential and its gradient,
-    # and the scalars, 4 bytes each, of the loss and its gradient.
+    # Weight and gradient stay, 4000 bytes each. At the peak there were weight, ones, the exponential and its gradient,
+    # and the scalars of the loss and its gradient, 4 bytes each.
     assert meter.current_bytes - before == 2 * 4000
     assert meter.take_peak() - before == 4 * 4000 + 8
     assert meter.take_peak() - before == 2 * 4000

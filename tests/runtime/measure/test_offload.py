@@ -1,4 +1,4 @@
-"""Tensors leave and come back the same, and so does whatever is bound to them."""
+"""Offloaded tensors come back unchanged, and so do their views."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from lightning_realloc.errors import ReallocError
-from lightning_realloc.runtime.measure.offload import Offload, carrier
+from lightning_realloc.runtime.measure.offload import Offload, make_copier
 
 CPU = torch.device("cpu")
 
 
 def test_tensors_and_their_views_come_back_as_they_were() -> None:
-    offload = Offload(carrier(CPU))
+    offload = Offload(make_copier(CPU))
     tensors = [torch.randn(30, 7), torch.randn(5).to(torch.bfloat16), torch.randn(4, 4).t()]
     view, expected = tensors[0][3:9], [tensor.clone() for tensor in tensors]
-    offload.leave([*tensors, tensors[0].view(-1)], version=1)
-    assert offload.is_away
+    offload.move_out([*tensors, tensors[0].view(-1)], version=1)
+    assert offload.is_offloaded
     assert offload.num_bytes == 30 * 7 * 4 + 5 * 2 + 16 * 4
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
     offload.start_return()
@@ -29,33 +29,33 @@ def test_tensors_and_their_views_come_back_as_they_were() -> None:
 
 
 def test_content_is_copied_again_only_where_it_is_said_to_be_new() -> None:
-    offload, tensor = Offload(carrier(CPU)), torch.zeros(1000)
-    offload.leave([tensor], version=1)
+    offload, tensor = Offload(make_copier(CPU)), torch.zeros(1000)
+    offload.move_out([tensor], version=1)
     offload.finish_return()
     tensor.fill_(2.0)
-    offload.leave([tensor], version=1)
+    offload.move_out([tensor], version=1)
     offload.finish_return()
     assert float(tensor.sum()) == 0.0  # the old copy: nobody said that it had changed
     tensor.fill_(3.0)
-    offload.leave([tensor], version=2)
+    offload.move_out([tensor], version=2)
     offload.finish_return()
     assert float(tensor.sum()) == 3000.0
 
 
 def test_other_tensors_may_take_their_place() -> None:
-    offload, first, second = Offload(carrier(CPU)), torch.ones(10), torch.full((20,), 2.0)
-    offload.leave([first], version=1)
+    offload, first, second = Offload(make_copier(CPU)), torch.ones(10), torch.full((20,), 2.0)
+    offload.move_out([first], version=1)
     offload.finish_return()
-    offload.leave([second], version=1)
+    offload.move_out([second], version=1)
     offload.finish_return()
     assert (float(first.sum()), float(second.sum())) == (10.0, 40.0)
 
 
 def test_leaving_and_returning_twice_changes_nothing() -> None:
-    offload, tensor = Offload(carrier(CPU)), torch.arange(6.0)
+    offload, tensor = Offload(make_copier(CPU)), torch.arange(6.0)
     offload.finish_return()
-    offload.leave([tensor], version=1)
-    offload.leave([tensor], version=2)
+    offload.move_out([tensor], version=1)
+    offload.move_out([tensor], version=2)
     offload.finish_return()
     offload.finish_return()
     assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
@@ -64,7 +64,7 @@ def test_leaving_and_returning_twice_changes_nothing() -> None:
 def test_memory_that_torch_cannot_free_is_refused(tmp_path: Path) -> None:
     mapped = torch.from_file(str(tmp_path / "weights"), shared=True, size=16, dtype=torch.float32)
     with pytest.raises(ReallocError, match="1 of 2 tensors lie in memory that torch cannot free"):
-        Offload(carrier(CPU)).leave([torch.ones(3), mapped], version=1)
+        Offload(make_copier(CPU)).move_out([torch.ones(3), mapped], version=1)
 
 
 def test_a_full_disk_is_told_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,20 +74,20 @@ def test_a_full_disk_is_told_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("os.posix_fallocate", full)
     tensor = torch.ones(1000)
     with pytest.raises(
-        ReallocError, match=r"no room to offload 0 MB to .*No space left on device; free some, set TMPDIR"
+        ReallocError, match=r"no space to offload 0 MB to .*No space left on device; free some, set TMPDIR"
     ):
-        Offload(carrier(CPU)).leave([tensor], version=1)
+        Offload(make_copier(CPU)).move_out([tensor], version=1)
     assert float(tensor.sum()) == 1000.0
 
 
 @pytest.mark.gpu
 def test_cuda_tensors_come_back_while_other_work_goes_on() -> None:
     device = torch.device("cuda")
-    offload, tensor = Offload(carrier(device)), torch.randn(1 << 24, device=device)
+    offload, tensor = Offload(make_copier(device)), torch.randn(1 << 24, device=device)
     expected = tensor.cpu()
     for version in (1, 1, 2):
         before = torch.cuda.memory_allocated()  # products have a workspace once there was one
-        offload.leave([tensor], version=version)
+        offload.move_out([tensor], version=version)
         assert torch.cuda.memory_allocated() <= before - (1 << 26)
         busy = torch.randn(2048, 2048, device=device)
         offload.start_return()
