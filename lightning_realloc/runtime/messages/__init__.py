@@ -1,4 +1,4 @@
-"""Send samples, small objects and errors between ranks without a collective.
+"""Send samples, small objects and errors between ranks.
 
-Start with `Mailbox`; `codec` turns samples into bytes, `bulk_messages` sends large ones.
+Start with `Mailbox`. `codec` converts samples to bytes, and `bulk_messages` sends large messages.
 """

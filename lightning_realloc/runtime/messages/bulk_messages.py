@@ -1,10 +1,9 @@
-"""How do large messages travel while both ends do something else?
+"""Send and receive large messages in the background.
 
-Either end is told of the message by other means, such as a plan that both of them made; it names the message by a
-number. Receiving begins at once, and gloo's own threads go on with it. Whether a message is there can be asked: work on
-gloo only tells by being waited for, so the last byte of every part is a mark, and a buffer begins without it. Where
-memory were to be filled in another order, the mark would come early and `PendingReceive.wait` would take a moment
-longer.
+Both ends know of a message by other means, such as a common plan, and identify it by a number. Gloo's threads transfer
+it meanwhile. Gloo's work objects have no way to ask whether they are done, so the last byte of each of a message's
+two frames is a mark, which is missing in the empty buffer. If memory were filled in another order, the mark would
+appear early and `PendingReceive.wait` would take a little longer.
 """
 
 from __future__ import annotations
@@ -16,26 +15,26 @@ from torch import Tensor
 from lightning_realloc.errors import RankLost
 
 _FIRST_TAG = 16
-"""Those below belong to the mailbox, which has the same group."""
-_FIRST_BYTES = 16_384
-"""Of a message's first part: 8 for the size of its content, the content's first bytes, and the mark."""
-_IN_FIRST = _FIRST_BYTES - 9
+"""First tag of bulk messages. Lower tags belong to the mailbox, which uses the same group."""
+_FIRST_FRAME_BYTES = 16_384
+"""Size of a message's first frame: 8 bytes for the content's size, the start of the content, and the mark."""
+_FIRST_CONTENT_BYTES = _FIRST_FRAME_BYTES - 9
 _MARK = 0xA5
 
 
 class PendingReceive:
-    """A message on its way to this rank."""
+    """A message that this rank is receiving."""
 
     def __init__(self, group: dist.ProcessGroup, source: int, tag: int) -> None:
         self._group = group
         self._source = source
         self._tag = tag
-        self._first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
+        self._first = torch.zeros(_FIRST_FRAME_BYTES, dtype=torch.uint8)
         self._rest = torch.empty(0, dtype=torch.uint8)
         self._first_work = self._receive(self._first)
         self._rest_work: dist.Work | None = None
         self._is_open = False
-        """Whether the first part was looked into."""
+        """Whether the first frame has arrived and the receive of the second was started."""
 
     def has_arrived(self) -> bool:
         """Return whether `wait` would return at once."""
@@ -55,10 +54,10 @@ class PendingReceive:
             self._open()
         if self._rest_work is not None:
             _wait(self._rest_work)
-            self._rest_work = None  # who waits twice for work on gloo waits for ever
+            self._rest_work = None  # waiting twice for gloo's work never returns
         size = self._size
-        head = self._first[8 : 8 + min(size, _IN_FIRST)]
-        return torch.cat([head, self._rest[:-1]]) if size > _IN_FIRST else head
+        head = self._first[8 : 8 + min(size, _FIRST_CONTENT_BYTES)]
+        return torch.cat([head, self._rest[:-1]]) if size > _FIRST_CONTENT_BYTES else head
 
     @property
     def _size(self) -> int:
@@ -67,38 +66,38 @@ class PendingReceive:
     def _open(self) -> None:
         _wait(self._first_work)
         self._is_open = True
-        if self._size > _IN_FIRST:
-            self._rest = torch.zeros(self._size - _IN_FIRST + 1, dtype=torch.uint8)
+        if self._size > _FIRST_CONTENT_BYTES:
+            self._rest = torch.zeros(self._size - _FIRST_CONTENT_BYTES + 1, dtype=torch.uint8)
             self._rest_work = self._receive(self._rest)
 
-    def _receive(self, part: Tensor) -> dist.Work:
-        work = dist.irecv(part, self._source, group=self._group, tag=self._tag)
+    def _receive(self, frame: Tensor) -> dist.Work:
+        work = dist.irecv(frame, self._source, group=self._group, tag=self._tag)
         assert work is not None, "this rank is part of the group"
         return work
 
 
 class PendingSend:
-    """A message on its way from this rank; it is kept until :meth:`wait` was called."""
+    """A message that this rank is sending; its memory is kept until `wait` returns."""
 
-    def __init__(self, works: list[dist.Work], parts: list[Tensor], under_way: set[PendingSend]) -> None:
+    def __init__(self, works: list[dist.Work], frames: list[Tensor], pending: set[PendingSend]) -> None:
         self._works = works
-        self._parts = parts  # work on gloo does not hold the memory that it sends from
-        self._under_way = under_way
-        under_way.add(self)
+        self._frames = frames  # gloo's work does not keep the memory that it sends from alive
+        self._pending = pending
+        pending.add(self)
 
     def wait(self) -> None:
-        """Return once the message has left for good.
+        """Return once the message was sent.
 
         Raises:
             RankLost: if the other end is gone.
         """
         while self._works:
             _wait(self._works.pop(0))
-        self._under_way.discard(self)
+        self._pending.discard(self)
 
 
 class BulkChannel:
-    """One rank's large messages; each end names a message by a number that its pair of ranks uses once.
+    """Sends and receives one rank's large messages. A pair of ranks uses each message number once.
 
     Args:
         group: All ranks, over gloo.
@@ -106,23 +105,23 @@ class BulkChannel:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._under_way: set[PendingSend] = set()
+        self._pending: set[PendingSend] = set()
 
     def send(self, to: int, number: int, content: Tensor) -> PendingSend:
-        """Begin to send a (bytes,) uint8 tensor on the host; it must not change any more."""
-        first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
+        """Start to send a (bytes,) uint8 tensor on the host, which must not change afterwards."""
+        first = torch.zeros(_FIRST_FRAME_BYTES, dtype=torch.uint8)
         first[:8] = torch.tensor([content.numel()]).view(torch.uint8)
-        head, tail = content[:_IN_FIRST], content[_IN_FIRST:]
+        head, tail = content[:_FIRST_CONTENT_BYTES], content[_FIRST_CONTENT_BYTES:]
         first[8 : 8 + len(head)] = head
         first[-1] = _MARK
-        parts = [first]
+        frames = [first]
         if len(tail):
-            parts.append(torch.cat([tail, torch.tensor([_MARK], dtype=torch.uint8)]))
-        works = [dist.isend(part, to, group=self._group, tag=_FIRST_TAG + number) for part in parts]
-        return PendingSend([work for work in works if work is not None], parts, self._under_way)
+            frames.append(torch.cat([tail, torch.tensor([_MARK], dtype=torch.uint8)]))
+        works = [dist.isend(frame, to, group=self._group, tag=_FIRST_TAG + number) for frame in frames]
+        return PendingSend([work for work in works if work is not None], frames, self._pending)
 
     def receive(self, source: int, number: int) -> PendingReceive:
-        """Begin to receive what ``source`` sends under this number."""
+        """Start to receive the message that ``source`` sends under this number."""
         return PendingReceive(self._group, source, _FIRST_TAG + number)
 
 
@@ -130,6 +129,4 @@ def _wait(work: dist.Work) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise RankLost(
-            f"a rank ended while something was on its way from or to it ({error}); see its own log"
-        ) from error
+        raise RankLost(f"a rank ended while this one exchanged a message with it ({error}); see its own log") from error

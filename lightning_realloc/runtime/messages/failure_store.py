@@ -1,8 +1,8 @@
-"""What did a rank fail with that another one only knows as a broken connection?
+"""Publish a failing rank's exception through the store, so that peers report the cause instead of a closed socket.
 
-A rank that is stuck in a collective hears of nothing, and is torn out of it when the failed rank ends. So whoever fails
-leaves its error in the store at which the ranks met, and who loses a connection looks there. Nothing is left where the
-rank that holds the store is the one that ended: what it failed with is the last that it prints.
+A rank in a collective gets no message, only a broken connection when the failed rank ends. So a failing rank writes
+its error to the process group's store, and a rank that loses a connection reads it there. If the rank that hosts the
+store has ended, nothing can be read; its own log shows the error.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import torch.distributed as dist
 from lightning_realloc.errors import RankLost
 
 _BROKEN = re.compile(r"gloo/transport.*(by peer|broken pipe|time(d )?out|connect)", re.IGNORECASE | re.DOTALL)
-"""What gloo says, as a plain RuntimeError, when another process has ended."""
+"""Messages of the RuntimeErrors that gloo raises when another process has ended."""
 
 
 def is_broken_connection(error: BaseException) -> bool:
-    """Return whether an error says no more than that another rank is gone."""
+    """Return whether an error only says that another rank has ended."""
     if isinstance(error, RankLost | dist.DistNetworkError):
         return True
     return isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
 
 
 def publish_failure(rank: int, error: Exception) -> None:
-    """Let the other ranks find what this one failed with."""
-    with suppress(RuntimeError):  # the store is gone
+    """Write this rank's error to the store, for the other ranks to read."""
+    with suppress(RuntimeError):  # the rank that hosts the store has ended
         _store().set(_key(rank), json.dumps([type(error).__name__, str(error)]))
 
 
 def peer_failures(world_size: int) -> dict[int, tuple[str, str]]:
-    """Return the name and the message of what ranks failed with, as far as they left it and can be asked."""
+    """Return rank -> (class name, message) of the published errors; {} if the store cannot be reached."""
     found = {}
     with suppress(RuntimeError):
         store = _store()
@@ -46,12 +46,12 @@ def peer_failures(world_size: int) -> dict[int, tuple[str, str]]:
 
 
 def clear_failure(rank: int) -> None:
-    """Take back what this rank left, before a run that has not failed."""
+    """Delete this rank's published error, before a new run."""
     _store().delete_key(_key(rank))
 
 
 def explain_broken_connection(error: BaseException, rank: int, world_size: int) -> None:
-    """Leave an error for the others; one that another rank's end has caused is told what that rank failed with."""
+    """Publish an error, or, if it only says that another rank has ended, add the peers' errors to it as notes."""
     if is_broken_connection(error):
         for other, (name, message) in peer_failures(world_size).items():
             error.add_note(f"rank {other} failed first, with {name}: {message}")

@@ -1,12 +1,12 @@
-"""How do ranks hand each other data without meeting? Every rank has a mailbox, and nobody waits to send.
+"""Asynchronous point-to-point messages between ranks, and agreement on the error to raise when a rank fails.
 
-A frame says what it is (kind, run, call) and who sent it; its content follows in a second message. A rank that waits
-for one frame takes in whatever else arrives meanwhile, so frames may come in any order and any two ranks may be an
-iteration apart. Frames travel over gloo, between hosts' memories: what ranks hand each other are samples, not weights.
+A frame's header names its kind, run, call and source; its content follows in a second message. A rank that waits for
+one frame stores all others that arrive meanwhile. So frames may arrive in any order, and two ranks may be an iteration
+apart. Frames are sent over gloo between host memories, because they hold samples and no weights.
 
-A rank that fails says so to all others instead. Every rank that hears of it says so too, and waits for the rest: so all
-of them raise the same error, that of the lowest rank that failed by itself. To have lost another rank, in whatever
-collective, is no failure by itself as long as any other is known of.
+A failing rank sends a failure frame to all ranks. Every rank that receives one sends its own and waits for the rest.
+So all ranks raise the same error: that of the lowest rank with a failure of its own. The loss of another rank does not
+count as one while any other failure is known.
 """
 
 from __future__ import annotations
@@ -29,68 +29,71 @@ from lightning_realloc.runtime.messages.bulk_messages import BulkChannel
 from lightning_realloc.runtime.messages.failure_store import is_broken_connection, peer_failures, publish_failure
 
 FAILURE_DEADLINE_S = 10.0
-"""How long a rank that failed waits for the others to hear of it; one that is stuck in a collective never does."""
+"""Seconds that a failed rank waits for the failure frames of the others. Ranks in a collective never send one."""
 
 _HEADER_TAG, _CONTENT_TAG = 1, 2
 
 
 class FrameKind(IntEnum):
-    """What a frame holds."""
+    """Content of a frame."""
 
     DIRECTORY = 0
-    """What a generating call made: ids, lengths and values per sample; to every rank."""
+    """Ids, lengths and values per sample that a generating call made, to every rank."""
     ROWS = 1
-    """What a call made of some samples, to a rank that works on them next."""
-    NOTES = 2
+    """A call's results for some samples, to a rank that uses them next."""
+    CALL_METRICS = 2
     """Values per sample and times of all calls before training, to every rank."""
     METRICS = 3
-    """What a training call measured, to the ranks outside it."""
+    """Metrics of a training call, to the ranks outside it."""
     FAILURE = 4
-    """Why a rank cannot go on."""
+    """Error of a rank, to every rank."""
     HISTORY = 5
-    """What a rank generated in a call, to the drafters of ranks that generate other samples."""
+    """Tokens that a rank generated in a call, to the drafters of ranks that generate other samples."""
     RETURNED = 6
-    """Responses that a rank finished for another one."""
+    """Responses that a rank finished for another rank."""
 
 
 class Frame(NamedTuple):
-    """The name of one piece of data on its way."""
+    """Identity of a frame."""
 
     kind: FrameKind
     run: int
-    """Number of the walk through the calls, the same on all ranks."""
+    """Number of the iteration through the calls, the same on all ranks."""
     call: int
-    """Which call it belongs to: its place in the dataflow."""
+    """Index of the call in the dataflow."""
     source: int
-    """Rank that sent it."""
+    """Rank that sent the frame."""
     part: int = 0
-    """Which of several of its kind, in one call and from one rank."""
+    """Number of the frame among those of the same kind, call and source."""
 
 
 class Mailbox:
-    """One rank's letters to the others, and theirs to it.
+    """Sends frames to other ranks and receives theirs.
 
     Args:
-        rank: This process.
-        world_size: All processes; a single one never sends.
-        group: All of them, over gloo, for nothing else but this; None for a single process.
+        rank: Rank of this process.
+        world_size: Number of processes; a single process never sends.
+        group: All processes, over gloo, used by mailboxes only. None for a single process.
     """
 
     def __init__(self, rank: int, world_size: int, group: dist.ProcessGroup | None) -> None:
         self._rank, self._world_size, self._group = rank, world_size, group
         self._arrived: dict[Frame, Tensor] = {}
         self._failures: dict[int, tuple[bool, str, str]] = {}
-        self._on_the_way: list[tuple[int, dist.Work, Tensor]] = []
-        self._freight: BulkChannel | None = None
+        """Rank -> (whether the failure is its own, class name, message)."""
+        self._pending: list[tuple[int, dist.Work, Tensor]] = []
+        """(run, work, memory) of messages that were sent and not yet waited for."""
+        self._bulk_channel: BulkChannel | None = None
         self.seconds_waited = 0.0
+        """Seconds spent in `receive` since this mailbox was made."""
 
     @property
     def bulk_channel(self) -> BulkChannel:
-        """For what is too large to hold anybody up; between several processes only."""
-        if self._freight is None:
-            assert self._group is not None, "a single process has nobody to send to"
-            self._freight = BulkChannel(self._group)
-        return self._freight
+        """Channel for messages that are too large to wait for; only with several processes."""
+        if self._bulk_channel is None:
+            assert self._group is not None, "a single process has no peers to send to"
+            self._bulk_channel = BulkChannel(self._group)
+        return self._bulk_channel
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -98,7 +101,7 @@ class Mailbox:
         return tuple(rank for rank in range(self._world_size) if rank != self._rank)
 
     def send(self, to: Iterable[int], kind: FrameKind, run: int, call: int, content: Tensor, *, part: int = 0) -> None:
-        """Send a (bytes,) uint8 tensor on the host to some ranks, without waiting; it must not change any more."""
+        """Send a (bytes,) uint8 tensor on the host to some ranks without waiting. It must not change afterwards."""
         header = torch.tensor([kind, run, call, part, content.numel()], dtype=torch.int64)
         for rank in to:
             self._start(header, rank, _HEADER_TAG, run)
@@ -106,30 +109,30 @@ class Mailbox:
                 self._start(content, rank, _CONTENT_TAG, run)
 
     def receive(self, kind: FrameKind, run: int, call: int, source: int, *, part: int = 0) -> Tensor:
-        """Return the content of a frame, and forget it; waits until it has come.
+        """Wait for a frame, and return and remove its content.
 
         Raises:
-            ReallocError: on every rank the same, when a rank failed; of that error's class if it is this package's.
+            ReallocError: if a rank failed, the same on every rank; in the error's class if this package defines it.
         """
         frame = Frame(kind, run, call, source, part)
         begin = time.perf_counter()
         while frame not in self._arrived:
-            self._drain(None)
+            self._receive_next(None)
             if self._failures:
                 self.fail(None)
         self.seconds_waited += time.perf_counter() - begin
         return self._arrived.pop(frame)
 
     def release(self, run: int) -> None:
-        """Wait until what was sent in ``run`` and before has been received, and free it."""
-        for sent_in, work, _ in self._on_the_way:
+        """Wait until all frames of ``run`` and earlier runs were received, and free their memory."""
+        for sent_in, work, _ in self._pending:
             if sent_in <= run:
                 self._wait(work, None)
-        self._on_the_way = [sent for sent in self._on_the_way if sent[0] > run]
+        self._pending = [sent for sent in self._pending if sent[0] > run]
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """What carries the frames; None for a single process."""
+        """Process group that sends the frames; None for a single process."""
         return self._group
 
     def barrier(self) -> None:
@@ -139,39 +142,42 @@ class Mailbox:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a failure was told or heard of: nothing can be sent any more."""
+        """Whether a failure frame was sent or received. No other frames can be sent then."""
         return bool(self._failures)
 
     def fail(self, error: Exception | None) -> NoReturn:
-        """Tell all ranks of an error, hear from all of them, and raise the lowest failed rank's. None: of another's.
+        """Exchange failure frames with all ranks and raise the error of the lowest failed rank.
+
+        Args:
+            error: This rank's exception; None if only another rank failed.
 
         Raises:
-            ReallocError: that error, or, on the rank it happened on, the error itself.
+            ReallocError: that error; the rank on which it happened raises its original object.
         """
         if error is not None:
-            error = self._own(error)
+            error = self._classify(error)
         self._failures[self._rank] = (error is not None, type(error).__name__, str(error))
         text = json.dumps(self._failures[self._rank]).encode()
         deadline = time.monotonic() + FAILURE_DEADLINE_S
         for rank in self.others:
-            with suppress(RankLost):  # it has ended already, which is no reason not to tell the others
+            with suppress(RankLost):  # this rank has ended already: still send to the others
                 self.send([rank], FrameKind.FAILURE, 0, 0, torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        # Without success somebody has ended already, or is stuck where it cannot hear: then raise what is known.
+        # This fails if a rank has ended or is in a collective: then raise the failures known so far.
         with suppress(ReallocError):
             while len(self._failures) < self._world_size:
-                self._drain(_time_until(deadline))
-            for _, work, _ in self._on_the_way[-len(self.others) * 2 :]:
+                self._receive_next(_time_until(deadline))
+            for _, work, _ in self._pending[-len(self.others) * 2 :]:
                 self._wait(work, _time_until(deadline))
         self._raise_lowest(error)
 
-    def _own(self, error: Exception) -> Exception:
-        """Return the error as this rank's, and leave it for who cannot hear; look behind a broken collective."""
+    def _classify(self, error: Exception) -> Exception:
+        """Publish an error of this rank, or read the peers' errors if it only says that a connection is broken."""
         if self._group is None:
             return error
         if not is_broken_connection(error):
             publish_failure(self._rank, error)
             return error
-        self._failures |= {rank: (True, *told) for rank, told in peer_failures(self._world_size).items()}
+        self._failures |= {rank: (True, *failure) for rank, failure in peer_failures(self._world_size).items()}
         if isinstance(error, RankLost):
             return error
         lost = RankLost(f"a rank ended while this one waited for it in a collective ({error}); see its own log")
@@ -179,10 +185,10 @@ class Mailbox:
         return lost
 
     def _raise_lowest(self, own: Exception | None) -> NoReturn:
-        told = {rank: name for rank, (is_own, name, _) in sorted(self._failures.items()) if is_own}
-        failed = [rank for rank, name in told.items() if name != RankLost.__name__] or list(told)
+        names = {rank: name for rank, (is_own, name, _) in sorted(self._failures.items()) if is_own}
+        failed = [rank for rank, name in names.items() if name != RankLost.__name__] or list(names)
         if not failed:
-            raise ReallocError("another rank ended without saying why; see its own log") from own
+            raise ReallocError("another rank ended without reporting an error; see its own log") from own
         if own is not None and failed[0] == self._rank:
             raise own
         _, name, message = self._failures[failed[0]]
@@ -197,10 +203,10 @@ class Mailbox:
         except RuntimeError as error:
             raise RankLost(f"rank {to} ended before this one could send to it ({error}); see its own log") from error
         assert work is not None, "this rank is part of the group"
-        self._on_the_way.append((run, work, tensor))
+        self._pending.append((run, work, tensor))
 
-    def _drain(self, timeout: timedelta | None) -> None:
-        """Receive the next frame, whoever sent it."""
+    def _receive_next(self, timeout: timedelta | None) -> None:
+        """Receive and store the next frame of any rank."""
         header = torch.empty(5, dtype=torch.int64)
         work = dist.irecv(header, group=self._group, tag=_HEADER_TAG)
         self._wait(work, timeout)

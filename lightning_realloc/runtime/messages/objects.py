@@ -1,4 +1,4 @@
-"""What does every rank of a group hold of some small thing, a plan's digest or a problem?"""
+"""Gather small Python objects, such as a plan's digest, from every rank of a group."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 _LENGTH_BYTES = 8
 _FRAME_BYTES = 4096 - _LENGTH_BYTES
-"""What the first message carries of a value; most are shorter."""
+"""Bytes of a pickled value that the first message holds; most values are shorter."""
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return what every rank of the group passed, in the group's order. Collective over ``group``.
+    """Return the values of all ranks, in the group's order. Collective over ``group``.
 
-    Over gloo, small values take one message each where ``all_gather_object`` sends their lengths first.
+    Over gloo a small value takes one message, while ``all_gather_object`` sends the lengths first.
     """
     if not dist.is_initialized():
         return [value]
@@ -29,8 +29,8 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     lengths = [int.from_bytes(frame[:_LENGTH_BYTES], "big") for frame in frames]
     rest = max(lengths) - _FRAME_BYTES
     tails = _gather_bytes(packed[_FRAME_BYTES:], group, rest) if rest > 0 else [b""] * len(frames)
-    return [pickle.loads((frame[_LENGTH_BYTES:] + tail)[:length])
-            for frame, tail, length in zip(frames, tails, lengths, strict=True)]  # fmt: skip
+    pickled = zip(frames, tails, lengths, strict=True)
+    return [pickle.loads((frame[_LENGTH_BYTES:] + tail)[:length]) for frame, tail, length in pickled]
 
 
 def _gather_bytes(content: bytes, group: dist.ProcessGroup | None, size: int) -> list[bytes]:

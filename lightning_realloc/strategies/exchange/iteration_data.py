@@ -187,7 +187,7 @@ class IterationData:
             made[_SHOWN] = shown
         self._notes = made
         content = encode_message(self.facts, made)
-        self._mailbox.send(self._mailbox.others, FrameKind.NOTES, self.run, 0, content)
+        self._mailbox.send(self._mailbox.others, FrameKind.CALL_METRICS, self.run, 0, content)
 
     def receive_notes(self) -> dict[str, float]:
         """Learn what all ranks made per sample; return their facts, of each the largest value."""
@@ -197,7 +197,7 @@ class IterationData:
             if rank == self._rank:
                 told, made = self.facts, self._notes or {}
             else:
-                told, made = decode_message(self._mailbox.receive(FrameKind.NOTES, self.run, 0, rank))
+                told, made = decode_message(self._mailbox.receive(FrameKind.CALL_METRICS, self.run, 0, rank))
             facts |= {name: max(value, facts.get(name, value)) for name, value in told.items()}
             for name, part in made.items():
                 parts.setdefault(name, []).append(part)

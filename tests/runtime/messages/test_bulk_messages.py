@@ -11,7 +11,14 @@ from lightning_realloc.runtime.messages import bulk_messages
 from lightning_realloc.runtime.messages.bulk_messages import BulkChannel
 from tests.workers import WorkerPool
 
-SIZES = (0, 1, bulk_messages._IN_FIRST - 1, bulk_messages._IN_FIRST, bulk_messages._IN_FIRST + 1, 3_000_000)
+SIZES = (
+    0,
+    1,
+    bulk_messages._FIRST_CONTENT_BYTES - 1,
+    bulk_messages._FIRST_CONTENT_BYTES,
+    bulk_messages._FIRST_CONTENT_BYTES + 1,
+    3_000_000,
+)
 
 
 def _content(rank: int, number: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Frames reach their receiver whatever the order, nobody waits to send, and a failure is heard by all."""
+"""Frames arrive in any order, senders do not wait, and all ranks raise the same error."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _fail_on(failing: dict[int, Exception]) -> str:
     try:
         if rank in failing:
             mailbox.fail(failing[rank])
-        mailbox.receive(FrameKind.NOTES, 0, 0, (rank + 1) % dist.get_world_size())
+        mailbox.receive(FrameKind.CALL_METRICS, 0, 0, (rank + 1) % dist.get_world_size())
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -99,7 +99,7 @@ def test_every_rank_raises_the_lowest_failed_ranks_error(
 
 def test_a_single_process_sends_nothing_and_raises_its_own_error() -> None:
     mailbox = Mailbox(0, 1, None)
-    mailbox.send(mailbox.others, FrameKind.NOTES, 0, 0, _bytes(1))
+    mailbox.send(mailbox.others, FrameKind.CALL_METRICS, 0, 0, _bytes(1))
     mailbox.release(0)
     error = ValueError("mine")
     with pytest.raises(ValueError, match="mine") as caught:
@@ -108,7 +108,7 @@ def test_a_single_process_sends_nothing_and_raises_its_own_error() -> None:
 
 
 def _end_in_a_collective() -> str:
-    """Return what the other ranks raise when rank 1, which they wait for in a collective, fails and ends."""
+    """Return this rank's error when rank 1 fails and ends while the others wait for it in a collective."""
     rank, mailbox = _open()
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
     try:

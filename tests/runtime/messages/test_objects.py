@@ -1,4 +1,4 @@
-"""Do all ranks get what every rank passed, however long it is?"""
+"""All ranks get the values of every rank, of any length."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def _walk(
             data.send_notes()
     seen["facts"] = data.receive_notes()
     seen["known"] = data.known()
-    seen["unread"] = [name for name in post.frames if name[0] == rank and name[1] != FrameKind.NOTES]
+    seen["unread"] = [name for name in post.frames if name[0] == rank and name[1] != FrameKind.CALL_METRICS]
     return seen
 
 
