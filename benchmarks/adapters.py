@@ -164,7 +164,7 @@ def losses_apart(work: Workload) -> list[tuple[float, float, float]]:
     """Train adapters by SFT on this process; return each step's loss, that of merged full weights, the base's."""
     from benchmarks.workload import random_texts
     from lightning_realloc import SFT, ReallocStrategy, SFTDataModule
-    from lightning_realloc.runtime.model.adapter_layers import adapters_off, merge_for_good
+    from lightning_realloc.runtime.model.adapter_layers import adapters_disabled, merge_permanently
 
     found: list[tuple[float, float, float]] = []
 
@@ -172,8 +172,8 @@ def losses_apart(work: Workload) -> list[tuple[float, float, float]]:
         def actor_loss(self, actor: Any, batch: Any, totals: Any) -> Any:
             loss = super().actor_loss(actor, batch, totals)
             with torch.no_grad():
-                merged = super().actor_loss(merge_for_good(copy.deepcopy(actor)), batch, totals)
-                with adapters_off(actor):
+                merged = super().actor_loss(merge_permanently(copy.deepcopy(actor)), batch, totals)
+                with adapters_disabled(actor):
                     base = super().actor_loss(actor, batch, totals)
             found.append((float(loss.value), float(merged.value), float(base.value)))
             return loss

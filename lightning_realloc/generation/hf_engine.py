@@ -35,7 +35,7 @@ from lightning_realloc.generation.engine import GenerationEngine
 from lightning_realloc.generation.loop.requests import Requests, check_callables, next_version
 from lightning_realloc.generation.loop.run import DIVERGED, GenerationStats, not_finite
 from lightning_realloc.generation.loop.streaming import CompletionNotifier, PartialResults
-from lightning_realloc.runtime.model.model_terms import why_experts_fail, why_no_response
+from lightning_realloc.runtime.model.batching_limits import experts_obstacle, generation_obstacle
 
 _log = logging.getLogger(__name__)
 _ROUNDING = 0.1
@@ -69,7 +69,7 @@ class HFEngine:
             raise GenerationError(
                 f"{type(model).__name__} has no generate() of its own; give a causal language model of transformers"
             )
-        reason = why_no_response(model) or _why_its_generate_fails(model)
+        reason = generation_obstacle(model) or _why_its_generate_fails(model)
         if reason is not None:
             raise GenerationError(
                 f"{type(model).__name__} cannot be generated from: {reason}; use a decoder-only model such as Llama"
@@ -119,7 +119,7 @@ class HFEngine:
         and ``on_finished`` is called behind each batch. What that engine alone can do is refused.
         """
         _refuse_native("generate", native)
-        failing = why_experts_fail(self._model)
+        failing = experts_obstacle(self._model)
         if failing is not None:
             raise GenerationError(f"{type(self._model).__name__} cannot generate: {'; '.join(failing)}")
         params = SamplingParams() if params is None else params

@@ -202,7 +202,7 @@ def test_a_model_whose_generate_goes_on_from_the_last_call_is_refused() -> None:
 @pytest.mark.parametrize("engine_class", [GenerationEngine, HFEngine])
 def test_a_model_that_counts_positions_from_behind_its_padding_token_is_refused(engine_class: Any) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("roberta", **SIZES, is_decoder=True))
-    with pytest.raises(GenerationError, match=r"RobertaForCausalLM .* from behind its padding token.*; use a decoder"):
+    with pytest.raises(GenerationError, match=r"RobertaForCausalLM .* after its padding token.*; use a decoder"):
         engine_class(model)
 
 

@@ -30,11 +30,11 @@ from lightning_realloc.runtime.model.adapter_layers import (
     adapted_layers,
     adapter_config,
     head_names,
-    merge_for_good,
+    merge_permanently,
     use_trained_copies,
 )
 from lightning_realloc.runtime.model.loaded_weights import record_untied_weights, unused_weights
-from lightning_realloc.runtime.model.structure import copied, copied_without_weights
+from lightning_realloc.runtime.model.structure import copy_model, copy_without_weights
 
 ModelSource = str | Path | PreTrainedConfig | nn.Module
 """A Hugging Face name or folder, a config (random weights), or a module that is already built."""
@@ -69,7 +69,7 @@ def is_model_source(source: object) -> TypeGuard[ModelSource]:
 
 def without_weights(source: ModelSource) -> ModelSource:
     """Return a source that describes the same model. Of a module it is a copy whose parameters hold no weights."""
-    return copied_without_weights(source) if isinstance(source, nn.Module) and not _is_empty(source) else source
+    return copy_without_weights(source) if isinstance(source, nn.Module) and not _is_empty(source) else source
 
 
 def _is_empty(module: nn.Module) -> bool:
@@ -236,7 +236,7 @@ class Role:
         elif adapted_layers(model):
             check_trainable(model, self.name)
         if not self.trained:
-            return merge_for_good(model).requires_grad_(False)
+            return merge_permanently(model).requires_grad_(False)
         if isinstance(self.source, nn.Module) and adapted_layers(model):
             check_complete(model, self._base_name(model), self.name)
             use_trained_copies(model)
@@ -283,7 +283,7 @@ class Role:
             self._require_head(["score"])
             model: Any = self._from_config(source.config)
             if adapted_layers(source):
-                source = merge_for_good(copied(source))
+                source = merge_permanently(copy_model(source))
             backbone: nn.Module = source.base_model  # type: ignore[assignment]
             model.base_model.load_state_dict(backbone.state_dict())
             ours, theirs = (getattr(getattr(m, "score", None), "weight", None) for m in (model, source))
@@ -293,7 +293,7 @@ class Role:
         labels = getattr(getattr(source, "config", None), "num_labels", 1)
         if self.task != "causal_lm" and labels != 1:
             raise ConfigError(f"{self.name} is a classifier of {labels} labels; give one with num_labels=1")
-        return copied(source)
+        return copy_model(source)
 
     def _has_another_head(self, model: PreTrainedModel) -> bool:
         kind = type(model.config)

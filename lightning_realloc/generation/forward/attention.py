@@ -24,7 +24,7 @@ from lightning_realloc.generation.cache.kv_cache import Segment, StepPlaces
 from lightning_realloc.generation.forward.attention_scores import Scores
 from lightning_realloc.generation.forward.ragged_layout import Overflow, PaddedRows
 from lightning_realloc.runtime.forward.varlen import attend_varlen, can_attend_varlen
-from lightning_realloc.runtime.model.model_terms import rotary_bounds, why_experts_fail, why_no_response
+from lightning_realloc.runtime.model.batching_limits import experts_obstacle, generation_obstacle, rotary_bounds
 
 IMPLEMENTATION = "realloc_slots"
 STEP_ARGUMENT = "realloc_step"
@@ -208,7 +208,7 @@ def check_supported(model: nn.Module, *, max_length: int) -> None:
     config: Any = getattr(model, "config", None)
     if config is None:
         _refuse(name, "it is no Hugging Face model, which has a config", "load one by AutoModelForCausalLM")
-    reason = why_no_response(model)
+    reason = generation_obstacle(model)
     if reason is not None:
         _refuse(name, reason, _OTHER_MODEL)
     if not getattr(model, "_supports_attention_backend", False):
@@ -220,7 +220,7 @@ def check_supported(model: nn.Module, *, max_length: int) -> None:
     foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES)
     if foreign:
         _refuse(name, f"it has layers of type {', '.join(foreign)}")
-    failing = why_experts_fail(model)
+    failing = experts_obstacle(model)
     if failing is not None:
         _refuse(name, *failing)
     for kind, original in rotary_bounds(config):

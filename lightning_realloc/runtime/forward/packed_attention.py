@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.forward.varlen import attend_varlen, can_attend_varlen
-from lightning_realloc.runtime.model.model_terms import counts_positions_by_padding, rotary_bounds, why_experts_fail
+from lightning_realloc.runtime.model.batching_limits import counts_positions_by_padding, experts_obstacle, rotary_bounds
 
 ATTENTION = "realloc_packed"
 """Name under which the attention function is registered with transformers."""
@@ -122,7 +122,7 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 def _refuse_unpackable(model: PreTrainedModel) -> None:
     name = type(model).__name__
-    failing = why_experts_fail(model)
+    failing = experts_obstacle(model)
     if failing is not None:
         raise ConfigError(f"{name} cannot run: {'; '.join(failing)}")
     # Position ids and keyword arguments reach the layers through the base model in most classes' heads.

@@ -1,4 +1,4 @@
-"""Read what a Hugging Face model is made of: blocks, tied weights, adapters, what its file left out.
+"""Inspect and change a Hugging Face model on one process: blocks, tied weights, adapters, missing weights.
 
-No ranks: everything here works on one process. Start with `find_blocks`.
+Nothing here knows about ranks. Start with `find_blocks`.
 """

@@ -1,7 +1,7 @@
-"""Low-rank adapters inside a model: the same model without them, or with them merged into its weights, for a while.
+"""Disable or merge a model's low-rank adapters temporarily, without changing its trained weights.
 
-Layers of PEFT's are known by what they have, so nothing here needs PEFT. Both states are the model's own and leave the
-weights it is trained with as they are: to the last bit, where merging into them and back out would round twice.
+PEFT's layers are recognised by their attributes, so most of this module does not import PEFT. Merging works on copies
+of the weights: merging into the weights and back would round twice.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 ADAPTER = "default"
-"""What PEFT calls a model's only adapters."""
+"""PEFT's name for the adapters of a model that has one set of them."""
 FILE_PREFIX = "base_model.model."
-"""What PEFT puts before names in its files."""
+"""Prefix of parameter names in PEFT's files."""
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def trained_copies(model: nn.Module) -> dict[str, Any]:
-    """Return name -> wrapper for every module that PEFT trains whole, in a copy next to it: ``modules_to_save``."""
+    """Return name -> wrapper for every module of which PEFT trains a full copy (``modules_to_save``)."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -40,20 +40,20 @@ def trained_copies(model: nn.Module) -> dict[str, Any]:
 
 
 def use_trained_copies(model: nn.Module) -> None:
-    """Put the copies that PEFT trains whole in the places of their originals."""
+    """Replace the modules of which PEFT trains a full copy by these copies."""
     for name, wrapper in trained_copies(model).items():
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, wrapper.modules_to_save[wrapper.active_adapters[0]])
 
 
 def adapter_config(model: nn.Module) -> Any | None:
-    """Return PEFT's configuration of a model's adapters, None where there are none; also on stages without any."""
+    """Return PEFT's configuration of a model's adapters, also on stages without adapters; None for other models."""
     configs: dict[str, Any] = getattr(model, "peft_config", {})
     return configs.get(ADAPTER)
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names, each with a dot, of what a classifier has over its backbone; () for a language model."""
+    """Return the name prefixes, each ending with a dot, of a classifier's head modules; () for a language model."""
     if not isinstance(model, PreTrainedModel) or not type(model).__name__.endswith("Classification"):
         return ()
     return tuple(
@@ -64,20 +64,20 @@ def head_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def saved_names(model: nn.Module) -> dict[str, str]:
-    """Return name in PEFT's file, without its prefix -> parameter of the model, for adapters and heads."""
+    """Return name in PEFT's file (without prefix) -> parameter of the model, for adapters and heads."""
     from peft import get_peft_model_state_dict
 
-    stand_ins: dict[str, Any] = {name: name for name, _ in model.named_parameters()}
-    names: dict[str, str] = get_peft_model_state_dict(model, state_dict=stand_ins, save_embedding_layers=False)
-    return names | {name: name for name in stand_ins if name.startswith(head_names(model))}
+    state: dict[str, Any] = {name: name for name, _ in model.named_parameters()}  # names in the place of tensors
+    names: dict[str, str] = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
+    return names | {name: name for name in state if name.startswith(head_names(model))}
 
 
 @contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Let a model compute as its base does."""
-    # PEFT's own switch also decides which parameters have gradients, which is none of a forward pass's business.
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """Make a model compute without its adapters inside the block."""
+    # PEFT's own switch also changes which parameters require gradients.
     layers = [layer for layer in adapted_layers(model).values() if not layer.disable_adapters]
-    assert not any(layer.merged for layer in layers), "what is merged cannot be off: its weights are other ones"
+    assert not any(layer.merged for layer in layers), "merged adapters cannot be disabled: they are in the weights"
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -89,9 +89,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def adapters_merged(model: nn.Module) -> Iterator[None]:
-    """Let a model compute with merged copies of the weights that its adapters change, as fast as its base does.
+    """Make a model compute with merged copies of the adapted weights inside the block, as fast as its base model.
 
-    Weights that are sharded, whose forward gathers them, stay apart: their adapters are computed beside them.
+    Under FSDP, whose forward gathers the weights, nothing is merged and the adapters are computed separately.
     """
     layers = [] if any(isinstance(module, FSDPModule) for module in model.modules()) else adapted_layers(model).values()
     bases: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
@@ -110,11 +110,11 @@ def adapters_merged(model: nn.Module) -> Iterator[None]:
             base._parameters.update(parameters)
         for layer in layers:
             layer.merged_adapters.clear()
-            vars(layer).get("_caches", {}).clear()  # what DoRA keeps to undo a merge
+            vars(layer).get("_caches", {}).clear()  # DoRA's data for undoing a merge
 
 
-def merge_for_good(model: nn.Module) -> nn.Module:
-    """Put a model's adapters into its weights, and plain layers back in their places; returns the model."""
+def merge_permanently(model: nn.Module) -> nn.Module:
+    """Merge a model's adapters into its weights, restore its plain layers, and return it."""
     with torch.no_grad():
         for name, layer in adapted_layers(model).items():
             layer.merge()

@@ -1,6 +1,6 @@
-"""What makes a transformers model depend on more than a sequence's own tokens and their places, or fail by itself?
+"""Find properties of a transformers model that prevent packing, batching or generation.
 
-Asked of models before their sequences share a row: for generation, and for packed forward passes.
+Sequences can share a row only if each result depends on the sequence's own tokens and positions.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 from torch import bfloat16, float16, float32, nn
 
 _BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies are other ones beyond a length."""
+"""Rotary embeddings whose frequencies change beyond a length."""
 _GROUPED_DTYPES = (float32, bfloat16, float16)
 
 
 def rotary_bounds(config: Any) -> Iterable[tuple[str, int]]:
-    """Yield the kind and the original length of each rotary embedding that changes beyond it."""
+    """Yield kind and original length of each rotary embedding whose frequencies change beyond that length."""
     for rope in _rotary_settings(config.get_text_config()):
         kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings")
         if kind in _BY_LENGTH and original is not None:
@@ -24,7 +24,7 @@ def rotary_bounds(config: Any) -> Iterable[tuple[str, int]]:
 
 
 def _rotary_settings(config: Any) -> list[dict[str, Any]]:
-    """Return the rotary settings of a config: one for all layers, or one per type of layer."""
+    """Return the rotary settings of a config: one for all layers, or one for each type of layer."""
     settings = getattr(config, "rope_parameters", None) or {}
     context = getattr(config, "max_position_embeddings", None)
     original = getattr(config, "original_max_position_embeddings", None) or context
@@ -33,27 +33,27 @@ def _rotary_settings(config: Any) -> list[dict[str, Any]]:
 
 
 def counts_positions_by_padding(model: nn.Module) -> bool:
-    """Return whether a model counts positions from behind its padding token, as RoBERTa does, and not from 0.
+    """Return whether a model counts positions from the one after its padding token, as RoBERTa does, instead of 0.
 
-    Its own ``generate`` counts from 0, other than its forward: transformers gives positions where there are none.
+    Only its forward does so. Its ``generate`` counts from 0, because transformers passes position ids there.
     """
     names = ("create_position_ids_from_input_ids", "position_embeddings")
     return any(all(hasattr(module, name) for name in names) for module in model.modules())
 
 
-def why_no_response(model: nn.Module) -> str | None:
-    """Return why neither engine can go on with a prompt by a model; None: both may try."""
+def generation_obstacle(model: nn.Module) -> str | None:
+    """Return the reason why no engine can generate with a model; None if there is none."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return "it is an encoder-decoder model, which does not go on with a prompt"
+        return "it is an encoder-decoder model, which does not continue a prompt"
     if counts_positions_by_padding(model):
-        return "its forward counts positions from behind its padding token, and generation counts from 0"
+        return "its forward counts positions from the one after its padding token, and generation counts from 0"
     return None
 
 
-def why_experts_fail(model: nn.Module) -> tuple[str, str] | None:
-    """Return why the experts of a model cannot multiply, and what to do; None: they can, or it has none.
+def experts_obstacle(model: nn.Module) -> tuple[str, str] | None:
+    """Return why a model's experts cannot run, and the way out; None if they can or the model has none.
 
-    How experts multiply is young in transformers: this function alone asks.
+    Transformers' interface for experts still changes; only this function depends on it.
     """
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -62,8 +62,8 @@ def why_experts_fail(model: nn.Module) -> tuple[str, str] | None:
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point() and parameter.dtype not in _GROUPED_DTYPES:
                 return (
-                    f"its experts are in {str(parameter.dtype).removeprefix('torch.')}, and torch multiplies all of a "
-                    f"layer's at once in float32, bfloat16 and float16 alone",
+                    f"its experts are in {str(parameter.dtype).removeprefix('torch.')}, and torch multiplies all "
+                    f"experts of a layer at once in float32, bfloat16 and float16 only",
                     "load it in one of these, or let experts multiply one by one: "
                     "model.set_experts_implementation('eager')",
                 )

@@ -1,4 +1,4 @@
-"""Compare a transformers model with the file that its weights came from: missing weights, unknown ones, untied ones."""
+"""Compare a transformers model with the checkpoint that it was loaded from: unused and untied weights."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 from lightning_realloc.runtime.model.structure import find_blocks
 
 _OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|\.inv_freq$")
-"""Causal masks and rotary frequencies, which older versions of transformers saved next to the weights."""
+"""Causal masks and rotary frequencies, which older versions of transformers saved with the weights."""
 
 
 def unused_weights(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
-    """Return which of a file's unexpected weights belong to modules that the model has, sorted.
+    """Return the unexpected weights of a checkpoint that belong to modules of the model, sorted.
 
-    That is a further block, or a weight more in a module. Modules that the model lacks altogether are left out: a value
-    head, the head of another task, a vision tower.
+    These are additional blocks, or additional weights of a module. Ignored are modules that the model does not have,
+    such as a value head, the head of another task or a vision tower.
     """
     modules = {name for name, _ in model.named_modules() if name}
     lists = {block.rpartition(".")[0] for block, _ in find_blocks(model)}
@@ -26,7 +26,7 @@ def unused_weights(model: PreTrainedModel, unexpected: Iterable[str]) -> list[st
     def is_ours(name: str) -> bool:
         return name.rpartition(".")[0] in modules or any(name.startswith(f"{blocks}.") for blocks in lists)
 
-    prefix = f"{model.base_model_prefix}."  # which the file of a bare backbone lacks
+    prefix = f"{model.base_model_prefix}."  # missing in the checkpoint of a bare backbone
     found = (name for name in unexpected if not _OLD_BUFFERS.search(name))
     return sorted(name for name in found if is_ours(name) or is_ours(prefix + name))
 
@@ -34,8 +34,8 @@ def unused_weights(model: PreTrainedModel, unexpected: Iterable[str]) -> list[st
 def record_untied_weights(model: nn.Module) -> None:
     """Set ``tie_word_embeddings=False`` in the config of a model whose weights are not tied as the config says.
 
-    ``from_pretrained`` keeps two weights apart where a file holds two different ones, and leaves the config as it is.
-    A model that is written with such a config would be read back with one of them in place of both.
+    ``from_pretrained`` keeps two weights untied if the checkpoint holds different values for them, but does not change
+    the config. A model saved with that config would be loaded with one of them in the place of both.
     """
     if not isinstance(model, PreTrainedModel):
         return

@@ -1,7 +1,4 @@
-"""What can be told about any model without running it: its repeated blocks, and which names share a parameter.
-
-And how one is copied.
-"""
+"""Inspect a model without running it (repeated blocks, tied parameters), and copy it with or without weights."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ from torch import nn
 
 
 def find_blocks(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
-    """Return the repeated blocks of a model with their names, in order.
+    """Return (name, module) of the repeated blocks of a model, in order; () if it has no module list.
 
-    They are the elements of the outermost module lists whose classes transformers names as not to be split, or, for
-    models that name none, of the list with the most parameters. () when there is no list.
+    Blocks are the elements of the outermost module lists with classes in transformers' ``_no_split_modules``. For a
+    model without these, they are the elements of the list with the most parameters.
     """
     lists = _outermost_lists(model)
     whole = set(getattr(model, "_no_split_modules", None) or ())
@@ -36,30 +33,32 @@ def _outermost_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
 
 
 def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return, by the owner's name, every name of each parameter; the owner's is the one ``named_parameters`` gives."""
+    """Return owner name -> all names of each parameter. The owner name is the one in ``named_parameters()``."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return {group[0]: tuple(group) for group in names.values()}
 
 
-def copied(model: nn.Module, instead: Mapping[int, object] | None = None) -> nn.Module:
-    """Return a deep copy of a model; ``instead`` maps the id of what is not to be copied to what stands there for it.
+def copy_model(model: nn.Module, replacements: Mapping[int, object] | None = None) -> nn.Module:
+    """Return a deep copy of a model. ``replacements`` maps the id of an object to its replacement in the copy.
 
-    Every module has a dozen ordered dicts of hooks, which are nearly always empty and take ``deepcopy`` most of its
-    time; they are made anew.
+    Every module has a dozen ordered dicts of hooks, which are usually empty and take most of the time of
+    ``deepcopy``. They are replaced by new ones.
     """
-    hooks: dict[int, object] = {
-        id(value): OrderedDict()
-        for module in model.modules() for value in vars(module).values() if type(value) is OrderedDict and not value
-    }  # fmt: skip
-    return copy.deepcopy(model, {**hooks, **(instead or {})})
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    hooks: dict[int, object] = {id(value): OrderedDict() for value in attributes if _is_empty_ordered_dict(value)}
+    return copy.deepcopy(model, {**hooks, **(replacements or {})})
 
 
-def copied_without_weights(model: nn.Module) -> nn.Module:
+def _is_empty_ordered_dict(value: object) -> bool:
+    return type(value) is OrderedDict and not value
+
+
+def copy_without_weights(model: nn.Module) -> nn.Module:
     """Return a deep copy whose parameters have shapes but no storage; buffers are real copies, ties are kept."""
     without_storage = {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
         for parameter in model.parameters()
     }
-    return copied(model, without_storage)
+    return copy_model(model, without_storage)

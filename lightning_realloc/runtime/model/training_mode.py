@@ -1,4 +1,4 @@
-"""Recomputing activations, and training without dropout: transformers ties both to one flag, here they are apart."""
+"""Set activation checkpointing and dropout independently; transformers ties both to one flag."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ def enable_activation_checkpointing(model: nn.Module) -> None:
     """Make every block recompute its activations in the backward pass.
 
     Raises:
-        PlanError: for a model whose blocks cannot.
+        PlanError: for a model that does not support it.
     """
     if not isinstance(model, PreTrainedModel) or not model.supports_gradient_checkpointing:
         raise PlanError(
             f"gradient_checkpointing: {type(model).__name__} does not support it in transformers; "
             f"leave the option out, or lower micro_batch_tokens instead"
         )
-    # transformers 5.21 renamed it and deprecated the older name.
+    # transformers 5.21 renamed this method and deprecated the old name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
 def set_training_mode(model: nn.Module, *, dropout: bool) -> None:
-    """Prepare for a backward pass: dropout active or not, blocks that recompute activations always able to.
+    """Prepare a model for training, with or without dropout, and keep activation checkpointing enabled.
 
-    Those blocks look at their own ``training`` flag, dropout looks at that of the module it lies in.
+    Checkpointed blocks read their own ``training`` flag; dropout reads that of the module that contains it.
     """
     model.train(dropout)
     for module in model.modules():

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.runtime.forward.tp_group import TensorParallelGroup
-from lightning_realloc.runtime.model.structure import copied_without_weights
+from lightning_realloc.runtime.model.structure import copy_without_weights
 
 
 def weightless_copy(model: nn.Module) -> nn.Module:
@@ -23,4 +23,4 @@ def weightless_copy(model: nn.Module) -> nn.Module:
     if any(isinstance(module, FSDPModule) or isinstance(vars(module).get("tp_group"), TensorParallelGroup)
            for module in model.modules()):  # fmt: skip
         raise LayoutError("a skeleton is a copy of an undivided model; call weightless_copy before parallelize")
-    return copied_without_weights(model).requires_grad_(False).eval()
+    return copy_without_weights(model).requires_grad_(False).eval()

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.runtime.model.adapter_layers import FILE_PREFIX, merge_for_good, saved_names
+from lightning_realloc.runtime.model.adapter_layers import FILE_PREFIX, merge_permanently, saved_names
 from lightning_realloc.strategies.checkpoints.checkpoint_files import reading
 
 CONFIG_FILE = "config.json"
@@ -90,7 +90,7 @@ def merged_weights(
                 f"of shape {tuple(parameter.shape)}; give that one as base"
             )
     model.load_state_dict({name: weights[name].float() for name in needed}, strict=False, assign=True)
-    merge_for_good(model)
+    merge_permanently(model)
     merged = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
     dtype = reduce(torch.promote_types, (weights[name].dtype for name in needed))
     return {name: tensor.to(dtype) for name, tensor in merged.items()}

@@ -20,7 +20,7 @@ from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
-from lightning_realloc.runtime.model.adapter_layers import adapter_config, adapters_merged, adapters_off
+from lightning_realloc.runtime.model.adapter_layers import adapter_config, adapters_disabled, adapters_merged
 from lightning_realloc.runtime.model.training_mode import enable_activation_checkpointing
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.parallelize import needs_fsdp, parallelize
@@ -222,7 +222,7 @@ class ModelPool:
         Adapters are off for a role that shares another role's base, and merged into the weights during generation.
         """
         if self.owner(str(call.role)) != call.role:
-            return adapters_off(model)
+            return adapters_disabled(model)
         return adapters_merged(model) if call.kind == "generate" else nullcontext()
 
     def require_same(self, plan: ExecutionPlan, options: PoolOptions) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedCon
 from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.errors import ConfigError, LayoutError
 from lightning_realloc.layout import Layout, ModelLayout
-from lightning_realloc.runtime.model.adapter_layers import adapted_layers, adapters_merged, adapters_off
+from lightning_realloc.runtime.model.adapter_layers import adapted_layers, adapters_disabled, adapters_merged
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from tests.models import tiny_model, tiny_scorer
 from tests.strategies import runs
@@ -55,7 +55,7 @@ def test_adapters_are_off_or_merged_for_a_while_and_leave_no_trace(kind: str) ->
     model = _trained(_actor(base, _lora(**KINDS[kind])).build(seed=0))
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     apart = _logits(model)
-    with adapters_off(model):
+    with adapters_disabled(model):
         assert torch.equal(_logits(model), _logits(base))
     with adapters_merged(model):
         merged = _logits(model)

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.runtime.model.structure import copied, find_blocks
+from lightning_realloc.runtime.model.structure import copy_model, find_blocks
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from tests.models import FAMILIES, TENSOR_PARALLEL_FAMILIES, TIED_FAMILIES, tiny_model
 
@@ -97,7 +97,7 @@ def test_a_module_without_parameters_is_refused() -> None:
 def test_a_copy_has_weights_and_hooks_of_its_own_and_keeps_ties() -> None:
     model, heard = tiny_model("qwen2"), []
     model.lm_head.register_forward_hook(lambda *_: heard.append("head"))
-    other = copied(model)
+    other = copy_model(model)
     other.model.norm.register_forward_hook(lambda *_: heard.append("the copy's norm"))
     ids = torch.tensor([[3, 5, 7]])
     assert torch.equal(model(ids).logits, other(ids).logits)
@@ -106,4 +106,4 @@ def test_a_copy_has_weights_and_hooks_of_its_own_and_keeps_ties() -> None:
     other.lm_head.weight.data.zero_()
     assert bool(model.lm_head.weight.any())
     kept = nn.Parameter(torch.ones(1))
-    assert vars(copied(model.model.norm, {id(model.model.norm.weight): kept}))["_parameters"]["weight"] is kept
+    assert vars(copy_model(model.model.norm, {id(model.model.norm.weight): kept}))["_parameters"]["weight"] is kept

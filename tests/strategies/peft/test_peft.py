@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.callbacks import ParameterReallocation
 from lightning_realloc.errors import PlanError
-from lightning_realloc.runtime.model.adapter_layers import merge_for_good
+from lightning_realloc.runtime.model.adapter_layers import merge_permanently
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.pool.weight_copy import refuse_thawed
 from tests.models import tiny_model
@@ -116,7 +116,7 @@ def test_losses_are_those_of_peft_and_of_merged_weights(workers: WorkerPool) -> 
     for loss, batch in zip(losses, runs.Batches(4, responses=True), strict=True):
         rows = zip(batch.ragged("prompt_ids").split(), batch.ragged("response_ids").split(), strict=True)
         pairs = [(torch.cat((prompt, response)), len(prompt)) for prompt, response in rows]
-        merged = merge_for_good(Role(name="judge", source=model, trained=False).build(seed=0))
+        merged = merge_permanently(Role(name="judge", source=model, trained=False).build(seed=0))
         for computed in (merged, model):
             nll = [-computed(input_ids=ids[None]).logits[0, length - 1 : -1].log_softmax(-1)
                    .gather(1, ids[length:, None]) for ids, length in pairs]  # fmt: skip
