@@ -1,4 +1,4 @@
-"""What must a laid-out model compute? What one process computes with the whole model, which runs beside it here."""
+"""Compare a distributed model with one process that computes with the whole model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_NORM = 0.5
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a layout of it, and how far from the reference it may be, relative to a tensor's largest element."""
+    """A model, its layout, and the largest error allowed, relative to a tensor's largest element."""
 
     family: str
     layout: str
@@ -66,7 +66,7 @@ class Case:
 
 
 def local_part(full: Tensor, model_layout: ModelLayout, name: str, rank: int) -> Tensor:
-    """Return what ``rank`` must hold of a full tensor, put together from the regions of the layout."""
+    """Return the local tensor that ``rank`` must hold, assembled from the regions of the layout."""
     local = torch.full(model_layout.local_shape(name, rank), float("nan"), dtype=full.dtype)
     for piece in model_layout.pieces(name, rank):
         source = tuple(slice(a, b) for a, b in zip(piece.region.starts, piece.region.stops, strict=True))
@@ -76,7 +76,7 @@ def local_part(full: Tensor, model_layout: ModelLayout, name: str, rank: int) ->
 
 
 def train_beside_the_reference(cases: list[Case], num_steps: int = 2) -> dict[str, list[str]]:
-    """Train every case next to one process with the whole model; return what differed, by case.
+    """Train every case next to one process with the whole model; return the differences by case.
 
     Each step compares the loss, every gradient before clipping, the total norm, and every weight after the update.
     Collective over the world; ranks outside a layout only take part in making its groups.

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks as threads of one process: what they exchange, they leave for each other in a list."""
+"""Tensor-parallel ranks as threads of one process, which exchange tensors through a list."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SimulatedGroup(TensorParallelGroup):
         self.size, self.index = len(board), index
         self.shared_copy = None
         self.num_gathered = 0
-        """Elements that this rank has received."""
+        """Number of elements that this rank has received."""
         self._barrier, self._board = barrier, board
 
     def gather(self, tensor: Tensor) -> Tensor:

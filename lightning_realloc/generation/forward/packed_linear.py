@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.limits import MIN_PACKED_FLOAT32_WEIGHTS, MIN_PACKED_STEPS, PACKED_TOGETHER
-from lightning_realloc.runtime.parallel.tensor_parallel import multiplies_alone
+from lightning_realloc.runtime.parallel.tensor_parallel import is_plain_linear
 
 _LEAST_FOR_ONE_ROW = 1 << 20
 """Elements from which in float32 even a product of one row is faster."""
@@ -84,7 +84,7 @@ def _packable_groups(model: nn.Module) -> list[_Group]:
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     dtypes: dict[nn.Module, torch.dtype] = {}
     for module in model.modules():
-        if multiplies_alone(module) and type(module.weight.data) is Tensor and module.weight.device.type == "cpu":
+        if is_plain_linear(module) and type(module.weight.data) is Tensor and module.weight.device.type == "cpu":
             dtype = autocast or module.weight.dtype
             if packs(dtype) and module.weight.numel():
                 dtypes[module] = dtype

@@ -1,4 +1,4 @@
-"""Cut a model over ranks: tensor parallelism, pipeline stages, FSDP, and the device meshes they use.
+"""Distribute a model over ranks: tensor parallelism, pipeline stages, FSDP, and their device meshes.
 
-Start with `parallelize`, which applies a `Layout` to a model, and `describe_model`, which plans how.
+Start with `parallelize`, which applies a `Layout` to a model, and `describe_model`, which makes its `ModelSpec`.
 """

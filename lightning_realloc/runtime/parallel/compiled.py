@@ -1,8 +1,8 @@
-"""Which parts of a model run through ``torch.compile``? Its blocks, in training calls, and nothing else.
+"""Compile the blocks of a model with ``torch.compile`` in training calls.
 
-A block's own forward is compiled, behind the hooks that gather its weights or recompute its activations, so those stay
-as they are. Attention over packed sequences stays uncompiled: it works by their lengths, which differ from pack to
-pack, and each would be a program of its own. Generation and inference use the same modules as they are.
+Only a block's own forward is compiled, so hooks that gather weights or recompute activations stay as they are.
+Attention over packed sequences stays uncompiled, because each pack has other lengths and would need its own program.
+Generation and inference run the same modules uncompiled.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from lightning_realloc.runtime.model.structure import find_blocks
 
 @contextmanager
 def compiled_blocks(model: nn.Module, backend: str | None) -> Iterator[None]:
-    """Run the forward passes of ``model``'s blocks through a backend of ``torch.compile`` inside; None: as they are.
+    """Compile the forwards of the model's blocks with a backend of ``torch.compile`` inside the block.
 
-    What was compiled once is found again the next time. Sizes are symbols: other lengths are no other programs.
+    ``backend=None`` compiles nothing. Programs are cached across uses. Sizes are dynamic, so other lengths need no
+    recompilation.
 
     Raises:
         ConfigError: for a model without repeated blocks.
@@ -34,12 +35,11 @@ def compiled_blocks(model: nn.Module, backend: str | None) -> Iterator[None]:
         yield
         return
     AttentionInterface.register(ATTENTION, _uncompiled_attention())
-    # On a pipeline stage the others' blocks are stand-ins without weights.
+    # On a pipeline stage the blocks of other stages are placeholders without weights.
     blocks = [block for _, block in find_blocks(model) if any(True for _ in block.parameters())]
     if not blocks:
         raise ConfigError(
-            f"compile={backend!r}: {type(model).__name__} has no repeated blocks, which are what is compiled; leave "
-            f"compile out"
+            f"compile={backend!r} compiles repeated blocks, and {type(model).__name__} has none; leave compile out"
         )
     for block in blocks:
         block.forward = torch.compile(block.forward, backend=backend, dynamic=True)

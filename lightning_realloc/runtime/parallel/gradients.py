@@ -1,7 +1,7 @@
-"""How long is the gradient of a model that lies over many ranks?
+"""Gradient norm and clipping for a model distributed over many ranks.
 
-Every element is counted once, wherever it is held: sharded, cut, or replicated over some ranks. One number per rank
-travels, and every rank gets the same bits.
+Every element counts once, whether it is sharded, cut or replicated. Ranks exchange one number each, and every rank
+gets a bitwise equal result.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from lightning_realloc.runtime.parallel.shards import local_tensor
 
 
 def clip_gradients(model: nn.Module, model_layout: ModelLayout, meshes: MeshRegistry, max_norm: float | None) -> Tensor:
-    """Scale the gradients in place so that their total norm is at most ``max_norm``; return the norm before that.
+    """Scale the gradients in place so that their total norm is at most ``max_norm``; return the norm before scaling.
 
-    The same result as ``torch.nn.utils.clip_grad_norm_`` on one process. Gradients stay as they are where ``max_norm``
-    is None, and where the norm is not finite. Collective over the layout's ranks.
+    Gives the same result as ``torch.nn.utils.clip_grad_norm_`` on one process. Gradients are not changed if
+    ``max_norm`` is None or the norm is not finite. Collective over the layout's ranks.
     """
     if max_norm is not None and not max_norm > 0:
         raise LayoutError(f"max_norm={max_norm} must be positive; leave clipping out to keep gradients as they are")
@@ -28,13 +28,13 @@ def clip_gradients(model: nn.Module, model_layout: ModelLayout, meshes: MeshRegi
     gradients = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
     if gradients and max_norm is not None:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's clip_grad_norm_ adds the same epsilon
-        factor = torch.where(norm.isfinite(), factor, 1.0)  # decided on the device: the caller alone waits for it
+        factor = torch.where(norm.isfinite(), factor, 1.0)  # on the device, without a synchronization
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
     return norm
 
 
 def global_grad_norm(model: nn.Module, model_layout: ModelLayout, meshes: MeshRegistry) -> Tensor:
-    """Return the 2-norm of the gradient of the whole model, a float64 scalar, the same on every rank of the layout.
+    """Return the 2-norm of the whole model's gradient as a float64 scalar, the same on every rank of the layout.
 
     Parameters without a gradient count as zero. Collective over the layout's ranks, with one all-reduce.
     """
@@ -54,10 +54,10 @@ def global_grad_norm(model: nn.Module, model_layout: ModelLayout, meshes: MeshRe
 
 
 def first_bad_gradient(model: nn.Module, model_layout: ModelLayout, meshes: MeshRegistry) -> str | None:
-    """Return the first parameter, in the whole model's order, whose gradient has a norm that is not finite.
+    """Return the first parameter, in the model's order, whose gradient norm is not finite.
 
-    None where all norms are finite, and only their sum overflows. The same on every rank of the layout, and collective
-    over these; it waits for the device once per parameter, so call it after a bad norm only.
+    Returns None if all norms are finite and only their sum overflows. Collective over the layout's ranks, with the
+    same result on each. Waits for the device once per parameter, so call it only after a bad norm.
     """
     names = [param.name for param in model_layout.model.params]
     bad = {
@@ -74,15 +74,16 @@ def first_bad_gradient(model: nn.Module, model_layout: ModelLayout, meshes: Mesh
 
 
 def num_holders(model_layout: ModelLayout, name: str) -> int:
-    """Return how many ranks of the layout hold the same elements of a parameter."""
+    """Return the number of ranks of the layout that hold the same elements of a parameter."""
     dims, cut = model_layout.layout.dims, model_layout.model.param(name).tp
     if cut is None:
         return dims.dp * dims.tp
-    copies = dims.tp // cut.num_units if cut.replicate_units and cut.num_units and dims.tp > cut.num_units else 1
-    return dims.dp * copies
+    if cut.replicate_units and cut.num_units and dims.tp > cut.num_units:
+        return dims.dp * (dims.tp // cut.num_units)
+    return dims.dp
 
 
 def _exact_norms(gradients: list[Tensor]) -> list[Tensor]:
-    """Return the 2-norms of tensors of one dtype, in float32 at least."""
+    """Return the 2-norms of tensors of one dtype, computed in at least float32."""
     dtype = torch.float32 if gradients[0].dtype.itemsize < 4 else gradients[0].dtype
     return list(torch._foreach_norm(gradients, 2, dtype=dtype))

@@ -1,8 +1,8 @@
-"""Make the process groups that a rank takes part in, and the device meshes of FSDP.
+"""Create the process groups of layouts, and the device meshes of FSDP.
 
-All groups are made in one place, on all ranks and in one order: groups made in different orders deadlock. Those of
-layouts live as long as the process, and serve the next fit too: every group over gloo has three threads, one of which
-wakes a hundred times a second. The host group is not shared: messages of one fit must not reach another.
+All ranks create all groups here in one order, because groups created in different orders deadlock. Groups of layouts
+live as long as the process and are reused by the next fit: every gloo group has three threads, one of which wakes a
+hundred times a second. The host group is not reused, because messages of one fit must not reach another.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from lightning_realloc.runtime.messages.objects import gather_objects
 
 _GROUPED_AXES = (("pp",), ("dp",), ("fsdp",), ("tp",), ("dp", "fsdp"), AXES)
 _Groups = dict[tuple[int, ...], dist.ProcessGroup | None]
-_made: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()
-"""Groups of fewer than all ranks, by the group of all and by their ordered ranks; the host group by ``_HOST``."""
+_groups_by_world: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()
+"""Default group -> ordered ranks -> group, without groups of all ranks. The key of the host group is ``_HOST``."""
 _HOST: tuple[int, ...] = ()
 
 
 def forget_groups() -> None:
-    """Let the next fit make its own groups: a rank that failed may have left some in the middle of a collective."""
-    _made.clear()
+    """Make the next fit create new groups, because a failed rank may have left some inside a collective."""
+    _groups_by_world.clear()
 
 
 class MeshRegistry:
-    """The groups of every layout in use, each made once and kept by its ordered ranks."""
+    """The process groups and meshes of all layouts in use. Each is created once."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
@@ -40,59 +40,59 @@ class MeshRegistry:
         self._meshes: dict[tuple[tuple[int, ...], ...], DeviceMesh] = {}
 
     def create(self, layouts: Iterable[Layout]) -> None:
-        """Make the groups that these layouts need and that are not there yet.
+        """Create the groups that these layouts need and that do not exist yet.
 
-        Collective: every rank of the world calls it with the same layouts, those outside them too.
+        Collective: every rank of the world calls it with the same layouts, including ranks outside the layouts.
         """
         wanted = {ranks for layout in layouts for ranks in _rank_groups(layout)}
         everyone = tuple(range(dist.get_world_size()))
-        if everyone in wanted:  # not among those made here, which it would keep alive beyond its end
+        if everyone in wanted:  # not cached by world: the cache would keep the default group alive
             self._groups[everyone] = dist.group.WORLD
         missing = sorted(wanted - self._groups.keys())
         if not missing:
             return
-        made = _made_everywhere()
+        existing = _common_groups()
         for ranks in missing:
-            if ranks not in made:
-                made[ranks] = self._new_group(ranks)
-            self._groups[ranks] = made[ranks]
+            if ranks not in existing:
+                existing[ranks] = self._new_group(ranks)
+            self._groups[ranks] = existing[ranks]
 
     def new_host_group(self) -> dist.ProcessGroup | None:
         """Return a new group of all ranks over gloo, for data in host memory; None for a single rank.
 
-        Ends the one before: once all ranks ask for another, none of them waits in it any more. Collective.
+        Collective. Destroys the previous host group, in which no rank can still be waiting.
         """
         if dist.get_world_size() == 1:
             return None
-        made = _made_everywhere()
-        before = made.pop(_HOST, None)
+        existing = _common_groups()
+        before = existing.pop(_HOST, None)
         if before is not None:
             dist.destroy_process_group(before)
-        made[_HOST] = dist.new_group(backend="gloo")
-        return made[_HOST]
+        existing[_HOST] = dist.new_group(backend="gloo")
+        return existing[_HOST]
 
     def is_host_group(self, group: dist.ProcessGroup | None) -> bool:
-        """Return whether ``group`` is the latest host group, so that it can still be used. Collective."""
-        return group is None or _made_everywhere().get(_HOST) is group
+        """Return whether ``group`` is the latest host group, and so still usable. Collective."""
+        return group is None or _common_groups().get(_HOST) is group
 
     def group(self, layout: Layout, *axes: str) -> dist.ProcessGroup | None:
-        """Return this rank's group along ``axes``, its ranks in the layout's order; None when it is alone in it.
+        """Return this rank's group along ``axes``, in the layout's order; None if this rank is its only member.
 
-        Raises LayoutError when this rank is not part of the layout or ``create`` has not seen it.
+        Raises LayoutError if this rank is not part of the layout, or if ``create`` was not called with the layout.
         """
         ranks = layout.group(self.rank, *axes)
         return None if len(ranks) == 1 else self._existing(ranks, layout)
 
     def fsdp_mesh(self, layout: Layout) -> DeviceMesh:
-        """Return the mesh over which FSDP shards this rank's share of the model.
+        """Return the mesh over which FSDP shards this rank's stage and tensor-parallel slice of the model.
 
-        ("fsdp",), or ("dp", "fsdp") when the shards are replicated. Raises LayoutError when ``dp * fsdp`` is 1.
+        Its dims are ("fsdp",), or ("dp", "fsdp") if shards are replicated. Raises LayoutError if ``dp * fsdp`` is 1.
         """
-        dims, at = layout.dims, layout.coordinate(self.rank)
+        dims, own = layout.dims, layout.coordinate(self.rank)
         if layout.data_parallel_size == 1:
             raise LayoutError(f"layout {layout} has dp=1 and fsdp=1, so there is nothing to shard; do not wrap it")
         rows = tuple(
-            tuple(layout.rank_at(Coordinate(at.pp, dp, fsdp, at.tp)) for fsdp in range(dims.fsdp))
+            tuple(layout.rank_at(Coordinate(own.pp, dp, fsdp, own.tp)) for fsdp in range(dims.fsdp))
             for dp in range(dims.dp)
         )
         if rows not in self._meshes:
@@ -120,23 +120,23 @@ class MeshRegistry:
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         if list(ranks) == sorted(ranks):
             group = dist.new_group(list(ranks))
-        else:  # FSDP and our own gathers take a rank's place in its group for its place in the layout
+        else:  # FSDP and the gathers here assume that a group has the layout's order
             group = dist.new_group(list(ranks), sort_ranks=False)
         return group if self.rank in ranks else None
 
 
-def _made_everywhere() -> _Groups:
-    """Return the groups that all ranks have made already, or none, where some have forgotten theirs. Collective."""
-    assert dist.group.WORLD is not None, "there are ranks"
-    made = _made.setdefault(dist.group.WORLD, {})
-    if any(known != sorted(made) for known in gather_objects(sorted(made))):
-        made.clear()
-    return made
+def _common_groups() -> _Groups:
+    """Return the existing groups; clear them if ranks do not have the same ones. Collective."""
+    assert dist.group.WORLD is not None, "the default group is initialized"
+    groups = _groups_by_world.setdefault(dist.group.WORLD, {})
+    if any(keys != sorted(groups) for keys in gather_objects(sorted(groups))):
+        groups.clear()
+    return groups
 
 
 def _rank_groups(layout: Layout) -> Iterable[tuple[int, ...]]:
     for axes in _GROUPED_AXES:
         for ranks in layout.groups(*axes):
-            # FSDP's mesh of replicas only (dp > 1, fsdp = 1) has groups of one rank along "fsdp".
+            # For dp > 1 and fsdp = 1, FSDP's mesh has groups of one rank along "fsdp".
             if len(ranks) > 1 or (axes == ("fsdp",) and layout.dims.dp > 1):
                 yield ranks

@@ -1,6 +1,6 @@
-"""Which parameters does a model have, where in the model do they lie, and how may tensor parallelism cut them?
+"""Describe a model's parameters as a `ModelSpec`: shapes, places in the model, tensor-parallel cuts.
 
-The answer is a `ModelSpec`, which holds no tensors: every plan and layout starts from it. Works on meta models.
+A `ModelSpec` holds no tensors, and every plan and layout starts from one. Works on models on the meta device.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lightning_realloc.runtime.parallel.tp_plan import read_tp_plan
 def describe_model(model: nn.Module, *, tp_plan: Mapping[str, str] | None = None) -> ModelSpec:
     """Return the description of a model that holds full (or meta) weights.
 
-    ``tp_plan`` maps module names, ``*`` standing for a layer number, to tensor-parallel styles; its entries go over
-    those of the model's own plan. Parameters outside the blocks belong to the input when they lie in an embedding or
-    are registered before the blocks, otherwise to the output. A tied parameter lies where its first name does.
+    ``tp_plan`` maps module names, with ``*`` for a layer number, to tensor-parallel styles. Its entries override those
+    of the model's own plan. Parameters outside the blocks belong to the input if they lie in an embedding or are
+    registered before the blocks, otherwise to the output. A tied parameter has the place of its first name.
 
-    Raises LayoutError for a model without parameters and for a ``tp_plan`` that names unknown modules.
+    Raises LayoutError for a model without parameters, and for a ``tp_plan`` that names unknown modules.
     """
     owners = tied_names(model)
     if not owners:

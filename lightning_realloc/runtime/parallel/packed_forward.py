@@ -1,7 +1,7 @@
-"""What does a model say about packed sequences? Its logits, scores and hidden states, and the logprobs of tokens.
+"""Forward passes over packed sequences: logits, scores, hidden states and log-probabilities of tokens.
 
-Every function takes the model as it is, makes it keep the sequences of a pack apart (see ``packed_attention``), and
-refuses one whose class gives something else than is read from it.
+Every function makes the model keep the sequences of a pack apart (see ``packed_attention``). It raises ConfigError if
+the model's output does not have the expected form.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def packed_logits(model: nn.Module, packed: PackedBatch) -> Tensor:
     if logits.shape[:2] != packed.input_ids.shape:
         raise ConfigError(
             f"a packed forward pass needs a value per token; {type(transformers_model(model)).__name__} gave "
-            f"{tuple(logits.shape)} for {packed.num_tokens} tokens, use a language model or token classification head"
+            f"{tuple(logits.shape)} for {packed.num_tokens} tokens; use a language model or token classification head"
         )
     return logits[0]
 
 
 def sequence_scores(model: nn.Module, packed: PackedBatch) -> Tensor:
-    """Return the (B,) scores that a sequence classifier of one label gives, read at every sequence's last token.
+    """Return the (B,) scores of a sequence classifier with one label, at the last token of every sequence.
 
-    Its own pooling knows one sequence per row, so the scores of all tokens are caught on the way there.
+    The model's own pooling assumes one sequence per row, so a hook reads the scores of all tokens before it.
     """
     head = getattr(transformers_model(model), "score", None)
     if not isinstance(head, nn.Module):
@@ -69,13 +69,13 @@ def token_logprobs(
 ) -> TokenStatistics:
     """Return for every token its log-probability given the tokens of its sequence before it.
 
-    Zero for the first token of a sequence and, with ``only_responses``, for every token outside ``response_mask``:
-    the model then computes no logits for those, if its class knows ``logits_to_keep``.
+    The value is zero for the first token of a sequence. With ``only_responses`` it is zero for every token outside
+    ``response_mask``. The model computes no logits for those if its class supports ``logits_to_keep``.
 
     Args:
-        temperature: What logits are divided by, as in sampling.
-        with_entropy: Whether to return the entropy (nats) of the distribution each token was drawn from, too.
-        with_collision: Whether to return the log-probability that two tokens drawn from it are the same, too.
+        temperature: Divisor of the logits, as in sampling.
+        with_entropy: Whether to also return the entropy (nats) of each token's distribution.
+        with_collision: Whether to also return the log-probability that two draws from it are equal.
     """
     predicted = packed.response_mask if only_responses else packed.position_ids[0] > 0
     targets = predicted.nonzero().squeeze(1)
@@ -83,15 +83,15 @@ def token_logprobs(
     chosen = selected_logprobs(logits, packed.input_ids[0, targets], temperature=temperature, with_entropy=with_entropy)
     collision = collision_logprobs(logits, temperature=temperature) if with_collision else None
     logprobs = _scattered(chosen.logprobs, targets, packed.num_tokens)
-    beside = (None if v is None else _scattered(v, targets, packed.num_tokens) for v in (chosen.entropy, collision))
-    return TokenStatistics(logprobs, *beside)
+    optional = (None if v is None else _scattered(v, targets, packed.num_tokens) for v in (chosen.entropy, collision))
+    return TokenStatistics(logprobs, *optional)
 
 
 def predicting_logits(model: nn.Module, packed: PackedBatch, targets: Tensor) -> Tensor:
-    """Return the (K, V) logits of the distributions that the tokens at the (K,) places ``targets`` were drawn from.
+    """Return the (K, V) logits that predict the tokens at the (K,) positions ``targets``.
 
-    A model whose class knows ``logits_to_keep`` computes no others. Of a head that tensor parallelism cuts over the
-    vocabulary, each rank has its share: they are `VocabParallelLogits`.
+    A model whose class supports ``logits_to_keep`` computes no others. If tensor parallelism cuts the head over the
+    vocabulary, the result is `VocabParallelLogits`.
     """
     places = packed.predecessors[targets]
     hf_model = transformers_model(model)
@@ -103,8 +103,9 @@ def predicting_logits(model: nn.Module, packed: PackedBatch, targets: Tensor) ->
 
 
 def predicting_states(model: nn.Module, packed: PackedBatch) -> Tensor:
-    """Return (N, D) the last hidden states from which a language model's head predicts each token; zero for the first
-    token of a sequence. The head itself works on one token alone, where the class knows ``logits_to_keep``.
+    """Return the (N, D) last hidden states that predict each token; zero for the first token of a sequence.
+
+    The head itself runs on one token only, if the model's class supports ``logits_to_keep``.
     """
     hf_model = transformers_model(model)
     head: nn.Module = hf_model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -126,12 +127,12 @@ def predicting_states(model: nn.Module, packed: PackedBatch) -> Tensor:
             handle.remove()
     if len(seen) != 1 or len(read) != 1 or not torch.equal(seen[0][0, -1], read[0][0, -1]):
         raise ConfigError(
-            f"{type(hf_model).__name__} gives its head something else than its last hidden states; use a model whose "
-            f"head reads them as they are, or log-probabilities of sampled tokens (divergence='sampled')"
+            f"{type(hf_model).__name__} does not pass its last hidden states to its head unchanged; use a model that "
+            f"does, or log-probabilities of sampled tokens (divergence='sampled')"
         )
     states = seen[0][0]
-    return torch.where((packed.predecessors != torch.arange(packed.num_tokens, device=states.device))[:, None],
-                       states[packed.predecessors], 0.0)  # fmt: skip
+    has_predecessor = packed.predecessors != torch.arange(packed.num_tokens, device=states.device)
+    return torch.where(has_predecessor[:, None], states[packed.predecessors], 0.0)
 
 
 def _scattered(values: Tensor, positions: Tensor, size: int) -> Tensor:

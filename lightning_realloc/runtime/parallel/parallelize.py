@@ -1,7 +1,7 @@
-"""How does a model with full weights become this rank's part of a layout?
+"""Apply a layout to a model with full weights: tensor parallelism, then pipeline stages, then FSDP2.
 
-Tensor parallelism first, on plain tensors; then what lies on other pipeline stages goes; then FSDP2 over each block
-that is left and the root. The layout of every parameter that results is the one `ModelLayout` computes.
+Tensor parallelism slices plain tensors. Modules of other pipeline stages are removed. FSDP2 wraps each remaining
+block and the root. The resulting shard of every parameter is the one that `ModelLayout` computes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,19 @@ def parallelize(
     mixed_precision: MixedPrecisionPolicy | None = None,
     tp_plan: Mapping[str, str] | None = None,
 ) -> nn.Module:
-    """Lay ``model``, which holds the same full weights on every rank of the layout, out in place, and return it.
+    """Distribute ``model``, which holds the same full weights on every rank of the layout, in place, and return it.
 
-    ``meshes`` knows the layout already. ``mixed_precision`` is FSDP's. ``tp_plan`` is what the description of the model
-    was made with. Where :func:`needs_fsdp` says no, the model stays unwrapped. The gradients of a backward pass are
-    complete: summed over ``tp`` where ranks hold only part of them, averaged over ``dp`` and ``fsdp``.
+    If `needs_fsdp` is False, the model is not wrapped. With pp > 1 the model becomes a stage, which `pipeline` runs.
+    Gradients of a backward pass are complete: summed over ``tp`` where needed, averaged over ``dp`` and ``fsdp``.
 
-    Under pp > 1 a stage is left, which `pipeline` runs. Raises LayoutError when this rank is not part of the layout,
-    for a model that cannot be divided into stages, and for ``mixed_precision`` where FSDP takes no part.
+    Args:
+        meshes: ``create`` was called with the layout.
+        mixed_precision: FSDP's policy.
+        tp_plan: The one that `describe_model` was called with.
+
+    Raises:
+        LayoutError: if this rank is not part of the layout, for a model that cannot be divided into stages, and for
+            ``mixed_precision`` without FSDP.
     """
     layout = model_layout.layout
     wraps = needs_fsdp(model, layout)
@@ -52,7 +57,7 @@ def parallelize(
     if wraps:
         mesh, policy = meshes.fsdp_mesh(layout), mixed_precision or MixedPrecisionPolicy()
         for _, block in find_blocks(model):
-            if any(True for _ in block.parameters()):  # not in the place of another stage's block
+            if any(True for _ in block.parameters()):  # not a placeholder for another stage's block
                 fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
@@ -61,10 +66,10 @@ def parallelize(
 def tensor_parallelize(
     model: nn.Module, layout: Layout, meshes: MeshRegistry, *, tp_plan: Mapping[str, str] | None = None
 ) -> bool:
-    """Let the modules of ``model`` work on slices of their parameters; False where the layout cuts nothing.
+    """Make the modules of ``model`` work on slices of their parameters; return False if the layout has tp=1.
 
-    Collective over the tensor-parallel ranks. On CPU they add up activations in shared memory where no gradient is
-    recorded: two sums of a few kilobytes per layer and token would cost more over sockets than the layers.
+    Collective over the tensor-parallel ranks. On CPU without gradients, ranks sum activations in shared memory: over
+    sockets, two sums of a few kilobytes per layer and token would take longer than the layers.
     """
     group = meshes.group(layout, "tp")
     if group is None:
@@ -76,6 +81,6 @@ def tensor_parallelize(
 
 
 def needs_fsdp(model: nn.Module, layout: Layout) -> bool:
-    """Return whether a layout takes FSDP2: to hold shards, or to average gradients over replicas that are trained."""
+    """Return whether a layout needs FSDP2: to hold shards, or to average gradients over trained replicas."""
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     return layout.dims.fsdp > 1 or (layout.dims.dp > 1 and is_trained)

@@ -1,9 +1,9 @@
-"""Where does a laid-out model keep its weights on this rank, and how does a skeleton get weights from elsewhere?
+"""Access the local weights of a distributed model, and bind tensors as the weights of a weightless copy.
 
-Facts of FSDP2 that this module stands on (torch 2.13): the sharded storage, and the DTensors over it, stay the same
-through forward, backward and optimizer steps, so local tensors may be taken once. But after a forward without gradients
-the root module stays gathered, its parameters show as plain full tensors, and what is written into its shards goes
-unnoticed until it is resharded. Call `reshard` after writing.
+This module relies on two properties of FSDP2 (torch 2.13). The sharded storage and its DTensors stay the same through
+forward, backward and optimizer steps, so local tensors can be cached. After a forward without gradients the root stays
+gathered: its parameters are plain full tensors, and writes into its shards take effect only once it is resharded. Call
+`reshard` after writing.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from lightning_realloc.runtime.model.structure import tied_names
 
 
 def local_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return this rank's part of every parameter as a plain tensor on the same storage, tied ones once.
+    """Return this rank's shard of every parameter as a plain tensor on the same storage; tied parameters once.
 
-    The shapes are those of `ModelLayout.local_shape`. Writing into a tensor writes the weight; under FSDP call
-    `reshard` afterwards. Reshards the model, so it belongs between steps, not between forward and backward.
+    The shapes are those of `ModelLayout.local_shape`. Writing into a tensor changes the weight; under FSDP call
+    `reshard` afterwards. This function reshards the model, so call it between steps, not between forward and backward.
     """
     reshard(model)
     return {name: local_tensor(parameter) for name, parameter in model.named_parameters()}
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the local part of a tensor, sharded or not, without its history and on the same storage."""
+    """Return the local shard of a tensor (or the tensor itself), detached and on the same storage."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of gathered weights, so that the next forward gathers what the shards now hold. Local, not collective."""
+    """Free gathered weights, so that the next forward gathers the current shards. Local, not collective."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def own_storage(model: nn.Module) -> None:
-    """Copy weights that lie in memory which torch cannot free, such as a mapped file, into memory which it can."""
+def move_to_own_storage(model: nn.Module) -> None:
+    """Copy weights from memory that torch cannot free, such as a mapped file, into memory that it can free."""
     for parameter in model.parameters():
         if not local_tensor(parameter).untyped_storage().resizable():
             parameter.data = parameter.data.clone()
 
 
-def vacate(model: nn.Module) -> None:
-    """Free the weights of a rank that a layout leaves out; parameters keep shape, dtype, device and identity.
+def free_weights(model: nn.Module) -> None:
+    """Free the weights on a rank outside the layout; parameters keep shape, dtype, device and identity.
 
-    Each is one element seen everywhere, so an optimizer can be made of them, and must not be stepped.
+    Each parameter becomes one expanded element. An optimizer can be created for it but must not step.
     """
     for parameter in model.parameters():
         parameter.data = torch.zeros(1, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
 def bind_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Make the parameters of a skeleton these tensors, on the same storage and without gradients; ties stay tied.
+    """Replace the parameters of a model by these tensors, on the same storage and without gradients; ties are kept.
 
-    Raises LayoutError, and binds nothing, unless ``tensors`` names exactly the parameters (tied ones by their owner).
+    Raises LayoutError and binds nothing unless ``tensors`` names exactly the parameters, tied ones by their owner.
     """
     owners = tied_names(model)
     if owners.keys() != tensors.keys():

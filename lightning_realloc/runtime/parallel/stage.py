@@ -1,8 +1,8 @@
-"""Which part of a model does a pipeline stage hold, and how do hidden states get into it and out of it?
+"""Reduce a model to one pipeline stage, and pass hidden states into and out of it.
 
-A stage is the whole model with the modules of other stages replaced by stand-ins without parameters. Names, block
-indices and buffers (rotary frequencies) stay, so a reallocation finds every parameter under its own name, and the
-model is called as it always is. When hidden states travel, and where to, is `pipeline`'s business.
+A stage is the whole model with the modules of other stages replaced by placeholders without parameters. Names, block
+indices and buffers (rotary frequencies) stay. So a reallocation finds every parameter under its name, and the model is
+called as usual. `pipeline` schedules the exchange of hidden states between stages.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from lightning_realloc.layout.model import stage_blocks
 from lightning_realloc.runtime.model.structure import find_blocks, tied_names
 
 
-class StagePassage:
-    """What goes into one forward pass of a stage and what comes out of it; its stand-ins share one."""
+class StageIO:
+    """Input and output of one forward pass of a stage, shared by its placeholders."""
 
     def __init__(self, index: int, count: int, width: int) -> None:
         self.index = index
         self.count = count
         self.width = width
-        """Features of a hidden state."""
-        self.departing: Tensor | None = None
-        """(1, N, D): what the stage's last block made in the last pass; None before, and on the last stage."""
-        self.entered_blocks = False
-        """Whether the pass under way has come to where the hidden states from the stage before come in."""
+        """Size of a hidden state."""
+        self.output: Tensor | None = None
+        """(1, N, D) hidden states after the stage's last block; None before a pass and on the last stage."""
+        self.has_entered_blocks = False
+        """Whether the current pass has reached the first block, where the previous stage's hidden states enter."""
         self._input_ids: Tensor | None = None
         self._received: Tensor | None = None
 
     @contextmanager
     def open(self, input_ids: Tensor, received: Tensor | None) -> Iterator[None]:
-        """Let the model be called inside, on these tokens only, and give its first block what was ``received``."""
+        """Allow calls of the model inside the block, on these tokens only, with ``received`` as input of its blocks."""
         self._input_ids, self._received = input_ids, received
-        self.departing, self.entered_blocks = None, False
+        self.output, self.has_entered_blocks = None, False
         try:
             yield
         finally:
@@ -47,12 +47,12 @@ class StagePassage:
 
     @property
     def received(self) -> Tensor:
-        """The (1, N, D) hidden states from the stage before."""
-        assert self._received is not None, "check_call refuses a model that is called outside of a passage"
+        """(1, N, D) hidden states of the previous stage."""
+        assert self._received is not None, "check_call refuses a call outside of open()"
         return self._received
 
     def check_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a call that other stages do not take part in: the hidden states would be of other tokens."""
+        """Raise LayoutError for a call in which the other stages do not take part."""
         if self._input_ids is None:
             raise LayoutError(
                 f"{type(model).__name__} is stage {self.index} of {self.count} of a pipeline, and cannot be called by "
@@ -62,26 +62,26 @@ class StagePassage:
         if given is None or given.data_ptr() != self._input_ids.data_ptr() or given.shape != self._input_ids.shape:
             shape = None if given is None else tuple(given.shape)
             raise LayoutError(
-                f"under pp={self.count} a method must call its model on the tokens of the micro-batch it is given, "
+                f"under pp={self.count} a method must call its model on the tokens of its micro-batch, "
                 f"which other stages run too, of shape {tuple(self._input_ids.shape)}; it gave others, of shape "
                 f"{shape}; pass batch.input_ids, or give the call a layout with pp=1"
             )
 
 
-class _StandIn(nn.Module):
-    """In the place of a module whose parameters lie on another stage; hands on its first argument.
+class _Placeholder(nn.Module):
+    """Replaces a module whose parameters lie on another stage; returns its first argument.
 
-    Keeps the numbers and names that the module had as attributes, which models read from their blocks.
+    Keeps the module's numbers and strings as attributes, because models read them from their blocks.
     """
 
-    passage: StagePassage
+    io: StageIO
 
-    def __init__(self, replaced: nn.Module, passage: StagePassage) -> None:
+    def __init__(self, replaced: nn.Module, io: StageIO) -> None:
         super().__init__()
         for name, value in vars(replaced).items():
             if isinstance(value, str | int | float) and not name.startswith("_"):
                 setattr(self, name, value)
-        self.passage = passage
+        self.io = io
         self.replaced = type(replaced).__name__
         self.train(replaced.training)
 
@@ -89,83 +89,83 @@ class _StandIn(nn.Module):
         return args[0] if args else next(iter(kwargs.values()))
 
 
-class _ForeignInput(_StandIn):
-    """In the place of what comes before the blocks: zeros of the right shape, which nothing is computed from.
+class _InputPlaceholder(_Placeholder):
+    """Replaces a module before the blocks; returns zeros of the right shape.
 
-    The model looks at their shape and dtype, for positions and masks.
+    The model reads only their shape and dtype, for positions and masks.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self.passage.entered_blocks:
+        if self.io.has_entered_blocks:
             raise LayoutError(
-                f"pp={self.passage.count} puts what a model registers before its blocks on the first stage, and this "
-                f"one runs such a module ({self.replaced}) behind them, on the last; use pp=1"
+                f"pp={self.io.count} puts modules registered before the blocks on the first stage, and this model "
+                f"runs such a module ({self.replaced}) after them, on the last; use pp=1"
             )
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         ids = next((tensor for tensor in tensors if tensor.dtype in (torch.int64, torch.int32)), None)
         width = getattr(self, "embedding_dim", None) or getattr(self, "out_features", None)
         if ids is not None:
-            return self.passage.received.new_zeros(*ids.shape, width or self.passage.width)
-        return self.passage.received.new_zeros(*tensors[0].shape[:-1], width or tensors[0].shape[-1])
+            return self.io.received.new_zeros(*ids.shape, width or self.io.width)
+        return self.io.received.new_zeros(*tensors[0].shape[:-1], width or tensors[0].shape[-1])
 
 
-class _Inlet(_StandIn):
-    """In the place of the block before the stage's first: what came before it is on another stage, and arrived."""
+class _StageInput(_Placeholder):
+    """Replaces the block before the stage's first; returns the hidden states received from the previous stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.passage.entered_blocks = True
-        return self.passage.received
+        self.io.has_entered_blocks = True
+        return self.io.received
 
 
-class _Outlet(_StandIn):
-    """In the place of the block after the stage's last: what arrives here goes on to another stage.
+class _StageOutput(_Placeholder):
+    """Replaces the block after the stage's last; stores its input as the stage's output.
 
-    Downstream only stand-ins follow, whose output nobody reads; the backward pass starts from here.
+    Only placeholders follow, whose output is not used. The backward pass starts from the stored output.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        departing: Tensor = super().forward(*args, **kwargs)
-        self.passage.departing = departing
-        return departing.detach()
+        output: Tensor = super().forward(*args, **kwargs)
+        self.io.output = output
+        return output.detach()
 
 
 def cut_stage(model: nn.Module, model_layout: ModelLayout, rank: int) -> None:
-    """Replace the modules whose parameters lie on other stages, in place; only this rank's stage is left.
+    """Replace the modules whose parameters lie on other stages by placeholders, in place.
 
-    ``model`` has all its modules, and forwards that belong to tensor parallelism already. The parameters that stay
-    are those of ``model_layout.names(rank)``.
+    ``model`` has all its modules; tensor parallelism may be installed already. The remaining parameters are those of
+    ``model_layout.names(rank)``.
 
-    Raises LayoutError, on every rank alike, for a model that cannot be divided so.
+    Raises LayoutError, on every rank alike, for a model that cannot be divided into stages.
     """
     _refuse_indivisible(model, model_layout)
     layout = model_layout.layout
     index = layout.coordinate(rank).pp
-    passage = StagePassage(index, layout.dims.pp, _hidden_size(model))
+    io = StageIO(index, layout.dims.pp, _hidden_size(model))
     blocks = find_blocks(model)
     own = stage_blocks(len(blocks), layout.dims.pp)[index]
     for number, (name, block) in enumerate(blocks):
         if number not in own:
-            kind = {own.start - 1: _Inlet, own.stop: _Outlet}.get(number, _StandIn)
-            _replace(model, name, kind(block, passage))
-    for name in _foreign_modules(model, model_layout, index):
+            kind = {own.start - 1: _StageInput, own.stop: _StageOutput}.get(number, _Placeholder)
+            _replace(model, name, kind(block, io))
+    for name in _modules_of_other_stages(model, model_layout, index):
         replaced = model.get_submodule(name)
         section = model_layout.model.param(next(n for n, _ in replaced.named_parameters(prefix=name))).section
-        kind = _ForeignInput if section == "input" else _StandIn
-        _replace(model, name, kind(replaced, passage))
-    vars(model)["passage"] = passage
-    model.register_forward_pre_hook(passage.check_call, with_kwargs=True)
+        kind = _InputPlaceholder if section == "input" else _Placeholder
+        _replace(model, name, kind(replaced, io))
+    vars(model)["stage_io"] = io
+    model.register_forward_pre_hook(io.check_call, with_kwargs=True)
 
 
-def passage_of(model: nn.Module) -> StagePassage:
-    """Return what `cut_stage` left in the model."""
-    passage = vars(model).get("passage")
-    if not isinstance(passage, StagePassage):
+def get_stage_io(model: nn.Module) -> StageIO:
+    """Return the `StageIO` of a model that `cut_stage` has reduced to a stage."""
+    io = vars(model).get("stage_io")
+    if not isinstance(io, StageIO):
         raise LayoutError(f"{type(model).__name__} is not a pipeline stage; lay it out with pp > 1 by parallelize")
-    return passage
+    return io
 
 
 def _refuse_indivisible(model: nn.Module, model_layout: ModelLayout) -> None:
-    """Refuse by name what would otherwise go wrong on one stage while the others wait for it."""
+    """Raise LayoutError for models that would fail on one stage while the others wait for it."""
     pp = model_layout.layout.dims.pp
     name = type(model).__name__
     lists = {block.rpartition(".")[0] for block, _ in find_blocks(model)}
@@ -192,13 +192,13 @@ def _refuse_indivisible(model: nn.Module, model_layout: ModelLayout) -> None:
         direct = [own for own, _ in module.named_parameters(recurse=False)]
         if direct and len({model_layout.stage(p) for p, _ in module.named_parameters(prefix=module_name)}) > 1:
             raise LayoutError(
-                f"pp={pp}: {module_name or name} holds the parameter {direct[0]!r} beside modules of other stages, so "
+                f"pp={pp}: {module_name or name} holds the parameter {direct[0]!r} and modules of other stages, so "
                 "it cannot be replaced on one of them; move the parameter into a module of its own or use pp=1"
             )
 
 
-def _foreign_modules(model: nn.Module, model_layout: ModelLayout, index: int, prefix: str = "") -> list[str]:
-    """Return the outermost modules all of whose parameters lie on other stages."""
+def _modules_of_other_stages(model: nn.Module, model_layout: ModelLayout, index: int, prefix: str = "") -> list[str]:
+    """Return the outermost modules whose parameters all lie on other stages."""
     found = []
     for child_name, child in model.get_submodule(prefix).named_children():
         name = f"{prefix}.{child_name}" if prefix else child_name
@@ -206,13 +206,13 @@ def _foreign_modules(model: nn.Module, model_layout: ModelLayout, index: int, pr
         if stages and index not in stages:
             found.append(name)
         elif len(stages) > 1:
-            found += _foreign_modules(model, model_layout, index, name)
+            found += _modules_of_other_stages(model, model_layout, index, name)
     return found
 
 
-def _replace(model: nn.Module, name: str, stand_in: nn.Module) -> None:
+def _replace(model: nn.Module, name: str, replacement: nn.Module) -> None:
     parent, _, attribute = name.rpartition(".")
-    model.get_submodule(parent)._modules[attribute] = stand_in
+    model.get_submodule(parent)._modules[attribute] = replacement
 
 
 def _hidden_size(model: nn.Module) -> int:

@@ -1,10 +1,10 @@
-"""How does a Hugging Face model run with its weights cut over tensor-parallel ranks?
+"""Run a Hugging Face model with its weights cut over tensor-parallel ranks.
 
-Weights are plain local tensors, cut as `TensorParallelCut` says. Modules change class, keeping the forward of their own
-class where it has one, so a model can be copied and wrapped by FSDP afterwards. Weights and forwards are separate
-steps: a skeleton on the meta device gets its forwards here and its weights later.
+Weights are plain local tensors, cut as `TensorParallelCut` describes. Modules change class and keep the forward of
+their own class, so a model can be copied and wrapped by FSDP afterwards. Slicing weights and changing forwards are
+separate steps: a copy on the meta device gets its forwards here and its weights later.
 
-DTensor was measured three times slower in training and in decoding, and cannot replicate key-value heads.
+DTensor was measured to be three times slower in training and in decoding, and cannot replicate key-value heads.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from lightning_realloc.runtime.parallel.tp_plan import (
 
 
 def slice_parameters(model: nn.Module, model_layout: ModelLayout, rank: int) -> None:
-    """Replace every full parameter by this rank's tensor-parallel share, a copy of its own; ties stay tied.
+    """Replace every full parameter by a copy of this rank's tensor-parallel slice; ties are kept.
 
-    Only ``tp`` of the layout counts: sharding over ``fsdp`` is FSDP's work.
+    Ignores all axes of the layout except ``tp``; FSDP shards the slices later.
     """
     layout = model_layout.layout
     across = Layout(ParallelDims(tp=layout.dims.tp), layout.group(rank, "tp"))
@@ -58,12 +58,12 @@ def slice_parameters(model: nn.Module, model_layout: ModelLayout, rank: int) -> 
             )
         if spec.tp is None:
             continue
-        share = parameter.new_empty(tensor_parallel.local_shape(owner, rank), requires_grad=False)
+        local = parameter.new_empty(tensor_parallel.local_shape(owner, rank), requires_grad=False)
         for piece in tensor_parallel.pieces(owner, rank):
             source = tuple(slice(a, b) for a, b in zip(piece.region.starts, piece.region.stops, strict=True))
             target = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.region.shape, strict=True))
-            share[target] = parameter.detach()[source]
-        replacement = nn.Parameter(share, parameter.requires_grad)
+            local[target] = parameter.detach()[source]
+        replacement = nn.Parameter(local, parameter.requires_grad)
         for name in names:
             module_name, _, attribute = name.rpartition(".")
             model.get_submodule(module_name).register_parameter(attribute, replacement)
@@ -77,11 +77,11 @@ def install_tensor_parallel(
     *,
     tp_plan: Mapping[str, str] | None = None,
 ) -> TensorParallelGroup:
-    """Make the model's modules compute on this rank's share of the weights, and exchange activations over ``group``.
+    """Make the model's modules compute on this rank's slice of the weights, and exchange activations over ``group``.
 
-    Touches no weights, but reads from their shapes where heads lie: they are still whole, or on the meta device.
-    Returns the group, on which a quicker sum for decoding can be set. Raises LayoutError when the model's plan does
-    not allow tensor parallelism or was installed before.
+    Does not change weights, which must be whole or on the meta device: their shapes show the position of heads.
+    Returns the group, on which a faster sum for decoding can be set. Raises LayoutError if the model's plan does not
+    allow tensor parallelism, or if it is installed already.
     """
     if any(isinstance(module, _TensorParallelModule) for module in model.modules()):
         raise LayoutError("tensor parallelism is already installed in this model; install it once, in a fresh copy")
@@ -94,7 +94,7 @@ def install_tensor_parallel(
             _convert(model.get_submodule(name), name, style, plan, tensor_parallel)
     for name, heads in plan.attention.items():
         _divide_heads(model.get_submodule(name), heads, tensor_parallel.size)
-    _tell_generate(model, plan, tensor_parallel.size)
+    _set_generate_degree(model, plan, tensor_parallel.size)
     return tensor_parallel
 
 
@@ -108,45 +108,45 @@ def vocab_parallel_output(head: nn.Module | None) -> Iterator[None]:
         [module for module in head.modules() if isinstance(module, _GatheredColwiseLinear)] if head is not None else []
     )
     for module in cut:
-        module.returns_share = True
+        module.keeps_local = True
     try:
         yield
     finally:
         for module in cut:
-            module.returns_share = False
+            module.keeps_local = False
 
 
 class _TensorParallelModule(nn.Module):
-    """What converted modules have in common."""
+    """Base of all converted modules."""
 
     tp_group: TensorParallelGroup
 
 
 class _ColwiseLinear(_TensorParallelModule, nn.Linear):
-    """Holds a share of the output features; the input is replicated."""
+    """Holds a slice of the output features; the input is replicated."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(copy_to_ranks(input, self.tp_group))
 
 
 class _GatheredColwiseLinear(_ColwiseLinear):
-    """Holds a share of the output features, and returns all of them."""
+    """Holds a slice of the output features and gathers all of them."""
 
-    returns_share = False
-    """Whether its share stands for all of them, see `vocab_parallel_output`."""
+    keeps_local = False
+    """Whether to return `VocabParallelLogits` instead of gathering; see `vocab_parallel_output`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        share = super().forward(input)
-        if self.returns_share:
-            return VocabParallelLogits.from_local(share, self.tp_group, self.out_features)
-        return gather_last_dim(share, self.tp_group, self.out_features)
+        local = super().forward(input)
+        if self.keeps_local:
+            return VocabParallelLogits.from_local(local, self.tp_group, self.out_features)
+        return gather_last_dim(local, self.tp_group, self.out_features)
 
 
 class _SharedHeadLinear(_ColwiseLinear):
-    """Holds a key-value head that several ranks hold: their gradients of it belong together."""
+    """Holds a key-value head that several ranks replicate, and sums its gradient over them."""
 
     holders: tuple[int, int]
-    """The first of the ranks' indices in the group, and how many hold the head."""
+    """Index in the group of the first rank with the head, and the number of ranks with it."""
 
     def forward(self, input: Tensor) -> Tensor:
         with _gradients_summed(self, self.tp_group, *self.holders):
@@ -154,7 +154,7 @@ class _SharedHeadLinear(_ColwiseLinear):
 
 
 class _RowwiseLinear(_TensorParallelModule, nn.Linear):
-    """Holds a share of the input features and gets that share of the input; the bias is added once, after the sum."""
+    """Holds a slice of the input features and gets that slice of the input; adds the bias once, after the sum."""
 
     def forward(self, input: Tensor) -> Tensor:
         output = sum_from_ranks(F.linear(input, self.weight), self.tp_group)
@@ -162,19 +162,19 @@ class _RowwiseLinear(_TensorParallelModule, nn.Linear):
 
 
 class _SplitRowwiseLinear(_RowwiseLinear):
-    """Holds a share of the input features and takes that share of a replicated input."""
+    """Holds a slice of the input features and selects that slice of a replicated input."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(split_last_dim(input, self.tp_group))
 
 
-def multiplies_alone(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether, without gradients, the module multiplies with the weight it holds and does nothing else."""
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether the module, without gradients, only multiplies with its local weight and adds its bias."""
     return type(module) in (nn.Linear, _ColwiseLinear, _SharedHeadLinear) and "forward" not in vars(module)
 
 
 class _VocabularyEmbedding(_TensorParallelModule, nn.Embedding):
-    """Holds a share of the vocabulary; tokens of others contribute zero to the sum."""
+    """Holds a slice of the vocabulary; tokens of other ranks contribute zero to the sum."""
 
     first_token: int
 
@@ -189,21 +189,21 @@ class _VocabularyEmbedding(_TensorParallelModule, nn.Embedding):
 
 
 class _FeatureEmbedding(_TensorParallelModule, nn.Embedding):
-    """Holds a share of every token's features."""
+    """Holds a slice of every token's features."""
 
     def forward(self, input: Tensor) -> Tensor:
         return gather_last_dim(super().forward(input), self.tp_group, self.embedding_dim)
 
 
 class _PartialGradientModule(_TensorParallelModule):
-    """Is replicated but sees only this rank's heads, so its parameters' gradients are summed over the ranks."""
+    """Is replicated but reads only this rank's heads, so its parameters' gradients are summed over the ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with _gradients_summed(self, self.tp_group, 0, self.tp_group.size):
             return super().forward(*args, **kwargs)
 
 
-_CLASSES: dict[str, type[_TensorParallelModule]] = {
+_CLASS_BY_STYLE: dict[str, type[_TensorParallelModule]] = {
     "colwise": _ColwiseLinear,
     "packed_colwise": _ColwiseLinear,
     "colwise_gather_output": _GatheredColwiseLinear,
@@ -214,17 +214,16 @@ _CLASSES: dict[str, type[_TensorParallelModule]] = {
     "embedding_colwise": _FeatureEmbedding,
     PARTIAL_GRADIENT: _PartialGradientModule,
 }
-_COMBINED: WeakKeyDictionary[type[nn.Module], WeakValueDictionary[type[nn.Module], type[nn.Module]]] = (
-    WeakKeyDictionary()
-)
-"""Classes made by `_with_own_forward`: own -> ours -> both. Weak, since a class made in a function may hold models."""
+_combined_classes: WeakKeyDictionary[type[nn.Module], WeakValueDictionary[type[nn.Module], type[nn.Module]]]
+_combined_classes = WeakKeyDictionary()
+"""Own class -> base of this module -> class of both. Weak, because a class defined in a function may hold models."""
 
 
 @contextlib.contextmanager
 def _gradients_summed(module: nn.Module, group: TensorParallelGroup, first: int, count: int) -> Iterator[None]:
-    """Let the module's forward see its parameters through a sum of their gradients.
+    """Make the module's forward use its parameters through a function that sums their gradients over ranks.
 
-    Inside the graph rather than as a hook on the parameter: right under gradient accumulation and FSDP alike.
+    The sum is part of the graph instead of a parameter hook, so it is correct with gradient accumulation and FSDP.
     """
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in own.values())):
@@ -245,7 +244,7 @@ def _convert(module: nn.Module, name: str, style: str, plan: TensorParallelPlan,
             f"{name}: its forward was replaced on the instance, which tensor parallelism would bypass; "
             "lay the model out before anything wraps its modules"
         )
-    base: type[nn.Module] = _CLASSES[style]
+    base: type[nn.Module] = _CLASS_BY_STYLE[style]
     cut = plan.cuts.get(f"{name}.weight")
     if cut is not None and cut.replicate_units and cut.num_units is not None and group.size > cut.num_units:
         base = _SharedHeadLinear
@@ -254,7 +253,7 @@ def _convert(module: nn.Module, name: str, style: str, plan: TensorParallelPlan,
     if isinstance(module, nn.Embedding) and style == "embedding_rowwise":
         first, length = group.local_slice(module.num_embeddings)
         vars(module)["first_token"] = first
-        if module.padding_idx is not None:  # an index into the local weight, which may not hold it
+        if module.padding_idx is not None:  # must be an index into the local weight
             local = module.padding_idx - first
             module.padding_idx = local if 0 <= local < length else None
     module.__class__ = _with_own_forward(base, type(module))
@@ -262,30 +261,31 @@ def _convert(module: nn.Module, name: str, style: str, plan: TensorParallelPlan,
 
 
 def _with_own_forward(base: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
-    """Return ``base`` with the forward of ``own`` inside, such as Gemma's scaled embedding."""
+    """Return ``base`` with the forward of ``own`` inside, for example Gemma's scaled embedding."""
     if issubclass(base, own):
         return base
-    made = _COMBINED.setdefault(own, WeakValueDictionary())
-    combined = made.get(base)
+    combined_by_base = _combined_classes.setdefault(own, WeakValueDictionary())
+    combined = combined_by_base.get(base)
     if combined is None:
-        made[base] = combined = type(f"{base.__name__.strip('_')}{own.__name__}", (base, own), {})
+        combined = type(f"{base.__name__.strip('_')}{own.__name__}", (base, own), {})
+        combined_by_base[base] = combined
     return combined
 
 
 def _divide_heads(attention: nn.Module, heads: AttentionHeads, tp: int) -> None:
-    """Set what an attention module knows about its heads to this rank's share."""
+    """Set the head counts of an attention module to those of this rank."""
     query, key_value = heads.query // tp, max(1, heads.key_value // tp)
-    for names, whole, share in (
+    for names, whole, local in (
         (("num_heads", "num_attention_heads"), heads.query, query),
         (("num_key_value_heads", "num_kv_heads"), heads.key_value, key_value),
         (("num_key_value_groups",), heads.query // heads.key_value, query // key_value),
     ):
         for name in names:
             if vars(attention).get(name) == whole:
-                setattr(attention, name, share)
+                setattr(attention, name, local)
 
 
-def _tell_generate(model: nn.Module, plan: TensorParallelPlan, tp: int) -> None:
+def _set_generate_degree(model: nn.Module, plan: TensorParallelPlan, tp: int) -> None:
     """Set the private degree by which ``generate`` divides the key-value heads of a static cache."""
     base = getattr(model, "get_base_model", lambda: model)()  # inside PEFT's wrapper
     if hasattr(base, "_tp_size") and plan.attention:

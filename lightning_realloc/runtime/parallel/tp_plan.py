@@ -1,7 +1,7 @@
-"""Which tensor-parallel style does every module of a model follow, and how does that cut its parameters?
+"""Find the tensor-parallel style of every module, and the resulting cut of its parameters.
 
-Read from transformers' own ``tp_plan`` (or a plan that the caller gives) and from shapes: attention heads are found by
-the sizes that a model's config declares, never by its family. Only reads the model; works on meta tensors.
+Styles come from transformers' own ``tp_plan`` or from a plan that the caller gives. Attention heads are found by the
+sizes in the model's config, never by its family. Only reads the model, which may be on the meta device.
 """
 
 from __future__ import annotations
@@ -25,50 +25,52 @@ EMBEDDING = ("embedding_rowwise", "embedding_colwise")
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 REPLICATE = "replicate"
 STYLES = (*COLWISE, *ROWWISE, *EMBEDDING, PARTIAL_GRADIENT, REPLICATE)
-"""The styles that are understood, under transformers' names."""
+"""Supported styles, by transformers' names."""
 
 _SYNONYMS = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 _ATTENTION_ATTRIBUTES = ("num_key_value_groups", "head_dim", "head_size")
 _PEFT_PREFIX, _PEFT_SUFFIX = "base_model.model.", ".base_layer"
-"""What PEFT adds to the names of the modules that it wraps."""
-_NUM_PACKED = 2
-"""Transformers' packed styles fuse two blocks, gate and up."""
+"""Prefix and suffix that PEFT adds to the names of the modules that it wraps."""
+_NUM_PACKED_BLOCKS = 2
+"""Number of blocks that transformers' packed styles fuse: gate and up."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionHeads:
-    """How many heads an attention module has, over all tensor-parallel ranks."""
+    """Head counts of an attention module, over all tensor-parallel ranks."""
 
     query: int
+    """Number of query heads."""
     key_value: int
+    """Number of key-value heads."""
     head_dims: tuple[int, ...]
-    """Features of one head: of keys, and of values where they differ."""
+    """Features of one head: of keys, and of values if they differ."""
 
     @property
     def key_value_sizes(self) -> tuple[int, ...]:
-        """The output features of a key or value projection."""
+        """Possible output features of a key or value projection."""
         return tuple(self.key_value * head_dim for head_dim in self.head_dims)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelPlan:
-    """What tensor parallelism does to every module and parameter of one model."""
+    """Tensor-parallel styles and cuts of one model."""
 
     styles: Mapping[str, str]
-    """Module name -> style, for every module that has one."""
+    """Module name -> style, for every module with a style."""
     cuts: Mapping[str, TensorParallelCut]
-    """Parameter name (tied ones under all their names) -> cut, for every parameter that is cut."""
+    """Parameter name -> cut, for every cut parameter. Tied parameters appear under all their names."""
     attention: Mapping[str, AttentionHeads]
-    """Attention modules whose heads are divided over the ranks, by name."""
+    """Module name -> heads, for attention modules whose heads are divided over the ranks."""
     refusal: str | None = None
-    """Why the model cannot run tensor parallel, None when it can."""
+    """Reason why the model cannot run with tensor parallelism; None if it can."""
 
 
 def read_tp_plan(model: nn.Module, tp_plan: Mapping[str, str] | None = None) -> TensorParallelPlan:
-    """Return what the model's own plan, with the entries of ``tp_plan`` over it, means for this model.
+    """Resolve the model's own plan, overridden by the entries of ``tp_plan``.
 
-    ``tp_plan`` maps module names, ``*`` standing for a layer number, to styles; "replicate" undoes an entry.
-    What cannot be followed becomes ``refusal``. Raises LayoutError when ``tp_plan`` names modules that do not exist.
+    ``tp_plan`` maps module names, with ``*`` for a layer number, to styles; "replicate" removes an entry. If the plan
+    cannot be applied, ``refusal`` says why. Raises LayoutError if ``tp_plan`` names modules that do not exist.
     """
     known = _known_names(model)
     if unknown := sorted((tp_plan or {}).keys() - known):
@@ -86,7 +88,7 @@ def read_tp_plan(model: nn.Module, tp_plan: Mapping[str, str] | None = None) -> 
 
 
 def with_wildcards(name: str) -> str:
-    """Replace the layer numbers in a dotted name by ``*``, as the keys of a plan are written."""
+    """Replace the layer numbers in a dotted name by ``*``, as in the keys of a plan."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
@@ -95,9 +97,9 @@ def _known_names(model: nn.Module) -> set[str]:
     return {spelling for name, _ in named for spelling in _spellings(name)}
 
 
-@functools.lru_cache(maxsize=1 << 16)  # each of a model's names is asked about several times, and by every role
+@functools.lru_cache(maxsize=1 << 16)  # every role looks up each name of its model several times
 def _spellings(name: str) -> tuple[str, ...]:
-    """Return the keys by which a plan may mean a module: as it is, as PEFT found it, and both with wildcards."""
+    """Return a plan's possible keys for a module: its name with and without PEFT's additions, and with wildcards."""
     before_peft = name.removeprefix(_PEFT_PREFIX).removesuffix(_PEFT_SUFFIX)
     return name, with_wildcards(name), before_peft, with_wildcards(before_peft)
 
@@ -129,7 +131,7 @@ def _styles_by_module(model: nn.Module, patterns: Mapping[str, str]) -> dict[str
 
 
 def _styles_of_adapters(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
-    """Cut the LoRA pair of every cut layer as the layer: B where its output is cut, A where its input is."""
+    """Return the styles of the LoRA pair of every cut layer: B is cut like its output, A like its input."""
     adapters = {}
     for name, module in model.named_modules():
         layer, _, kind = name.rpartition(".")
@@ -139,10 +141,9 @@ def _styles_of_adapters(model: nn.Module, styles: Mapping[str, str]) -> dict[str
                 f"{name}: DoRA divides by the norms of whole weights, and {layer} is cut ({style}); leave use_dora out"
             )
         if kind in ("lora_A", "lora_B") and style in (*COLWISE, *ROWWISE):
-            cut_here = (style in COLWISE) == (kind == "lora_B")
-            adapters.update(
-                {f"{name}.{adapter}": style if cut_here else REPLICATE for adapter, _ in module.named_children()}
-            )
+            is_cut = (style in COLWISE) == (kind == "lora_B")
+            for adapter, _ in module.named_children():
+                adapters[f"{name}.{adapter}"] = style if is_cut else REPLICATE
     return adapters
 
 
@@ -163,8 +164,8 @@ def _plan_for(model: nn.Module, styles: dict[str, str]) -> TensorParallelPlan:
         module = model.get_submodule(name)
         _check_module(module, name, style)
         heads = None
-        if style in ("colwise", "rowwise") and (around := _attention_around(model, name)) is not None:
-            attention_name, heads = around
+        if style in ("colwise", "rowwise") and (found := _find_attention(model, name)) is not None:
+            attention_name, heads = found
             attention[attention_name] = heads
         for parameter_name, parameter in module.named_parameters(recurse=False):
             cut = _cut(tuple(parameter.shape), style, heads, f"{name}.{parameter_name}")
@@ -183,7 +184,7 @@ def _check_module(module: nn.Module, name: str, style: str) -> None:
         wanted = nn.Linear
     if not isinstance(module, wanted):
         raise LayoutError(
-            f"{name}: the tensor-parallel style {style!r} cuts {wanted.__name__} modules and this is a "
+            f"{name}: the tensor-parallel style {style!r} cuts {wanted.__name__} modules, but this is a "
             f"{type(module).__name__}; pass a tp_plan that says 'replicate' for it"
         )
     if style in ROWWISE and type(module).forward is not nn.Linear.forward:
@@ -194,7 +195,7 @@ def _check_module(module: nn.Module, name: str, style: str) -> None:
 
 
 def _cut(shape: tuple[int, ...], style: str, heads: AttentionHeads | None, name: str) -> TensorParallelCut | None:
-    """Return the cut of one parameter of a module with ``style``; biases of rowwise modules stay whole."""
+    """Return the cut of one parameter of a module with ``style``; None for whole ones, as biases of rowwise modules."""
     if style in COLWISE or style == "embedding_rowwise":
         dim = 0
     elif style in ROWWISE or style == "embedding_colwise":
@@ -205,49 +206,51 @@ def _cut(shape: tuple[int, ...], style: str, heads: AttentionHeads | None, name:
         return None
     size = shape[dim]
     if style.startswith("packed"):
-        if size % _NUM_PACKED:
+        if size % _NUM_PACKED_BLOCKS:
             raise LayoutError(f"{name}: the style {style!r} needs an even size along dim {dim}; it is {size}")
-        return TensorParallelCut(dim, block_sizes=(size // _NUM_PACKED,) * _NUM_PACKED)
+        return TensorParallelCut(dim, block_sizes=(size // _NUM_PACKED_BLOCKS,) * _NUM_PACKED_BLOCKS)
     return TensorParallelCut(dim) if heads is None else _cut_by_heads(dim, size, heads, name)
 
 
 def _cut_by_heads(dim: int, size: int, heads: AttentionHeads, name: str) -> TensorParallelCut:
-    """Cut a projection between heads.
+    """Return a cut between the heads of a projection.
 
-    Keys and values are told by their size, one head dim per key-value head. Everything else inside attention lists its
-    features by query head: queries, gpt_neox's fused q, k and v, gates, and the input of the output projection.
+    Key and value projections are recognised by their size, one head dim per key-value head. All other parameters of
+    attention order their features by query head: queries, gpt_neox's fused q, k and v, gates, and the input of the
+    output projection.
     """
     if heads.key_value < heads.query and size in heads.key_value_sizes:
-        # What reads keys or values (dim 1) would need to know which ranks share a head: tp may not exceed the heads.
+        # A module that reads keys or values (dim 1) does not know which ranks share a head, so there tp must not
+        # exceed the number of heads.
         return TensorParallelCut(dim, num_units=heads.key_value, replicate_units=dim == 0)
     if size % heads.query:
         raise LayoutError(
             f"{name}: dim {dim} of size {size} holds neither {heads.query} query heads nor {heads.key_value} key-value "
-            f"heads of {heads.head_dims}, so where to cut is unknown; pass a tp_plan that says 'replicate' for all "
+            f"heads of {heads.head_dims}, so its cut is unknown; pass a tp_plan that says 'replicate' for all "
             "projections of this module"
         )
     return TensorParallelCut(dim, num_units=heads.query)
 
 
-def _attention_around(model: nn.Module, name: str) -> tuple[str, AttentionHeads] | None:
-    """Return the attention module that the module ``name`` belongs to, None when it belongs to none."""
+def _find_attention(model: nn.Module, name: str) -> tuple[str, AttentionHeads] | None:
+    """Return name and heads of the attention module that contains the module ``name``; None if there is none."""
     while "." in name:
         name = name.rpartition(".")[0]
         module = model.get_submodule(name)
-        says_so = any(hasattr(module, attribute) for attribute in _ATTENTION_ATTRIBUTES)
-        if says_so or type(module).__name__.endswith("Attention"):
-            return name, _heads_of(module, getattr(model, "config", None), name)
+        has_heads = any(hasattr(module, attribute) for attribute in _ATTENTION_ATTRIBUTES)
+        if has_heads or type(module).__name__.endswith("Attention"):
+            return name, _read_heads(module, getattr(model, "config", None), name)
     return None
 
 
-def _heads_of(attention: nn.Module, model_config: Any, name: str) -> AttentionHeads:
+def _read_heads(attention: nn.Module, model_config: Any, name: str) -> AttentionHeads:
     config = getattr(attention, "config", None) or model_config
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     query = _first_int(attention, ("num_heads", "num_attention_heads")) or _first_int(config, ("num_attention_heads",))
     if query is None:
         raise LayoutError(
             f"{name}: the number of attention heads is in neither the module nor its config (num_attention_heads), so "
-            "where to cut is unknown; pass a tp_plan that says 'replicate' for its projections"
+            "the cut is unknown; pass a tp_plan that says 'replicate' for its projections"
         )
     groups = _first_int(attention, ("num_key_value_groups",))
     key_value = query // groups if groups else _first_int(attention, ("num_key_value_heads",))
@@ -267,10 +270,9 @@ def _first_int(source: Any, names: tuple[str, ...]) -> int | None:
 
 
 def _agree_on_tied(model: nn.Module, styles: dict[str, str]) -> None:
-    """Give tied embeddings and heads styles that cut their one parameter along the same dim.
+    """Give tied embeddings and heads styles that cut their common parameter along the same dim.
 
-    The output head decides where the plan names it, because only the embedding can be cut either way and still be
-    used whole.
+    If the plan names the output head, its style decides, because the embedding supports both cuts.
     """
     for names in tied_names(model).values():
         modules = [name.rpartition(".")[0] for name in names]
@@ -297,9 +299,10 @@ def _check_tied_cuts(model: nn.Module, cuts: Mapping[str, TensorParallelCut]) ->
 
 
 def _check_between_cuts(model: nn.Module, styles: Mapping[str, str]) -> None:
-    """Refuse parameters beside a column-cut layer that the plan forgets, such as those of a learned activation.
+    """Raise LayoutError for parameters next to a column-cut layer that the plan does not name.
 
-    They see only this rank's features, and would silently keep only this rank's part of their gradient.
+    Parameters of a learned activation, for example, read only this rank's features. Their gradient would silently
+    lack the contributions of the other ranks.
     """
     repeated = {name for name, _ in find_blocks(model)}
     cut_names = [name for name, style in styles.items() if style in ("colwise", "packed_colwise")]
@@ -308,9 +311,9 @@ def _check_between_cuts(model: nn.Module, styles: Mapping[str, str]) -> None:
     divided = {name for name in divided - repeated if not any(block.startswith(f"{name}.") for block in repeated)}
     for name, _ in model.named_parameters():
         module = name.rpartition(".")[0]
-        parts = module.split(".")
-        around = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
-        if module not in styles and not divided.isdisjoint(around):
+        names = module.split(".")
+        prefixes = {".".join(names[:length]) for length in range(1, len(names) + 1)}
+        if module not in styles and not divided.isdisjoint(prefixes):
             raise LayoutError(
                 f"{name}: the plan cuts its neighbours and does not say whether its gradient is whole on every rank; "
                 f"pass a tp_plan that names {with_wildcards(module)!r} as {REPLICATE!r} or {PARTIAL_GRADIENT!r}"

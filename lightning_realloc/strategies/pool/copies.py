@@ -11,7 +11,7 @@ from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.parallelize import parallelize, tensor_parallelize
 from lightning_realloc.runtime.parallel.shards import bind_tensors
 from lightning_realloc.runtime.parallel.stage import cut_stage
-from lightning_realloc.runtime.parallel.twin import weightless_copy
+from lightning_realloc.runtime.parallel.weightless import weightless_copy
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
 from lightning_realloc.strategies.pool.replica import Replica
 

@@ -24,8 +24,14 @@ from lightning_realloc.runtime.model.adapter_layers import adapter_config, adapt
 from lightning_realloc.runtime.model.training_mode import enable_activation_checkpointing
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.parallelize import needs_fsdp, parallelize
-from lightning_realloc.runtime.parallel.shards import bind_tensors, local_tensors, own_storage, reshard, vacate
-from lightning_realloc.runtime.parallel.twin import weightless_copy
+from lightning_realloc.runtime.parallel.shards import (
+    bind_tensors,
+    free_weights,
+    local_tensors,
+    move_to_own_storage,
+    reshard,
+)
+from lightning_realloc.runtime.parallel.weightless import weightless_copy
 from lightning_realloc.runtime.transfer.executor import Reallocation, ReallocationReport
 from lightning_realloc.strategies.pool.copies import empty_model_like, prepare_copy
 from lightning_realloc.strategies.pool.moving_average import AveragedRoles
@@ -145,9 +151,9 @@ class ModelPool:
             policy = self._options.mixed_precision if needs_fsdp(model, home.layout) else None
             parallelize(model, home, self.meshes, mixed_precision=policy, tp_plan=tp_plan)
             if role in self.plan.offload:
-                own_storage(model)
+                move_to_own_storage(model)
         else:
-            vacate(model)
+            free_weights(model)
         return Replica(role, home, model, version=1, frozen_version=1)
 
     def _move_home(self, old: Replica, home: ModelLayout, optimizer: torch.optim.Optimizer | None) -> Replica:

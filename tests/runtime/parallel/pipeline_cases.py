@@ -1,4 +1,4 @@
-"""What must a pipeline compute? What one process computes with the whole model, which runs beside it here."""
+"""Compare a pipeline with one process that computes with the whole model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.runtime.reference import local_part
 
 MAX_NORM = 0.5
 TOKENS_PER_MICRO_BATCH = ((5, 3), (9,), (2, 4, 4), (7, 1), (3,))
-"""Response lengths of up to five micro-batches, none like another; every prompt has two tokens."""
+"""Response lengths of up to five micro-batches, all different; every prompt has two tokens."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _packed(lengths: tuple[int, ...], generator: torch.Generator) -> PackedBatch
 
 
 def move_weights_between_layouts(family: str, pairs: list[tuple[str, str]]) -> list[str]:
-    """Reallocate a pipeline's weights to another layout and back, and return what is not the same bit for bit."""
+    """Reallocate a pipeline's weights to another layout and back; return the tensors that are not bitwise equal."""
     meshes, rank = MeshRegistry("cpu"), dist.get_rank()
     meshes.create([Layout.parse(text) for pair in pairs for text in pair])
     settings: dict[str, Any] = {
@@ -115,14 +115,14 @@ def move_weights_between_layouts(family: str, pairs: list[tuple[str, str]]) -> l
 
 
 def score(model: nn.Module, batch: PackedBatch, *, classifies: bool) -> Tensor:
-    """Return (N,) what an algorithm would ask of the model: logprobs of responses, or a critic's values."""
+    """Return the (N,) values that an algorithm uses: logprobs of responses, or a critic's values."""
     if classifies:
         return packed_logits(model, batch)[:, 0]
     return token_logprobs(model, batch, only_responses=True).logprobs
 
 
 def pipeline_beside_the_reference(cases: list[Case]) -> dict[str, list[str]]:
-    """Infer and train every case next to one process with the whole model; return what differed, by case.
+    """Infer and train every case next to one process with the whole model; return the differences by case.
 
     Collective over the world; ranks outside a layout only take part in making its groups.
     """

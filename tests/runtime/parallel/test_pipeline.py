@@ -9,7 +9,7 @@ from torch import nn
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.runtime.parallel.model_spec import describe_model
-from lightning_realloc.runtime.parallel.stage import cut_stage, passage_of
+from lightning_realloc.runtime.parallel.stage import cut_stage, get_stage_io
 from tests.models import tiny_model
 from tests.runtime.parallel.pipeline_cases import (
     Case,
@@ -114,7 +114,7 @@ def _bare_parameter(model: nn.Module) -> None:
     [
         (_frozen_first_block, "would leave stage 0 of LlamaForCausalLM without a parameter that is trained"),
         (_shared_weight, r"layers.0.mlp.up_proj.weight and model.layers.1.mlp.up_proj.weight are tied"),
-        (_bare_parameter, r"LlamaForCausalLM holds the parameter 'scale' beside modules of other stages"),
+        (_bare_parameter, r"LlamaForCausalLM holds the parameter 'scale' and modules of other stages"),
     ],
 )
 def test_models_that_cannot_be_divided_are_refused_on_every_rank(
@@ -140,12 +140,12 @@ def test_a_stage_is_called_on_the_tokens_that_the_others_see_or_not_at_all() -> 
     with pytest.raises(LayoutError, match="is stage 1 of 2 of a pipeline, and cannot be called by itself"):
         stage(input_ids=ids)
     with (
-        passage_of(stage).open(ids, torch.zeros(1, 6, 64)),
-        pytest.raises(LayoutError, match=r"tokens of the micro-batch .* of shape \(1, 6\); it gave others, .*\(1, 3\)"),
+        get_stage_io(stage).open(ids, torch.zeros(1, 6, 64)),
+        pytest.raises(LayoutError, match=r"tokens of its micro-batch, .*shape \(1, 6\); it gave others, .*\(1, 3\)"),
     ):
         stage(input_ids=ids[:, :3])
     with pytest.raises(LayoutError, match="is not a pipeline stage"):
-        passage_of(tiny_model("llama"))
+        get_stage_io(tiny_model("llama"))
 
 
 def test_a_norm_that_is_registered_before_the_blocks_and_runs_behind_them_is_refused() -> None:
@@ -153,7 +153,7 @@ def test_a_norm_that_is_registered_before_the_blocks_and_runs_behind_them_is_ref
     stage, (batch, *_) = _stage(case.build(), 1), case.batches(1)[0]
 
     with (
-        passage_of(stage).open(batch.input_ids, torch.zeros(1, batch.num_tokens, 64)),
-        pytest.raises(LayoutError, match=r"such a module \(LayerNorm\) behind them, on the last; use pp=1"),
+        get_stage_io(stage).open(batch.input_ids, torch.zeros(1, batch.num_tokens, 64)),
+        pytest.raises(LayoutError, match=r"such a module \(LayerNorm\) after them, on the last; use pp=1"),
     ):
         score(stage, batch, classifies=False)

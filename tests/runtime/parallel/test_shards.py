@@ -10,7 +10,7 @@ from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.parallelize import parallelize
 from lightning_realloc.runtime.parallel.shards import bind_tensors, local_tensors, reshard
-from lightning_realloc.runtime.parallel.twin import weightless_copy
+from lightning_realloc.runtime.parallel.weightless import weightless_copy
 from tests.models import tiny_model
 from tests.runtime.reference import local_part
 from tests.workers import WorkerPool
@@ -63,24 +63,24 @@ def test_local_tensors_are_the_live_storage_of_the_layout_s_regions(workers: Wor
 
 def test_bound_tensors_are_shared_and_ties_stay_tied() -> None:
     model = tiny_model("qwen2")
-    skeleton = weightless_copy(model)
+    weightless = weightless_copy(model)
     storage = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
-    bind_tensors(skeleton, storage)
+    bind_tensors(weightless, storage)
 
-    assert skeleton.lm_head.weight is skeleton.model.embed_tokens.weight
-    assert _same_storage(local_tensors(skeleton), storage)
-    assert not any(parameter.requires_grad for parameter in skeleton.parameters())
+    assert weightless.lm_head.weight is weightless.model.embed_tokens.weight
+    assert _same_storage(local_tensors(weightless), storage)
+    assert not any(parameter.requires_grad for parameter in weightless.parameters())
     with torch.no_grad():
-        assert torch.equal(skeleton(IDS).logits, model(IDS).logits)
+        assert torch.equal(weightless(IDS).logits, model(IDS).logits)
         storage["model.norm.weight"].mul_(2)
-        assert not torch.equal(skeleton(IDS).logits, model(IDS).logits)
+        assert not torch.equal(weightless(IDS).logits, model(IDS).logits)
 
 
 def test_binding_other_tensors_than_the_parameters_is_refused() -> None:
-    skeleton = weightless_copy(tiny_model("qwen2"))
-    tensors = dict(skeleton.named_parameters())
+    weightless = weightless_copy(tiny_model("qwen2"))
+    tensors = dict(weightless.named_parameters())
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
 
     with pytest.raises(LayoutError, match=r"missing \['model.embed_tokens.weight'\], unknown \['lm_head.weight'\]"):
-        bind_tensors(skeleton, tensors)
+        bind_tensors(weightless, tensors)

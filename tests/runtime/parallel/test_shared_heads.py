@@ -1,4 +1,4 @@
-"""Heads cut over the vocabulary, on gloo ranks: what one process says of packed tokens, and no rank sees all logits."""
+"""Heads cut over the vocabulary, on gloo ranks: results equal one process, and no rank holds all logits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WHOLE_HEAD = Case("llama", "tp2@0-1", UNEVEN, tp_plan={"lm_head": "replicate"})
 
 
 class MostLogits(TorchDispatchMode):
-    """Notes the largest tensor with an entry for every token of the vocabulary, in both directions."""
+    """Records the largest tensor with an entry for every token of the vocabulary, in both passes."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def _pack() -> PackedBatch:
 
 
 def _say(model: nn.Module, packed: PackedBatch, dtype: torch.dtype) -> list[Tensor]:
-    """Return what is asked of a model's distributions; leave the gradients of all of it."""
+    """Return all statistics of a model's distributions, and accumulate the gradients of their sum."""
     said = token_logprobs(model, packed, temperature=0.7, with_entropy=True, with_collision=True, only_responses=True)
     assert said.entropy is not None and said.collision is not None
     weights = torch.linspace(-1, 2, packed.num_tokens)
@@ -82,7 +82,7 @@ def _say(model: nn.Module, packed: PackedBatch, dtype: torch.dtype) -> list[Tens
 
 
 def _differences(cases: list[Case]) -> list[tuple[list[str], int] | None]:
-    """Return of every case that this rank takes part in what differs, and how many rows had all logits."""
+    """Return for every case of this rank the differences, and the number of rows with all logits."""
     meshes, rank = MeshRegistry("cpu"), dist.get_rank()
     meshes.create([Layout.parse(case.layout) for case in cases])
     packed, found = _pack(), []

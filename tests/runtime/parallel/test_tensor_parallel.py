@@ -31,7 +31,7 @@ PLAN = {
 
 
 class EveryStyle(nn.Module):
-    """A model without a config, with the styles that no tested family uses, and sizes that 4 does not divide."""
+    """A model without a config, with styles that no tested family uses and sizes that 4 does not divide."""
 
     def __init__(self) -> None:
         super().__init__()

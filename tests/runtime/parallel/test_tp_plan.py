@@ -108,7 +108,7 @@ def test_parameters_between_divided_layers_are_refused_until_the_plan_names_them
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        ({"transformer.h.*.mlp.c_fc": "colwise"}, "cuts Linear modules and this is a Conv1D"),
+        ({"transformer.h.*.mlp.c_fc": "colwise"}, "cuts Linear modules, but this is a Conv1D"),
         ({"transformer.wte": "sideways"}, "transformer.wte: the tensor-parallel style 'sideways' is not supported"),
         ({"transformer.wte.weight": "colwise"}, "to a bare parameter"),
     ],
