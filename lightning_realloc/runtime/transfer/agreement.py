@@ -1,7 +1,7 @@
-"""Do all ranks mean the same reallocation, and is what each of them handed in complete?
+"""Check that all ranks request the same reallocation with complete tensors, before anything is sent.
 
-Asked before anything is sent: gloo answers a message of unexpected size by ending the process, and a rank that raises
-alone leaves the others waiting. So every finding is shared first, and then every rank raises it.
+Gloo ends the process at a message of unexpected size, and a rank that raises alone leaves the others waiting. So ranks
+share all problems first, and then every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -21,30 +21,33 @@ from lightning_realloc.realloc.publication import PublicationPlan, plan_publicat
 from lightning_realloc.runtime.messages.objects import gather_objects
 
 TransportName = Literal["auto", "push", "direct"]
-"""How weights travel: through shared memory of one host, from rank to rank, or as probing decides."""
+"""How weights are sent: "push" through shared memory of one host, "direct" from rank to rank, "auto" either."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """What one rank asks for."""
+    """A reallocation as one rank requests it."""
 
     source: ModelLayout
     source_tensors: Mapping[str, Tensor]
     """This rank's local tensors under ``source``."""
     target: ModelLayout
     target_tensors: Mapping[str, Tensor] | None
-    """This rank's local tensors under ``target`` when they exist already."""
+    """This rank's local tensors under ``target``; None if they do not exist yet."""
     rank: int
     dtype: torch.dtype
-    """The target's."""
+    """Dtype of the target's tensors."""
     device: torch.device
     transport: TransportName
     max_staging_bytes: int
+    """Most bytes that this rank sends or receives through staging memory in one round."""
     pack_below_bytes: int
+    """Pieces smaller than this many bytes share messages."""
     cluster: ClusterSpec | None
+    """Nodes of the ranks; None means one node."""
 
     def find_problem(self, world_size: int) -> str | None:
-        """Return what is wrong with this rank's request as it stands, None when nothing is."""
+        """Return the first problem of this rank's request; None if there is none."""
         return next(self._problems(world_size), None)
 
     def _problems(self, world_size: int) -> Iterator[str]:
@@ -56,7 +59,7 @@ class Request:
         if self.transport == "push" and self.device.type != "cpu":
             yield f"transport='push' needs CPU tensors, these are on {self.device}; use 'auto' or 'direct'"
         if self.transport == "push" and self.target_tensors is not None:
-            yield "transport='push' owns the target's storage, it cannot fill target_tensors; use 'auto' or 'direct'"
+            yield "transport='push' owns the target's storage and cannot fill target_tensors; use 'auto' or 'direct'"
         yield from self._tensor_problems("source_tensors", self.source, self.source_tensors, None)
         if self.target_tensors is not None:
             yield from self._tensor_problems("target_tensors", self.target, self.target_tensors, self.dtype)
@@ -76,23 +79,23 @@ class Request:
             if tensor.device.type != self.device.type:
                 yield f"{which}[{name!r}] is on {tensor.device}, not on device={self.device}; move it or change device"
             if dtype is not None and tensor.dtype != dtype:
-                yield f"{which}[{name!r}] is {tensor.dtype}, not dtype={dtype}; let both be the same"
+                yield f"{which}[{name!r}] is {tensor.dtype}, not dtype={dtype}; use the same dtype for both"
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks have in common."""
+    """Properties of a reallocation that all ranks have in common."""
 
     wire_dtype: torch.dtype
-    """What travels: the narrower of source and target, which gives the same bits as casting first."""
-    target_is_given: bool
-    """Whether the target's tensors exist already."""
+    """Dtype of sent elements: the narrower one of source and target. Casting later gives the same bits."""
+    has_given_target: bool
+    """Whether the caller gave the target's tensors."""
     may_alias: bool
-    """Whether a target tensor may be the source's own: same dtype everywhere, and the target's storage is ours."""
+    """Whether a target tensor may be the source tensor itself: equal dtypes, and no given target tensors."""
     copied_names: frozenset[str]
-    """Parameters that are not contiguous on some rank and hence aliased on none."""
+    """Parameters that are not contiguous on some rank, and so are not aliased on any rank."""
 
-    def aliased(self, request: Request, rank: int) -> frozenset[str]:
+    def aliased_names(self, request: Request, rank: int) -> frozenset[str]:
         """Return the parameters whose target tensor on ``rank`` is its source tensor."""
         if not self.may_alias:
             return frozenset()
@@ -104,49 +107,50 @@ class Agreement:
         )
 
 
-class _Facts(NamedTuple):
+class _RequestSummary(NamedTuple):
     problem: str | None
     settings: tuple[object, ...]
-    gives_target: bool | None
+    has_given_target: bool | None
+    """None outside the target's ranks."""
     source_dtypes: frozenset[torch.dtype]
     copied_names: frozenset[str]
 
 
 def agree_on_request(request: Request, world_size: int) -> Agreement:
-    """Compare the requests of all ranks. Collective; raises PlanError on every rank when one is wrong or differs."""
+    """Compare the requests of all ranks. Collective; raises PlanError on every rank if one is wrong or differs."""
     settings = (
-        request.transport, request.dtype, request.device.type, request.max_staging_bytes, request.pack_below_bytes,
-        world_size,
-    )  # fmt: skip
+        *(request.transport, request.dtype, request.device.type),
+        *(request.max_staging_bytes, request.pack_below_bytes, world_size),
+    )
     sources = request.source_tensors
-    gives_target = request.target_tensors is not None if request.rank in request.target.layout else None
-    everyone = gather_objects(
-        _Facts(
+    has_given_target = request.target_tensors is not None if request.rank in request.target.layout else None
+    summaries = gather_objects(
+        _RequestSummary(
             request.find_problem(world_size),
             settings,
-            gives_target,
+            has_given_target,
             frozenset(tensor.dtype for tensor in sources.values()),
             frozenset(name for name, tensor in sources.items() if not tensor.is_contiguous()),
         )
     )
-    _raise_problems([facts.problem for facts in everyone])
+    _raise_problems([summary.problem for summary in summaries])
     _require_equal(
         "settings (transport, dtype, device, max_staging_bytes, pack_below_bytes, world_size)",
-        [facts.settings for facts in everyone],
+        [summary.settings for summary in summaries],
     )
-    _require_equal("target_tensors given", [facts.gives_target for facts in everyone])
-    target_is_given = any(facts.gives_target for facts in everyone)
-    dtypes = frozenset[torch.dtype]().union(*(facts.source_dtypes for facts in everyone))
+    _require_equal("target_tensors given", [summary.has_given_target for summary in summaries])
+    is_given = any(summary.has_given_target for summary in summaries)
+    dtypes = frozenset[torch.dtype]().union(*(summary.source_dtypes for summary in summaries))
     return Agreement(
         wire_dtype=_wire_dtype(dtypes, request.dtype),
-        target_is_given=target_is_given,
-        may_alias=dtypes == {request.dtype} and not target_is_given,
-        copied_names=frozenset[str]().union(*(facts.copied_names for facts in everyone)),
+        has_given_target=is_given,
+        may_alias=dtypes == {request.dtype} and not is_given,
+        copied_names=frozenset[str]().union(*(summary.copied_names for summary in summaries)),
     )
 
 
 def agree_on_plan(request: Request, element_bytes: int) -> tuple[ReallocationPlan, PublicationPlan]:
-    """Plan this rank's share and compare digests. Collective; raises PlanError on every rank when plans differ."""
+    """Plan this rank's transfers and compare digests. Collective; raises PlanError on every rank if plans differ."""
     problem, digest = None, None
     try:
         plan = plan_reallocation(
@@ -158,9 +162,9 @@ def agree_on_plan(request: Request, element_bytes: int) -> tuple[ReallocationPla
         digest = plan.digest
     except PlanError as error:
         problem = str(error)
-    everyone = gather_objects((problem, digest))
-    _raise_problems([problem for problem, _ in everyone])
-    _require_equal("plan digest", [digest[:12] for _, digest in everyone])
+    answers = gather_objects((problem, digest))
+    _raise_problems([problem for problem, _ in answers])
+    _require_equal("plan digest", [digest[:12] for _, digest in answers])
     return plan, publication
 
 
@@ -179,7 +183,7 @@ def _raise_problems(problems: Sequence[str | None]) -> None:
 
 
 def _require_equal(what: str, values: Sequence[object]) -> None:
-    """Raise PlanError unless all ranks gave the same value; None is no opinion."""
+    """Raise PlanError unless all ranks gave the same value; None is ignored."""
     ranks: dict[object, list[int]] = {}
     for rank, value in enumerate(values):
         if value is not None:
@@ -187,6 +191,6 @@ def _require_equal(what: str, values: Sequence[object]) -> None:
     if len(ranks) > 1:
         sides = "; ".join(f"{value} on ranks {format_ranks(tuple(members))}" for value, members in ranks.items())
         raise PlanError(
-            f"all ranks must ask for the same reallocation, but {what} differs: {sides}; "
+            f"all ranks must request the same reallocation, but {what} differs: {sides}; "
             "pass the same layouts, model and options everywhere"
         )

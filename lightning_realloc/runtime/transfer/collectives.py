@@ -1,7 +1,7 @@
-"""How do ranks of one host add up small tensors faster than sockets can?
+"""All-reduce of small CPU tensors in shared memory, for ranks of one host.
 
-Decoding under tensor parallelism adds a few kilobytes twice per layer and token, where gloo's latency is all the cost:
-shared memory does it in a tenth of the time or less. Whoever calls falls back to the process group where this refuses.
+Decoding under tensor parallelism sums a few kilobytes twice per layer and token, where gloo's latency dominates. Shared
+memory takes at most a tenth of the time. Callers use the process group for tensors that are not accepted.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from lightning_realloc.runtime.transfer.shared_memory import FlagBarrier, Shared
 logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.float32, torch.bfloat16)
-MOST_PIECES = 4
-"""Slots' worth of a tensor that is summed piece by piece; beyond, sockets are as fast, and rings send less."""
+MAX_CHUNKS = 4
+"""Most slot-sized chunks of a tensor. For larger ones sockets are as fast, and ring algorithms send less."""
 
 
 class SharedMemoryAllReduce:
-    """Sums small CPU tensors over the ranks of a group that share a host, to the same bits on every rank.
+    """Sums small CPU tensors over the ranks of a group on one host; results are bitwise equal on every rank.
 
-    Every rank writes into a slot of its own, raises a flag, waits for the others' flags and adds all slots in order of
-    rank. There are two sets of slots, used in turn: who writes into a set has seen all ranks begin the sum after the
-    one that used this set last, hence nobody still reads it. bfloat16 is added in float32 and rounded once.
+    Every rank writes into its own slot, sets a flag, waits for the others' flags and adds all slots in rank order. Two
+    sets of slots alternate. When a rank writes into a set, all ranks have started the sum after the set's last use, so
+    none still reads it. bfloat16 is added in float32 and rounded once.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class SharedMemoryAllReduce:
     def create(
         cls, group: dist.ProcessGroup | None = None, *, max_bytes: int = 1 << 20, deadline_s: float = 600.0
     ) -> SharedMemoryAllReduce | None:
-        """Return the sum over ``group``, None where its ranks cannot share memory. Collective over the group.
+        """Return an all-reduce over ``group``, or None if its ranks cannot share memory. Collective over the group.
 
-        The reason for None is logged. ``deadline_s`` bounds the wait for a rank that does not come.
+        The reason for None is logged. ``deadline_s`` limits the wait for another rank, in seconds.
         """
         max_bytes = -(-max_bytes // 64) * 64
         size = dist.get_world_size(group)
@@ -66,33 +66,32 @@ class SharedMemoryAllReduce:
         return cls(shared, dist.get_rank(group), names, max_bytes=max_bytes, deadline_s=deadline_s)
 
     def accepts(self, tensor: Tensor) -> bool:
-        """Tell whether `sum_` can add this tensor; the answer is the same on all ranks for the same shape and dtype."""
+        """Return whether `sum_` accepts this tensor; equal on all ranks for equal shape and dtype."""
         return (
             tensor.dtype in _DTYPES
             and tensor.device.type == "cpu"
-            and tensor.numel() * tensor.dtype.itemsize <= MOST_PIECES * self.max_bytes
+            and tensor.numel() * tensor.dtype.itemsize <= MAX_CHUNKS * self.max_bytes
         )
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Replace ``tensor`` by its sum over the group and return it. Every rank passes the same shape and dtype.
 
-        Raises ReallocError for a tensor that `accepts` refuses and when a rank does not come before the deadline.
+        Raises ReallocError for a tensor that `accepts` rejects, and if a rank does not call before the deadline.
         """
         if not self.accepts(tensor):
             raise ReallocError(
-                f"sums in shared memory take float32 or bfloat16 CPU tensors of at most {MOST_PIECES * self.max_bytes} "
-                f"bytes; got "
-                f"{tensor.dtype} on {tensor.device} with {tensor.numel()} elements: use the process group for it"
+                f"sums in shared memory take float32 or bfloat16 CPU tensors of at most {MAX_CHUNKS * self.max_bytes} "
+                f"bytes, got {tensor.dtype} on {tensor.device} with {tensor.numel()} elements; use the process group"
             )
         size = self.max_bytes // tensor.dtype.itemsize
         if tensor.numel() <= size:
-            return self._sum_piece(tensor)
+            return self._sum_chunk(tensor)
         whole = tensor if tensor.is_contiguous() else tensor.contiguous()
-        for piece in torch.split(whole.view(-1), size):
-            self._sum_piece(piece)
+        for chunk in torch.split(whole.view(-1), size):
+            self._sum_chunk(chunk)
         return whole if whole is tensor else tensor.copy_(whole)
 
-    def _sum_piece(self, tensor: Tensor) -> Tensor:
+    def _sum_chunk(self, tensor: Tensor) -> Tensor:
         count = tensor.numel()
         self._turn ^= 1
         slots = [slot[:count].view(tensor.shape) for slot in self._slots[tensor.dtype][self._turn]]
@@ -102,7 +101,7 @@ class SharedMemoryAllReduce:
 
 
 def _add_in_order(slots: list[Tensor], out: Tensor) -> Tensor:
-    """Write the sum of ``slots`` into ``out``, first to last: the order, and so the rounding, is everybody's."""
+    """Write the sum of ``slots`` into ``out``, from first to last, so that all ranks round alike."""
     with torch.no_grad():
         if out.dtype == torch.float32:
             out.copy_(slots[0])

@@ -1,7 +1,7 @@
-"""How do a model's weights get from one layout into another, again and again?
+"""Execute the reallocation of a model's weights between two layouts, repeatedly.
 
-A `Reallocation` plans once, makes sure that all ranks planned alike, chooses the transport and binds it to tensors that
-stay where they are. Every later run loops over prepared lists. Who moves when is the strategy's business.
+A `Reallocation` plans once, checks that all ranks have the same plan, chooses the transport and binds it to tensors
+with fixed storage. Every run loops over prepared lists. The strategy decides when to run it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_realloc.runtime.transfer.shared_memory import SharedSegment, alig
 from lightning_realloc.runtime.transfer.transport import (
     PACK_BELOW_BYTES,
     Arena,
-    Copies,
+    CopyList,
     DirectTransport,
     PushTransport,
     Transport,
@@ -40,7 +40,7 @@ from lightning_realloc.runtime.transfer.transport import (
 logger = logging.getLogger(__name__)
 
 MAX_STAGING_BYTES = 32 << 20
-"""How much memory the direct transport may use in each direction besides source and target: 64 MB, one bucket, in all.
+"""Staging memory of the direct transport in each direction, in bytes; both together are one bucket of 64 MB.
 
 Measured with 254M parameters over gloo, twice as much is no faster.
 """
@@ -48,18 +48,18 @@ Measured with 254M parameters over gloo, twice as much is no faster.
 
 @dataclass(frozen=True, slots=True)
 class ReallocationReport:
-    """What one run did, all ranks together but for the time."""
+    """Bytes and seconds of one run. Bytes are totals over all ranks."""
 
     bytes_moved: int
-    """Bytes that reached a rank which did not hold them, counted from the messages or writes that were bound."""
+    """Bytes that reached a rank that did not hold them, counted from the bound messages or writes."""
     bytes_minimum: int
-    """Bytes that the target's ranks need and do not hold: no plan can move less."""
+    """Bytes that the target's ranks need and do not hold. No plan can move less."""
     bytes_written: int
-    """Bytes written into shared memory, 0 for the direct transport. What several ranks share is written once."""
+    """Bytes written into shared memory; 0 for the direct transport. Shards that several ranks share count once."""
     seconds: float
-    """Wall time on this rank: from when all ranks have come (push), or from when this rank begins (direct)."""
+    """Wall time on this rank: since all ranks have started (push), or since this rank has started (direct)."""
     transport: str
-    """What carried it: push or direct."""
+    """Transport of the run: "push" or "direct"."""
 
     @property
     def gigabytes_per_s(self) -> float:
@@ -68,17 +68,17 @@ class ReallocationReport:
 
 
 class Reallocation:
-    """One model's way from one layout to another, to be run whenever the target must hold the source's values.
+    """Copies one model's weights from one layout to another; `run` it when the target needs the source's values.
 
     Attributes:
-        target_tensors: parameter name to local tensor on this rank, {} outside the target; the same objects over runs
-            and releases. Read them only: where rank, region and dtype are the same a tensor is the *source's own*, and
-            under the push transport other ranks of the host may share it.
-        plan: this rank's share of what moves.
-        transport: "push" or "direct", as chosen.
-        staging_bytes: memory that this rank needs besides source and target.
-        shared_bytes: of the target's memory in segments that ranks share, what falls on this rank when each distinct
-            shard is divided equally among its holders; 0 under the direct transport and after `release`.
+        target_tensors: Parameter name -> local tensor on this rank, {} outside the target. The objects stay the same
+            over runs and releases. Do not write to them. If rank, region and dtype are equal, a tensor is the *source
+            tensor itself*. Under the push transport, other ranks of the host may share it.
+        plan: The plan with this rank's transfers.
+        transport: The chosen transport, "push" or "direct".
+        staging_bytes: Memory that this rank needs in addition to source and target.
+        shared_bytes: This rank's part of the target's shared memory, with each distinct shard divided equally among
+            its holders. 0 under the direct transport and after `release`.
     """
 
     def __init__(
@@ -98,15 +98,18 @@ class Reallocation:
         pack_below_bytes: int = PACK_BELOW_BYTES,
         deadline_s: float = 1800.0,
     ) -> None:
-        """Plan and bind. Collective over all ranks of the default group, also those that neither side uses.
+        """Plan and bind. Collective over all ranks of the default group, including those outside both layouts.
 
-        ``source_tensors`` are this rank's local tensors, which must stay where they are; they are cast to ``dtype``.
-        ``target_tensors``, given on every rank of the target or on none, are filled in place; shared memory cannot do
-        that, so "auto" then means "direct". There, pieces below ``pack_below_bytes`` share messages. ``deadline_s``
-        bounds the push transport's wait for a rank.
+        Args:
+            source_tensors: This rank's local tensors, whose storage must not change. They are cast to ``dtype``.
+            target_tensors: Tensors to fill in place, given on every rank of the target or on none. Shared memory
+                cannot fill them, so "auto" then means "direct".
+            pack_below_bytes: Pieces below this size share messages (direct transport).
+            deadline_s: Longest wait for another rank, in seconds (push transport).
 
-        Raises PlanError on every rank when ranks disagree or one of them got something wrong, and ReallocError on
-        every rank when ``transport="push"`` cannot work here.
+        Raises:
+            PlanError: on every rank, if ranks disagree or one made an invalid request.
+            ReallocError: on every rank, if ``transport="push"`` cannot work here.
         """
         request = Request(
             source=source,
@@ -123,61 +126,63 @@ class Reallocation:
         )
         agreement = agree_on_request(request, world_size)
         self.plan, publication = agree_on_plan(request, agreement.wire_dtype.itemsize)
-        self.transport, shelf, segment = _choose_transport(request, agreement, self.plan, publication)
+        self.transport, shards, segment = _choose_transport(request, agreement, self.plan, publication)
         self._transport: Transport | None = None
-        self._shared_bytes, self._released = shelf.bytes_of(rank, publication, request.dtype.itemsize), False
+        self._shared_bytes = shards.bytes_on(rank, publication, request.dtype.itemsize)
+        self._is_released = False
         self.target_tensors: dict[str, Tensor] = {}
         if segment is not None:
             self.target_tensors, self._transport = _bind_push(
-                request, agreement, self.plan, publication, shelf, segment, deadline_s
+                request, agreement, self.plan, publication, shards, segment, deadline_s
             )
         elif rank in self.plan.ranks:
             self.target_tensors, self._transport = _bind_direct(request, agreement, self.plan)
-        mine = (self._transport.bytes_moved, self._transport.bytes_written) if self._transport else (0, 0)
-        shares = gather_objects(mine)
-        self._bytes_moved, self._bytes_written = (sum(share[i] for share in shares) for i in range(2))
+        local = (self._transport.bytes_moved, self._transport.bytes_written) if self._transport else (0, 0)
+        by_rank = gather_objects(local)
+        self._bytes_moved, self._bytes_written = (sum(counts[i] for counts in by_rank) for i in range(2))
         self.staging_bytes = self._transport.staging_bytes if self._transport else 0
 
     @property
     def shared_bytes(self) -> int:
         """See the class."""
-        return self._shared_bytes if self.transport == "push" and not self._released else 0
+        return self._shared_bytes if self.transport == "push" and not self._is_released else 0
 
     def run(self) -> ReallocationReport:
-        """Bring the source's values into ``target_tensors``. Collective over the ranks of source and target.
+        """Copy the source's values into ``target_tensors``. Collective over the ranks of source and target.
 
-        Ranks outside return at once. After `release` this has the memory again first.
+        Other ranks return immediately. After `release`, the memory is allocated again first.
         """
-        self._released = False
+        self._is_released = False
         seconds = self._transport.run() if self._transport else 0.0
         return ReallocationReport(
             self._bytes_moved, self.plan.bytes_minimum, self._bytes_written, seconds, self.transport
         )
 
     def release(self) -> None:
-        """Give the target's memory and the staging memory back until the next `run`; waits for nobody.
+        """Free the target's memory and the staging memory until the next `run`. Not collective.
 
-        ``target_tensors`` stay bound but must not be read meanwhile. Those given by the caller and those that are the
-        source's own keep their memory. Shared memory is returned once every rank of the run has called this.
+        ``target_tensors`` stay bound but must not be read meanwhile. Tensors given by the caller and source tensors
+        keep their memory. Shared memory is freed once every rank of the run has called this.
         """
-        self._released = True
+        self._is_released = True
         if self._transport is not None:
             self._transport.release()
 
 
 @dataclass(frozen=True, slots=True)
-class _Shelf:
-    """Where in a segment every shared shard lies, the same on all ranks."""
+class _SharedShards:
+    """Offsets of the shared shards in a segment, the same on all ranks."""
 
     offsets: Mapping[int, int]
-    """Shard index to byte offset; a shard that is aliased by all of its ranks is not there."""
+    """Shard index -> byte offset. Shards that all of their ranks alias are not stored."""
     receivers: Mapping[int, tuple[int, ...]]
-    """Shard index to the ranks that read it."""
+    """Shard index -> ranks that read the shard."""
     num_bytes: int
+    """Size of the segment."""
 
     @classmethod
-    def arrange(cls, request: Request, agreement: Agreement, publication: PublicationPlan) -> _Shelf:
-        aliased = {rank: agreement.aliased(request, rank) for rank in request.target.layout.ranks}
+    def from_publication(cls, request: Request, agreement: Agreement, publication: PublicationPlan) -> _SharedShards:
+        aliased = {rank: agreement.aliased_names(request, rank) for rank in request.target.layout.ranks}
         offsets, receivers, end = {}, {}, 0
         for index, shard in enumerate(publication.shards):
             readers = tuple(rank for rank in shard.ranks if shard.param not in aliased[rank])
@@ -186,41 +191,41 @@ class _Shelf:
                 end += aligned(shard.numel * request.dtype.itemsize)
         return cls(offsets, receivers, end)
 
-    def bytes_of(self, rank: int, publication: PublicationPlan, element_bytes: int) -> int:
-        """Return a rank's part of the bytes, each shard's divided equally among its receivers."""
-        mine = {index: len(ranks) for index, ranks in self.receivers.items() if rank in ranks}
-        return sum(publication.shards[i].numel * element_bytes // sharers for i, sharers in mine.items())
+    def bytes_on(self, rank: int, publication: PublicationPlan, element_bytes: int) -> int:
+        """Return a rank's part of the bytes, with each shard divided equally among its receivers."""
+        num_receivers = {index: len(ranks) for index, ranks in self.receivers.items() if rank in ranks}
+        return sum(publication.shards[i].numel * element_bytes // count for i, count in num_receivers.items())
 
 
 def _choose_transport(
     request: Request, agreement: Agreement, plan: ReallocationPlan, publication: PublicationPlan
-) -> tuple[str, _Shelf, SharedSegment | None]:
-    """Return the transport's name and, for push, where the shards lie; the segment on its ranks only. Collective."""
-    shelf, segment, reason = _Shelf({}, {}, 0), None, None
+) -> tuple[str, _SharedShards, SharedSegment | None]:
+    """Return the transport and, for push, the shared shards and (on ranks that map it) the segment. Collective."""
+    shards, segment, reason = _SharedShards({}, {}, 0), None, None
     if request.transport == "direct":
-        reason = "it was asked for"
-    elif agreement.target_is_given:
+        reason = "it was requested"
+    elif agreement.has_given_target:
         reason = "the target's storage exists already"
     elif request.device.type != "cpu":
         reason = f"the tensors are on {request.device.type}"
     else:
-        shelf = _Shelf.arrange(request, agreement, publication)
-        if request.transport == "auto" and (len(plan.ranks) == 1 or not shelf.num_bytes):
+        shards = _SharedShards.from_publication(request, agreement, publication)
+        if request.transport == "auto" and (len(plan.ranks) == 1 or not shards.num_bytes):
             reason = "no rank needs anything from another"
         else:
-            segment, reason = share_segment(shelf.num_bytes, members=plan.ranks)
+            segment, reason = share_segment(shards.num_bytes, members=plan.ranks)
     if reason is not None and request.transport == "push":
         raise ReallocError(f"transport='push' cannot work here: {reason}; use transport='auto' or 'direct'")
     if request.rank == plan.ranks[0]:
         choice = "push" if reason is None else f"direct, because {reason}"
-        logger.info("%s -> %s goes by %s", request.source.layout, request.target.layout, choice)
-    return ("push" if reason is None else "direct"), shelf, segment
+        logger.info("%s -> %s uses transport %s", request.source.layout, request.target.layout, choice)
+    return ("push" if reason is None else "direct"), shards, segment
 
 
 def _bind_direct(
     request: Request, agreement: Agreement, plan: ReallocationPlan
 ) -> tuple[dict[str, Tensor], DirectTransport]:
-    aliased = agreement.aliased(request, request.rank)
+    aliased = agreement.aliased_names(request, request.rank)
     arena = Arena(request.device)
     targets: dict[str, Tensor] = {}
     for name in request.target.names(request.rank):
@@ -229,7 +234,7 @@ def _bind_direct(
         elif name in aliased:
             targets[name] = request.source_tensors[name]
         else:
-            targets[name] = arena.take(request.target.local_shape(name, request.rank), request.dtype)
+            targets[name] = arena.allocate(request.target.local_shape(name, request.rank), request.dtype)
     schedule = schedule_transfers(plan, max_staging_bytes=request.max_staging_bytes)
     transport = DirectTransport(
         schedule.rounds,
@@ -250,28 +255,28 @@ def _bind_push(
     agreement: Agreement,
     plan: ReallocationPlan,
     publication: PublicationPlan,
-    shelf: _Shelf,
+    shards: _SharedShards,
     segment: SharedSegment,
     deadline_s: float,
 ) -> tuple[dict[str, Tensor], PushTransport]:
-    shards = {
+    tensors = {
         index: segment.tensor(offset, publication.shards[index].shape, request.dtype)
-        for index, offset in shelf.offsets.items()
+        for index, offset in shards.offsets.items()
     }
-    aliased = agreement.aliased(request, request.rank)
-    copies, elements_moved = Copies(), 0
+    aliased = agreement.aliased_names(request, request.rank)
+    copies, elements_moved = CopyList(), 0
     for write in publication.writes:
-        if write.shard in shards:
+        if write.shard in tensors:
             copies.add(
-                region_view(shards[write.shard], write.shard_offset, write.shape),
+                region_view(tensors[write.shard], write.shard_offset, write.shape),
                 region_view(request.source_tensors[write.param], write.writer_offset, write.shape),
             )
-            elements_moved += write.numel * len(shelf.receivers[write.shard])
-    # Every reader of a shard gets what is written into it, less what it held itself.
+            elements_moved += write.numel * len(shards.receivers[write.shard])
+    # Every reader of a shard receives the written elements, except those that it held itself.
     elements_moved -= sum(t.numel for t in plan.transfers if t.sender == t.receiver and t.param not in aliased)
     indices = publication.shards_of(request.rank)
     targets = {
-        name: request.source_tensors[name] if name in aliased else shards[indices[name]]
+        name: request.source_tensors[name] if name in aliased else tensors[indices[name]]
         for name in request.target.names(request.rank)
     }
     transport = PushTransport(

@@ -1,7 +1,7 @@
-"""How do the processes of one host share memory, and how does one wait for another there?
+"""Shared memory segments and barriers for the processes of one host.
 
-A `SharedSegment` is a piece of memory that several processes map; a `FlagBarrier` lets them meet by nothing but words
-in it. What is put into the segment, and which transport uses it, is decided elsewhere.
+Several processes map a `SharedSegment`. A `FlagBarrier` synchronizes them through words in its header. Transports and
+collectives decide the contents.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ from lightning_realloc.errors import ReallocError
 from lightning_realloc.runtime.messages.objects import gather_objects
 
 HEADER_BYTES = mmap.PAGESIZE
-"""The first page holds the token and the flags; it stays when the contents are released."""
+"""Size of the header: one page with the token and the flags. `SharedSegment.discard` keeps it."""
 
 ALIGNMENT_BYTES = 64
-"""Tensors begin at multiples of a cache line."""
+"""Alignment of tensors: one cache line."""
 
 _TOKEN_BYTES = 16
 _WORD_BYTES = 8
 _FIRST_LINE_BYTE = 64
 _WORDS_PER_LINE = 8  # one cache line per process, so that no two processes write the same line
-_LINES_FOR_ALL = 1
-_SPINS, _YIELDS = 64, 2000
-_LONGEST_SLEEP_S = 1e-3
+_NUM_COMMON_LINES = 1
+_NUM_SPINS, _NUM_YIELDS = 64, 2000
+_MAX_SLEEP_S = 1e-3
 _SHARED_MEMORY_FOLDER = Path("/dev/shm")
 
-MAX_MEMBERS = (HEADER_BYTES - _FIRST_LINE_BYTE) // (_WORDS_PER_LINE * _WORD_BYTES) - _LINES_FOR_ALL
-"""How many processes have a line of flags in the header."""
+MAX_MEMBERS = (HEADER_BYTES - _FIRST_LINE_BYTE) // (_WORDS_PER_LINE * _WORD_BYTES) - _NUM_COMMON_LINES
+"""Most processes of a segment: those with a line of flags in the header."""
 
-DISCARDS, SHORTAGES = (
+DISCARDS_WORD, SHORTAGES_WORD = (
     (_FIRST_LINE_BYTE + MAX_MEMBERS * _WORDS_PER_LINE * _WORD_BYTES) // _WORD_BYTES + i for i in range(2)
 )
-"""Words for all: how often the contents were given back, and how often they could not be had again."""
+"""Indices of the common words that count discards of the contents, and failures to allocate them again."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentHandle:
-    """What another process of the same host needs to map a segment."""
+    """Data with which another process of the same host can map a segment."""
 
     path: str
-    """Where the segment can be opened: a file, or a descriptor of the process that made it."""
+    """Path of the segment: a file, or a descriptor of the process that created it."""
     size: int
     """Bytes after the header."""
     token: bytes
-    """Random bytes that the segment begins with, so that a recycled path cannot be mistaken for it."""
+    """Random bytes at the segment's start, which distinguish it from another one at a reused path."""
 
 
 class SharedSegment:
-    """`size` bytes of memory under every process that maps it; the kernel frees them when the last one lets go.
+    """`size` bytes of memory shared by every process that maps it. The kernel frees them with the last mapping.
 
-    Contents follow a header of one page. Nobody has to clean up: neither kind of backing leaves a name behind.
+    The contents follow a header of one page. No cleanup is needed: neither kind of backing leaves a name.
     """
 
     def __init__(self, descriptor: int, handle: SegmentHandle) -> None:
@@ -76,10 +76,10 @@ class SharedSegment:
 
     @classmethod
     def create(cls, size: int, *, backing: str) -> SharedSegment:
-        """Return a new segment whose pages exist already, so that writing to it cannot fail for lack of memory.
+        """Return a new segment with allocated pages, so that writing to it cannot fail for lack of memory.
 
-        ``backing`` is "memfd" (anonymous, Linux) or "file" (in /dev/shm; call `unlink` once everybody has mapped it).
-        Raises OSError where the system has no such backing or not enough memory.
+        ``backing`` is "memfd" (anonymous, Linux) or "file" (in /dev/shm; call `unlink` once all processes have mapped
+        it). Raises OSError if the system has no such backing or not enough memory.
         """
         token = secrets.token_bytes(_TOKEN_BYTES)
         if backing == "memfd":
@@ -90,7 +90,7 @@ class SharedSegment:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             _require_memory(size, backing)
-            # Without this a full tmpfs would kill the first process that touches a missing page (SIGBUS).
+            # Otherwise a full tmpfs would kill the first process that accesses a missing page (SIGBUS).
             os.posix_fallocate(descriptor, 0, HEADER_BYTES + size)
             os.pwrite(descriptor, token, 0)
             return cls(descriptor, SegmentHandle(path, size, token))
@@ -102,7 +102,7 @@ class SharedSegment:
 
     @classmethod
     def attach(cls, handle: SegmentHandle) -> SharedSegment:
-        """Map the segment that another process made. Raises OSError where that cannot be done from here."""
+        """Map the segment that another process created. Raises OSError if that is impossible."""
         descriptor = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
         found = os.pread(descriptor, _TOKEN_BYTES, 0)
         if found != handle.token:
@@ -111,28 +111,28 @@ class SharedSegment:
         return cls(descriptor, handle)
 
     def unlink(self) -> None:
-        """Remove the segment's name, if it has one; mappings stay."""
+        """Remove the segment's name, if it has one. Mappings stay."""
         if self.handle.path.startswith(str(_SHARED_MEMORY_FOLDER)):
             os.unlink(self.handle.path)
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the contents from byte ``offset`` on as a contiguous tensor; it keeps the mapping alive."""
+        """Return the contents from byte ``offset`` as a contiguous tensor, which keeps the mapping alive."""
         num_bytes = dtype.itemsize * math.prod(shape)
         start = HEADER_BYTES + offset
         return self._bytes[start : start + num_bytes].view(dtype).view(tuple(shape))
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of memory that the contents take at present."""
+        """Bytes of memory that the contents take now."""
         return max(0, os.fstat(self._descriptor).st_blocks * 512 - HEADER_BYTES)
 
     def discard(self) -> None:
-        """Give the contents' pages back; every mapping stays valid and reads zeros."""
+        """Free the pages of the contents. Every mapping stays valid and reads zeros."""
         if self.handle.size:
             self._map.madvise(mmap.MADV_REMOVE, HEADER_BYTES, self.handle.size)
 
     def reserve(self) -> None:
-        """Make sure that all pages exist again after `discard`. Raises OSError when there is too little memory."""
+        """Allocate all pages again after `discard`. Raises OSError if there is too little memory."""
         os.posix_fallocate(self._descriptor, 0, HEADER_BYTES + self.handle.size)
 
     def __del__(self) -> None:
@@ -144,15 +144,15 @@ class SharedSegment:
 def share_segment(
     size: int, *, members: Sequence[int] | None = None, group: dist.ProcessGroup | None = None
 ) -> tuple[SharedSegment | None, str | None]:
-    """Return a segment of ``size`` bytes that all ``members`` map, or why there is none. Collective over ``group``.
+    """Return (segment, None) with a segment that all ``members`` map, or (None, reason). Collective over ``group``.
 
-    ``members`` are global ranks of ``group``, all of them by default; the other ranks take part in the talk only and
-    get (None, None) when it succeeds. Every rank gets the same reason.
+    ``members`` are global ranks of ``group``, all of them by default. Other ranks only take part in the communication
+    and get (None, None) on success. Every rank gets the same reason.
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     members = ranks if members is None else members
-    facts = gather_objects((host_identity(), shared_memory_obstacle()), group)
-    obstacle = _obstacle_among({r: fact for r, fact in zip(ranks, facts, strict=True) if r in members})
+    hosts = gather_objects((host_identity(), shared_memory_obstacle()), group)
+    obstacle = _obstacle_among({r: host for r, host in zip(ranks, hosts, strict=True) if r in members})
     if obstacle is not None:
         return None, obstacle
     reasons = []
@@ -167,7 +167,7 @@ def share_segment(
 def _share(
     size: int, backing: str, members: Sequence[int], ranks: Sequence[int], group: dist.ProcessGroup | None
 ) -> tuple[SharedSegment | None, str | None]:
-    """Let the first member make a segment and the others map it; return it, or why that failed somewhere."""
+    """Create a segment on the first member and map it on the others; return it, or the reason of a failure."""
     rank, segment, reason = dist.get_rank(), None, None
     if rank == members[0]:
         try:
@@ -188,25 +188,25 @@ def _share(
     return (None, reasons[0]) if reasons else (segment, None)
 
 
-def _obstacle_among(facts: Mapping[int, tuple[str, str | None]]) -> str | None:
-    """Return why ranks with these hosts and obstacles cannot share memory."""
-    first = next(iter(facts))
-    for rank, (host, obstacle) in facts.items():
+def _obstacle_among(hosts: Mapping[int, tuple[str, str | None]]) -> str | None:
+    """Return why ranks with these (host, obstacle) pairs cannot share memory; None if they can."""
+    first = next(iter(hosts))
+    for rank, (host, obstacle) in hosts.items():
         if obstacle is not None:
             return f"rank {rank}: {obstacle}"
-        if host != facts[first][0]:
-            return f"ranks {first} and {rank} are on different hosts, {facts[first][0]} and {host}"
-    if len(facts) > MAX_MEMBERS:
-        return f"{len(facts)} ranks would share a segment, at most {MAX_MEMBERS} can"
+        if host != hosts[first][0]:
+            return f"ranks {first} and {rank} are on different hosts, {hosts[first][0]} and {host}"
+    if len(hosts) > MAX_MEMBERS:
+        return f"{len(hosts)} ranks would share a segment, at most {MAX_MEMBERS} can"
     return None
 
 
 class FlagBarrier:
-    """A barrier among processes that map one segment: each counts its arrivals in its own word and reads the others'.
+    """A barrier for processes that map one segment. Each counts its arrivals in its own word and reads the others'.
 
-    Needs stores to become visible in program order, which x86 promises and Arm does not: see `stores_stay_in_order`.
-    Cheaper than a barrier through sockets by two orders of magnitude, and it needs no process group. Several barriers
-    may use one segment, each its own ``channel`` from 0 to 3.
+    Stores must become visible in program order, which x86 guarantees and Arm does not; see `stores_stay_in_order`. The
+    barrier is two orders of magnitude faster than one over sockets and needs no process group. Several barriers may
+    use one segment, each with its own ``channel`` from 0 to 3.
     """
 
     def __init__(
@@ -220,9 +220,9 @@ class FlagBarrier:
         self._words[self._mine + 1] = os.getpid()
 
     def arrive(self, turn: int | None = None) -> bool:
-        """Say that this process has come, without waiting; tell whether all the others had come before.
+        """Record an arrival of this process without waiting; return whether all others have arrived already.
 
-        ``turn`` is how often it has come by now, once more than before if None; it never decreases.
+        ``turn`` is the number of arrivals including this one, and never decreases. None means one more than before.
         """
         self._arrivals = self._arrivals + 1 if turn is None else turn
         self._words[self._mine] = self._arrivals
@@ -239,28 +239,28 @@ class FlagBarrier:
     def _wait_for(self, flag: int, turn: int, name: str) -> None:
         words = self._words
 
-        def give_up_if_gone() -> None:
+        def raise_if_ended() -> None:
             pid = words[flag + 1]
             if pid and not _process_exists(pid):
-                raise ReallocError(f"{name} (process {pid}) has ended while this process waits for it; see its own log")
+                raise ReallocError(f"{name} (process {pid}) ended while this process waited for it; see its own log")
 
         wait_until(
             lambda: words[flag] >= turn,
             deadline_s=self._deadline_s,
-            check=give_up_if_gone,
+            check=raise_if_ended,
             waiting_for=name,
         )
 
 
 def wait_until(ready: Callable[[], bool], *, deadline_s: float, check: Callable[[], None], waiting_for: str) -> None:
-    """Return when ``ready()``; spin first, then yield the core, then sleep for ever longer up to a millisecond.
+    """Wait until ``ready()``: spin first, then yield the core, then sleep, with backoff up to a millisecond.
 
-    ``check`` is called about once a second and may raise. Raises ReallocError after ``deadline_s``.
+    ``check`` is called about once a second and may raise. Raises ReallocError after ``deadline_s`` seconds.
     """
-    for _ in range(_SPINS):
+    for _ in range(_NUM_SPINS):
         if ready():
             return
-    for _ in range(_YIELDS):
+    for _ in range(_NUM_YIELDS):
         os.sched_yield()
         if ready():
             return
@@ -268,31 +268,31 @@ def wait_until(ready: Callable[[], bool], *, deadline_s: float, check: Callable[
     next_check, sleep_s = start + 1.0, 2e-5
     while not ready():
         time.sleep(sleep_s)
-        sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
+        sleep_s = min(2 * sleep_s, _MAX_SLEEP_S)
         now = time.monotonic()
         if now > next_check:
             check()
             next_check = now + 1.0
         if now > start + deadline_s:
             raise ReallocError(
-                f"{waiting_for} did not come within {deadline_s:g} s; every rank must make the same calls in the same "
-                "order: look for an error in its log, or allow more time with deadline_s"
+                f"{waiting_for} did not arrive within {deadline_s:g} s; every rank must make the same calls in the "
+                "same order: look for an error in its log, or allow more time with deadline_s"
             )
 
 
 def stores_stay_in_order() -> bool:
-    """Tell whether this machine shows one core's stores to the others in the order in which they were made."""
+    """Return whether this machine makes one core's stores visible to others in program order."""
     return platform.machine().lower() in ("x86_64", "amd64")
 
 
 def host_identity() -> str:
-    """Return a text that is equal for two processes exactly when they may share memory: host name and boot."""
+    """Return host name and boot id, which are equal exactly for processes that can share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else platform.platform()}"
 
 
 def shared_memory_obstacle() -> str | None:
-    """Return why this machine cannot share memory in the way that this module needs, None when it can."""
+    """Return why this machine cannot share memory as this module needs it; None if it can."""
     if platform.system() != "Linux" or not hasattr(mmap, "MADV_REMOVE"):
         return f"shared segments need Linux, this is {platform.system()}"
     if ctypes.sizeof(ctypes.c_void_p) != _WORD_BYTES:
@@ -303,12 +303,12 @@ def shared_memory_obstacle() -> str | None:
 
 
 def aligned(num_bytes: int) -> int:
-    """Return ``num_bytes`` rounded up to where the next tensor may begin."""
+    """Return ``num_bytes`` rounded up to a multiple of the alignment."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _require_memory(size: int, backing: str) -> None:
-    """Raise OSError when ``size`` bytes are certainly not there: asking for them anyway could kill a process."""
+    """Raise OSError if ``size`` bytes are certainly not available; allocating them could kill a process."""
     available = _available_bytes()
     if backing == "file":
         folder = os.statvfs(_SHARED_MEMORY_FOLDER)
@@ -319,7 +319,7 @@ def _require_memory(size: int, backing: str) -> None:
 
 
 def _available_bytes() -> int:
-    """Return what the kernel could hand out, by /proc/meminfo and by this control group's own limit."""
+    """Return the available bytes according to /proc/meminfo and to this control group's limit."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
     group = Path("/sys/fs/cgroup")
@@ -332,7 +332,7 @@ def _available_bytes() -> int:
 
 
 def _process_exists(pid: int) -> bool:
-    """Tell whether ``pid`` runs; one that has ended but was not yet collected by its parent does not."""
+    """Return whether ``pid`` runs; a zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

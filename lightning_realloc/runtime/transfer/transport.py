@@ -1,8 +1,8 @@
-"""How do the pieces of a plan get into the target's tensors: through sockets and links, or through shared memory?
+"""Transports that copy the pieces of a plan into the target's tensors.
 
-Two transports, the same bits. `DirectTransport` sends point to point and works everywhere; `PushTransport` lets the
-ranks of one host write into target tensors that lie in shared memory. Both are bound once, to tensors that stay where
-they are, and then loop over prepared lists. Which of the two is used, and for which plan, is the executor's choice.
+Both transports give the same bits. `DirectTransport` sends point to point and works everywhere. `PushTransport` lets
+the ranks of one host write into target tensors in shared memory. Both are bound once to tensors with fixed storage, and
+then loop over prepared lists. The executor chooses between them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from lightning_realloc.errors import ReallocError
 from lightning_realloc.realloc.plan import Transfer
 from lightning_realloc.runtime.transfer.shared_memory import (
     ALIGNMENT_BYTES,
-    DISCARDS,
-    SHORTAGES,
+    DISCARDS_WORD,
+    SHORTAGES_WORD,
     FlagBarrier,
     SharedSegment,
 )
 
 PACK_BELOW_BYTES = 64 << 10
-"""Pieces below this are packed, one message per peer and round: there a message costs more than a copy."""
+"""Pieces below this size are packed into one message per peer and round, because a copy costs less than a message."""
 
-_TAG = 7411  # keeps gloo from matching our messages with somebody else's on the default group
+_TAG = 7411  # prevents gloo from matching these messages with others on the default group
 
 
 class Transport(Protocol):
@@ -38,86 +38,87 @@ class Transport(Protocol):
 
     name: str
     bytes_moved: int
-    """This rank's share of the bytes that a run brings to ranks that did not hold them; add the shares of all ranks."""
+    """This rank's part of the bytes that reach ranks that did not hold them in a run. The parts of all ranks add up."""
     bytes_written: int
     """Bytes that this rank writes into shared memory in a run."""
     staging_bytes: int
-    """Memory that this rank needs besides source and target."""
+    """Memory that this rank needs in addition to source and target."""
 
     def run(self) -> float:
         """Fill the target's tensors and return the seconds. Collective over the ranks of source and target."""
 
     def release(self) -> None:
-        """Give memory back until the next run; the target's contents are lost, its tensors stay bound."""
+        """Free memory until the next run. The target's contents are lost; its tensors stay bound."""
 
 
 class Arena:
-    """Tensors cut one after the other out of one storage that can be given back and had again under them."""
+    """Allocates tensors one after the other from one storage, which can be freed and restored under them."""
 
     def __init__(self, device: torch.device, *, alignment_bytes: int = ALIGNMENT_BYTES) -> None:
         self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
         self._device, self._alignment_bytes = device, alignment_bytes
-        self._at = 0
+        self._position = 0
         self.num_bytes = 0
+        """Bytes of all allocations so far."""
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the next piece as a contiguous tensor."""
-        end = self._at + math.prod(shape) * dtype.itemsize
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a contiguous tensor at the current position."""
+        end = self._position + math.prod(shape) * dtype.itemsize
         if end > self._storage.nbytes():
             self._storage.resize_(max(end, 2 * self._storage.nbytes()))
         tensor = torch.empty(0, dtype=dtype, device=self._device)
-        tensor.set_(self._storage, self._at // dtype.itemsize, tuple(shape), contiguous_strides(shape))
-        self._at = -(-end // self._alignment_bytes) * self._alignment_bytes
+        tensor.set_(self._storage, self._position // dtype.itemsize, tuple(shape), contiguous_strides(shape))
+        self._position = -(-end // self._alignment_bytes) * self._alignment_bytes
         self.num_bytes = max(self.num_bytes, end)
         return tensor
 
     def rewind(self) -> None:
-        """Begin again at the front: what is taken from now on shares memory with what was taken before."""
-        self._at = 0
+        """Return to the start. Later allocations share memory with earlier ones."""
+        self._position = 0
 
     def restore(self) -> None:
-        """Make the memory exist, exactly as much as was taken; contents are undefined after `release`."""
+        """Resize the storage to exactly ``num_bytes``. After `release` the contents are undefined."""
         if self._storage.nbytes() != self.num_bytes:
             self._storage.resize_(self.num_bytes)
 
     def release(self) -> None:
-        """Free the memory; tensors stay bound to it and must not be touched before `restore`."""
+        """Free the memory. Tensors stay bound and must not be accessed before `restore`."""
         self._storage.resize_(0)
 
 
 @dataclass(slots=True)
-class Copies:
-    """Pairs of views that are copied together; a copy casts."""
+class CopyList:
+    """Pairs of views that are copied together, with a cast if dtypes differ."""
 
-    into: list[Tensor] = field(default_factory=list)
-    out_of: list[Tensor] = field(default_factory=list)
+    targets: list[Tensor] = field(default_factory=list)
+    sources: list[Tensor] = field(default_factory=list)
 
-    def add(self, into: Tensor, out_of: Tensor) -> None:
+    def add(self, target: Tensor, source: Tensor) -> None:
         """Add a pair of equal shape."""
-        self.into.append(into)
-        self.out_of.append(out_of)
+        self.targets.append(target)
+        self.sources.append(source)
 
     def run(self) -> None:
         """Copy all pairs."""
-        if self.into:
-            torch._foreach_copy_(self.into, self.out_of)
+        if self.targets:
+            torch._foreach_copy_(self.targets, self.sources)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are written."""
-        return sum(map(_num_bytes, self.into))
+        """Bytes written by a run."""
+        return sum(map(_num_bytes, self.targets))
 
 
 @dataclass(slots=True)
 class _Round:
-    """What one rank does between two waits: lists made once and looped over ever after."""
+    """Messages and copies of one rank in one round."""
 
-    before: Copies = field(default_factory=Copies)
-    """Casts and packs what is sent."""
+    before: CopyList = field(default_factory=CopyList)
+    """Copies that cast and pack outgoing data."""
     sends: list[tuple[Tensor, int]] = field(default_factory=list)
     receives: list[tuple[Tensor, int]] = field(default_factory=list)
-    after: Copies = field(default_factory=Copies)
-    """Puts into place what could not be received there."""
+    after: CopyList = field(default_factory=CopyList)
+    """Copies from staging memory into the target."""
 
     def start_receives(self) -> list[dist.Work | None]:
         return [dist.irecv(tensor, peer, tag=_TAG) for tensor, peer in self.receives]
@@ -126,16 +127,16 @@ class _Round:
         return [dist.isend(tensor, peer, tag=_TAG) for tensor, peer in self.sends]
 
     def start_together(self) -> list[dist.Work | None]:
-        """Start everything in one launch, as NCCL needs it: there single sends and receives wait for each other."""
+        """Start all messages in one launch, because NCCL's single sends and receives wait for each other."""
         operations = [dist.P2POp(dist.irecv, tensor, peer) for tensor, peer in self.receives]
         operations += [dist.P2POp(dist.isend, tensor, peer) for tensor, peer in self.sends]
         return list(dist.batch_isend_irecv(operations)) if operations else []
 
 
 class DirectTransport:
-    """Point-to-point messages on the default group, round by round.
+    """Sends point-to-point messages on the default group, round by round.
 
-    A large piece that is contiguous in the wire's dtype at both ends travels from storage into storage. Otherwise it is
+    A large piece that is contiguous and in the wire dtype on both ranks is sent from storage to storage. Others are
     cast or copied through staging memory, once for all receivers of a round. Small pieces share one message per peer.
     """
 
@@ -155,20 +156,23 @@ class DirectTransport:
         device: torch.device,
         owned: Arena | None,
     ) -> None:
-        """``kept`` stay on this rank; ``rounds`` hold this rank's other transfers, in the same order on all ranks.
+        """Bind this rank's transfers.
 
-        ``pack_below_bytes`` must be the same on all ranks, else messages would not match; ``owned`` is the memory of
-        ``target`` if it may be released.
+        Args:
+            rounds: Transfers between this rank and others, in the same order on all ranks.
+            kept: Local copies.
+            pack_below_bytes: Must be equal on all ranks, because messages would not match otherwise.
+            owned: Memory of ``target`` if `release` may free it, else None.
         """
-        backend = backend_of(device)
-        self._together = backend == "nccl"
+        backend = default_backend(device)
+        self._launches_together = backend == "nccl"
         wire_device = torch.device("cpu") if backend == "gloo" else device  # gloo sends from host memory only
         self._outgoing, self._incoming = (Arena(wire_device, alignment_bytes=wire_dtype.itemsize) for _ in range(2))
-        self._device, self._owned, self._released = device, owned, False
+        self._device, self._owned, self._is_released = device, owned, False
         binder = _RoundBinder(
             rank, source, target, wire_dtype, pack_below_bytes, wire_device, self._outgoing, self._incoming
         )
-        self._kept = Copies()
+        self._kept = CopyList()
         for transfer in kept:
             into = region_view(target[transfer.param], transfer.receiver_offset, transfer.shape)
             self._kept.add(into, region_view(source[transfer.param], transfer.sender_offset, transfer.shape))
@@ -181,15 +185,15 @@ class DirectTransport:
     def run(self) -> float:
         """See `Transport.run`."""
         start = time.perf_counter()
-        if self._released:
+        if self._is_released:
             self._restore()
         if not self._rounds:
             self._kept.run()
         for index, round_ in enumerate(self._rounds):
-            if self._together:
+            if self._launches_together:
                 round_.before.run()
                 pending = round_.start_together()
-            else:  # receives are posted before anything is cast, so that no peer waits for our casting
+            else:  # receives start before the casts, so that peers need not wait for these
                 pending = round_.start_receives()
                 round_.before.run()
                 pending += round_.start_sends()
@@ -200,7 +204,7 @@ class DirectTransport:
                     work.wait()
             round_.after.run()
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # rare enough, and without it the time would be that of the launches
+            torch.cuda.synchronize(self._device)  # otherwise the seconds would be those of the launches
         return time.perf_counter() - start
 
     def release(self) -> None:
@@ -209,17 +213,17 @@ class DirectTransport:
         self._incoming.release()
         if self._owned is not None:
             self._owned.release()
-        self._released = True
+        self._is_released = True
 
     def _restore(self) -> None:
         for arena in (self._outgoing, self._incoming, self._owned):
             if arena is not None:
                 arena.restore()
-        self._released = False
+        self._is_released = False
 
 
 class _RoundBinder:
-    """Turns transfers into views and messages, on both sides alike: so messages match in size and order."""
+    """Converts transfers to views and messages. Sender and receiver use the same rules, so their messages match."""
 
     def __init__(
         self,
@@ -270,24 +274,23 @@ class _RoundBinder:
     def _ready_to_send(self, view: Tensor, round_: _Round) -> Tensor:
         if self._is_wire_ready(view):
             return view
-        staging = self._outgoing.take(view.shape, self._dtype)
+        staging = self._outgoing.allocate(view.shape, self._dtype)
         round_.before.add(staging, view)
         return staging
 
     def _place_to_receive(self, view: Tensor, round_: _Round) -> Tensor:
         if self._is_wire_ready(view):
             return view
-        staging = self._incoming.take(view.shape, self._dtype)
+        staging = self._incoming.allocate(view.shape, self._dtype)
         round_.after.add(view, staging)
         return staging
 
-    def _pack(self, views: list[Tensor], copies: Copies, arena: Arena, *, sending: bool) -> Tensor:
-        message = arena.take((sum(view.numel() for view in views),), self._dtype)
-        at = 0
-        for view in views:
-            part = message[at : at + view.numel()].view(view.shape)
-            at += view.numel()
-            copies.add(part, view) if sending else copies.add(view, part)
+    def _pack(self, views: list[Tensor], copies: CopyList, arena: Arena, *, sending: bool) -> Tensor:
+        message = arena.allocate((sum(view.numel() for view in views),), self._dtype)
+        packed = torch.split(message, [view.numel() for view in views])
+        for view, piece in zip(views, packed, strict=True):
+            staging = piece.view(view.shape)
+            copies.add(staging, view) if sending else copies.add(view, staging)
         return message
 
     def _is_wire_ready(self, view: Tensor) -> bool:
@@ -295,9 +298,9 @@ class _RoundBinder:
 
 
 class PushTransport:
-    """Every rank writes its pieces, cast, straight into the target's shards in shared memory: barrier, copy, barrier.
+    """Copies and casts this rank's pieces directly into the target's shards in shared memory, between two barriers.
 
-    Each distinct shard lies there once, however many ranks hold it; they must not write to it.
+    Each distinct shard is stored once, even if several ranks use it. They must not write to it.
     """
 
     name = "push"
@@ -306,14 +309,14 @@ class PushTransport:
     def __init__(
         self,
         segment: SharedSegment,
-        copies: Copies,
+        copies: CopyList,
         *,
         rank: int,
         ranks: Sequence[int],
         bytes_moved: int,
         deadline_s: float,
     ) -> None:
-        """``copies`` lead from this rank's source tensors into ``segment``, which all of ``ranks`` have mapped."""
+        """Bind ``copies`` from this rank's source tensors into ``segment``, which all of ``ranks`` have mapped."""
         index, names = ranks.index(rank), [f"rank {member}" for member in ranks]
         self._segment, self._copies = segment, copies
         self._barrier = FlagBarrier(segment, index, names, deadline_s=deadline_s)
@@ -326,9 +329,9 @@ class PushTransport:
     @torch.no_grad()
     def run(self) -> float:
         """See `Transport.run`."""
-        self._barrier.wait()  # nobody still reads the old weights
+        self._barrier.wait()  # no rank still reads the old weights
         start = time.perf_counter()
-        if self._segment.words[DISCARDS] != self._discards_seen:
+        if self._segment.words[DISCARDS_WORD] != self._discards_seen:
             self._reserve()
         self._copies.run()
         self._barrier.wait()
@@ -336,30 +339,30 @@ class PushTransport:
         return time.perf_counter() - start
 
     def release(self) -> None:
-        """See `Transport.release`. Memory goes back when all ranks have called this since the last run."""
+        """See `Transport.release`. Memory is freed once all ranks have called this since the last run."""
         if self._leaving.arrive(self._runs):
             self._segment.discard()
-            self._segment.words[DISCARDS] += 1
+            self._segment.words[DISCARDS_WORD] += 1
 
     def _reserve(self) -> None:
-        """Have the pages again before anybody writes: a full tmpfs would kill the writer. All ranks raise alike."""
+        """Allocate the pages before any rank writes, because a full tmpfs would kill it. All ranks raise alike."""
         if self._is_first:
             try:
                 self._segment.reserve()
             except OSError:
-                self._segment.words[SHORTAGES] += 1
+                self._segment.words[SHORTAGES_WORD] += 1
         self._barrier.wait()
-        if self._segment.words[SHORTAGES] != self._shortages_seen:
-            self._shortages_seen = self._segment.words[SHORTAGES]
+        if self._segment.words[SHORTAGES_WORD] != self._shortages_seen:
+            self._shortages_seen = self._segment.words[SHORTAGES_WORD]
             raise ReallocError(
-                f"{self._segment.handle.size / 1e6:.0f} MB of shared memory were released and are not to be had again; "
-                "free memory, keep the target's storage between runs, or use transport='direct'"
+                f"{self._segment.handle.size / 1e6:.0f} MB of shared memory were released and cannot be allocated "
+                "again; free memory, keep the target's storage between runs, or use transport='direct'"
             )
-        self._discards_seen = self._segment.words[DISCARDS]
+        self._discards_seen = self._segment.words[DISCARDS_WORD]
 
 
 def region_view(tensor: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Return the box of ``tensor`` that begins at ``offset``; a view."""
+    """Return a view of the box of ``tensor`` with the given first index and shape."""
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
         if length != tensor.shape[dim]:
             tensor = tensor.narrow(dim, start, length)
@@ -371,8 +374,8 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(max(1, extent) for extent in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def backend_of(device: torch.device) -> str:
-    """Return the default group's backend for tensors on ``device``, "none" in a process without a group."""
+def default_backend(device: torch.device) -> str:
+    """Return the default group's backend for tensors on ``device``; "none" in a process without a group."""
     if not dist.is_initialized():
         return "none"
     pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))

@@ -1,4 +1,4 @@
-"""A small model with every kind of cut, and a naive answer to "what does this rank hold?" to compare with."""
+"""A small model with every kind of cut, and a naive computation of every rank's local tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def full_tensors(model: ModelSpec, seed: int = 0) -> dict[str, Tensor]:
 
 
 def local_reference(full: Mapping[str, Tensor], layout: ModelLayout, rank: int) -> dict[str, Tensor]:
-    """What the rank holds, by torch.chunk and narrow alone."""
+    """Return the rank's local tensors, computed by torch.chunk and narrow only."""
     if rank not in layout.layout:
         return {}
     dims, at = layout.layout.dims, layout.layout.coordinate(rank)

@@ -1,4 +1,4 @@
-"""Weights brought from layout to layout by real ranks, against slices of the full tensors made in one process."""
+"""Reallocations by real ranks, compared with slices of the full tensors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _cast(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _go_everywhere_and_back(source_text: str, pack_below_bytes: int) -> None:
-    """From one layout into all: push and direct equal the reference, and direct brings every bit home in place."""
+    """Reallocate from one layout to all: push and direct equal the reference, and direct restores it in place."""
     rank, source = dist.get_rank(), lay_out(source_text)
     full = full_tensors(source.model)
     held = local_reference(full, source, rank)
@@ -177,7 +177,7 @@ def test_a_source_that_is_not_contiguous_is_copied_on_every_rank(workers: Worker
 
 
 def _widen(name: str) -> int:
-    """A bfloat16 source into a float32 target travels as bfloat16."""
+    """A bfloat16 source is sent as bfloat16 to a float32 target."""
     rank, source, target = dist.get_rank(), lay_out("fsdp4"), lay_out("tp4")
     full = _cast(full_tensors(source.model), torch.bfloat16)
     there = _make(source, target, local_reference(full, source, rank), transport=name, pack_below_bytes=64)
@@ -397,4 +397,4 @@ def _one_rank_stays_away() -> str:
 
 
 def test_a_rank_that_does_not_come_to_a_push_is_named(workers: WorkerPool) -> None:
-    assert "rank 1 did not come within 0.3 s" in workers.run(_one_rank_stays_away, world_size=2)[0]
+    assert "rank 1 did not arrive within 0.3 s" in workers.run(_one_rank_stays_away, world_size=2)[0]

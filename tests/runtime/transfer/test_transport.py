@@ -1,4 +1,4 @@
-"""The parts that transports are made of, in one process."""
+"""Building blocks of the transports, in one process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ import torch
 
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.runtime.transfer import transport
-from lightning_realloc.runtime.transfer.transport import Arena, Copies, backend_of, contiguous_strides, region_view
+from lightning_realloc.runtime.transfer.transport import (
+    Arena,
+    CopyList,
+    contiguous_strides,
+    default_backend,
+    region_view,
+)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (2, 0, 4), (0,)])
@@ -17,7 +23,7 @@ def test_contiguous_strides_are_those_of_torch(shape: tuple[int, ...]) -> None:
 
 def test_an_arena_gives_its_memory_back_under_the_tensors_and_has_it_again() -> None:
     arena = Arena(torch.device("cpu"))
-    first, second = arena.take((3, 5), torch.float32), arena.take((7,), torch.bfloat16)
+    first, second = arena.allocate((3, 5), torch.float32), arena.allocate((7,), torch.bfloat16)
     arena.restore()
     assert second.data_ptr() - first.data_ptr() == 64  # 60 bytes, rounded up to a cache line
     assert arena.num_bytes == first.untyped_storage().nbytes() == 64 + 14
@@ -32,10 +38,10 @@ def test_an_arena_gives_its_memory_back_under_the_tensors_and_has_it_again() -> 
 
 def test_a_rewound_arena_is_as_large_as_its_largest_filling() -> None:
     arena = Arena(torch.device("cpu"), alignment_bytes=2)
-    arena.take((10,), torch.bfloat16)
+    arena.allocate((10,), torch.bfloat16)
     arena.rewind()
-    arena.take((4,), torch.bfloat16)
-    arena.take((3,), torch.bfloat16)
+    arena.allocate((4,), torch.bfloat16)
+    arena.allocate((3,), torch.bfloat16)
     assert arena.num_bytes == 20
 
 
@@ -49,21 +55,21 @@ def test_a_region_is_a_view_of_its_tensor() -> None:
 
 
 def test_copies_cast_between_strided_views() -> None:
-    into, out_of = torch.zeros(4, 6, dtype=torch.bfloat16), torch.randn(6, 4)
-    copies = Copies()
+    target, source = torch.zeros(4, 6, dtype=torch.bfloat16), torch.randn(6, 4)
+    copies = CopyList()
     copies.run()
-    copies.add(into[:, ::2], out_of.t()[:, :3])
+    copies.add(target[:, ::2], source.t()[:, :3])
     copies.run()
-    assert torch.equal(into[:, ::2], out_of.t()[:, :3].bfloat16())
+    assert torch.equal(target[:, ::2], source.t()[:, :3].bfloat16())
     assert copies.num_bytes == 4 * 3 * 2
 
 
 def test_a_device_without_a_backend_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport.dist, "is_initialized", lambda: False)  # a fit of another test may have left a group
-    assert backend_of(torch.device("cpu")) == "none"
+    assert default_backend(torch.device("cpu")) == "none"
     monkeypatch.setattr(transport.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(transport.dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-    assert backend_of(torch.device("cpu")) == "gloo"
-    assert backend_of(torch.device("cuda", 1)) == "nccl"
+    assert default_backend(torch.device("cpu")) == "gloo"
+    assert default_backend(torch.device("cuda", 1)) == "nccl"
     with pytest.raises(ReallocError, match="no backend for xpu tensors, only for cpu, cuda"):
-        backend_of(torch.device("xpu"))
+        default_backend(torch.device("xpu"))
