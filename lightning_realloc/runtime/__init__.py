@@ -1,1 +1,4 @@
-"""Doing it: models laid out over ranks, weights and samples moved between them."""
+"""Distributed execution: forward passes, parallel models, weight transfer, messages and measurement.
+
+``parallel`` applies layouts to models and ``transfer`` executes reallocation plans.
+"""

@@ -1,7 +1,7 @@
 """Divergence between the next-token distributions of a student and a teacher, one chunk of tokens at a time.
 
-The student's logits exist, because it is trained through them. The teacher's logits are computed from its last hidden
-states and its head, for one chunk at a time in both directions, and are never stored.
+The student's logits exist, because it is trained through them. The teacher's logits are recomputed in both passes from
+its last hidden states and its head, and are never stored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Attention function that keeps the sequences of a pack apart.
 
 Transformers separates the sequences of a row only if positions restart, the cache is off and no mask is given. A
-mistake in any of the three is silent. This module therefore registers its own attention function, which needs the
-segments as an argument and raises an error for a model that does not pass them on.
+mistake in any of the three is silent. This module therefore registers its own attention function. It takes the segments
+as an argument and raises an error for a model that does not pass them on.
 """
 
 from __future__ import annotations

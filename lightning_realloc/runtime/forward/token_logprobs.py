@@ -1,7 +1,7 @@
 """Log-probabilities of chosen tokens, without a second copy of the logits in fp32.
 
-A softmax over the whole vocabulary takes tokens x V x 4 bytes, and three times as much in the backward pass of the
-plain formula. Here both passes process one chunk of tokens at a time and keep two numbers per token.
+A softmax over the whole vocabulary takes tokens x V x 4 bytes. The backward pass of the plain formula takes three times
+as much. Here both passes process one chunk of tokens at a time and keep two numbers per token.
 """
 
 from __future__ import annotations

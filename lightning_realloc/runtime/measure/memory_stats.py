@@ -60,8 +60,8 @@ class AllocatorMeter:
 class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of the storages of host tensors; views of one storage count once.
 
-    Not counted are memory that torch did not allocate (segments that ranks share, buffers of other libraries) and
-    memory that a kernel allocates and frees inside.
+    Memory that torch did not allocate (segments that ranks share, buffers of other libraries) is not counted. Neither
+    is memory that a kernel allocates and frees inside.
     """
 
     def __init__(self) -> None:

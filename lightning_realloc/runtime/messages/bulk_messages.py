@@ -1,9 +1,9 @@
 """Send and receive large messages in the background.
 
 Both ends know of a message by other means, such as a common plan, and identify it by a number. Gloo's threads transfer
-it meanwhile. Gloo's work objects have no way to ask whether they are done, so the last byte of each of a message's
-two frames is a mark, which is missing in the empty buffer. If memory were filled in another order, the mark would
-appear early and `PendingReceive.wait` would take a little longer.
+it meanwhile. A message has one or two frames. The last byte of each is a mark that the empty buffer lacks, because
+gloo's work objects cannot be asked whether they are done. If memory were filled in another order, the mark would appear
+early and `PendingReceive.wait` would take a little longer.
 """
 
 from __future__ import annotations

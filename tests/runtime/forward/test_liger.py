@@ -1,4 +1,4 @@
-"""Liger's kernels: refused by name where they cannot run, and asked for norms and layers, never for losses."""
+"""Liger's kernels replace norms, rotary embeddings and gated layers, and no losses; errors where they cannot run."""
 
 from __future__ import annotations
 

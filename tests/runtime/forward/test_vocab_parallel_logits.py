@@ -1,4 +1,4 @@
-"""Logits in shares, on simulated ranks: the log-probabilities, divergences and gradients of whole ones."""
+"""Vocabulary-parallel logits on simulated ranks give the log-probabilities, divergences and gradients of whole ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _share(whole: Tensor, group: SimulatedGroup) -> Tensor:
 def _on_ranks(
     whole: Tensor, size: int, value: Callable[[Tensor], Tensor], change: Callable[[Tensor], Tensor] = lambda z: z
 ) -> list[tuple[Tensor, Tensor, int]]:
-    """Return of every rank the value, the gradient by its share (of a weighted sum), and the elements it received."""
+    """Return for every rank the value, the gradient by its columns, and the number of elements it received."""
     upstream = torch.linspace(-1, 2, NUM_ROWS)
 
     def on_rank(group: SimulatedGroup) -> tuple[Tensor, Tensor, int]:

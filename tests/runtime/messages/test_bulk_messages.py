@@ -1,4 +1,4 @@
-"""Large messages arrive whole, in the background, whatever their size and order."""
+"""Large messages of any size arrive complete and in any order, in the background."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank made reaches every rank unchanged, and so does the error that kept it from making anything."""
+"""Samples of one rank reach every rank unchanged, and so does the exception of a failed rank."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_every_rank_gets_everything_in_the_order_of_ids(workers: WorkerPool) -> 
 
 
 def gather_failures() -> list[str]:
-    """Let ranks 1 and 3 fail in ways of their own, then rank 2 in one that the package does not know."""
+    """Let ranks 1 and 3 fail with errors of the package, then rank 2 with another exception."""
     rank = dist.get_rank()
     texts = []
     for failures in ({1: RewardError("bad reward"), 3: DataError("bad data")}, {2: KeyError("typo")}):

@@ -1,4 +1,4 @@
-"""Recomputed activations give the same gradients, and dropout stays off where it was not asked for."""
+"""Activation checkpointing gives the same gradients, and dropout stays off unless it is requested."""
 
 from __future__ import annotations
 
