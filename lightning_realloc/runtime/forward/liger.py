@@ -10,10 +10,9 @@ from torch import nn
 from lightning_realloc.errors import ConfigError
 
 # Losses here work on log-probabilities, in chunks. Liger's cross entropies would replace a forward that is not called.
-_KERNELS = {
-    "rope": True, "rms_norm": True, "layer_norm": True, "swiglu": True, "geglu": True, "cross_entropy": False,
-    "fused_linear_cross_entropy": False,
-}  # fmt: skip
+_KERNELS = dict.fromkeys(("rope", "rms_norm", "layer_norm", "swiglu", "geglu"), True) | dict.fromkeys(
+    ("cross_entropy", "fused_linear_cross_entropy"), False
+)
 
 
 def use_liger_kernels(model: nn.Module, role: str, device: torch.device) -> None:

@@ -187,10 +187,10 @@ def segment_attention(
                 f"{type(module).__name__} got packed sequences without their segments, so they would see each other: "
                 f"its model does not pass keyword arguments on; use another model class"
             )
+        window = None if sliding_window == _UNKNOWN_WINDOW else sliding_window
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal,
-            sliding_window=None if sliding_window == _UNKNOWN_WINDOW else sliding_window, **options,
-        )  # fmt: skip
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window=window, **options
+        )
     unsupported = [name for name in _UNSUPPORTED_OPTIONS if options.get(name) is not None]
     if unsupported:
         raise ConfigError(
@@ -205,9 +205,9 @@ def segment_attention(
     if sliding_window == _UNKNOWN_WINDOW:
         _refuse_masked_window(module, packed_segments)
         sliding_window = None
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    settings = _Attention(causal, scaling, dropout, sliding_window)
-    if any(packed_segments.shared) and not causal:
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    settings = _Attention(is_causal, scaling, dropout, sliding_window)
+    if any(packed_segments.shared) and not is_causal:
         raise ConfigError(
             f"{type(module).__name__} attends to later tokens, so its prompt states depend on the response and "
             f"responses cannot share them; set share_prompts=False on the algorithm"
@@ -231,7 +231,7 @@ def _refuse_masked_window(module: nn.Module, segments: Segments) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    causal: bool
+    is_causal: bool
     scaling: float | None
     dropout: float
     sliding_window: int | None
@@ -242,10 +242,10 @@ def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segm
     runs = segments.runs
     # split, not slices: the backward of a slice fills a whole (N, ...) gradient with zeros, once per segment.
     sizes = [run.count * run.length for run in runs]
-    parts = zip(*(torch.split(tensor[0].transpose(0, 1), sizes) for tensor in (query, key, value)), runs, strict=True)
+    by_run = zip(*(torch.split(tensor[0].transpose(0, 1), sizes) for tensor in (query, key, value)), runs, strict=True)
     outputs: list[Tensor] = []
     owner = key, value
-    for *packed, run in parts:
+    for *packed, run in by_run:
         # (count * length, H, D) -> (count, H, length, D)
         q, k, v = (tensor.unflatten(0, (run.count, run.length)).transpose(1, 2) for tensor in packed)
         if run.shared:
@@ -254,10 +254,10 @@ def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segm
         else:
             owner = k[-1:], v[-1:]
         mask = _mask(q, k.shape[2], segments, settings)
+        is_causal, has_groups = settings.is_causal and mask is None, q.shape[1] != k.shape[1]
         attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=settings.causal and mask is None,
-            dropout_p=settings.dropout, scale=settings.scaling, enable_gqa=q.shape[1] != k.shape[1],
-        )  # fmt: skip
+            q, k, v, mask, settings.dropout, is_causal, scale=settings.scaling, enable_gqa=has_groups
+        )
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).unsqueeze(0)
 
@@ -278,14 +278,14 @@ def _mask(query: Tensor, num_keys: int, segments: Segments, settings: _Attention
         seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
         if window is not None:
             seen = seen.triu(first + 1 - window)
-        seen = seen.tril(first if settings.causal else first + (window or num_keys) - 1)
+        seen = seen.tril(first if settings.is_causal else first + (window or num_keys) - 1)
         mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
         segments.masks[name] = mask.masked_fill_(~seen, float("-inf"))
     return segments.masks[name]
 
 
 def _can_use_varlen(query: Tensor, value: Tensor, settings: _Attention) -> bool:
-    return settings.dropout == 0.0 and settings.causal and can_attend_varlen(query, value)
+    return settings.dropout == 0.0 and settings.is_causal and can_attend_varlen(query, value)
 
 
 def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, settings: _Attention) -> Tensor:
