@@ -26,7 +26,7 @@ from lightning_realloc.runtime.transfer.agreement import (
     agree_on_plan,
     agree_on_request,
 )
-from lightning_realloc.runtime.transfer.shared_memory import SharedSegment, aligned, share_segment
+from lightning_realloc.runtime.transfer.shared_memory import SharedSegment, align_up, share_segment
 from lightning_realloc.runtime.transfer.transport import (
     PACK_BELOW_BYTES,
     Arena,
@@ -188,7 +188,7 @@ class _SharedShards:
             readers = tuple(rank for rank in shard.ranks if shard.param not in aliased[rank])
             if readers:
                 offsets[index], receivers[index] = end, readers
-                end += aligned(shard.numel * request.dtype.itemsize)
+                end += align_up(shard.numel * request.dtype.itemsize)
         return cls(offsets, receivers, end)
 
     def bytes_on(self, rank: int, publication: PublicationPlan, element_bytes: int) -> int:

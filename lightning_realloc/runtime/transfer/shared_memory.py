@@ -302,7 +302,7 @@ def shared_memory_obstacle() -> str | None:
     return None
 
 
-def aligned(num_bytes: int) -> int:
+def align_up(num_bytes: int) -> int:
     """Return ``num_bytes`` rounded up to a multiple of the alignment."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
