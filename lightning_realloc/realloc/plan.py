@@ -157,7 +157,7 @@ class ReallocationPlan:
         return {rank: RankTraffic(sent[rank] * size, received[rank] * size, kept[rank] * size) for rank in self.ranks}
 
     def bytes_by_node_pair(self) -> dict[tuple[int, int], int]:
-        """Return the bytes sent by (sending node, receiving node); pairs without traffic are left out."""
+        """Return (sending node, receiving node) -> bytes, also inside a node; pairs without traffic are left out."""
         node_of = dict(self.nodes)
         amounts: dict[tuple[int, int], int] = {}
         for family in self.families:

@@ -17,7 +17,7 @@ from lightning_realloc.errors import LayoutError
 from lightning_realloc.runtime.compat import all_gather_single
 
 _GATHERED_SUM_BYTES = 256 * 1024
-"""Largest CPU tensor that is summed by gather and add: gloo's all-reduce takes twice as long as its gather."""
+"""Bytes up to which CPU tensors are summed by gather and add: gloo's all-reduce takes twice as long as its gather."""
 
 
 class FastSum(Protocol):
