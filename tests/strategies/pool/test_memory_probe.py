@@ -19,7 +19,9 @@ def full(num_bytes: int, device: torch.device) -> Any:
 
 
 def test_a_full_device_is_refused_in_words() -> None:
-    with pytest.raises(PlanError, match="moving needs 3 MiB more on rank 0, and its device has no room; use a plan that"):
+    with pytest.raises(
+        PlanError, match="moving needs 3 MiB more on rank 0, and its device has no room; use a plan that"
+    ):
         require_free_memory(3 * 2**20, GPU, what="moving", take=full)
 
 
