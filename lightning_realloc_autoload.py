@@ -1,10 +1,10 @@
-"""How does ``Trainer(strategy="realloc")`` know the name before anything has imported ``lightning_realloc``?
+"""Register ``Trainer(strategy="realloc")`` on ``import torch``, before anything imports ``lightning_realloc``.
 
 Lightning has no entry point for strategies, but ``import torch`` calls the entry points of the group
-``torch.backends``. Ours does one thing: it leaves a hook that waits for Lightning's strategies to be imported and then
-registers factories under our names. Neither torch nor Lightning nor ``lightning_realloc`` is imported here, and nothing
-raised here reaches ``import torch``, where it would break every program of the environment.
-``LIGHTNING_REALLOC_AUTOLOAD=0`` switches it off; ``import lightning_realloc`` installs the same hook.
+``torch.backends``. This one installs an import hook, which registers our factories once Lightning's strategies are
+imported. It imports neither torch, Lightning nor ``lightning_realloc``. No exception reaches ``import torch``, where it
+would break every program of the environment. ``LIGHTNING_REALLOC_AUTOLOAD=0`` disables it;
+``import lightning_realloc`` installs the same hook.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ STRATEGIES: Mapping[str, Mapping[str, str]] = {
     "realloc_fork": {"start_method": "fork"},
     "realloc-static": {"plan": "static"},
 }
-"""Registered name -> what ``ReallocStrategy`` is constructed with."""
+"""Registered name -> arguments of ``ReallocStrategy``."""
 
 _SWITCH = "LIGHTNING_REALLOC_AUTOLOAD"
 
 
 def install() -> None:
-    """Register the strategies wherever Lightning is imported already, and wherever it will be."""
+    """Register the strategies with Lightning, now if it is imported already, else on its import."""
     if not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _RegistryFinder())
     for name in _REGISTRIES:
@@ -42,10 +42,10 @@ def install() -> None:
 
 
 def _autoload() -> None:
-    """Answer torch's call for backends."""
+    """Entry point of the group ``torch.backends``."""
     if os.environ.get(_SWITCH, "1").strip().lower() in {"0", "false", "off", "no"}:
         return
-    with contextlib.suppress(Exception):  # whatever goes wrong here, torch must import
+    with contextlib.suppress(Exception):  # torch must import whatever goes wrong here
         install()
 
 
@@ -67,7 +67,7 @@ _REGISTRIES: Mapping[str, Callable[..., Any]] = {
 
 
 def _register(module: ModuleType) -> None:
-    """Enter our names into the registry of a freshly imported ``...strategies`` module; never break that import."""
+    """Register our names with a newly imported ``...strategies`` module; never break that import."""
     try:
         for name, options in STRATEGIES.items():
             description = "gives every model function call its own parallel layout"
@@ -79,7 +79,7 @@ def _register(module: ModuleType) -> None:
 
 
 class _RegistryFinder(MetaPathFinder):
-    """Lets the other finders find a strategies module, and registers ours once its code has run."""
+    """Find strategies modules with the other finders, and register our names after the module's code has run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -96,13 +96,13 @@ class _RegistryFinder(MetaPathFinder):
 
 
 def _register_after(loader: Loader) -> None:
-    """Make this loader, made for one module, register our names once it has executed that module."""
+    """Make the loader of a strategies module register our names after it has executed that module."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
-        del loader.exec_module  # the instance's attribute: what is left is the class's own method
+        del loader.exec_module  # removes this instance attribute, which hides the class's own method
         execute(module)
         _register(module)
 
-    with contextlib.suppress(AttributeError):  # a loader without room for an attribute: Lightning comes first
+    with contextlib.suppress(AttributeError):  # a loader with __slots__: leave Lightning's import intact
         loader.exec_module = exec_module  # type: ignore[method-assign]

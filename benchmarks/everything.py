@@ -145,7 +145,8 @@ def merge(ranks: Sequence[Readings]) -> Run:
 
 def run_arm(arm: str, model: PreTrainedModel, work: Workload) -> Run:
     """Train a copy of the model on this rank and the others, and return what all noted."""
-    from lightning_realloc.batch.samples import Ragged, Samples
+    from lightning_realloc.batch.ragged import Ragged
+    from lightning_realloc.batch.samples import Samples
     from lightning_realloc.data.loader import BatchLoader
 
     noted = Readings()

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_realloc import ExecutionPlan, ModelFunctionCall
-from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from lightning_realloc.strategies.exchange.iteration_data import IterationData

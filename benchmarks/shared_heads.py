@@ -117,7 +117,8 @@ def _model(work: Workload) -> nn.Module:
 
 def _packed(work: Workload) -> Any:
     from lightning_realloc.batch.packing import pack
-    from lightning_realloc.batch.samples import Ragged, Samples
+    from lightning_realloc.batch.ragged import Ragged
+    from lightning_realloc.batch.samples import Samples
 
     generator = torch.Generator().manual_seed(1)
 

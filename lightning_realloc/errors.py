@@ -1,4 +1,4 @@
-"""What the package raises when a caller asked for something that cannot be done.
+"""Exceptions of the package, all derived from :class:`ReallocError`.
 
 Every message gives the rule, the values that broke it and the way out.
 """
@@ -7,36 +7,45 @@ from __future__ import annotations
 
 
 class ReallocError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base class of the package's exceptions.
+
+    Example:
+        >>> from lightning_realloc import Layout, ReallocError
+        >>> try:
+        ...     Layout.parse("tp0@0")
+        ... except ReallocError as error:
+        ...     print(type(error).__name__)
+        LayoutError
+    """
 
 
 class RankLost(ReallocError):
-    """Another rank ended while this one waited for it; why it did is in that rank's log."""
+    """Another rank ended while this one waited for it; that rank's log gives the cause."""
 
 
 class LayoutError(ReallocError, ValueError):
-    """A layout that cannot be built: its text, its degrees, or its fit to a model."""
+    """Invalid layout: its text, its degrees, or its fit to a model."""
 
 
 class PlanError(ReallocError, ValueError):
-    """An execution plan or dataflow that contradicts itself, the model or the cluster."""
+    """Execution plan or dataflow that contradicts itself, the model or the cluster."""
 
 
 class DataError(ReallocError, ValueError):
-    """Training data that cannot be read or used as it is."""
+    """Training data that cannot be read or used."""
 
 
 class RewardError(ReallocError, ValueError):
-    """A reward function that failed or returned something other than one finite number per sample."""
+    """Reward function that failed or returned something other than one finite number per sample."""
 
 
 class GenerationError(ReallocError, ValueError):
-    """A generation request that the engine or the model cannot serve."""
+    """Generation request that the engine or the model cannot serve."""
 
 
 class CheckpointError(ReallocError, ValueError):
-    """A checkpoint that does not belong to this run."""
+    """Checkpoint that does not belong to this run."""
 
 
 class ConfigError(ReallocError, ValueError):
-    """A setting of the trainer or the strategy that cannot work."""
+    """Setting of the trainer or the strategy that cannot work."""

@@ -1,4 +1,4 @@
-"""Which seed does a run go by where its user gave none? That of Lightning's ``seed_everything``, and 0 without one."""
+"""Seed of a run: the one given to Lightning's ``seed_everything``, or 0 without one."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import os
 from typing import Any
 
 _VARIABLE = "PL_GLOBAL_SEED"
-"""Where Lightning's ``seed_everything`` keeps it, for the processes that it starts, too."""
+"""Environment variable in which ``seed_everything`` stores the seed, also for processes that Lightning starts."""
 
 
 def global_seed() -> int:
-    """Return the seed of this process's last ``seed_everything``; 0 where it was not called."""
+    """Return the seed of this process's last ``seed_everything``; 0 if it was not called."""
     return int(os.environ.get(_VARIABLE, "0"))
 
 
 def seed_of_run(trainer: Any) -> int:
-    """Return the seed that all ranks of a run share, whatever each of them gave ``seed_everything``.
+    """Return the seed that all ranks of a run share, even if they gave ``seed_everything`` different seeds.
 
     Args:
-        trainer: That of the run; None before there is one.
+        trainer: Trainer of the run; None if there is none yet.
     """
     shared = getattr(getattr(trainer, "strategy", None), "run_seed", None)
     return global_seed() if shared is None else int(shared)

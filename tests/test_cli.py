@@ -467,6 +467,6 @@ def test_a_plan_is_checked_without_weights(workers: WorkerPool, folder: Path) ->
     assert "peak of rank 0-7: " in exceeds.output  # the table comes first
     assert "on rank 0 in actor.train, and a device has 2.00 MiB" in exceeds.errors
     assert lacks.code == unknown.code == unnamed.code == 2
-    assert "the plan names reference.infer, which this algorithm has not" in lacks.errors
+    assert "the plan names reference.infer, which this algorithm does not have" in lacks.errors
     assert "--algorithm=other is not one of grpo, ppo, sft" in unknown.errors
     assert "--model=shape must name a role and its model" in unnamed.errors

@@ -1,13 +1,14 @@
-"""How do sequences of different lengths share one forward pass? Laid end to end, without padding.
+"""Pack sequences of different lengths into one row of tokens without padding, and balance them over ranks.
 
-A pack is one row of N tokens; each sequence keeps its own positions, and ``packed_attention`` keeps them from
-seeing each other. Which sequences go together is decided by token counts alone, so it can be planned anywhere.
-Neighbours that answer the same prompt may hold it once: a group of responses then costs one prompt, not one each.
+Each sequence keeps its own positions, and ``packed_attention`` keeps sequences from attending to each other. Adjacent
+sequences with the same prompt can share its tokens. Micro-batches (first-fit decreasing bin packing) and shares
+(longest processing time first) depend on token counts alone, so every rank computes the same plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_realloc.batch.samples import Ragged, Samples
-from lightning_realloc.errors import DataError
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
+from lightning_realloc.errors import DataError, PlanError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,28 +27,28 @@ class PackedBatch:
     """B sequences, each a prompt and its response, as one row of N tokens."""
 
     ids: Tensor
-    """(B,) int64 on the host: the samples, in the order they are packed."""
+    """Sample ids in packing order, (B,) int64 on the host."""
     input_ids: Tensor
-    """(1, N) int64."""
+    """Token ids of the row, (1, N) int64."""
     position_ids: Tensor
-    """(1, N) int64, restarting at 0 with every sequence."""
+    """Positions, (1, N) int64, restarting at 0 with every sequence."""
     cu_seqlens: Tensor
-    """(B + 1,) int32: sequence b is ``input_ids[0, cu_seqlens[b]:cu_seqlens[b + 1]]``."""
+    """Bounds, (B + 1,) int32: sequence b is ``input_ids[0, cu_seqlens[b]:cu_seqlens[b + 1]]``."""
     lengths: tuple[int, ...]
-    """Tokens of each sequence that lie in the row: prompt and response, or the response alone where it is shared."""
+    """Tokens of each sequence in the row: prompt and response, or only the response if its prompt is shared."""
     response_lengths: tuple[int, ...]
-    """Tokens of each sequence's response, which is its end."""
+    """Response tokens of each sequence, at its end."""
     response_mask: Tensor
-    """(N,) bool: True where the model chose the token, and there is a token before it to be predicted from: in the
-    responses, less what an environment said in them."""
+    """Tokens that count in the loss, (N,) bool: True for response tokens that the model chose and that have a
+    predecessor. Tokens from an environment are False."""
     sample_index: Tensor
-    """(N,) int64: which of the B sequences a token belongs to."""
+    """Index of the sequence that each token belongs to, (N,) int64."""
     predecessors: Tensor
-    """(N,) int64: where the token before a token lies; its own place for the first one of a sequence."""
+    """Position in the row of the token before each token, (N,) int64; the first token of a sequence gives its own."""
     shared: tuple[int, ...]
-    """Prompt tokens of each sequence that lie with the nearest sequence before it that shares none."""
+    """Prompt tokens that each sequence shares with the nearest earlier sequence that holds its prompt; 0 if none."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """Per token (N, ...), zero outside the responses, where the column was ragged; else per sequence (B, ...)."""
+    """Further columns: per token, (N, ...), zero outside responses, if ragged; else per sequence, (B, ...)."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -60,12 +62,12 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """N."""
+        """Number of tokens in the row, N."""
         return int(self.input_ids.shape[1])
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest sequence."""
+        """Number of tokens in the longest sequence, shared prompt included."""
         return max(length + shared for length, shared in zip(self.lengths, self.shared, strict=True))
 
     def per_token(self, values: Tensor) -> Tensor:
@@ -73,7 +75,7 @@ class PackedBatch:
         return values[self.sample_index]
 
     def responses(self, values: Tensor) -> Ragged:
-        """Return the per-token ``values`` (N, ...) of the responses, aligned with ``response_ids``."""
+        """Return the values of response tokens from per-token ``values`` (N, ...), aligned with ``response_ids``."""
         rows: list[Tensor] = []
         for sequence, response_length in zip(
             torch.split(values, list(self.lengths)), self.response_lengths, strict=True
@@ -92,16 +94,15 @@ class PackedBatch:
 
 
 def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool = False) -> PackedBatch:
-    """Return all ``samples`` in one pack, with these of their columns beside the tokens.
+    """Pack all ``samples`` into one row, together with the named columns.
 
-    The samples need ``prompt_ids`` and ``response_ids``; either may be empty for a sample, but not both. A ragged
-    column must be as long as the response, sample by sample, and lands on the response's tokens. Where there is a
-    column ``model_mask``, response tokens that are False in it are read and do not count. With ``share_prompts``,
-    samples next to each other with the same prompt hold it once: what a model says about the responses stays the same
-    as long as it only looks back.
+    The samples need ``prompt_ids`` and ``response_ids``; a sample may have one of them empty, but not both. A ragged
+    column must have one value per response token, and keeps its place there. If there is a column ``model_mask``,
+    response tokens that are False in it are model input only and do not count in the loss. With ``share_prompts``,
+    adjacent samples with the same prompt store it once. A causal model gives the same outputs for the responses.
 
     Raises:
-        DataError: when there is nothing to pack, or a column does not fit.
+        DataError: if there are no samples, or a column does not fit.
     """
     if len(samples) == 0:
         raise DataError("a pack needs at least one sequence; got no samples")
@@ -138,22 +139,22 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
     )
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int, *, what: str = "sequence") -> list[tuple[int, ...]]:
-    """Return which positions go into one pack of at most ``max_tokens`` tokens: few packs, each ascending.
+def micro_batches(lengths: Sequence[int], max_tokens: int, *, item_name: str = "sequence") -> list[tuple[int, ...]]:
+    """Divide positions into few packs of at most ``max_tokens`` tokens by first-fit decreasing.
 
-    The longest goes first, each into the first pack with room: at most 11/9 of the fewest possible packs, plus one.
-    Packs come in the order of their first positions. Source: Johnson et al., SIAM J. Comput. 3 (1974).
+    It needs at most 11/9 of the fewest possible packs, plus one. Positions in a pack ascend; packs are sorted by their
+    first positions. Source: Johnson et al., SIAM J. Comput. 3 (1974).
 
     Args:
-        what: The name of what has these lengths, for error messages.
+        item_name: Name of one item in error messages.
 
     Raises:
-        DataError: when one sequence alone is longer than ``max_tokens``.
+        DataError: if one item alone is longer than ``max_tokens``.
     """
     longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
     if longest is not None and lengths[longest] > max_tokens:
         raise DataError(
-            f"a {what} must fit one micro-batch; {what} {longest} has {lengths[longest]} tokens and "
+            f"a {item_name} must fit one micro-batch; {item_name} {longest} has {lengths[longest]} tokens and "
             f"max_tokens={max_tokens}, raise it to at least {lengths[longest]} or shorten prompts and responses"
         )
     packs: list[list[int]] = []
@@ -169,10 +170,40 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, *, what: str = "seque
     return sorted(tuple(sorted(members)) for members in packs)
 
 
-def _shared_prompt_lengths(prompts: Ragged, responses: Ragged) -> Tensor:
-    """Return (B,) how many prompt tokens a sequence need not hold, since the one before it has the same prompt.
+def balanced_shares(
+    lengths: Sequence[int], num_shares: int, *, groups: Sequence[int] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Divide positions among data-parallel ranks so that the summed lengths are close to equal.
 
-    A sequence without a response keeps its prompt: it would have no token left.
+    Returns each share's positions, ascending. Positions with the same entry in ``groups`` stay together. With at least
+    as many groups as shares, no share is empty.
+
+    Longest processing time first: the longest remaining group goes to the share with the smallest sum. The largest sum
+    is at most 4/3 - 1/(3 shares) of the optimum. Source: Graham, "Bounds on multiprocessing timing anomalies", SIAM J.
+    Appl. Math. 17 (1969).
+    """
+    if num_shares < 1:
+        raise PlanError(f"samples are divided among 1 or more ranks; got num_shares={num_shares}")
+    if groups is not None and len(groups) != len(lengths):
+        raise PlanError(f"groups must name one group per length; got {len(groups)} groups for {len(lengths)} lengths")
+    members: dict[int, list[int]] = {}
+    for position in range(len(lengths)):
+        members.setdefault(position if groups is None else groups[position], []).append(position)
+    weight = {group: sum(lengths[position] for position in rows) for group, rows in members.items()}
+    # The number of positions breaks ties, so that empty sequences spread as well and no share stays empty.
+    shares = [(0, 0, share) for share in range(num_shares)]
+    taken: list[list[int]] = [[] for _ in range(num_shares)]
+    for group in sorted(members, key=lambda name: (-weight[name], members[name][0])):
+        total, count, share = heapq.heappop(shares)
+        taken[share].extend(members[group])
+        heapq.heappush(shares, (total + weight[group], count + len(members[group]), share))
+    return tuple(tuple(sorted(rows)) for rows in taken)
+
+
+def _shared_prompt_lengths(prompts: Ragged, responses: Ragged) -> Tensor:
+    """Return the number of prompt tokens, (B,), that each sequence shares with the sequence before it.
+
+    A sequence without a response keeps its prompt, because it would have no token left.
     """
     rows = prompts.split()
     same = [False] + [torch.equal(before, row) for before, row in pairwise(rows)]
@@ -186,7 +217,7 @@ def _without(prompts: Ragged, dropped: Tensor) -> Ragged:
 
 
 def _predecessors(starts: Tensor, shared: Tensor, positions: Tensor) -> Tensor:
-    """Return (N,) where the token before each token lies, from (B,) starts and shared lengths and (N,) positions."""
+    """Return the position of each token's predecessor, (N,), from (B,) starts and shared lengths and (N,) positions."""
     before = torch.arange(positions.shape[0]) - (positions > 0).long()
     owners = torch.where(shared > 0, 0, torch.arange(starts.shape[0])).cummax(0).values
     sharing = shared > 0
@@ -195,7 +226,7 @@ def _predecessors(starts: Tensor, shared: Tensor, positions: Tensor) -> Tensor:
 
 
 def _interleaved(prompts: Ragged, responses: Ragged) -> Tensor:
-    """Return (N,) indices into [all prompts, all responses] that put each response behind its prompt."""
+    """Return (N,) indices into [all prompts, all responses] that put each response after its prompt."""
     num_sequences = len(prompts)
     owner = torch.cat(
         [

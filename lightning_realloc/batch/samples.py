@@ -1,117 +1,39 @@
-"""What travels between calls: samples keyed by id, with ragged sequences, scalars and python objects side by side.
+"""Samples that pass between calls: columns of tensors, sequences and Python objects, keyed by sample id.
 
-Every sequence is stored without padding. The bookkeeping (ids and lengths) always lives on the host, so
-planning who gets what never waits for a device. How samples reach another rank is the transport's business.
+Sequences are stored without padding. Ids and lengths always live on the host, so routing never waits for a device. The
+transport sends samples to other ranks.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from lightning_realloc.batch.ragged import Ragged as Ragged
+from lightning_realloc.batch.ragged import as_indices, check_host_integers, tensors_equal
 from lightning_realloc.errors import DataError
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ragged:
-    """B sequences of different lengths, laid end to end."""
-
-    values: Tensor
-    """(N, ...), on any device: the sequences one after the other."""
-    lengths: Tensor
-    """(B,) int64 on the host, summing to N. A sequence may be empty."""
-
-    def __post_init__(self) -> None:
-        _check_host_integers(self.lengths, "Ragged.lengths")
-        if self.values.dim() == 0:
-            raise DataError("Ragged.values needs a token dimension; got a scalar tensor, pass shape (N, ...)")
-        if self.lengths.numel() and int(self.lengths.min()) < 0:
-            raise DataError(f"Ragged.lengths may not be negative; got {int(self.lengths.min())}")
-        if int(self.lengths.sum()) != self.values.shape[0]:
-            raise DataError(
-                f"Ragged.lengths must sum to the {self.values.shape[0]} tokens of Ragged.values; "
-                f"they sum to {int(self.lengths.sum())}"
-            )
-
-    @classmethod
-    def from_list(cls, sequences: Iterable[Sequence[float] | Tensor], *, dtype: torch.dtype | None = None) -> Ragged:
-        """Return the sequences packed; ``dtype`` defaults to the tensors' own, and to int64 for python numbers."""
-        rows = [row if isinstance(row, Tensor) else torch.tensor(row, dtype=dtype or torch.int64) for row in sequences]
-        lengths = torch.tensor([row.shape[0] for row in rows], dtype=torch.int64)
-        if not rows:
-            return cls(torch.empty(0, dtype=dtype or torch.int64), lengths)
-        values = torch.cat(rows)
-        return cls(values if dtype is None else values.to(dtype), lengths)
-
-    @classmethod
-    def concatenate(cls, parts: Sequence[Ragged]) -> Ragged:
-        """Return all sequences of the first part, then those of the second, and so on."""
-        if not parts:
-            raise DataError("Ragged.concatenate needs at least one part; got none")
-        if len(parts) == 1:
-            return parts[0]
-        return cls(torch.cat([part.values for part in parts]), torch.cat([part.lengths for part in parts]))
-
-    def __len__(self) -> int:
-        return int(self.lengths.shape[0])
-
-    @property
-    def num_tokens(self) -> int:
-        """N, the sum of all lengths."""
-        return int(self.values.shape[0])
-
-    @property
-    def offsets(self) -> Tensor:
-        """(B + 1,) int64 on the host: sequence b is ``values[offsets[b]:offsets[b + 1]]``."""
-        return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
-
-    def split(self) -> list[Tensor]:
-        """Return the sequences as B views of ``values``."""
-        return list(torch.split(self.values, self.lengths.tolist()))
-
-    def to_lists(self) -> list[list[int]]:
-        """Return the sequences as python lists (floats if ``values`` are floats)."""
-        flat, offsets = self.values.tolist(), self.offsets.tolist()
-        return [flat[begin:end] for begin, end in itertools.pairwise(offsets)]
-
-    def select(self, indices: Sequence[int] | Tensor) -> Ragged:
-        """Return the sequences at these positions, in this order; a position may repeat."""
-        rows = _as_indices(indices, len(self))
-        begins, ends = self.offsets[rows].tolist(), self.offsets[rows + 1].tolist()
-        parts = [self.values[begin:end] for begin, end in zip(begins, ends, strict=True)]
-        return Ragged(torch.cat(parts) if parts else self.values[:0], self.lengths[rows])
-
-    def to(self, device: torch.device | str) -> Ragged:
-        """Return the same sequences with ``values`` on ``device``."""
-        return Ragged(self.values.to(device), self.lengths)
-
-    def equals(self, other: Ragged, *, atol: float = 0.0) -> bool:
-        """Return whether both hold the same sequences of the same dtype, up to ``atol``."""
-        return torch.equal(self.lengths, other.lengths) and _tensors_equal(self.values, other.values, atol)
-
-
 Column = Tensor | Ragged | tuple[object, ...]
-"""One value per sample: a (B, ...) tensor, B sequences, or B python objects."""
+"""One value per sample: a (B, ...) tensor, B sequences, or B Python objects."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
-    """Samples keyed by unique ids, and what is known about each, column by column."""
+    """Samples keyed by unique ids, with one value per sample in each column."""
 
     ids: Tensor
-    """(B,) int64 on the host, without repetition: the name of a sample on every rank."""
+    """Unique sample ids, (B,) int64 on the host. An id means the same sample on every rank."""
     columns: Mapping[str, Column]
-    """Tensors and sequences. Tuples that are given here are moved to ``data``."""
+    """Tensors and sequences by name. The constructor moves tuples to ``data``."""
     data: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    """The data set's columns: python objects, known on every rank and never sent. They are a namespace of their own: a
-    name may be in ``columns`` too."""
+    """Columns of the data set: Python objects, known on every rank and never sent. A name may be in ``columns`` too."""
 
     def __post_init__(self) -> None:
-        _check_host_integers(self.ids, "Samples.ids")
+        check_host_integers(self.ids, "Samples.ids")
         objects = {name: column for name, column in self.columns.items() if isinstance(column, tuple)}
         columns = {name: column for name, column in self.columns.items() if name not in objects}
         object.__setattr__(self, "columns", columns)
@@ -125,11 +47,11 @@ class Samples:
         return int(self.ids.shape[0])
 
     def __contains__(self, name: str) -> bool:
-        """Return whether ``columns`` has this name; ask ``data`` for those of the data set."""
+        """Return whether ``columns`` has this name; ``data`` is not searched."""
         return name in self.columns
 
     def __getitem__(self, name: str) -> Column:
-        """Return the column of this name, that of ``data`` where ``columns`` has none."""
+        """Return the column of this name from ``columns``, else from ``data``."""
         column = self.columns.get(name, self.data.get(name))
         if column is None:
             raise DataError(f"no column {name!r} in these samples; there are {sorted({*self.columns, *self.data})}")
@@ -150,7 +72,7 @@ class Samples:
         return column
 
     def objects(self, name: str) -> tuple[object, ...]:
-        """Return the data set's column ``name``."""
+        """Return the column ``name`` of the data set."""
         if name in self.data:
             return self.data[name]
         column = self[name]
@@ -163,7 +85,7 @@ class Samples:
         return Samples(self.ids, {**self.columns, **others}, {**self.data, **objects})
 
     def without_columns(self, *names: str) -> Samples:
-        """Return the same samples without these tensors and sequences; names that are absent are ignored."""
+        """Return the same samples without these tensors and sequences; absent names are ignored."""
         return replace(self, columns={name: column for name, column in self.columns.items() if name not in names})
 
     def with_ids(self, ids: Tensor) -> Samples:
@@ -171,7 +93,7 @@ class Samples:
         return replace(self, ids=ids)
 
     def lengths_only(self) -> Samples:
-        """Return the same samples with sequences as their lengths alone: ``Ragged`` values of shape (N, 0)."""
+        """Return the same samples with the lengths of sequences only: ``Ragged`` values of shape (N, 0)."""
         columns = {
             name: Ragged(column.values.new_empty(column.num_tokens, 0), column.lengths)
             for name, column in self.columns.items()
@@ -181,11 +103,11 @@ class Samples:
 
     def select(self, indices: Sequence[int] | Tensor) -> Samples:
         """Return the samples at these positions, in this order."""
-        rows = _as_indices(indices, len(self))
+        rows = as_indices(indices, len(self))
         return self._picked(rows, self.ids[rows])
 
     def by_ids(self, ids: Sequence[int] | Tensor) -> Samples:
-        """Return the samples with these ids, in this order; every id must be present."""
+        """Return the samples with these ids, in this order; DataError if an id is absent."""
         position = {sample_id: row for row, sample_id in enumerate(self.ids.tolist())}
         wanted = ids.tolist() if isinstance(ids, Tensor) else list(ids)
         missing = [sample_id for sample_id in wanted if sample_id not in position]
@@ -207,7 +129,7 @@ class Samples:
 
     @staticmethod
     def concatenate(parts: Sequence[Samples]) -> Samples:
-        """Return the samples of all parts, which must have the same columns and no id in common."""
+        """Return the samples of all parts, which must have the same columns and disjoint ids."""
         if not parts:
             raise DataError("Samples.concatenate needs at least one part; got none")
         first = parts[0]
@@ -241,19 +163,12 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Divided:
-    """What a generating call may return in place of samples: those of this iteration, and what is left for the next."""
+    """Result of a generating call that leaves some samples for the next iteration."""
 
     finished: Samples
-    """What the other calls work on."""
+    """Samples of this iteration, which the other calls use."""
     carried: Samples
-    """What all ranks are told of, sequences included, and no call works on."""
-
-
-def _check_host_integers(tensor: Tensor, what: str) -> None:
-    if tensor.dim() != 1 or tensor.dtype != torch.int64 or tensor.device.type != "cpu":
-        raise DataError(
-            f"{what} must be a 1-D int64 tensor on the CPU; got {tensor.dim()}-D {tensor.dtype} on {tensor.device}"
-        )
+    """Samples kept for the next iteration. All ranks receive them, sequences included; no call uses them yet."""
 
 
 def _check_column(name: str, column: Column, num_samples: int) -> None:
@@ -272,15 +187,6 @@ def _check_column(name: str, column: Column, num_samples: int) -> None:
 def _repeated(ids: list[int]) -> list[int]:
     ordered = sorted(ids)
     return sorted({a for a, b in itertools.pairwise(ordered) if a == b})[:5]
-
-
-def _as_indices(indices: Sequence[int] | Tensor, num_rows: int) -> Tensor:
-    rows = torch.as_tensor(indices, dtype=torch.int64, device="cpu")
-    if rows.dim() != 1:
-        raise DataError(f"select takes a flat list of positions; got {rows.dim()} dimensions")
-    if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= num_rows):
-        raise DataError(f"positions must lie in 0..{num_rows - 1}; got {int(rows.min())}..{int(rows.max())}")
-    return rows
 
 
 def _select(column: Column, rows: Tensor) -> Column:
@@ -305,10 +211,4 @@ def _concatenate(name: str, columns: Sequence[Column]) -> Column:
 def _columns_equal(ours: Column, theirs: Column, atol: float) -> bool:
     if isinstance(ours, Ragged):
         return isinstance(theirs, Ragged) and ours.equals(theirs, atol=atol)
-    return isinstance(ours, Tensor) and isinstance(theirs, Tensor) and _tensors_equal(ours, theirs, atol)
-
-
-def _tensors_equal(ours: Tensor, theirs: Tensor, atol: float) -> bool:
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-        return False
-    return torch.equal(ours, theirs) if atol == 0.0 else torch.allclose(ours, theirs, rtol=0.0, atol=atol)
+    return isinstance(ours, Tensor) and isinstance(theirs, Tensor) and tensors_equal(ours, theirs, atol)

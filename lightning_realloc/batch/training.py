@@ -1,7 +1,7 @@
-"""What an algorithm's loss gives back, and how a training call's samples become optimizer steps.
+"""Training options, the return type of a loss, and the plan of optimizer steps for a training call.
 
-Losses are additive: the values of all micro-batches on all data-parallel ranks sum to the loss of the whole
-mini-batch, because each is divided by the mini-batch's totals. The arithmetic is pure and the same on every rank.
+Losses are additive: the values of all micro-batches on all data-parallel ranks sum to the loss of the mini-batch,
+because each is divided by the mini-batch's totals. Plans are pure and the same on every rank.
 """
 
 from __future__ import annotations
@@ -15,75 +15,79 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from lightning_realloc.batch.packing import PackedBatch, micro_batches, pack
+from lightning_realloc.batch.packing import PackedBatch, balanced_shares, micro_batches, pack
 from lightning_realloc.batch.samples import Samples
-from lightning_realloc.batch.shares import balanced_shares
 from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.setting_hints import TRAIN_OPTIONS_HINTS, suggest_settings
 
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """A mean that can still be merged with other ranks' and micro-batches' means."""
+    """Weighted mean that can still be merged with the means of other ranks and micro-batches."""
 
     total: Tensor
-    """Scalar: the weighted sum."""
+    """Weighted sum, a scalar."""
     weight: Tensor | float
-    """Scalar: the sum of the weights, e.g. the number of tokens."""
+    """Sum of the weights, a scalar, for example the number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """One micro-batch's part of a mini-batch's loss."""
+    """Contribution of one micro-batch to the loss of its mini-batch."""
 
     value: Tensor
-    """Scalar that backward starts from; the parts of a mini-batch add up to its loss."""
+    """Scalar for ``backward``; the values of all micro-batches sum to the mini-batch's loss."""
     metrics: Mapping[str, Average] = field(default_factory=dict)
-    """What to log, merged over micro-batches and ranks; every micro-batch has the same names."""
+    """Metrics to log, merged over micro-batches and ranks; every micro-batch must give the same names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """How much a whole mini-batch holds, over all micro-batches and ranks: what losses divide by."""
+    """Size of a mini-batch over all its micro-batches and ranks, the denominators of losses."""
 
     num_sequences: int
-    """Sequences."""
+    """Number of sequences."""
     num_tokens: int
-    """Response tokens that the model chose, the ones that count in the loss."""
+    """Number of response tokens that the model chose; these count in the loss."""
     group_size: int = 1
-    """Sequences that stay together: 2 where losses are of pairs."""
+    """Number of adjacent sequences that stay together; 2 for pairwise losses."""
     sums: Mapping[str, float] = field(default_factory=dict)
-    """Of the batch's columns that the algorithm names in ``totals_of``: their sums."""
+    """Column name -> sum over the mini-batch, for the columns that the algorithm lists in ``totals_of``."""
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1:
             raise DataError(
-                f"a mini-batch has {self.num_sequences} sequences without a single response token to learn from; "
-                f"leave samples with empty responses out, or lower num_minibatches"
+                f"a mini-batch needs at least one response token; its {self.num_sequences} sequences have none: "
+                f"remove samples with empty responses, or lower num_minibatches"
             )
 
     @property
     def num_groups(self) -> int:
-        """Groups of sequences that stay together: what the mean of a pairwise loss divides by."""
+        """Number of groups of sequences, the denominator of a pairwise loss."""
         return self.num_sequences // self.group_size
 
 
 @suggest_settings(TRAIN_OPTIONS_HINTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    """How a training call goes through its samples.
+    """Options of a training call.
 
     Args:
         num_epochs: Passes over the samples of one iteration.
-        num_minibatches: Optimizer steps per pass; groups of samples that belong together, as pairs, are never split.
-        micro_batch_tokens: Most tokens that are packed into one forward pass.
-        max_grad_norm: The global norm that gradients are clipped to; None leaves them.
-        max_skipped_steps: A step whose gradient norm is not finite is skipped; so many in a row of one role end the
-            run. None: any number of them may be skipped.
-        stop_above: Metric -> limit. A mini-batch whose mean of a metric, over all its samples, exceeds the limit is not
-            learnt from, nor is any after it in the same iteration.
-        compile: The backend of ``torch.compile`` that runs the model's blocks, ``"inductor"``; None: they run as they
-            are. Inference and generation always do.
+        num_minibatches: Optimizer steps per pass. Groups of samples, such as pairs, are never split.
+        micro_batch_tokens: Maximum number of tokens packed into one forward pass.
+        max_grad_norm: Global norm to which gradients are clipped; None disables clipping.
+        max_skipped_steps: Number of consecutive skipped steps of one role that ends the run. A step is skipped if its
+            gradient norm is not finite. None sets no limit.
+        stop_above: Metric -> limit. If the mean of a metric over a mini-batch exceeds its limit, this mini-batch and
+            all later ones of the iteration are skipped.
+        compile: Backend of ``torch.compile`` for the model's blocks in training, such as ``"inductor"``; None does not
+            compile. Inference and generation never do.
+
+    Example:
+        >>> options = TrainOptions(num_epochs=2, num_minibatches=4, stop_above={"kl": 0.1})
+        >>> options.exceeded({"kl": 0.3})
+        'kl'
     """
 
     num_epochs: int = 1
@@ -112,10 +116,10 @@ class TrainOptions:
                 raise ConfigError(f"stop_above[{metric!r}]={limit} must be a finite number; leave it out to never stop")
 
     def exceeded(self, metrics: Mapping[str, float]) -> str | None:
-        """Return the first metric of a mini-batch that is above its limit (or NaN), None when all are within.
+        """Return the first metric of a mini-batch that is above its limit or NaN; None if all are within limits.
 
         Raises:
-            ConfigError: for a limit of a metric that the loss does not measure.
+            ConfigError: for a limit on a metric that the loss does not return.
         """
         for metric, limit in self.stop_above.items():
             if metric not in metrics:
@@ -130,39 +134,41 @@ class TrainOptions:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Positions that one rank packs into one forward pass."""
+    """Samples that one rank packs into one forward pass."""
 
     positions: tuple[int, ...]
-    """Of the samples that the call works on."""
+    """Positions among the samples of the call."""
     counts: bool
-    """False: a repetition that only keeps collective forward passes in step; its loss and gradients are zeroed."""
+    """Whether the result counts. False marks a filler that keeps collective forward passes in step; its loss and
+    gradients are zeroed."""
 
 
 def pack_columns(samples: Samples, device: torch.device, *, share_prompts: bool = False) -> PackedBatch:
-    """Return the samples in one pack on ``device``, with every column of numbers that they have.
+    """Pack the samples with all their tensors and sequences into one row on ``device``.
 
-    Prompts are shared on CPU alone: the CUDA kernel for packed sequences cannot, and doing without it costs more.
+    Prompts are shared on CPU only: the CUDA kernel for packed sequences does not support it, and running without that
+    kernel costs more.
     """
-    beside = [name for name in samples.columns if name not in ("prompt_ids", "response_ids")]
+    columns = [name for name in samples.columns if name not in ("prompt_ids", "response_ids")]
     share_prompts = share_prompts and device.type == "cpu"
-    return pack(samples, columns=beside, share_prompts=share_prompts).to(device)
+    return pack(samples, columns=columns, share_prompts=share_prompts).to(device)
 
 
 def micro_batch_plan(
     lengths: Sequence[int], num_shares: int, *, max_tokens: int, equal_counts: bool, group_size: int = 1
 ) -> tuple[tuple[MicroBatch, ...], ...]:
-    """Return for every data-parallel rank the micro-batches it runs: its balanced share, packed.
+    """Return the micro-batches of every data-parallel rank: its balanced share of the positions, packed.
 
-    ``equal_counts`` gives every rank as many micro-batches as the busiest one, which sharded weights need: each of
-    their forward passes is a collective. Every rank has at least one, so that it takes part in reducing gradients. The
-    shares are the same whether or not it is set.
+    Every rank has at least one micro-batch, so that it takes part in reducing gradients. ``equal_counts`` adds fillers
+    until every rank has as many as the busiest one. Sharded weights need this, because each forward pass is a
+    collective. The shares do not depend on it.
 
-    Each ``group_size`` positions in a row, from the first, go into one micro-batch, next to each other and in order.
+    Consecutive groups of ``group_size`` positions stay together in one micro-batch, adjacent and in order.
     """
     sizes = _group_lengths(lengths, group_size)
     plans: list[list[MicroBatch]] = []
     for share in balanced_shares(sizes, num_shares):
-        packs = micro_batches([sizes[group] for group in share], max_tokens, what=group_name(group_size))
+        packs = micro_batches([sizes[group] for group in share], max_tokens, item_name=group_name(group_size))
         plans.append([MicroBatch(_members([share[row] for row in pack], group_size), True) for pack in packs])
     filler = MicroBatch(_members([min(range(len(sizes)), key=sizes.__getitem__)], group_size), False)
     least = max(len(plan) for plan in plans) if equal_counts else 1
@@ -174,18 +180,18 @@ class TrainStep:
     """One optimizer step of a training call."""
 
     positions: tuple[int, ...]
-    """The mini-batch, over all ranks."""
+    """Positions of the mini-batch's samples, over all ranks."""
     shares: tuple[tuple[MicroBatch, ...], ...]
-    """Every data-parallel rank's micro-batches."""
+    """Micro-batches of each data-parallel rank."""
 
-    def at(self, positions: Sequence[int]) -> TrainStep:
-        """Return the same step of the samples at ``positions``, where this one counts through them."""
+    def reindexed(self, positions: Sequence[int]) -> TrainStep:
+        """Return the step with every position ``p`` replaced by ``positions[p]``."""
 
-        def placed(rows: Sequence[int]) -> tuple[int, ...]:
+        def mapped(rows: Sequence[int]) -> tuple[int, ...]:
             return tuple(positions[row] for row in rows)
 
-        shares = tuple(tuple(MicroBatch(placed(m.positions), m.counts) for m in share) for share in self.shares)
-        return TrainStep(placed(self.positions), shares)
+        shares = tuple(tuple(MicroBatch(mapped(m.positions), m.counts) for m in share) for share in self.shares)
+        return TrainStep(mapped(self.positions), shares)
 
 
 def train_steps(
@@ -198,21 +204,24 @@ def train_steps(
     order_seeds: Sequence[int],
     group_size: int = 1,
 ) -> tuple[TrainStep, ...]:
-    """Return the optimizer steps of a training call: one per mini-batch and epoch, the same on every rank.
+    """Return the optimizer steps of a training call, one per mini-batch and epoch, the same on every rank.
 
-    ``order_seeds`` shuffle the epochs, one each; see `micro_batch_plan` for the rest.
+    ``order_seeds`` holds one shuffling seed per epoch; see `micro_batch_plan` for the other arguments.
     """
     steps = []
     for epoch in range(options.num_epochs):
-        parts = minibatch_positions(
+        minibatches = minibatch_positions(
             len(lengths), options.num_minibatches, seed=order_seeds[epoch], group_size=group_size
         )
-        for positions in parts:
-            plans = micro_batch_plan(
-                [lengths[position] for position in positions], num_shares, max_tokens=max_tokens,
-                equal_counts=equal_counts, group_size=group_size,
-            )  # fmt: skip
-            steps.append(TrainStep(tuple(range(len(positions))), plans).at(positions))
+        for positions in minibatches:
+            shares = micro_batch_plan(
+                [lengths[position] for position in positions],
+                num_shares,
+                max_tokens=max_tokens,
+                equal_counts=equal_counts,
+                group_size=group_size,
+            )
+            steps.append(TrainStep(tuple(range(len(positions))), shares).reindexed(positions))
     return tuple(steps)
 
 
@@ -221,10 +230,10 @@ def minibatch_positions(
 ) -> tuple[tuple[int, ...], ...]:
     """Return a shuffled partition of the positions into equal mini-batches, one per optimizer step.
 
-    Each ``group_size`` positions in a row, from the first, stay together.
+    Consecutive groups of ``group_size`` positions stay together.
 
     Raises:
-        ConfigError: when there are fewer groups than mini-batches.
+        ConfigError: if there are fewer groups than mini-batches.
     """
     num_groups = len(_group_lengths(range(num_samples), group_size))
     if num_groups < num_minibatches:
@@ -240,16 +249,16 @@ def minibatch_positions(
 
 
 def group_name(group_size: int, one: str = "sequence") -> str:
-    """Return what error messages call ``group_size`` samples that stay together."""
+    """Return the name of ``group_size`` samples that stay together, for error messages."""
     return {1: one, 2: "pair"}.get(group_size, f"group of {group_size} {one}s")
 
 
 def _group_lengths(lengths: Sequence[int], group_size: int) -> list[int]:
-    """Return the summed lengths of each group of neighbours."""
+    """Return the summed length of each group of ``group_size`` adjacent samples."""
     if len(lengths) % group_size:
         raise DataError(
             f"samples that stay together come in groups of {group_size}, and there are {len(lengths)}; "
-            f"leave no sample of a group out"
+            f"include all samples of every group"
         )
     return [sum(lengths[first : first + group_size]) for first in range(0, len(lengths), group_size)]
 
@@ -264,7 +273,7 @@ def _is_count(value: object) -> bool:
 
 
 def _check_compile_backend(backend: str) -> None:
-    """Raise ConfigError for what is no backend of ``torch.compile``."""
+    """Raise ConfigError for an unknown backend of ``torch.compile``."""
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise ConfigError(f"compile={backend!r} must be a backend of torch.compile: {', '.join(known)}")

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.data.chat import is_conversation
 from lightning_realloc.data.data_module import TokenLimit, tabulated
 from lightning_realloc.data.responses import ResponseDataModule, ResponseText, cut, encoded, response_text

@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.data.chat import Text, begun_answer, conversation_text, prompt_text, prompt_token_ids
 from lightning_realloc.data.data_module import LongRows, RowDataModule, tabulated
 from lightning_realloc.data.rows import Row, RowSource

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.data.chat import (
     Message,
     Text,

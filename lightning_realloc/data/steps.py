@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.data.chat import Text, prompt_text, prompt_token_ids, token_ids
 from lightning_realloc.data.data_module import tabulated
 from lightning_realloc.data.responses import ResponseDataModule, cut

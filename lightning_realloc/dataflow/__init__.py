@@ -1,4 +1,4 @@
-"""Describe one iteration: its model function calls, what they pass on, and where an execution plan runs each of them.
+"""Dataflow of one iteration and its execution plan: pure values without tensors or process groups.
 
-Pure values, without tensors and process groups. Start with `Dataflow` and `ExecutionPlan`.
+Start with `Dataflow` (calls and their dependencies) and `ExecutionPlan` (each call's layout, ranks and options).
 """

@@ -1,7 +1,7 @@
-"""Which calls make up one iteration, and in which order they can run.
+"""Dependency graph of the model function calls in one iteration, sorted topologically.
 
-A :class:`Dataflow` is the graph without ranks: it follows from the names that calls need and produce. Where each
-call runs is the :class:`~lightning_realloc.dataflow.execution_plan.ExecutionPlan`'s answer.
+A :class:`Dataflow` has no ranks: it follows from the names that calls need and produce. The
+:class:`~lightning_realloc.dataflow.execution_plan.ExecutionPlan` assigns a layout to each call.
 """
 
 from __future__ import annotations
@@ -13,26 +13,34 @@ from typing import Literal, get_args
 from lightning_realloc.errors import PlanError
 
 CallKind = Literal["generate", "infer", "train", "compute"]
+"""Kind of a call: sampling, a forward pass, optimizer steps, or a computation on the host without a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFunctionCall:
-    """One role doing one thing, or a computation on the host that needs no model."""
+    """One role that generates, infers or trains, or a computation on the host that needs no model.
+
+    Example:
+        >>> ModelFunctionCall(
+        ...     "actor.generate", "generate", role="actor", method="rollout", needs=("batch",), produces=("rollout",)
+        ... )  # doctest: +ELLIPSIS
+        ModelFunctionCall(name='actor.generate', kind='generate', ...)
+    """
 
     name: str
-    """``"actor.generate"`` for a model's call, the method's name for a computation."""
+    """Unique name: ``"actor.generate"`` for a model's call, the method's name for a computation."""
     kind: CallKind
-    """What the call does with its model; ``compute`` has none."""
+    """Use of the model; ``compute`` has none."""
     role: str | None
-    """The model that works, None for ``compute``."""
+    """Role whose model runs the call; None for ``compute``."""
     method: str
-    """The method of the algorithm that does it."""
+    """Name of the algorithm's method that implements the call."""
     needs: tuple[str, ...] = ()
-    """Names that must exist before the call starts."""
+    """Names that must exist before the call starts, such as ``"batch"``."""
     produces: tuple[str, ...] = ()
-    """Names that exist once it has ended."""
+    """Names that exist after the call has finished."""
     whole_batch: bool = False
-    """Whether a ``compute`` sees all samples of the iteration in one place, instead of a share of whole groups."""
+    """Whether a ``compute`` call receives all samples of the iteration at once, instead of a share of whole groups."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(CallKind):
@@ -50,27 +58,33 @@ class ModelFunctionCall:
 
 @dataclass(frozen=True, slots=True)
 class Dataflow:
-    """The calls of one iteration, in an order in which they can run.
+    """The calls of one iteration in topological order.
+
+    Example:
+        >>> generate = ModelFunctionCall("actor.generate", "generate", "actor", "rollout", ("batch",), ("rollout",))
+        >>> train = ModelFunctionCall("actor.train", "train", "actor", "loss", needs=("rollout",))
+        >>> [call.name for call in Dataflow((train, generate)).calls]
+        ['actor.generate', 'actor.train']
 
     Raises:
-        PlanError: for two calls of one name, two producers of one name, two trainings of one role, a name that
-            nobody produces, or calls that wait for each other.
+        PlanError: for two calls with one name, two producers of one name, two training calls of one role, a needed
+            name that nothing produces, or a cycle.
     """
 
     calls: tuple[ModelFunctionCall, ...]
-    """In topological order: every call after the calls whose products it needs."""
+    """Calls in topological order: every call comes after the calls whose products it needs."""
     inputs: tuple[str, ...] = ("batch",)
-    """What the data loader supplies."""
+    """Names that the data loader supplies."""
 
     def __post_init__(self) -> None:
         _refuse_repeats("call", (call.name for call in self.calls))
-        _refuse_repeats("producer of", (name for call in self.calls for name in (*call.produces,)))
+        _refuse_repeats("producer of", (name for call in self.calls for name in call.produces))
         _refuse_repeats("training of", (str(call.role) for call in self.calls if call.kind == "train"))
-        object.__setattr__(self, "calls", _in_order(self.calls, self.inputs))
+        object.__setattr__(self, "calls", _topological_order(self.calls, self.inputs))
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Every model that takes part, in the order of its first call."""
+        """Roles that take part, in the order of their first calls."""
         return tuple(dict.fromkeys(call.role for call in self.calls if call.role is not None))
 
     @property
@@ -80,7 +94,7 @@ class Dataflow:
 
     @property
     def iteration_calls(self) -> tuple[ModelFunctionCall, ...]:
-        """Calls that a training call depends on, and those: what an iteration runs. The rest serve evaluation."""
+        """Training calls and all calls that they depend on. An iteration runs these; the others serve evaluation."""
         wanted = {name for call in self.calls if call.kind == "train" for name in call.needs}
         kept: list[ModelFunctionCall] = []
         for call in reversed(self.calls):
@@ -91,42 +105,43 @@ class Dataflow:
 
     @property
     def model_calls(self) -> tuple[ModelFunctionCall, ...]:
-        """Calls that run on a model, and so have a layout."""
+        """Calls that run on a model and therefore have a layout."""
         return tuple(call for call in self.calls if call.role is not None)
 
     def without(self, names: Collection[str]) -> Dataflow:
-        """Return what is left where the loader supplies what some calls would have produced."""
+        """Return the dataflow without these calls; the loader supplies their products instead."""
         supplied = [product for call in self.calls if call.name in names for product in call.produces]
         return Dataflow(tuple(call for call in self.calls if call.name not in names), (*self.inputs, *supplied))
 
     def call(self, name: str) -> ModelFunctionCall:
-        """Return the call of that name; PlanError names the ones there are."""
+        """Return the call with this name; a PlanError lists the known names."""
         for call in self.calls:
             if call.name == name:
                 return call
         raise PlanError(f"no call is named {name!r}; this algorithm has {', '.join(c.name for c in self.calls)}")
 
     def calls_of(self, role: str) -> tuple[ModelFunctionCall, ...]:
-        """Return the calls that ``role`` takes part in."""
+        """Return the calls that use the model of ``role``."""
         return tuple(call for call in self.calls if call.role == role)
 
     def home_call(self, role: str) -> ModelFunctionCall:
-        """Return the call in whose layout a role's master weights live: its training, else its first call."""
+        """Return the call whose layout holds a role's master weights: its training call, else its first call."""
         calls = self.calls_of(role)
         if not calls:
             raise PlanError(f"role {role!r} takes part in no call; known roles: {', '.join(self.roles)}")
         return next((call for call in calls if call.kind == "train"), calls[0])
 
 
-def _refuse_repeats(what: str, names: Iterable[str]) -> None:
+def _refuse_repeats(subject: str, names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise PlanError(f"one iteration has two {what}{'' if what.endswith(' of') else 's'} {name!r}; keep one")
+            plural = "" if subject.endswith(" of") else "s"
+            raise PlanError(f"one iteration has two {subject}{plural} {name!r}; keep one")
         seen.add(name)
 
 
-def _in_order(calls: tuple[ModelFunctionCall, ...], inputs: tuple[str, ...]) -> tuple[ModelFunctionCall, ...]:
+def _topological_order(calls: tuple[ModelFunctionCall, ...], inputs: tuple[str, ...]) -> tuple[ModelFunctionCall, ...]:
     """Sort topologically, keeping the given order where the graph leaves a choice."""
     known = set(inputs)
     everything = known.union(*(call.produces for call in calls)) if calls else known
@@ -143,8 +158,8 @@ def _in_order(calls: tuple[ModelFunctionCall, ...], inputs: tuple[str, ...]) -> 
     while waiting:
         ready = next((call for call in waiting if known.issuperset(call.needs)), None)
         if ready is None:
-            circle = ", ".join(call.name for call in waiting)
-            raise PlanError(f"calls wait for each other's products in a circle: {circle}; break one dependency")
+            cycle = ", ".join(call.name for call in waiting)
+            raise PlanError(f"calls need each other's products in a cycle: {cycle}; remove one dependency")
         ordered.append(ready)
         waiting.remove(ready)
         known.update(ready.produces)

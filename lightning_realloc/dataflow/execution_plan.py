@@ -1,6 +1,6 @@
-"""Where every call of an iteration runs: its layout, its ranks, its options; read from YAML and written back.
+"""Execution plan: the layout, ranks and options of every call, read from and written to YAML.
 
-A plan is a value: it can be printed, compared and hashed. Making it real is the strategy's work.
+A plan is a value that can be printed, compared and hashed. The strategy carries it out.
 """
 
 from __future__ import annotations
@@ -19,21 +19,26 @@ from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
 
 OPTIMIZER_SUFFIX = ".optimizer"
-"""After a trained role's name in ``offload``: the state of its optimizer."""
+"""Suffix of a trained role's name in ``offload``; it stands for the state of the role's optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """One call's layout and options."""
+    """Layout and options of one call.
+
+    Example:
+        >>> CallPlan.parse("actor.train", {"layout": "fsdp2.tp2@0-3", "gradient_checkpointing": True}).to_entry()
+        {'layout': 'fsdp2.tp2@0-3', 'gradient_checkpointing': True}
+    """
 
     layout: Layout
     """Degrees of parallelism and the ordered ranks."""
     micro_batch_tokens: int | None = None
-    """Most tokens that one forward pass packs together; None leaves it to the algorithm."""
+    """Maximum number of tokens packed into one forward pass; None uses the algorithm's value."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass; only training calls have one."""
+    """Recompute activations in the backward pass; applies to training calls only."""
     max_slots: int = 64
-    """Most sequences that a generation engine decodes at once, per data-parallel rank."""
+    """Maximum number of sequences that a generation engine decodes at once, per data-parallel rank."""
 
     def __post_init__(self) -> None:
         if self.micro_batch_tokens is not None and not _is_count(self.micro_batch_tokens):
@@ -65,19 +70,19 @@ class CallPlan:
             raise PlanError(f"calls.{name}: {error}") from None
 
     def suited(self, kind: str) -> CallPlan:
-        """Return the plan without options that mean nothing to a call of this kind."""
+        """Return a copy without the options that do not apply to calls of this kind."""
         kept = [name for name in self._chosen() if kind in _OPTIONS_OF[name]]
         return CallPlan(self.layout, **{name: getattr(self, name) for name in kept})
 
     def unsuited(self, kind: str) -> str | None:
-        """Return the first option that is set and means nothing to a call of this kind."""
+        """Return the first option that is set and does not apply to calls of this kind; None if all apply."""
         return next((name for name in self._chosen() if kind not in _OPTIONS_OF[name]), None)
 
     def _chosen(self) -> list[str]:
         return [f.name for f in fields(self) if f.name != "layout" and getattr(self, f.name) != f.default]
 
     def to_entry(self) -> str | dict[str, Any]:
-        """Return what :meth:`parse` reads: the bare layout where no option is set."""
+        """Return the input of :meth:`parse`: the bare layout if no option is set."""
         chosen = {name: getattr(self, name) for name in self._chosen()}
         return {"layout": str(self.layout), **chosen} if chosen else str(self.layout)
 
@@ -87,7 +92,7 @@ _OPTIONS_OF = {
     "gradient_checkpointing": ("train",),
     "max_slots": ("generate",),
 }
-"""Option of a call's plan -> the kinds of calls that it means something to."""
+"""Option of a call's plan -> kinds of calls that use it."""
 
 
 def _is_count(value: object) -> bool:
@@ -95,36 +100,42 @@ def _is_count(value: object) -> bool:
 
 
 class _EveryKeyOnce(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
-    """YAML's loader drops all but the last of equal keys; this one refuses them."""
+    """Safe YAML loader that rejects repeated keys; PyYAML's own keeps the last one silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [str(key.value) for key, _ in node.value]
         repeated = next((key for key in keys if keys.count(key) > 1), None)
         if repeated is not None:
             line = node.start_mark.line + 1
-            raise PlanError(f"{repeated} is given more than once in what begins in line {line}; keep one")
+            raise PlanError(f"{repeated} is given more than once in the mapping that starts at line {line}; keep one")
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
-    """Every model function call's layout, ranks and options."""
+    """Layout, ranks and options of every model function call.
+
+    Example:
+        >>> plan = ExecutionPlan.from_mapping({"calls": {"actor.generate": "tp4@0-3", "actor.train": "fsdp4@0-3"}})
+        >>> plan.layout("actor.generate").dims.tp
+        4
+    """
 
     calls: tuple[tuple[str, CallPlan], ...]
-    """Call name and its plan, sorted by name so that equal plans compare equal."""
+    """Pairs of call name and plan, sorted by name so that equal plans compare equal."""
     offload: tuple[str, ...] = ()
-    """What leaves the device between the calls that need it: roles that are never trained, and, as in
-    ``actor.optimizer``, optimizer states. Sorted."""
+    """State that leaves the device between the calls that need it: roles that are never trained, and optimizer states
+    such as ``actor.optimizer``. Sorted."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "calls", tuple(sorted(self.calls, key=lambda item: item[0])))
         object.__setattr__(self, "offload", tuple(sorted(self.offload)))
         if len(set(self.offload)) < len(self.offload):
-            raise PlanError(f"offload names everything once; got {', '.join(self.offload)}: leave one out")
+            raise PlanError(f"offload names everything once; got {', '.join(self.offload)}: remove the repeated name")
         names = [name for name, _ in self.calls]
         if len(set(names)) < len(names):
-            raise PlanError(f"a plan names every call once; got {', '.join(names)}")
+            raise PlanError(f"a plan names every call once; got {', '.join(names)}: remove the repeated name")
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> ExecutionPlan:
@@ -156,21 +167,21 @@ class ExecutionPlan:
 
     @classmethod
     def static(cls, dataflow: Dataflow, layout: Layout) -> ExecutionPlan:
-        """One layout for every call: nothing ever moves. The baseline."""
+        """Return a plan with one layout for all calls, so that no weights move. This is the baseline."""
         return cls(tuple((call.name, CallPlan(layout)) for call in dataflow.model_calls))
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return what :meth:`from_mapping` reads."""
+        """Return the input of :meth:`from_mapping`."""
         calls = {name: plan.to_entry() for name, plan in self.calls}
         return {"calls": calls, "offload": list(self.offload)} if self.offload else {"calls": calls}
 
     def save(self, path: str | Path, *, comment: str = "") -> None:
-        """Write the YAML file that :meth:`load` reads, below a line of comment where one is given."""
+        """Write the YAML file that :meth:`load` reads, with an optional comment in its first line."""
         head = f"# {' '.join(comment.split())}\n" if comment else ""
         Path(path).write_text(head + yaml.safe_dump(self.to_mapping(), sort_keys=False), encoding="utf-8")
 
     def call(self, name: str) -> CallPlan:
-        """Return one call's plan; PlanError when the plan does not name it."""
+        """Return one call's plan; PlanError if the plan does not name the call."""
         for known, plan in self.calls:
             if known == name:
                 return plan
@@ -187,11 +198,11 @@ class ExecutionPlan:
 
     @property
     def digest(self) -> str:
-        """A hash of the plan's text, equal on every rank that holds the same plan."""
+        """Hash of the plan's text, equal on every rank that holds the same plan."""
         return hashlib.sha256(yaml.safe_dump(self.to_mapping()).encode()).hexdigest()
 
     def completed(self, dataflow: Dataflow) -> ExecutionPlan:
-        """Return the plan with a home layout for the calls that it leaves out and that only serve evaluation."""
+        """Return a plan that also covers evaluation-only calls, each with its role's home layout."""
         given = {name for name, _ in self.calls}
         spare = [c for c in dataflow.model_calls if c not in dataflow.iteration_calls and c.name not in given]
         homes = [(call, dataflow.home_call(str(call.role)).name) for call in spare]
@@ -199,18 +210,18 @@ class ExecutionPlan:
         return replace(self, calls=self.calls + spare_plans)
 
     def with_rest_of(self, other: ExecutionPlan) -> ExecutionPlan:
-        """Return the plan with the calls of another one that it leaves out."""
+        """Return the plan, extended by the calls of ``other`` that it lacks."""
         given = {name for name, _ in self.calls}
         rest = tuple((name, plan) for name, plan in other.calls if name not in given)
         return replace(self, calls=self.calls + rest)
 
     def check(self, dataflow: Dataflow, world_size: int) -> None:
-        """Refuse a plan that does not fit the algorithm or the number of ranks.
+        """Check that the plan fits the algorithm and the number of ranks.
 
         Raises:
-            PlanError: for a call without a layout, a layout without a call, a rank beyond ``world_size`` or one that no
-                call uses, an option that means nothing to its call, a pipeline that is to generate, or something to
-                offload that cannot be.
+            PlanError: for a call without a layout, a layout without a call, a rank beyond ``world_size``, an unused
+                rank, an option that does not apply to its call, a generating call with ``pp > 1``, or an entry of
+                ``offload`` that cannot be offloaded.
         """
         wanted = {call.name for call in dataflow.model_calls}
         given = {name for name, _ in self.calls}
@@ -219,18 +230,19 @@ class ExecutionPlan:
             raise PlanError(f"the plan gives no layout for {missing}; add a line for each under 'calls'")
         if given - wanted:
             extra = ", ".join(sorted(given - wanted))
-            raise PlanError(f"the plan names {extra}, which this algorithm has not; it has {', '.join(sorted(wanted))}")
+            raise PlanError(
+                f"the plan names {extra}, which this algorithm does not have; it has {', '.join(sorted(wanted))}"
+            )
         for name, plan in self.calls:
             option = plan.unsuited(dataflow.call(name).kind)
             if option is not None:
                 raise PlanError(
-                    f"calls.{name}: {option} means nothing to a call that does not {' or '.join(_OPTIONS_OF[option])}; "
-                    f"leave it out"
+                    f"calls.{name}: {option} applies only to calls that {' or '.join(_OPTIONS_OF[option])}; remove it"
                 )
             if plan.layout.dims.pp > 1 and dataflow.call(name).kind == "generate":
                 raise PlanError(
-                    f"calls.{name}: layout {plan.layout} has pp={plan.layout.dims.pp}, and every token would walk "
-                    f"through all stages; train and infer with pp, generate with tp, dp or fsdp"
+                    f"calls.{name}: layout {plan.layout} has pp={plan.layout.dims.pp}, so every token would pass "
+                    f"through all stages in turn; train and infer with pp, generate with tp, dp or fsdp"
                 )
             beyond = [rank for rank in plan.layout.ranks if rank >= world_size]
             if beyond:
@@ -250,13 +262,13 @@ class ExecutionPlan:
         self._check_offload(dataflow)
 
     def check_models(self, dataflow: Dataflow, models: Mapping[str, ModelSpec]) -> None:
-        """Refuse a layout that does not fit its model.
+        """Check that every call's layout fits its model.
 
         Args:
-            models: Role -> its parameters.
+            models: Role -> parameters of its model.
 
         Raises:
-            LayoutError: naming the call.
+            LayoutError: for a layout that does not fit; the message names the call.
         """
         for call in dataflow.model_calls:
             try:
@@ -270,8 +282,8 @@ class ExecutionPlan:
         for part in self.offload:
             if part in trained:
                 raise PlanError(
-                    f"offload names {part!r}, which is trained and stays; its optimizer's state can leave between "
-                    f"training calls: write {part}{OPTIMIZER_SUFFIX}"
+                    f"offload names {part!r}, which is trained and stays on the device; only its optimizer's state can "
+                    f"be offloaded between training calls: write {part}{OPTIMIZER_SUFFIX}"
                 )
             if part not in possible:
                 raise PlanError(
@@ -279,7 +291,7 @@ class ExecutionPlan:
                 )
 
     def table(self) -> str:
-        """Return the plan as aligned text, one call a line."""
+        """Return the plan as aligned text, one line per call."""
         lines = [(name, plan.to_entry()) for name, plan in self.calls]
         if self.offload:
             lines.append(("offload", ", ".join(self.offload)))

@@ -13,7 +13,8 @@ from lightning_realloc import BestOfN, DynamicSampling, OnlineDPO, SamplingParam
 from lightning_realloc.algorithms.best_of_n import best_rows
 from lightning_realloc.algorithms.online_dpo import pair_rows
 from lightning_realloc.algorithms.rollout.dynamic_sampling import Refill, differing
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Totals, pack_columns
 from lightning_realloc.errors import ConfigError, DataError
 from tests.algorithms import test_grpo

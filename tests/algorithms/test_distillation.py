@@ -9,7 +9,8 @@ import torch
 
 from lightning_realloc import OnPolicyDistillation, SamplingParams
 from lightning_realloc.batch.packing import pack
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Totals, pack_columns
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.parallel.packed_forward import predicting_states

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Totals, TrainOptions, pack_columns
 from lightning_realloc.errors import ConfigError, RewardError
 from lightning_realloc.generation import RolloutBudget

@@ -20,7 +20,8 @@ from lightning_realloc import (
     SamplingParams,
 )
 from lightning_realloc.algorithms.losses.functional import leave_one_out_advantages
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import ConfigError
 from tests.algorithms import test_grpo
 from tests.models import byte_tokenizer, tiny_model

@@ -16,7 +16,8 @@ from transformers import AutoModelForTokenClassification, PreTrainedTokenizerFas
 from lightning_realloc.algorithms.base.role import is_model_source
 from lightning_realloc.algorithms.base.vocabulary import retokenized
 from lightning_realloc.algorithms.ppo import PPO
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Totals, pack_columns
 from lightning_realloc.errors import ConfigError, RewardError
 from lightning_realloc.runtime.parallel.packed_forward import sequence_scores

@@ -16,7 +16,8 @@ from lightning_realloc.algorithms.dpo import DPO
 from lightning_realloc.algorithms.kto import KTO, with_mismatches
 from lightning_realloc.algorithms.losses.preference_losses import PairLossSettings, Pairs, pair_loss
 from lightning_realloc.algorithms.orpo import ORPO
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Loss, Totals, TrainOptions, pack_columns
 from lightning_realloc.errors import ConfigError, DataError
 from tests.models import tiny_model

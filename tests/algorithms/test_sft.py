@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Totals, pack_columns
 from lightning_realloc.errors import DataError
 from tests.models import tiny_model

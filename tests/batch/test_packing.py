@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_realloc.batch.packing import micro_batches, pack
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import DataError
 
 TOKENS = st.lists(st.integers(0, 99), min_size=0, max_size=5)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_realloc.batch.shares import balanced_shares
+from lightning_realloc.batch.packing import balanced_shares
 from lightning_realloc.errors import PlanError
 
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import (
     Totals,
     TrainOptions,
@@ -163,7 +164,7 @@ def test_options_that_cannot_work_are_refused(settings: dict[str, float], messag
 
 def test_a_mini_batch_without_a_response_token_is_refused() -> None:
     # Every loss divides by it: the weights would become NaN.
-    with pytest.raises(DataError, match="2 sequences without a single response token to learn from"):
+    with pytest.raises(DataError, match="needs at least one response token; its 2 sequences have none"):
         Totals(num_sequences=2, num_tokens=0)
 
 

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.data.data_module import RowDataModule
 from lightning_realloc.data.feedback import BinaryFeedbackDataModule
 from lightning_realloc.data.loader import BatchLoader

@@ -59,7 +59,7 @@ def test_roles_and_home_calls_follow_from_the_calls() -> None:
         ((GENERATE, call("again", produces=("rollout",))), r"two producer of 'rollout'|two producers of 'rollout'"),
         ((call("actor.train"), ModelFunctionCall("more", "train", "actor", "more")), "training"),
         ((SCORE,), r"call 'reference\.infer' needs 'rollout', which nothing produces; the loader supplies batch"),
-        ((call("a", ("y",), ("x",)), call("b", ("x",), ("y",))), "wait for each other's products in a circle: a, b"),
+        ((call("a", ("y",), ("x",)), call("b", ("x",), ("y",))), "need each other's products in a cycle: a, b"),
     ],
 )
 def test_contradictions_are_refused(calls: tuple[ModelFunctionCall, ...], message: str) -> None:

@@ -115,7 +115,9 @@ def test_an_option_of_another_type_is_named() -> None:
 def test_a_key_that_is_given_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("calls:\n  a: tp2\n  b: tp2\n  a: dp2\n")
-    with pytest.raises(PlanError, match=r"plan file .*: a is given more than once in what begins in line 2; keep one"):
+    with pytest.raises(
+        PlanError, match=r"plan file .*: a is given more than once in the mapping that starts at line 2; keep one"
+    ):
         ExecutionPlan.load(path)
 
 
@@ -146,14 +148,17 @@ def test_errors_of_a_file_name_the_file(text: str, tmp_path: Path) -> None:
     ("entries", "message"),
     [
         ({"actor.train": "fsdp4"}, r"no layout for actor\.generate, reference\.infer; add a line for each under"),
-        ({**ENTRIES, "critic.train": "tp2"}, r"the plan names critic\.train, which this algorithm has not; it has act"),
+        (
+            {**ENTRIES, "critic.train": "tp2"},
+            r"names critic\.train, which this algorithm does not have; it has act",
+        ),
         (
             {**ENTRIES, "reference.infer": {"layout": "tp2@2-3", "gradient_checkpointing": True}},
-            r"calls\.reference\.infer: gradient_checkpointing means nothing to a call that does not train; leave",
+            r"calls\.reference\.infer: gradient_checkpointing applies only to calls that train; remove",
         ),
         (
             {**ENTRIES, "actor.generate": {"layout": "dp4", "micro_batch_tokens": 8}},
-            r"micro_batch_tokens means nothing to a call that does not infer or train",
+            r"micro_batch_tokens applies only to calls that infer or train",
         ),
         ({**ENTRIES, "reference.infer": "tp2@4-5"}, r"uses rank 4, but this run has 4 ranks \(0-3\); use 6 devices"),
     ],

@@ -25,7 +25,8 @@ from lightning_realloc import EngineCorrection, OnPolicyDistillation, PolicyGrad
 from lightning_realloc.algorithms import distillation
 from lightning_realloc.algorithms.rollout import policy_gradient
 from lightning_realloc.batch.packing import PackedBatch, pack
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Totals
 from lightning_realloc.runtime.forward.divergence import TeacherHead
 from lightning_realloc.runtime.forward.token_logprobs import TokenStatistics

@@ -26,7 +26,8 @@ from lightning_realloc.algorithms.orpo import ORPO
 from lightning_realloc.algorithms.reward_model import RewardModel
 from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.batch.packing import pack
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Totals, pack_columns
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 from tests.models import tiny_model, tiny_scorer

@@ -15,7 +15,8 @@ from torch import Tensor
 from lightning_realloc.algorithms.grpo import GRPO
 from lightning_realloc.algorithms.ppo import PPO
 from lightning_realloc.algorithms.sft import SFT
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.strategies import ReallocStrategy

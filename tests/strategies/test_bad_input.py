@@ -19,7 +19,8 @@ from lightning_realloc.algorithms.kto import KTO
 from lightning_realloc.algorithms.reward_model import RewardModel
 from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.batch.packing import PackedBatch
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.callbacks import SaveHuggingFace
 from lightning_realloc.data.demonstrations import SFTDataModule
 from lightning_realloc.data.preferences import PreferenceDataModule
@@ -142,7 +143,7 @@ def test_plans_that_do_not_fit_are_refused(workers: WorkerPool) -> None:
             too_many_ranks: "layout fsdp4@0-3 uses rank 2, but this run has 2 ranks (0-1); use 4 devices",
             plan_for_another_world: "PlanError: the plan leaves rank 1 without any call, and this run has 2 ranks",
             call_without_layout: "PlanError: the plan gives no layout for reference.infer; add a line",
-            unknown_call: "the plan names critic.train, which this algorithm has not; it has actor.infer, actor.train",
+            unknown_call: "names critic.train, which this algorithm does not have; it has actor.infer, actor.train",
             unknown_option: "calls.actor.train has no option 'microbatch'; it has gradient_checkpointing",
             missing_plan_file: "PlanError: plan file no/such/plan.yaml: ",
             no_tensor_parallel_plan: "LayoutError: ",
@@ -310,7 +311,7 @@ def test_what_fails_on_one_rank_is_raised_on_all(workers: WorkerPool) -> None:
             failing_after_lockstep: "PlanError: too late",
             reward_with_another_vocabulary: "ConfigError: reward has another vocabulary than the actor: 64 tokens, the",
             limit_of_nothing: "ConfigError: stop_above names 'surprise', which this loss does not measure; it measures",
-            nothing_to_learn: "DataError: a mini-batch has 6 sequences without a single response token",
+            nothing_to_learn: "DataError: a mini-batch needs at least one response token; its 6 sequences have none",
             no_samples_for_mini_batches: "ConfigError: num_minibatches=9 needs as many samples in an iteration",
             sequence_longer_than_a_micro_batch: "DataError: a sequence must fit one micro-batch",
         },

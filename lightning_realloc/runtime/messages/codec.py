@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_realloc import errors
-from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.errors import DataError, ReallocError
 from lightning_realloc.runtime.compat import all_gather_single
 

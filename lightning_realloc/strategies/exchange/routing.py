@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_realloc.batch.shares import balanced_shares
+from lightning_realloc.batch.packing import balanced_shares
 from lightning_realloc.batch.training import MicroBatch, TrainStep, micro_batch_plan, train_steps
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
@@ -128,7 +128,7 @@ class Routes:
                 max_tokens=place.micro_batch_tokens, equal_counts=place.layout.dims.fsdp > 1,
                 order_seeds=place.order_seeds, group_size=self.group_size,
             )  # fmt: skip
-            self._trains[call.name] = tuple(step.at(positions) for step in steps)
+            self._trains[call.name] = tuple(step.reindexed(positions) for step in steps)
         return self._trains[call.name]
 
     def computed(

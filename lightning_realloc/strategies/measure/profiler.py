@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_realloc.batch.packing import PackedBatch
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import pack_columns
 from lightning_realloc.layout import AXES, Layout, ModelLayout, ParallelDims
 from lightning_realloc.runtime.measure.group_timer import GroupTimer

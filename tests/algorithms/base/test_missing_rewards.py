@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lightning_realloc.algorithms.base.missing_rewards import drop_unscored, estimate_scored
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Totals, pack_columns
 from lightning_realloc.rewards import Failed
 from tests.algorithms import test_grpo, test_ppo

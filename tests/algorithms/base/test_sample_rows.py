@@ -7,7 +7,8 @@ import math
 import torch
 
 from lightning_realloc.algorithms.base.sample_rows import sample_rows
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from tests.models import byte_tokenizer
 
 

@@ -28,7 +28,7 @@ from lightning_realloc.algorithms.losses.functional import (
     token_rewards,
     whiten,
 )
-from lightning_realloc.batch.samples import Ragged
+from lightning_realloc.batch.ragged import Ragged
 
 REWARDS = st.floats(-5, 5, width=32)
 

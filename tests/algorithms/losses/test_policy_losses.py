@@ -14,7 +14,8 @@ from lightning_realloc.algorithms.losses.correction import EngineCorrection, mis
 from lightning_realloc.algorithms.losses.loss_reduction import averaged_loss
 from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss
 from lightning_realloc.batch.packing import PackedBatch, pack
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Totals
 from lightning_realloc.errors import ConfigError
 

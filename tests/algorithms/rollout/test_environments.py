@@ -9,7 +9,8 @@ import torch
 
 from lightning_realloc.algorithms.base.rollout_columns import Dialogue, Informed, response_summary, rollout_of
 from lightning_realloc.algorithms.rollout.environments import import_environment, make_environment
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Totals, pack_columns
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Completion, Conversation, Turn

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lightning_realloc.algorithms.rollout.partial_rollouts import PartialRollout, PartialRollouts, Progress
-from lightning_realloc.batch.samples import Divided, Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Divided, Samples
 from lightning_realloc.errors import CheckpointError, ConfigError, DataError
 from lightning_realloc.generation import Completion, GenerationEngine, RolloutBudget, SamplingParams
 from tests.models import tiny_model

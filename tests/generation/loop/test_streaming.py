@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lightning_realloc.algorithms.base.rollout_columns import sample_responses
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.generation import Completion, GenerationEngine, HFEngine, SamplingParams
 from lightning_realloc.generation.loop.streaming import PartialResults
 from tests.models import tiny_model

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.batch.packing import pack
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.runtime.forward import token_logprobs
 from lightning_realloc.runtime.forward.divergence import TeacherHead, TeacherTokens, vocabulary_divergence
 from lightning_realloc.runtime.parallel.packed_forward import packed_logits, predicting_states

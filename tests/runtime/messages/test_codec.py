@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import DataError, RewardError
 from lightning_realloc.runtime.messages.codec import all_gather_samples, decode, encode
 from tests.workers import WorkerPool

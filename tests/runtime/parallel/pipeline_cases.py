@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_realloc.batch.packing import PackedBatch, pack
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.runtime.model.training_mode import enable_activation_checkpointing, set_training_mode
 from lightning_realloc.runtime.parallel.gradients import clip_gradients

@@ -15,7 +15,8 @@ from transformers import (
 )
 
 from lightning_realloc.batch.packing import PackedBatch, pack
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.forward.packed_attention import ATTENTION, install_packed_attention
 from lightning_realloc.runtime.parallel.packed_forward import packed_logits, token_logprobs

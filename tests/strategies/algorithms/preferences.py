@@ -14,7 +14,8 @@ from lightning_realloc.algorithms.kto import KTO
 from lightning_realloc.algorithms.orpo import ORPO
 from lightning_realloc.algorithms.process_reward import ProcessReward
 from lightning_realloc.algorithms.reward_model import RewardModel
-from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Column, Samples
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 
 # Plain gradient descent: AdamW's division turns the last bit of a tiny gradient into a whole step.

@@ -15,7 +15,8 @@ from lightning_realloc.algorithms.grpo import GRPO
 from lightning_realloc.algorithms.kto import KTO
 from lightning_realloc.algorithms.reward_model import RewardModel
 from lightning_realloc.algorithms.sft import SFT
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.data.demonstrations import SFTDataModule
 from lightning_realloc.data.feedback import BinaryFeedbackDataModule
 from lightning_realloc.data.preferences import PreferenceDataModule

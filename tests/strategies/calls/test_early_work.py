@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback
 
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.generation.rebalance.balance import Choice

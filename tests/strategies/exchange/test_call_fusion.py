@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.strategies.exchange.call_placement import CallPlacement

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from lightning_realloc.algorithms.base.role import Role
-from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.callbacks import MemoryMonitor
 from lightning_realloc.errors import PlanError
 from lightning_realloc.generation import SamplingParams, Speculation
