@@ -426,7 +426,8 @@ def test_the_console_script_tells_last_and_once_what_two_devices_find_wrong(fold
 
     assert finished.returncode == 2
     assert "Traceback" not in finished.stderr
-    told = [line for line in finished.stderr.splitlines() if "batch_size=99 needs as many rows, there are 8" in line]
+    message = "batch_size=99 needs as many rows, but there are 8"
+    told = [line for line in finished.stderr.splitlines() if message in line]
     assert [line.partition(":")[0] for line in told] == ["error on rank 1", "error"]
     assert finished.stderr.splitlines()[-1] == told[-1]
 

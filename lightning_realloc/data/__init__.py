@@ -1,1 +1,1 @@
-"""What comes in: prompts and supervised pairs, as samples that are the same on every rank."""
+"""Data modules and loaders: prompts, demonstrations, preferences and feedback as identical samples on every rank."""

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation does the assistant say? Found by laying out each beginning of it on its own."""
+"""Find the assistant's tokens in a conversation by rendering each of its prefixes with the chat template."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.data.chat import Message, Text, conversation_text, with_end
+from lightning_realloc.data.chat import Message, Text, conversation_text, with_eos
 from lightning_realloc.data.responses import ResponseText
 from lightning_realloc.errors import DataError
 
 
-def assistant_turns(messages: Sequence[Message]) -> list[int]:
-    """Return which messages are the assistant's, and answer something before them."""
+def answer_positions(messages: Sequence[Message]) -> list[int]:
+    """Return the positions of assistant messages that follow another message."""
     return [place for place, message in enumerate(messages) if place > 0 and message["role"] == "assistant"]
 
 
-def from_first_answer(
+def split_at_first_answer(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], place: str, *, template: Mapping[str, Any]
 ) -> tuple[ResponseText, list[Text]]:
-    """Return a conversation whose response begins with the assistant's first answer, and how its others begin.
+    """Render a conversation for training on all answers: prompt up to the first answer, and the prefixes of later ones.
 
-    Each beginning is all that comes before an answer, with what the template opens the assistant's turn with.
+    Each prefix holds all messages before an answer and the template's generation prompt.
 
     Raises:
-        DataError: for one that does not end with an answer.
+        DataError: if the conversation does not end with an answer.
     """
-    turns = assistant_turns(messages)
+    turns = answer_positions(messages)
     if turns[-1:] != [len(messages) - 1]:
         raise DataError(
             f"{place}: a conversation needs a message from the assistant to learn, at its end, and one before it; "
@@ -40,27 +40,27 @@ def from_first_answer(
         conversation_text(tokenizer, messages[:turn], place, add_generation_prompt=True, template=template)
         for turn in (first, *others)
     ]
-    return ResponseText(begun[0], whole, goes_on=False), begun[1:]
+    return ResponseText(begun[0], whole, is_continuation=False), begun[1:]
 
 
-def said_by_assistant(
+def assistant_token_mask(
     tokenizer: PreTrainedTokenizerBase, ids: list[int], begun: Sequence[list[int]], place: str
 ) -> tuple[list[int], list[bool]]:
-    """Return a conversation's tokens behind its first beginning, ended, and which of them the assistant says.
+    """Return the tokens after the first prefix, ended by end-of-sequence, and a mask of the assistant's tokens.
 
-    An answer goes up to its end-of-sequence token, the last one up to the end.
+    An answer ends with its end-of-sequence token; the last answer ends with the conversation.
 
     Args:
-        ids: Of the whole conversation.
-        begun: Of its beginnings, the shortest first.
+        ids: Token ids of the whole conversation.
+        begun: Token ids of its prefixes, the shortest first.
 
     Raises:
-        DataError: when the template lays out beginnings differently, or does not end an answer with that token.
+        DataError: if the template renders a prefix differently, or ends an answer without the end-of-sequence token.
     """
     if any(ids[: len(beginning)] != beginning for beginning in begun):
         raise DataError(
-            f"{place}: the chat template lays out earlier messages otherwise once the conversation goes on, so that "
-            f"answers' tokens cannot be told apart; use a prefix-preserving template, or learn='last'"
+            f"{place}: the chat template changes earlier messages when the conversation continues, so answers' tokens "
+            f"cannot be located; use a prefix-preserving template, or learn='last'"
         )
     start, end = len(begun[0]), tokenizer.eos_token_id
     said = [False] * (len(ids) - start)
@@ -69,12 +69,12 @@ def said_by_assistant(
         if end not in answer:
             raise DataError(
                 f"{place}: the chat template ends an earlier answer without the tokenizer's end-of-sequence token "
-                f"{tokenizer.eos_token!r}, so that it cannot be told from what follows; set tokenizer.eos_token to "
-                f"what ends a turn, or learn='last'"
+                f"{tokenizer.eos_token!r}, so its end cannot be located; set tokenizer.eos_token to the token that "
+                f"ends a turn, or learn='last'"
             )
         length = answer.index(end) + 1
         said[first - start : first - start + length] = [True] * length
     last = len(begun[-1])
-    # Templates usually close a turn themselves, with line breaks behind the end token.
-    final = ids[last:] if end in ids[last:] else with_end(tokenizer, ids[last:])
+    # Templates usually end a turn themselves, with line breaks after the end token.
+    final = ids[last:] if end in ids[last:] else with_eos(tokenizer, ids[last:])
     return [*ids[start:last], *final], [*said[: last - start], *([True] * len(final))]

@@ -1,4 +1,4 @@
-"""What do data modules of prompts and of supervised pairs share? Reading, splitting, fitting the context, loaders."""
+"""Base class of data modules: read rows, hold some out, limit their length, and make loaders."""
 
 from __future__ import annotations
 
@@ -30,50 +30,51 @@ from lightning_realloc.setting_hints import DATA_HINTS, SuggestsSettings
 log = logging.getLogger(__name__)
 
 LongRows = Literal["refuse", "truncate", "drop"]
-"""What happens to rows with more tokens than fit."""
-_WITHOUT_STREAMING = "give the rows without streaming, such as DatasetSource(..., split='train[:1000]')"
+"""Policy for rows with more tokens than fit."""
+_USE_WITHOUT_STREAMING = "give the rows without streaming, such as DatasetSource(..., split='train[:1000]')"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLimit:
-    """The most tokens a row may have, and where that comes from."""
+    """Maximum number of tokens of a row, and the setting that it comes from."""
 
     tokens: int
     source: str
-    """For error messages, e.g. ``max_prompt_tokens``."""
+    """Name of the setting for error messages, such as ``max_prompt_tokens``."""
 
 
 class NothingFitsError(DataError):
-    """Rows of which not one can be used."""
+    """None of the rows can be used."""
 
 
 class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
-    """Global batches of :class:`Samples` from rows; a subclass says how rows become columns.
+    """Global batches of :class:`Samples` from rows; a subclass converts rows to columns.
 
     Args:
-        data: A JSONL or Parquet file, a folder that ``datasets`` saved, a :class:`DatasetSource`, a list of
-            dictionaries, or a ``datasets.Dataset``.
+        data: A JSONL or Parquet file, a folder written by ``save_to_disk`` of ``datasets``, a :class:`DatasetSource`, a
+            list of dictionaries, or a ``datasets.Dataset``.
         batch_size: Rows per iteration, over all ranks together.
         val_data: Held-out rows, read like ``data``.
-        val_fraction: Instead of ``val_data``: the share of ``data`` that is held out, chosen by a hash of the row.
+        val_fraction: Share of ``data`` to hold out, chosen by a hash of the row; an alternative to ``val_data``.
         tokenizer: A Hugging Face name, folder or tokenizer; by default the LightningModule's.
-        seed: Of the order of the rows and of what is held out. By default the order's is that of ``seed_everything``,
-            else 0; what is held out goes by 0 then, so that runs of several seeds are compared on the same rows.
-        shuffle: Whether rows come in another order every epoch.
-        drop_last: Whether an epoch leaves out a last batch that is smaller than the others.
-        long_rows: What happens to rows with more tokens than fit: ``refuse`` them all with an error, ``truncate`` them,
-            or ``drop`` them.
-        bucket_batches: Rows of similar length share a batch, chosen among so many batches of the shuffled order;
-            None: whatever their lengths.
-        shuffle_buffer: Of a stream: how many of its rows are read at a time, and shuffled.
-        reads_ahead: Of a stream: whether a thread reads the next rows, as many, while these are trained on.
-        chat_template_kwargs: Settings that the chat template knows by name, such as ``enable_thinking``; those of a
-            row's column ``chat_template_kwargs`` come before them.
+        seed: Seed of the row order and of the held-out split. By default the order uses the seed of
+            ``seed_everything``, else 0. The split then uses 0, so that runs with different seeds are compared on the
+            same rows.
+        shuffle: Whether to reorder the rows in every epoch.
+        drop_last: Whether to drop a last batch that is smaller than the others.
+        long_rows: Policy for rows with more tokens than fit: ``refuse`` raises an error, ``truncate`` shortens them,
+            ``drop`` skips them.
+        bucket_batches: Number of batches of the shuffled order within which rows are grouped by length; None does not
+            group.
+        shuffle_buffer: For a stream: number of rows that are read and shuffled at a time.
+        reads_ahead: For a stream: whether a thread reads the next ``shuffle_buffer`` rows during training.
+        chat_template_kwargs: Settings of the chat template by name, such as ``enable_thinking``; a row's column
+            ``chat_template_kwargs`` overrides them.
     """
 
     names_elsewhere = DATA_HINTS
     group_size: int = 1
-    """Samples that a row becomes, next to each other; they are always in one batch."""
+    """Number of adjacent samples made from one row; they are always in one batch."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
     ) -> None:
         super().__init__()
         if long_rows not in get_args(LongRows):
-            raise DataError(f"rows that are too long: {long_rows!r} must be one of {', '.join(get_args(LongRows))}")
+            raise DataError(f"the policy for long rows, {long_rows!r}, must be one of {', '.join(get_args(LongRows))}")
         if not isinstance(batch_size, int) or batch_size < 1:
             raise DataError(f"batch_size={batch_size!r} must be a whole number, at least 1: rows of an iteration")
         if not 0.0 <= val_fraction < 1.0:
@@ -103,14 +104,14 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
             raise DataError(f"val_data and val_fraction={val_fraction} both name held-out rows; give one of them")
         if is_stream(val_data):
             raise DataError(
-                "val_data is a stream, and held-out rows are read whole; name a part of it without streaming, such as "
+                "val_data is a stream, but held-out rows are read whole; give a part of it without streaming, such as "
                 "DatasetSource(..., split='test[:500]'), or give list(stream.take(500))"
             )
         for name, value, off in (("val_fraction", val_fraction, 0.0), ("bucket_batches", bucket_batches, None)):
             if is_stream(data) and value != off:
                 raise DataError(
-                    f"{name}={value} looks at all rows, which a stream has not yet; leave it out, or "
-                    f"{_WITHOUT_STREAMING}"
+                    f"{name}={value} needs all rows, which a stream does not have yet; leave it out, or "
+                    f"{_USE_WITHOUT_STREAMING}"
                 )
         check_template_settings(chat_template_kwargs or {}, type(self).__name__)
         self.data = data
@@ -132,29 +133,29 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
 
     @abstractmethod
     def split_column(self, rows: Sequence[Row]) -> str:
-        """Return the column whose hash decides which rows are held out."""
+        """Return the column whose hash selects the held-out rows."""
 
     def read(self, source: RowSource) -> tuple[Row, ...]:
-        """Return all rows of a source, before any of them is held out."""
+        """Return all rows of a source, held-out rows included."""
         return self.shaped(read_rows(source))
 
     def shaped(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-        """Return rows in the form that :meth:`tabulate` takes; a subclass may know several."""
+        """Convert rows to the form that :meth:`tabulate` expects; a subclass may accept several forms."""
         return rows
 
     @abstractmethod
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
-        """Return the rows that fit as samples with ids 0, 1, ...; called on every rank alike.
+        """Return the rows that fit as samples with ids 0, 1, ...; every rank calls it with the same rows.
 
         Raises:
-            NothingFitsError: where not one of them does.
+            NothingFitsError: if none of them fits.
         """
 
     # ---- Lightning's hooks
     def setup(self, stage: str | None = None) -> None:
-        """Read, check and tokenize all rows, so that whatever is wrong with them is found before the first step.
+        """Read, check and tokenize all rows, so that errors in them appear before the first step.
 
-        Of a stream that is the first block, and only where it is trained on.
+        For a stream, this covers only the first block, and only for training.
         """
         if not self._tables:
             self._read_tables()
@@ -164,13 +165,18 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
                 self._train_loader = self._first_batches() if self._overfits else self._stream_loader(self.shuffle)
 
     def train_dataloader(self) -> BatchLoader | StreamLoader:
-        """Return the training batches; the same loader every time, so that its epochs go on."""
+        """Return the training batches; always the same loader, so that its epoch count continues."""
         loader = self._train_loader
         if loader is None:
             loader = self._train_loader = BatchLoader(
-                self._table("train"), batch_size=self.batch_size, seed=self.seed, shuffle=self.shuffle,
-                drop_last=self.drop_last, group_size=self.group_size, bucket_batches=self.bucket_batches,
-            )  # fmt: skip
+                self._table("train"),
+                batch_size=self.batch_size,
+                seed=self.seed,
+                shuffle=self.shuffle,
+                drop_last=self.drop_last,
+                group_size=self.group_size,
+                bucket_batches=self.bucket_batches,
+            )
         if isinstance(loader, StreamLoader):
             loader.epoch_batches = self._stream_epoch()
         else:
@@ -179,111 +185,111 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         return loader
 
     def teardown(self, stage: str | None = None) -> None:
-        """Read no further in a stream."""
+        """Stop reading a stream."""
         if isinstance(self._train_loader, StreamLoader):
             self._train_loader.close()
 
     def val_dataloader(self) -> EvaluationLoader | list[object]:
-        """Return the held-out batches, in the order of the rows; none without held-out rows."""
+        """Return the held-out batches in the order of the rows; an empty list without held-out rows."""
         if "val" in self._tables:
             return self._evaluation("val")
-        # Lightning takes every empty container for a loader of length zero, and warns that this may be a mistake.
+        # Lightning treats an empty container as a loader of length zero, and warns about it.
         warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
         return []
 
     def test_dataloader(self) -> EvaluationLoader:
-        """Return the held-out batches, or all rows where none are held out."""
+        """Return the held-out batches, or all rows if none are held out."""
         return self._evaluation("val" if "val" in self._tables else "train")
 
     def predict_dataloader(self) -> EvaluationLoader:
-        """Return every row of ``data`` that is not held out, in order."""
+        """Return the rows of ``data`` that are not held out, in order."""
         return self._evaluation("train")
 
-    # ---- what algorithms use
+    # ---- for algorithms
     @property
     def seed(self) -> int:
-        """Of the order of the rows; the same on every rank."""
+        """Seed of the row order; the same on every rank."""
         return seed_of_run(self.trainer) if self._seed is None else self._seed
 
     @property
     def tables(self) -> dict[str, Samples]:
-        """Return the samples of ``train`` and, where rows are held out, of ``val``; empty before :meth:`setup`."""
+        """Samples of ``train`` and, if rows are held out, of ``val``; empty before :meth:`setup`."""
         return dict(self._tables)
 
     def add_columns(self, split: str, **columns: Column) -> None:
-        """Add to what is known of a split's samples; batches drawn from now on bring it, too."""
+        """Add columns to the samples of a split; all later batches include them."""
         self._tables[split] = self._table(split).with_columns(**columns)
         if split == "train" and isinstance(self._train_loader, BatchLoader):
             self._train_loader.table = self._tables[split]
         if split in self._evaluation_loaders:
             self._evaluation_loaders[split].table = self._tables[split]
 
-    # ---- what subclasses use
+    # ---- for subclasses
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer given, or else that of the LightningModule under training."""
+        """The given tokenizer, or else the LightningModule's."""
         if isinstance(self._tokenizer, str | Path):
             self._tokenizer = load_tokenizer(self._tokenizer)
         if self._tokenizer is None:
             self._tokenizer = getattr(self._module(), "tokenizer", None)
         if not isinstance(self._tokenizer, PreTrainedTokenizerBase):
             raise DataError(
-                f"{type(self).__name__} has no tokenizer and the LightningModule brings none; "
+                f"{type(self).__name__} has no tokenizer and the LightningModule has none; "
                 f"pass tokenizer= with a Hugging Face name, folder or tokenizer"
             )
         return self._tokenizer
 
     def model_context(self) -> int | None:
-        """Return the most positions that every model of the LightningModule has; None if that is not known."""
+        """Return the smallest context length of the LightningModule's models, in positions; None if unknown."""
         roles = getattr(self._module(), "roles", None)
         configs = [role.config() for role in roles()] if callable(roles) else []
         contexts = [getattr(c.get_text_config(), "max_position_embeddings", None) for c in configs if c is not None]
         known = [context for context in contexts if isinstance(context, int) and context > 0]
         return min(known, default=None)
 
-    def token_limit(self, most: int | None, source: str, *, reserved: int = 0) -> TokenLimit | None:
-        """Return the smaller one of ``most`` tokens and the models' context; None where neither is known.
+    def token_limit(self, max_tokens: int | None, source: str, *, reserved: int = 0) -> TokenLimit | None:
+        """Return the smaller one of ``max_tokens`` and the models' context; None if neither is known.
 
         Args:
-            source: What names ``most`` in messages.
-            reserved: Positions of the context that are left free.
+            source: Setting that ``max_tokens`` comes from, for error messages.
+            reserved: Positions of the context that stay free.
         """
         context = self.model_context()
-        limits = [] if context is None else [
-            TokenLimit(context - reserved, f"the models' context of {context} positions")
-        ]  # fmt: skip
-        if most is not None:
-            limits.append(TokenLimit(most, source))
+        limits: list[TokenLimit] = []
+        if context is not None:
+            limits.append(TokenLimit(context - reserved, f"the models' context of {context} positions"))
+        if max_tokens is not None:
+            limits.append(TokenLimit(max_tokens, source))
         return min(limits, key=lambda limit: limit.tokens, default=None)
 
     def data_of(self, rows: Sequence[Row], *, without: Sequence[str] = ()) -> dict[str, tuple[object, ...]]:
-        """Return the columns of the rows as python objects, for reward functions and logs.
+        """Return the columns of the rows as Python objects, for reward functions and logs.
 
         Args:
-            without: Columns that the samples hold in another form.
+            without: Columns to leave out, because the samples hold them in another form.
         """
         return {name: tuple(row.values[name] for row in rows) for name in rows[0].values if name not in without}
 
     def template_of(self, row: Row) -> dict[str, Any]:
-        """Return what the chat template is given besides a row's messages: its tools, and settings by name."""
+        """Return the arguments of the chat template besides the row's messages: its tools, and settings by name."""
         return template_input(row.values, row.place, self.chat_template_kwargs)
 
     def require(self, rows: Sequence[Row], *columns: str) -> None:
-        """Refuse rows without one of the ``columns``."""
+        """Raise DataError if the rows lack one of the ``columns``."""
         first = rows[0]
         missing = [repr(column) for column in columns if column not in first.values]
         if missing:
             raise DataError(
                 f"{first.place} has no column{'s' * (len(missing) > 1)} {' and '.join(missing)}, only "
-                f"{sorted(first.values)}; "
-                f"{type(self).__name__} needs {', '.join(columns)}, rename a column or add what is missing"
+                f"{sorted(first.values)}; {type(self).__name__} needs {', '.join(columns)}, rename a column or add the "
+                f"missing ones"
             )
 
     def fitted(self, row: Row, num_tokens: int, limit: TokenLimit | None, ways_out: str) -> bool:
         """Return whether the row is kept: it fits, or long rows are truncated.
 
         Raises:
-            DataError: for a row that does not fit where long rows are refused.
+            DataError: for a row that does not fit, with ``long_rows='refuse'``.
         """
         if limit is None or num_tokens <= limit.tokens or self.long_rows == "truncate":
             return True
@@ -315,13 +321,13 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         if not rest or not held_out:
             raise DataError(
                 f"val_fraction={self.val_fraction} leaves {len(rest)} rows to train on and {len(held_out)} held out of "
-                f"{len(rows)}; both need one at least, change val_fraction or seed, or give val_data"
+                f"{len(rows)}; both need at least one, change val_fraction or seed, or give val_data"
             )
         return rest, held_out
 
     def _table(self, split: str) -> Samples:
         if split == "train" and is_stream(self.data):
-            raise DataError(f"all rows of a stream cannot be tested on or predicted; {_WITHOUT_STREAMING}")
+            raise DataError(f"a stream cannot be tested on or predicted as a whole; {_USE_WITHOUT_STREAMING}")
         if split not in self._tables:
             raise DataError(f"{type(self).__name__} has read no rows yet; call setup() first, as Trainer does")
         return self._tables[split]
@@ -336,33 +342,36 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
 
     @property
     def _overfits(self) -> bool:
-        """Whether every epoch has the same batches: Lightning has no loader shuffle then."""
+        """Whether every epoch has the same batches. Lightning then expects unshuffled loaders."""
         return bool(getattr(self.trainer, "overfit_batches", 0) > 0)
 
     def _epoch_batches(self, num_batches: int) -> int:
-        """Return after how many batches Lightning begins the next epoch."""
+        """Return the number of batches in Lightning's epoch."""
         limit = None if self.trainer is None else self.trainer.limit_train_batches
         if limit is None:
             return num_batches
         return min(limit, num_batches) if isinstance(limit, int) else int(limit * num_batches)
 
     def _first_batches(self) -> BatchLoader:
-        """Return the first batches of a stream, which are all that an overfitting run needs of it."""
+        """Return the first ``overfit_batches`` batches of a stream."""
         count = getattr(self.trainer, "overfit_batches", None)
         if not isinstance(count, int):
             raise DataError(
-                f"overfit_batches={count} is a share, and a stream has no length; give a whole number of batches"
+                f"overfit_batches={count} is a fraction, but a stream has no length; give a whole number of batches"
             )
         stream = self._stream_loader(shuffle=False)
         first = Samples.concatenate(list(islice(stream, count)))
         stream.close()
         return BatchLoader(
-            first.with_ids(torch.arange(len(first))), batch_size=self.batch_size, seed=self.seed, shuffle=False,
+            first.with_ids(torch.arange(len(first))),
+            batch_size=self.batch_size,
+            seed=self.seed,
+            shuffle=False,
             group_size=self.group_size,
-        )  # fmt: skip
+        )
 
     def _stream_loader(self, shuffle: bool) -> StreamLoader:
-        """Return the batches of a stream, of which the first rows were looked at."""
+        """Return the loader of a stream, after a check of its first rows."""
         self._stream_epoch()
         tokenizer = self.tokenizer
 
@@ -370,18 +379,24 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
             try:
                 return self.tabulate(self.shaped(tuple(block)), tokenizer)
             except NothingFitsError:
-                return None  # of this block; a stream without a single row that fits is refused
+                return None  # for this block; the loader raises if no row of the whole stream fits
 
         loader = StreamLoader(
-            RowStream.open(self.data), tabulate, batch_size=self.batch_size, seed=self.seed, shuffle=shuffle,
-            shuffle_buffer=self.shuffle_buffer, drop_last=self.drop_last, group_size=self.group_size,
+            RowStream.open(self.data),
+            tabulate,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            shuffle=shuffle,
+            shuffle_buffer=self.shuffle_buffer,
+            drop_last=self.drop_last,
+            group_size=self.group_size,
             reads_ahead=self.reads_ahead,
-        )  # fmt: skip
+        )
         loader.check()
         return loader
 
     def _stream_epoch(self) -> int:
-        """Return after how many batches of a stream Lightning begins its next epoch."""
+        """Return the number of stream batches in Lightning's epoch."""
         trainer = self.trainer
         if trainer is None:
             return sys.maxsize
@@ -390,9 +405,9 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
             return limit
         if limit not in (None, 1.0) or steps < 1:
             raise DataError(
-                f"a stream has no length of which an epoch could be made: limit_train_batches={limit} and "
-                f"max_steps={steps}; give Trainer(max_steps=...), or the batches of an epoch as limit_train_batches, "
-                f"a whole number"
+                f"a stream has no length that could define an epoch: limit_train_batches={limit} and "
+                f"max_steps={steps}; give Trainer(max_steps=...), or limit_train_batches as a whole number of batches "
+                f"per epoch"
             )
         return steps
 
@@ -400,10 +415,10 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         return None if self.trainer is None else self.trainer.lightning_module
 
 
-def tabulated(
-    columns: Mapping[str, Column], num_rows: int, what: str, data: Mapping[str, tuple[object, ...]] | None = None
+def make_samples(
+    columns: Mapping[str, Column], num_rows: int, item_name: str, data: Mapping[str, tuple[object, ...]] | None = None
 ) -> Samples:
-    """Return the columns as samples with ids 0, 1, ...; refuse a split of which nothing is left."""
+    """Return the columns as samples with ids 0, 1, ...; NothingFitsError if there are no rows."""
     if num_rows == 0:
-        raise NothingFitsError(f"no {what} is left to use; raise the token limit or give shorter ones")
+        raise NothingFitsError(f"no {item_name} is left to use; raise the token limit or give shorter ones")
     return Samples(torch.arange(num_rows), columns, data or {})

@@ -1,4 +1,4 @@
-"""Supervised pairs: what is given, and what is to be learnt after it."""
+"""Data module of demonstrations for supervised fine-tuning: prompt and completion, conversations, or plain text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.samples import Samples
-from lightning_realloc.data.assistant_spans import from_first_answer, said_by_assistant
+from lightning_realloc.data.assistant_spans import assistant_token_mask, split_at_first_answer
 from lightning_realloc.data.chat import Text, is_conversation, prompt_token_ids, token_ids
 from lightning_realloc.data.responses import (
     ResponseDataModule,
@@ -17,41 +17,49 @@ from lightning_realloc.data.responses import (
     TokensOfRow,
     conversation,
     encoded,
+    learnt_text,
     response_text,
-    whole_text,
 )
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
 
 Learnt = Literal["all", "last"]
-"""Which of the assistant's messages are learnt."""
+"""Assistant messages to learn from."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
-    """One row before the tokenizer."""
+class _SourceText:
+    """One row before tokenization."""
 
     text: ResponseText
     begun: Sequence[Text] = ()
-    """How the assistant's later answers begin, where all are learnt."""
+    """Prefixes of the conversation before the assistant's later answers, if all answers are learnt."""
 
 
 class SFTDataModule(ResponseDataModule):
     """Batches of prompts with the responses to learn, the same on every rank.
 
-    A batch is :class:`Samples` with ``prompt_ids``, ``response_ids`` and every column of the data as python objects.
-    The columns decide what a row is: ``prompt`` and ``completion`` (text, or messages for the chat template; text
-    beside messages is what the user, or the assistant, says); ``messages``, of which the assistant's are learnt; or
-    ``text``, all of which is learnt but its first token, which nothing predicts. Responses end with the tokenizer's
-    end-of-sequence token. Columns ``tools`` and ``chat_template_kwargs`` are given to the chat template. Where not all
-    of a response is learnt, ``model_mask`` says what is.
+    The columns determine the format of a row:
+
+    - ``prompt`` and ``completion``: text, or messages for the chat template. If only one of them is text, it becomes a
+      user message (prompt) or an assistant message (completion).
+    - ``messages``: the assistant's messages are learnt.
+    - ``text``: all tokens are learnt except the first, which has no predecessor.
+
+    Responses end with the tokenizer's end-of-sequence token. Columns ``tools`` and ``chat_template_kwargs`` are passed
+    to the chat template. A batch is :class:`Samples` with ``prompt_ids``, ``response_ids`` and every column of the data
+    as Python objects. If only some response tokens are learnt, ``model_mask`` marks them.
 
     Args:
-        learn: Of ``messages``: ``"all"`` that the assistant says, or the ``"last"`` message alone.
-        settings: Those of :class:`ResponseDataModule`.
+        learn: For ``messages``: learn from ``"all"`` assistant messages, or from the ``"last"`` message only.
+        settings: Arguments of :class:`ResponseDataModule`.
 
     Raises:
-        DataError: in ``setup``, for anything in the data that cannot be used, with its file and line.
+        DataError: in ``setup``, for data that cannot be used, with file and line.
+
+    Example:
+        >>> rows = [{"prompt": "2 + 2 =", "completion": " 4"}]
+        >>> data = SFTDataModule(rows, batch_size=1, tokenizer="gpt2")
     """
 
     def __init__(self, data: RowSource, *, batch_size: int, learn: Learnt = "all", **settings: Any) -> None:
@@ -61,13 +69,13 @@ class SFTDataModule(ResponseDataModule):
         self.learn = learn
 
     def split_column(self, rows: Sequence[Row]) -> str:
-        """Return the column that says what is given: equal prompts are never on both sides."""
+        """Return the prompt's column, so that equal prompts are never in both training and held-out rows."""
         return _format(rows[0])[0]
 
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
         """Return ``prompt_ids``, ``response_ids`` and the columns of the rows that fit."""
         columns = _format(rows[0])
-        given = [_given(tokenizer, row, columns, self.learn, self.template_of(row)) for row in rows]
+        given = [_source_text(tokenizer, row, columns, self.learn, self.template_of(row)) for row in rows]
         return self.table_of_tokens(rows, list(_encoded(tokenizer, given)))
 
 
@@ -81,25 +89,23 @@ def _format(row: Row) -> tuple[str, ...]:
     )
 
 
-def _given(
+def _source_text(
     tokenizer: PreTrainedTokenizerBase, row: Row, columns: tuple[str, ...], learn: Learnt, template: Mapping[str, Any]
-) -> _Given:
+) -> _SourceText:
     values = [row.values[column] for column in columns]
     if values[-1] in ("", []):
-        raise DataError(
-            f"{row.place}: {columns[-1]!r} is empty, so nothing can be learnt; fill it or leave the row out"
-        )
+        raise DataError(f"{row.place}: {columns[-1]!r} is empty, so nothing can be learnt; fill it or remove the row")
     match values:
         case [str(text)] if columns == ("text",):
-            return _Given(whole_text(text, row.place))
+            return _SourceText(learnt_text(text, row.place))
         case [messages] if columns == ("messages",) and is_conversation(messages):
             if learn == "last":
-                return _Given(conversation(tokenizer, messages[:-1], messages[-1:], row.place, template=template))
-            return _Given(*from_first_answer(tokenizer, messages, row.place, template=template))
+                return _SourceText(conversation(tokenizer, messages[:-1], messages[-1:], row.place, template=template))
+            return _SourceText(*split_at_first_answer(tokenizer, messages, row.place, template=template))
         case [prompt, completion]:
             found = response_text(tokenizer, prompt, completion, row.place, template=template)
             if found is not None:
-                return _Given(found)
+                return _SourceText(found)
     kinds = {column: type(row.values[column]).__name__ for column in columns}
     raise DataError(
         f"{row.place}: {columns} must be text or lists of messages, each with role, and content or tool_calls; got "
@@ -107,8 +113,8 @@ def _given(
     )
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, rows: Sequence[_Given]) -> Iterator[TokensOfRow]:
-    """Yield the token ids of every row's prompt and response, and which of the response's are learnt."""
+def _encoded(tokenizer: PreTrainedTokenizerBase, rows: Sequence[_SourceText]) -> Iterator[TokensOfRow]:
+    """Yield the token ids of every row's prompt and response, and the mask of response tokens to learn."""
     begun = iter(token_ids(tokenizer, [text for row in rows for text in row.begun]))
     single = iter(encoded(tokenizer, [row.text for row in rows if not row.begun]))
     several = [row.text for row in rows if row.begun]
@@ -118,7 +124,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, rows: Sequence[_Given]) -> Iter
         if row.begun:
             prompt = next(openings)
             later = [next(begun) for _ in row.begun]
-            yield (prompt, *said_by_assistant(tokenizer, next(wholes), [prompt, *later], row.text.rest.place))
+            yield (prompt, *assistant_token_mask(tokenizer, next(wholes), [prompt, *later], row.text.rest.place))
         else:
             prompt, response = next(single)
             yield prompt, response, [bool(prompt), *([True] * (len(response) - 1))]

@@ -1,4 +1,4 @@
-"""Binary feedback: responses that were judged one by one, good or bad."""
+"""Data module of binary feedback: single responses with a desirable or undesirable label."""
 
 from __future__ import annotations
 
@@ -15,28 +15,32 @@ from lightning_realloc.errors import DataError
 
 
 class BinaryFeedbackDataModule(ResponseDataModule):
-    """Batches of judged responses, the same on every rank.
+    """Batches of labelled responses, the same on every rank.
 
-    Columns: ``prompt`` and ``completion``, text or messages for the chat template (text beside messages is what the
-    user, or the assistant, says), and ``label``: true or 1 for a desirable completion, false or 0 for another. Columns
-    ``tools`` and ``chat_template_kwargs`` are given to the chat template. Rows of pairs, as
-    :class:`PreferenceDataModule` reads them, become two: the chosen response is desirable, the rejected is not.
+    Columns: ``prompt`` and ``completion``, each text or messages for the chat template, and ``label``: true or 1 for a
+    desirable completion, false or 0 for an undesirable one. If only one of prompt and completion is text, it becomes a
+    user or assistant message. Columns ``tools`` and ``chat_template_kwargs`` are passed to the chat template.
+
+    Preference pairs, as in :class:`PreferenceDataModule`, become two rows: the chosen response is desirable, the
+    rejected one is not.
 
     A batch is :class:`Samples` with ``prompt_ids``, ``response_ids``, ``label`` (B,) bool, and every other column of
-    the data as python objects.
-
-    Settings: those of :class:`ResponseDataModule`.
+    the data as Python objects. Arguments are those of :class:`ResponseDataModule`.
 
     Raises:
-        DataError: in ``setup``, for anything in the data that cannot be used, with its file and line.
+        DataError: in ``setup``, for data that cannot be used, with file and line.
+
+    Example:
+        >>> rows = [{"prompt": "2 + 2 =", "completion": " 4", "label": True}]
+        >>> data = BinaryFeedbackDataModule(rows, batch_size=1, tokenizer="gpt2")
     """
 
     def split_column(self, rows: Sequence[Row]) -> str:
-        """Return the prompts' column: equal prompts are never on both sides."""
+        """Return the prompts' column, so that equal prompts are never in both training and held-out rows."""
         return "prompt"
 
     def shaped(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-        """Return rows as they are; of pairs, two each."""
+        """Return the rows; each preference pair becomes two."""
         if "completion" in rows[0].values or not {"chosen", "rejected"} <= set(rows[0].values):
             return rows
         return tuple(judged for row in rows for judged in _both_sides(with_prompt(row)))
@@ -49,7 +53,7 @@ class BinaryFeedbackDataModule(ResponseDataModule):
 
 
 def _both_sides(pair: Row) -> tuple[Row, Row]:
-    """Return both responses of a pair as rows of their own."""
+    """Return the two responses of a pair as labelled rows."""
     kept = {name: value for name, value in pair.values.items() if name not in ("chosen", "rejected")}
     chosen, rejected = pair.values["chosen"], pair.values["rejected"]
     return (
@@ -68,7 +72,7 @@ def _label(row: Row) -> bool:
 def _text(tokenizer: PreTrainedTokenizerBase, row: Row, template: Mapping[str, Any]) -> ResponseText:
     prompt, completion = row.values["prompt"], row.values["completion"]
     if completion in ("", []):
-        raise DataError(f"{row.place}: the completion is empty; give it text or leave the row out")
+        raise DataError(f"{row.place}: the completion is empty; give it text or remove the row")
     text = response_text(tokenizer, prompt, completion, row.place, template=template)
     if text is None:
         kinds = {"prompt": type(prompt).__name__, "completion": type(completion).__name__}

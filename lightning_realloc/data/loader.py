@@ -1,7 +1,7 @@
-"""In which order do samples come, and where did we stop? The same global batches on every rank.
+"""Loaders of global batches in a reproducible order: the same batches on every rank, resumable within an epoch.
 
-Ranks are given no shares here: the runtime deals every batch out by length. The order follows from the seed and
-the epoch alone, and Lightning stores a loader's place in its checkpoints, so a resumed run goes on with the next batch.
+The runtime divides each batch among ranks by length. The order depends on seed and epoch only. Lightning stores a
+loader's position in its checkpoints, so a resumed run continues with the next batch.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from lightning_realloc.errors import CheckpointError, DataError
 
 
 class BatchLoader:
-    """Training batches, epoch after epoch, each in another order.
+    """Training batches, reordered in every epoch.
 
-    A sample's id is ``epoch * len(table) + position``: unique over the run, and the same wherever the sample goes.
-    Epochs are counted here, not taken from Lightning: where ``max_steps`` ends a run inside an epoch, Lightning counts
-    that epoch as done, and a run resumed from there would leave out the rest of its rows.
+    A sample's id is ``epoch * len(table) + position``, unique over the run and independent of ranks. The loader counts
+    epochs itself. If ``max_steps`` ends a run within an epoch, Lightning counts that epoch as done, and a run resumed
+    from there would skip the rest of its rows.
 
     Args:
         table: Every row once, with ids 0, 1, ... in order.
         batch_size: Rows per batch over all ranks together.
-        drop_last: Whether to leave out a last batch that is smaller than the others.
-        group_size: Samples of the table that are one row, next to each other; a batch holds whole rows.
-        bucket_batches: Rows of similar length share a batch: within every so many batches of the shuffled order, rows
-            are sorted by length; then batches are shuffled. None: rows are drawn whatever their lengths.
-        epoch_batches: Batches after which the trainer begins the next epoch, where it does so before all are used
+        drop_last: Whether to drop a last batch that is smaller than the others.
+        group_size: Number of adjacent samples that form one row; a batch holds whole rows.
+        bucket_batches: Number of batches of the shuffled order that are sorted by length together, so that a batch
+            holds rows of similar length; the batches are then shuffled. None does not group by length.
+        epoch_batches: Batches after which the trainer begins the next epoch, if that is before all are used
             (``limit_train_batches``).
 
     Raises:
-        DataError: when there is no batch at all.
+        DataError: if there is no batch.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class BatchLoader:
             raise DataError(f"batch_size={batch_size} must be at least 1")
         if bucket_batches is not None and (bucket_batches < 1 or not shuffle):
             raise DataError(
-                f"bucket_batches={bucket_batches} with shuffle={shuffle}: it counts batches, at least 1, of a shuffled "
-                f"order; set shuffle=True, or bucket_batches=None"
+                f"bucket_batches={bucket_batches} with shuffle={shuffle}: it is a number of batches, at least 1, of "
+                f"the shuffled order; set shuffle=True, or bucket_batches=None"
             )
         self.num_rows = len(table) // group_size
         if drop_last and self.num_rows < batch_size:
             raise DataError(
-                f"batch_size={batch_size} needs as many rows, there are {self.num_rows}; "
+                f"batch_size={batch_size} needs as many rows, but there are {self.num_rows}; "
                 f"lower batch_size, add rows or set drop_last=False"
             )
         self.table = table
@@ -79,46 +79,46 @@ class BatchLoader:
         full, left_over = divmod(self.num_rows, self.batch_size)
         return full + (left_over > 0 and not self.drop_last)
 
-    batch_sampler = None  # Lightning asks for it, where it evaluates what has a sampler
+    batch_sampler = None  # Lightning reads it from loaders with a sampler
 
     @property
     def sampler(self) -> BatchLoader:
-        """What Lightning calls ``set_epoch`` on."""
+        """Object on which Lightning calls ``set_epoch``."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin with this epoch, unless batches were handed out already or a place was loaded.
+        """Start at this epoch, unless batches were handed out or a position was loaded.
 
-        Lightning says so before every epoch, and it is all it says when it resumes between two epochs.
+        Lightning calls it before every epoch. When it resumes between two epochs, it calls nothing else.
         """
         if self._position == 0 and not self._resuming:
             self.epoch = epoch
 
     def __iter__(self) -> Iterator[Samples]:
-        # A generator, so an iterator that nobody draws from, as Lightning makes one before it resumes, changes nothing.
+        # A generator: Lightning makes an iterator before it resumes, which must not change the state.
         if self._position >= self.epoch_batches or (self._position > 0 and not self._resuming):
             self.epoch, self._position = self.epoch + 1, 0
         order = self._order()
         while self._position < self.epoch_batches:
             begin = self._position * self.batch_size
-            # Counted before it is handed out: a checkpoint written while the batch is trained on has it behind it.
+            # Counted before the yield, so that a checkpoint written during this batch's training includes it.
             self._position += 1
             rows = self.table.select(_samples_of(order[begin : begin + self.batch_size], self.group_size))
             yield rows.with_ids(rows.ids + self.epoch * len(self.table))
         self._resuming = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the run, and what it depends on."""
+        """Return the position in the run and the settings that it depends on."""
         return {"epoch": self.epoch, "position": self._position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind the batch that was handed out last.
+        """Continue after the batch that was handed out last.
 
-        Iterations go on where the one before them stopped until the epoch is through: from a checkpoint written after
-        an epoch's last batch, Lightning draws a single batch before it begins anew.
+        Iterations continue where the previous one stopped until the epoch ends: after a checkpoint at an epoch's last
+        batch, Lightning draws a single batch before it starts again.
 
         Raises:
-            CheckpointError: when the data or its order are not those of the checkpoint.
+            CheckpointError: if the data or its order differ from the checkpoint's.
         """
         for name, value in self._identity().items():
             if state.get(name) != value:
@@ -151,12 +151,12 @@ class BatchLoader:
 
 
 class EvaluationLoader:
-    """All rows in order, the same batches with the same ids every time: what is sampled for them is comparable.
+    """All rows in order, with the same batches and ids every time, so that sampled results are comparable.
 
     Args:
-        table: The rows.
-        batch_size: Rows per batch over all ranks together; the last one may be smaller.
-        group_size: Samples of the table that are one row.
+        table: Samples of the rows.
+        batch_size: Rows per batch over all ranks together; the last batch may be smaller.
+        group_size: Number of adjacent samples that form one row.
     """
 
     def __init__(self, table: Samples, *, batch_size: int, group_size: int = 1) -> None:
@@ -178,10 +178,9 @@ class EvaluationLoader:
 def bucketed(
     order: Sequence[int], lengths: Sequence[int], *, batch_size: int, bucket_batches: int, generator: torch.Generator
 ) -> list[int]:
-    """Return the rows of ``order`` so that batches cut from it hold rows of similar length, in any order of batches.
+    """Reorder rows so that consecutive batches hold rows of similar length; the order of batches is random.
 
-    The rows of a smaller last batch stay those at the end of ``order``, whatever their lengths: which rows an epoch
-    leaves out does not depend on them.
+    Rows of a smaller last batch stay at the end, so the rows that an epoch drops do not depend on lengths.
     """
     num_full = len(order) // batch_size * batch_size
     window = batch_size * bucket_batches
@@ -194,7 +193,7 @@ def bucketed(
 
 
 def _row_lengths(table: Samples, group_size: int) -> list[int]:
-    """Return the tokens of every row's sequences, all of its samples together."""
+    """Return the number of tokens of every row, over all its samples and sequences."""
     lengths = torch.zeros(len(table), dtype=torch.int64)
     for name in ("prompt_ids", "response_ids"):
         if name in table:
@@ -204,5 +203,5 @@ def _row_lengths(table: Samples, group_size: int) -> list[int]:
 
 
 def _samples_of(rows: list[int], group_size: int) -> list[int]:
-    """Return the positions of the rows' samples."""
+    """Return the positions of the samples that belong to these rows."""
     return [row * group_size + place for row in rows for place in range(group_size)]

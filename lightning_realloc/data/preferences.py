@@ -1,4 +1,4 @@
-"""Preference pairs: two responses to one prompt, of which the first one was preferred."""
+"""Data module of preference pairs: a chosen and a rejected response to one prompt."""
 
 from __future__ import annotations
 
@@ -13,29 +13,35 @@ from transformers import PreTrainedTokenizerBase
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.data.chat import is_conversation
-from lightning_realloc.data.data_module import TokenLimit, tabulated
+from lightning_realloc.data.data_module import TokenLimit, make_samples
 from lightning_realloc.data.responses import ResponseDataModule, ResponseText, cut, encoded, response_text
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
 
 
 class PreferenceDataModule(ResponseDataModule):
-    """Batches of pairs, the same on every rank.
+    """Batches of preference pairs, the same on every rank.
 
-    Columns: ``prompt``, ``chosen`` and ``rejected``, text or messages for the chat template. Without ``prompt``, or
-    where it is text and the sides are whole conversations, it is what both sides begin with: text up to the first
-    difference, or the messages before it. Otherwise text beside messages is what the user, or the assistant, says.
-    Columns ``tools`` and ``chat_template_kwargs`` are given to the chat template.
+    Columns: ``prompt``, ``chosen`` and ``rejected``, each text or messages for the chat template. Columns ``tools`` and
+    ``chat_template_kwargs`` are passed to the chat template.
+
+    The prompt is the common beginning of both sides if there is no column ``prompt``, or if it is text and both sides
+    are whole conversations. For text that is everything before the first difference; for messages, all equal messages
+    before it. Otherwise a text next to messages becomes a user message (prompt) or an assistant message (side).
 
     A batch is :class:`Samples` with two samples per row, the chosen one first: ``prompt_ids``, ``response_ids``,
-    ``margin`` (a number for both) where the data has one, and every column of the data as python objects.
+    ``margin`` (the same number for both) if the data has one, and every column of the data as Python objects.
 
     Args:
-        margin_column: Holds by how much the chosen response is better, for reward models; used if it is there.
-        settings: Of :class:`ResponseDataModule`; ``batch_size`` counts pairs.
+        margin_column: Optional column with the margin by which the chosen response is better, for reward models.
+        settings: Arguments of :class:`ResponseDataModule`; ``batch_size`` counts pairs.
 
     Raises:
-        DataError: in ``setup``, for anything in the data that cannot be used, with its file and line.
+        DataError: in ``setup``, for data that cannot be used, with file and line.
+
+    Example:
+        >>> rows = [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}]
+        >>> data = PreferenceDataModule(rows, batch_size=1, tokenizer="gpt2")
     """
 
     group_size = 2
@@ -45,11 +51,11 @@ class PreferenceDataModule(ResponseDataModule):
         self.margin_column = margin_column
 
     def split_column(self, rows: Sequence[Row]) -> str:
-        """Return the prompts' column: equal prompts are never on both sides."""
+        """Return the prompts' column, so that equal prompts are never in both training and held-out rows."""
         return "prompt"
 
     def shaped(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-        """Return rows each with a prompt: what both sides begin with, where the data name none."""
+        """Return the rows with a prompt each; without a given one it is the common beginning of both sides."""
         self.require(rows, "chosen", "rejected")
         return tuple(with_prompt(row) for row in rows)
 
@@ -65,9 +71,9 @@ class PreferenceDataModule(ResponseDataModule):
             if self.fits(row, len(prompt) + max(len(chosen), len(rejected)), limit):
                 kept.append(row)
                 prompts += [prompt, prompt]
-                responses += _cut_apart(row, prompt, chosen, rejected, limit)
+                responses += _cut_pair(row, prompt, chosen, rejected, limit)
         if not kept:
-            return tabulated({}, 0, "pair")
+            return make_samples({}, 0, "pair")
         columns: dict[str, Column] = {
             "prompt_ids": Ragged.from_list(prompts),
             "response_ids": Ragged.from_list(responses),
@@ -75,13 +81,14 @@ class PreferenceDataModule(ResponseDataModule):
         if self.margin_column in rows[0].values:
             columns["margin"] = _margins(kept, self.margin_column).repeat_interleave(2)
         data = self.data_of([row for row in kept for _ in range(2)], without=[self.margin_column])
-        return tabulated(columns, len(prompts), "pair", data)
+        return make_samples(columns, len(prompts), "pair", data)
 
 
 def implied_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | None:
-    """Return what both sides begin with, and what remains of each; None where they are neither text nor messages.
+    """Return the common beginning of both sides and the rest of each; None if they are neither texts nor messages.
 
-    A space before the first difference of texts belongs to the responses, as words' first tokens hold it.
+    A space before the first difference of texts belongs to the responses, because tokenizers attach it to the next
+        word.
     """
     are_texts = isinstance(chosen, str) and isinstance(rejected, str)
     if not are_texts and not (is_conversation(chosen) and is_conversation(rejected)):
@@ -95,30 +102,30 @@ def implied_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | None:
 
 
 def with_prompt(row: Row) -> Row:
-    """Return the row with its prompt.
+    """Return the row with its prompt, given or implied.
 
     Raises:
-        DataError: for sides that are equal, or empty, or have nothing in common.
+        DataError: for sides that are equal or empty, or that have no common beginning.
     """
     values = dict(row.values)
     if values["chosen"] == values["rejected"]:
         raise DataError(
-            f"{row.place}: chosen and rejected are equal, so nothing can be learnt from them; leave the row out"
+            f"{row.place}: chosen and rejected are equal, so nothing can be learnt from them; remove the row"
         )
-    if "prompt" not in values or _says_it_twice(values):
+    if "prompt" not in values or _repeats_prompt(values):
         implied = implied_prompt(values["chosen"], values["rejected"])
         if implied is not None:
             values["prompt"], values["chosen"], values["rejected"] = implied
         if values.get("prompt") in ("", []):
-            raise DataError(f"{row.place}: chosen and rejected begin with nothing in common; give a column 'prompt'")
+            raise DataError(f"{row.place}: chosen and rejected have no common beginning; give a column 'prompt'")
     for name in ("chosen", "rejected"):
         if values[name] in ("", []):
-            raise DataError(f"{row.place}: the {name} response is empty; give it text or leave the row out")
+            raise DataError(f"{row.place}: the {name} response is empty; give it text or remove the row")
     return Row(row.place, values)
 
 
-def _says_it_twice(values: Mapping[str, Any]) -> bool:
-    """Return whether both sides are whole conversations, beside a text that is part of what they begin with."""
+def _repeats_prompt(values: Mapping[str, Any]) -> bool:
+    """Return whether the prompt is text and both sides are whole conversations, which contain it."""
     sides = (values["chosen"], values["rejected"])
     return isinstance(values["prompt"], str) and all(
         is_conversation(side) and side[0]["role"] != "assistant" for side in sides
@@ -140,15 +147,15 @@ def _texts(tokenizer: PreTrainedTokenizerBase, row: Row, template: Mapping[str, 
     return found
 
 
-def _cut_apart(
+def _cut_pair(
     row: Row, prompt: list[int], chosen: list[int], rejected: list[int], limit: TokenLimit | None
 ) -> list[list[int]]:
-    """Return both responses as far as they fit; refuse those that differ only behind that."""
+    """Return both responses, cut to the limit; DataError if they are equal then."""
     sides = [cut(row.place, prompt, response, limit) for response in (chosen, rejected)]
     if sides[0] == sides[1]:
         raise DataError(
-            f"{row.place}: chosen and rejected are the same {len(sides[0])} tokens once they are encoded and cut; "
-            f"raise max_tokens, set long_rows='drop' or leave the row out"
+            f"{row.place}: chosen and rejected are the same {len(sides[0])} tokens after encoding and truncation; "
+            f"raise max_tokens, set long_rows='drop' or remove the row"
         )
     return sides
 

@@ -1,4 +1,4 @@
-"""Prompts to generate from, with whatever reward functions need beside them."""
+"""Data module of prompts for generation, with further columns for reward functions."""
 
 from __future__ import annotations
 
@@ -9,31 +9,36 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
-from lightning_realloc.data.chat import Text, begun_answer, conversation_text, prompt_text, prompt_token_ids
-from lightning_realloc.data.data_module import LongRows, RowDataModule, tabulated
+from lightning_realloc.data.chat import Text, conversation_text, partial_answer, prompt_text, prompt_token_ids
+from lightning_realloc.data.data_module import LongRows, RowDataModule, make_samples
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
 
 _ARGUMENTS = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
-"""What reward functions are given besides the columns of the data, by name."""
+"""Argument names that reward functions receive in addition to the data's columns."""
 
 
 class PromptDataModule(RowDataModule):
     """Batches of prompts for generation, the same on every rank.
 
-    A batch is :class:`Samples` with ``prompt_ids`` (token ids), ``prompt`` (the text, or the messages) and every other
-    column of the data as python objects.
+    A batch is :class:`Samples` with ``prompt_ids`` (token ids), ``prompt`` (the text or the messages) and every other
+    column of the data as Python objects.
 
     Args:
-        prompt_column: Holds text, or a list of messages for the chat template. A last
-            message from the assistant is gone on with.
-        max_prompt_tokens: The longest prompt that is accepted; by default one less than the models have positions.
-        long_prompts: What happens to longer ones: ``refuse`` them all with an error, ``truncate`` them to their last
-            tokens, or ``drop`` their rows.
-        settings: Of :class:`RowDataModule` but ``long_rows``: data, batch size, held-out rows, tokenizer, seed, order.
+        prompt_column: Column with text, or with a list of messages for the chat template. A final assistant message is
+            continued.
+        max_prompt_tokens: Maximum length of a prompt; by default one less than the models' context.
+        long_prompts: Policy for longer prompts: ``refuse`` raises an error, ``truncate`` keeps their last tokens,
+            ``drop`` skips their rows.
+        settings: Arguments of :class:`RowDataModule` except ``long_rows``: data, batch size, held-out rows, tokenizer,
+            seed, order.
 
     Raises:
-        DataError: in ``setup``, for anything in the data that cannot be used, with its file and line.
+        DataError: in ``setup``, for data that cannot be used, with file and line.
+
+    Example:
+        >>> rows = [{"prompt": "2 + 2 =", "answer": "4"}]
+        >>> data = PromptDataModule(rows, batch_size=1, tokenizer="gpt2", max_prompt_tokens=128)
     """
 
     def __init__(
@@ -53,7 +58,7 @@ class PromptDataModule(RowDataModule):
         self.max_prompt_tokens = max_prompt_tokens
 
     def split_column(self, rows: Sequence[Row]) -> str:
-        """Return the prompts' column: equal prompts are never on both sides."""
+        """Return the prompts' column, so that equal prompts are never in both training and held-out rows."""
         return self.prompt_column
 
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
@@ -62,15 +67,15 @@ class PromptDataModule(RowDataModule):
         taken = sorted(_ARGUMENTS & rows[0].values.keys())
         if taken:
             raise DataError(
-                f"{rows[0].place}: reward functions are given columns by name, beside their arguments "
+                f"{rows[0].place}: reward functions receive columns by name, next to their arguments "
                 f"{sorted(_ARGUMENTS)}; rename the columns {taken}"
             )
         if self.prompt_column != "prompt" and "prompt" in rows[0].values:
             raise DataError(
-                f"{rows[0].place} has a column 'prompt' beside prompt_column={self.prompt_column!r}, and both would be "
-                f"the samples' prompt; rename one"
+                f"{rows[0].place} has a column 'prompt' as well as prompt_column={self.prompt_column!r}, and both "
+                f"would be the samples' prompt; rename one"
             )
-        # One position is left for the first token that is generated.
+        # One position is reserved for the first generated token.
         limit = self.token_limit(self.max_prompt_tokens, "max_prompt_tokens", reserved=1)
         kept: list[Row] = []
         prompts: list[list[int]] = []
@@ -80,21 +85,20 @@ class PromptDataModule(RowDataModule):
                 kept.append(row)
                 prompts.append(ids if limit is None else ids[-limit.tokens :])
         if not kept:
-            return tabulated({}, 0, "prompt")
+            return make_samples({}, 0, "prompt")
         data = self.data_of(kept)
         data["prompt"] = data[self.prompt_column]
-        return tabulated({"prompt_ids": Ragged.from_list(prompts)}, len(kept), "prompt", data)
+        return make_samples({"prompt_ids": Ragged.from_list(prompts)}, len(kept), "prompt", data)
 
 
 def _opening(tokenizer: PreTrainedTokenizerBase, row: Row, column: str, template: Mapping[str, Any]) -> Text:
-    """Return what a response goes on from: the assistant's own words, where it has begun already."""
+    """Return the text to generate from; a final assistant message is continued."""
     prompt = row.values[column]
-    if begun_answer(prompt) is None:
+    if partial_answer(prompt) is None:
         return prompt_text(tokenizer, prompt, row.place, template=template)
     if prompt[-1].get("tool_calls"):
         raise DataError(
-            f"{row.place}: its last message calls tools, and nothing answers; add the tool's message, or leave the "
-            f"call out"
+            f"{row.place}: its last message calls tools without a result; add the tool's message, or remove the call"
         )
     return conversation_text(
         tokenizer, prompt, row.place, add_generation_prompt=False, continue_final_message=True, template=template

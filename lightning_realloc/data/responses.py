@@ -1,4 +1,4 @@
-"""How do a prompt and what responds to it become token ids? Text and conversations, one row at a time."""
+"""Base class of data modules with given responses, and tokenization of prompts with responses."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.data.chat import (
     Message,
     Text,
-    answer_of,
+    answer_token_ids,
     conversation_text,
     is_conversation,
     prompt_text,
     prompt_token_ids,
     token_ids,
-    with_end,
+    with_eos,
 )
-from lightning_realloc.data.data_module import RowDataModule, TokenLimit, tabulated
+from lightning_realloc.data.data_module import RowDataModule, TokenLimit, make_samples
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
 
 TokensOfRow = tuple[list[int], list[int], list[bool]]
-"""A prompt, its response, and which tokens of the response are learnt."""
+"""Token ids of a prompt and of its response, and the mask of response tokens to learn."""
 
 
 class ResponseDataModule(RowDataModule):
-    """What data modules of prompts with given responses have in common.
+    """Base class of data modules whose rows hold prompts with responses.
 
     Args:
-        max_tokens: Most tokens of prompt and response together; by default as many as the models have positions.
-        settings: Of :class:`RowDataModule`: data, batch size, held-out rows, tokenizer, seed, order, long rows, of
-            which ``truncate`` cuts the responses.
+        max_tokens: Maximum number of tokens of prompt and response together; by default the models' context.
+        settings: Arguments of :class:`RowDataModule`: data, batch size, held-out rows, tokenizer, seed, order, and long
+            rows. ``long_rows="truncate"`` cuts the responses.
     """
 
     def __init__(self, data: RowSource, *, batch_size: int, max_tokens: int | None = None, **settings: Any) -> None:
@@ -46,11 +46,11 @@ class ResponseDataModule(RowDataModule):
         self.max_tokens = max_tokens
 
     def limit(self) -> TokenLimit | None:
-        """Return the smaller one of the models' context and ``max_tokens``, None where neither is known."""
+        """Return the smaller one of the models' context and ``max_tokens``; None if neither is known."""
         return self.token_limit(self.max_tokens, "max_tokens")
 
     def fits(self, row: Row, num_tokens: int, limit: TokenLimit | None) -> bool:
-        """Return whether the row is kept; DataError where it is too long and long rows are refused."""
+        """Return whether the row is kept; DataError if it is too long and long rows are refused."""
         return self.fitted(row, num_tokens, limit, "shorten it, or set long_rows to 'truncate' or 'drop'")
 
     def table_of(
@@ -60,7 +60,7 @@ class ResponseDataModule(RowDataModule):
         tokenizer: PreTrainedTokenizerBase,
         labels: Sequence[bool] | None = None,
     ) -> Samples:
-        """Return ``prompt_ids``, ``response_ids``, ``label`` where given, and the columns of the rows that fit."""
+        """Return ``prompt_ids``, ``response_ids``, ``label`` if given, and the columns of the rows that fit."""
         pairs = encoded(tokenizer, texts)
         return self.table_of_tokens(
             rows, [(prompt, response, [True] * len(response)) for prompt, response in pairs], labels
@@ -69,44 +69,50 @@ class ResponseDataModule(RowDataModule):
     def table_of_tokens(
         self, rows: Sequence[Row], tokens: Sequence[TokensOfRow], labels: Sequence[bool] | None = None
     ) -> Samples:
-        """Return :meth:`table_of` of rows that were tokenized, with ``model_mask`` where not all tokens are learnt."""
+        """Return :meth:`table_of` for tokenized rows, with ``model_mask`` if some response tokens are not learnt."""
         limit = self.limit()
-        kept = [place for place, (row, (prompt, response, _)) in enumerate(zip(rows, tokens, strict=True))
-                if self.fits(row, len(prompt) + len(response), limit)]  # fmt: skip
+        kept = [
+            place
+            for place, (row, (prompt, response, _)) in enumerate(zip(rows, tokens, strict=True))
+            if self.fits(row, len(prompt) + len(response), limit)
+        ]
         if not kept:
-            return tabulated({}, 0, "row")
+            return make_samples({}, 0, "row")
         prompts = [tokens[place][0] for place in kept]
         responses = [cut(rows[place].place, *tokens[place][:2], limit) for place in kept]
         learnt = [tokens[place][2][: len(response)] for place, response in zip(kept, responses, strict=True)]
         made: dict[str, Column] = {} if labels is None else {"label": torch.tensor([labels[place] for place in kept])}
         if not all(map(all, learnt)):
             made["model_mask"] = Ragged.from_list(learnt, dtype=torch.bool)
-            made["num_model_tokens"] = torch.tensor([sum(said) for said in learnt])
+            made["num_model_tokens"] = torch.tensor([sum(mask) for mask in learnt])
         ids = {"prompt_ids": Ragged.from_list(prompts), "response_ids": Ragged.from_list(responses)}
         data = self.data_of([rows[place] for place in kept], without=[] if labels is None else ["label"])
-        return tabulated({**ids, **made}, len(kept), "row", data)
+        return make_samples({**ids, **made}, len(kept), "row", data)
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseText:
-    """A prompt and its response before the tokenizer."""
+    """Prompt and response before tokenization."""
 
     prompt: Text | None
-    """None where all of the row is learnt."""
+    """Prompt; None if the whole row is learnt."""
     rest: Text
-    goes_on: bool
-    """Whether ``rest`` follows the prompt; False where it is the whole conversation, prompt and all."""
+    """Response, or whole conversation, see ``is_continuation``."""
+    is_continuation: bool
+    """Whether ``rest`` follows the prompt; False if it is the whole conversation, including the prompt."""
 
 
 def response_text(
     tokenizer: PreTrainedTokenizerBase, prompt: object, response: object, place: str, *, template: Mapping[str, Any]
 ) -> ResponseText | None:
-    """Return a prompt and its response, each text or messages; None where one is neither.
+    """Return a prompt and its response, each text or messages; None if one of them is neither.
 
-    Where one of them is messages, the other's text is what the user, or the assistant, says.
+    If only one of them is messages, the text becomes a user message (prompt) or an assistant message (response).
     """
     if isinstance(prompt, str) and isinstance(response, str):
-        return ResponseText(prompt_text(tokenizer, prompt, place), Text(response, place, opened=False), goes_on=True)
+        return ResponseText(
+            prompt_text(tokenizer, prompt, place), Text(response, place, add_bos=False), is_continuation=True
+        )
     if is_conversation(response) and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if is_conversation(prompt) and isinstance(response, str):
@@ -116,23 +122,27 @@ def response_text(
     return None
 
 
-def whole_text(text: str, place: str) -> ResponseText:
-    """Return a text all of which is learnt."""
-    return ResponseText(None, Text(text, place, opened=True), goes_on=True)
+def learnt_text(text: str, place: str) -> ResponseText:
+    """Return a text without a prompt, of which all tokens are learnt."""
+    return ResponseText(None, Text(text, place, add_bos=True), is_continuation=True)
 
 
 def conversation(
-    tokenizer: PreTrainedTokenizerBase, prompt: list[Message], answer: list[Message], place: str, *,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: list[Message],
+    answer: list[Message],
+    place: str,
+    *,
     template: Mapping[str, Any],
-) -> ResponseText:  # fmt: skip
-    """Return messages to begin from and the assistant's that follow, laid out by the chat template."""
+) -> ResponseText:
+    """Return a prompt of messages and the assistant's messages after it, rendered by the chat template."""
     if not prompt or any(message["role"] != "assistant" for message in answer):
         raise DataError(
             f"{place}: a conversation needs a message from the assistant to learn, and one before it; "
             f"its roles are {[message['role'] for message in [*prompt, *answer]]}"
         )
     whole = conversation_text(tokenizer, [*prompt, *answer], place, add_generation_prompt=False, template=template)
-    return ResponseText(prompt_text(tokenizer, prompt, place, template=template), whole, goes_on=False)
+    return ResponseText(prompt_text(tokenizer, prompt, place, template=template), whole, is_continuation=False)
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[ResponseText]) -> list[tuple[list[int], list[int]]]:
@@ -142,19 +152,21 @@ def encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[ResponseText]) -
     pairs: list[tuple[list[int], list[int]]] = []
     for text, rest in zip(texts, rests, strict=True):
         prompt = [] if text.prompt is None else next(prompts)
-        answer = with_end(tokenizer, rest) if text.goes_on else answer_of(tokenizer, prompt, rest, text.rest.place)
-        pairs.append((prompt, answer))
+        if text.is_continuation:
+            pairs.append((prompt, with_eos(tokenizer, rest)))
+        else:
+            pairs.append((prompt, answer_token_ids(tokenizer, prompt, rest, text.rest.place)))
     return pairs
 
 
 def cut(place: str, prompt: list[int], response: list[int], limit: TokenLimit | None) -> list[int]:
-    """Return as much of the response as the limit leaves room for behind the prompt."""
+    """Return the response, cut to the tokens that the limit leaves after the prompt."""
     if limit is None or len(prompt) + len(response) <= limit.tokens:
         return response
     room = limit.tokens - len(prompt)
     if room < 1:
         raise DataError(
             f"{place}: its prompt alone has {len(prompt)} tokens, and {limit.source} allows {limit.tokens}, so "
-            f"nothing of the response is left to learn; set long_rows='drop' or shorten the prompt"
+            f"no token of the response is left to learn; set long_rows='drop' or shorten the prompt"
         )
     return response[:room]

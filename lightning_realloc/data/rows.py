@@ -1,7 +1,6 @@
-"""Which rows does a data set hold, and where is each one from? Reading and checking, before any tokenizer.
+"""Read and check the rows of JSONL and Parquet files and of data sets, before tokenization.
 
-A row remembers its place (file and line, or position in a data set), so that whoever finds fault with it later can
-say where.
+A row keeps its place (file and line, or position in a data set), so that later error messages can name it.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from lightning_realloc.data.sources import DatasetSource, is_saved, parquet_rows
 from lightning_realloc.errors import DataError
 
 RowSource = str | Path | DatasetSource | Iterable[Mapping[str, Any]]
-"""A JSONL or Parquet file, a folder that ``datasets`` saved, a :class:`DatasetSource`, a list of dictionaries, or
-anything that iterates over dictionaries, such as a ``datasets.Dataset``."""
+"""A JSONL or Parquet file, a folder written by ``save_to_disk`` of ``datasets``, a :class:`DatasetSource`, a list of
+dictionaries, or another iterable of dictionaries, such as a ``datasets.Dataset``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +25,17 @@ class Row:
     """One entry of a data set."""
 
     place: str
-    """For error messages, e.g. ``prompts.jsonl, line 3``."""
+    """Location for error messages, such as ``prompts.jsonl, line 3``."""
     values: Mapping[str, Any]
     """Column name -> value; every row of a data set has the same columns."""
 
 
 def read_rows(source: RowSource) -> tuple[Row, ...]:
-    """Return all rows.
+    """Return all rows of a source.
 
     Raises:
-        DataError: with file and line, for what is not a JSON object, for columns that other rows do not have, and
-            for a data set without rows.
+        DataError: for a line that is not a JSON object, for rows with different columns, and for a data set without
+            rows; the message names file and line.
     """
     if isinstance(source, str | Path):
         name, rows = str(source), tuple(_read_path(Path(source)))
@@ -47,15 +46,15 @@ def read_rows(source: RowSource) -> tuple[Row, ...]:
     if not rows:
         raise DataError(f"{name} holds no rows; it needs at least one")
     for row in rows[1:]:
-        refuse_other_columns(row, rows[0])
+        check_same_columns(row, rows[0])
     return rows
 
 
 def table_rows(table: Iterable[Mapping[str, Any]], name: str) -> Iterator[Row]:
-    """Yield what iterates over dictionaries as rows that know their place in it.
+    """Yield an iterable of dictionaries as rows that know their place in it.
 
     Raises:
-        DataError: for anything else.
+        DataError: for an item that is not a dictionary.
     """
     for number, values in enumerate(table):
         place = f"row {number} of {name}"
@@ -67,8 +66,8 @@ def table_rows(table: Iterable[Mapping[str, Any]], name: str) -> Iterator[Row]:
 
 
 def _way_out(table: object) -> str:
-    """Say what to give in place of tables that iterate over their own names."""
-    if hasattr(table, "to_dict") and hasattr(table, "columns"):  # of pandas
+    """Return advice for tables that iterate over their own column names."""
+    if hasattr(table, "to_dict") and hasattr(table, "columns"):  # a pandas.DataFrame
         return f"; give a {type(table).__name__} as rows: data.to_dict('records')"
     if isinstance(table, Mapping) and any(isinstance(values, list | tuple) for values in table.values()):
         return "; give columns as rows: datasets.Dataset.from_dict(data)"
@@ -80,9 +79,9 @@ def _way_out(table: object) -> str:
 def split_by_hash(
     rows: Sequence[Row], column: str, *, fraction: float, seed: int
 ) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Return (the rest, about ``fraction`` of the rows), chosen by a hash of ``column`` and ``seed``.
+    """Return the remaining rows and about ``fraction`` of the rows, chosen by a hash of ``column`` and ``seed``.
 
-    Rows with equal values of the column fall on the same side, so nothing that is held out is also trained on.
+    Rows with equal values in the column stay together, so no held-out row is also trained on.
     """
     chosen: list[Row] = []
     rest: list[Row] = []
@@ -93,8 +92,8 @@ def split_by_hash(
     return tuple(rest), tuple(chosen)
 
 
-def refuse_other_columns(row: Row, first: Row) -> None:
-    """Raise DataError where a row has not the columns of the data set's first one, saying which and what to do."""
+def check_same_columns(row: Row, first: Row) -> None:
+    """Raise DataError if a row lacks columns of the first row or adds some."""
     missing = sorted(map(repr, first.values.keys() - row.values.keys()))
     extra = sorted(map(repr, row.values.keys() - first.values.keys()))
     differences = [f"{verb} {', '.join(names)}" for verb, names in (("lacks", missing), ("adds", extra)) if names]
@@ -109,13 +108,13 @@ def _read_path(path: Path) -> Iterator[Row]:
     if path.is_dir():
         if not is_saved(path):
             raise DataError(
-                f"{str(path)!r} is a folder that save_to_disk() of datasets did not write; name one of its files, or "
-                f"give DatasetSource({str(path)!r}, split='train') for what datasets makes of it"
+                f"{str(path)!r} is a folder that was not written by save_to_disk() of datasets; name one of its files, "
+                f"or give DatasetSource({str(path)!r}, split='train') to let datasets read it"
             )
         return table_rows(DatasetSource(str(path)).open(), str(path))
     if not path.is_file():
         raise DataError(
-            f"no file at {str(path)!r}; give a JSONL file, one object a line, a Parquet file, or a data set: of the "
+            f"no file at {str(path)!r}; give a JSONL file, one object a line, a Parquet file, or a data set of the "
             f"Hugging Face hub as DatasetSource({str(path)!r}, split='train')"
         )
     return table_rows(parquet_rows(path), str(path)) if path.suffix == ".parquet" else _read_jsonl(path)
@@ -125,7 +124,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8") as lines:
         try:
             for number, line in enumerate(lines, start=1):
-                text = line.removeprefix("\ufeff")  # a byte order mark; of files joined together, anywhere
+                text = line.removeprefix("\ufeff")  # a byte order mark; in concatenated files it may begin any line
                 if text.strip():
                     place = f"{path}, line {number}"
                     yield Row(place, _parsed(text, place))

@@ -1,6 +1,6 @@
-"""Which tables are read by other packages: Parquet files by ``pyarrow``, everything else of ``datasets`` by itself.
+"""Sources that other packages read: Parquet files with ``pyarrow``, other data sets with ``datasets``.
 
-Neither package is required: each is imported by the first source that needs it.
+Neither package is required; the first source that needs one imports it.
 """
 
 from __future__ import annotations
@@ -14,41 +14,47 @@ from typing import Any
 
 from lightning_realloc.errors import DataError
 
-_ROWS_AT_A_TIME = 1000
+_ROWS_PER_BATCH = 1000
+"""Rows of a Parquet file held in memory at a time."""
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-"""The end of a file's name -> what ``datasets`` calls the way to read it."""
+"""File suffix -> name of the builder in ``datasets``."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetSource:
-    """A data set that the package ``datasets`` finds: on the Hugging Face hub, or in a folder."""
+    """A data set of the Hugging Face hub or of a folder, read by the package ``datasets``.
+
+    Example:
+        >>> str(DatasetSource("openai/gsm8k", split="train[:1000]", name="main"))
+        'openai/gsm8k [train[:1000]]'
+    """
 
     path: str
-    """A name such as ``openai/gsm8k``, a file, a folder of files, or one that ``save_to_disk`` wrote."""
+    """Name such as ``openai/gsm8k``, a file, a folder of files, or a folder written by ``save_to_disk``."""
     split: str = "train"
-    """One of its splits, or a part of one: ``train[:1000]``. A folder saved from a single split has no other."""
+    """Split or part of a split, such as ``train[:1000]``. A folder saved from a single split has no other one."""
     name: str | None = None
-    """The configuration, for data sets that have several: ``main``."""
+    """Configuration, such as ``main``; None for data sets with only one."""
     revision: str | None = None
-    """The branch, tag or commit on the hub."""
+    """Branch, tag or commit on the hub; None for the default branch."""
     streaming: bool = False
-    """Whether rows are read as they are needed, instead of all of them before the first step."""
+    """Whether to read rows as they are needed, instead of all of them before the first step."""
 
     def __str__(self) -> str:
         return f"{self.path} [{self.split}]"
 
     def open(self) -> Iterable[Mapping[str, Any]]:
-        """Return the rows, those of a stream not read yet.
+        """Return the rows; a stream is not read yet.
 
         Raises:
-            DataError: without the package, the data set or the split.
+            DataError: if the package, the data set or the split is missing.
         """
         datasets = _package("datasets", f"reading {self}")
         try:
             return self._saved(datasets) if is_saved(Path(self.path)) else self._loaded(datasets)
         except DataError:
             raise
-        except Exception as error:  # of any of the packages that may fetch it
+        except Exception as error:  # from any package that fetches the data
             raise DataError(
                 f"{self} cannot be loaded: {_first_line(error)}; check its path, name and split. Without a network, "
                 f"load it once where there is one, save_to_disk() it, and give the folder as path"
@@ -75,10 +81,10 @@ class DatasetSource:
 
 
 def is_stream(source: object) -> bool:
-    """Return whether a source's rows are to be read as they are needed; nothing is opened for that."""
+    """Return whether a source's rows are read as they are needed; nothing is opened to find out."""
     if isinstance(source, DatasetSource):
         return source.streaming
-    datasets: Any = sys.modules.get("datasets")  # whoever has such an object imported it
+    datasets: Any = sys.modules.get("datasets")  # imported if the caller holds one of its objects
     return datasets is not None and isinstance(source, datasets.IterableDataset)
 
 
@@ -91,15 +97,15 @@ def parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a Parquet file.
 
     Raises:
-        DataError: without the package, or for a file that is none.
+        DataError: if the package is missing, or for a file that is not Parquet.
     """
     parquet = _package("pyarrow.parquet", f"reading {path}")
     try:
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME):
+            for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH):
                 yield from batch.to_pylist()
-    except (OSError, ValueError) as error:  # what pyarrow's own errors are, too
-        raise DataError(f"{path} is not a Parquet file that can be read: {_first_line(error)}") from error
+    except (OSError, ValueError) as error:  # pyarrow's errors derive from these
+        raise DataError(f"{path} is not a readable Parquet file: {_first_line(error)}") from error
 
 
 def _package(name: str, purpose: str) -> Any:

@@ -1,4 +1,4 @@
-"""Process supervision: responses in steps, each of which was judged right or wrong."""
+"""Data module for process supervision: responses in steps with a right or wrong label per step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.data.chat import Text, prompt_text, prompt_token_ids, token_ids
-from lightning_realloc.data.data_module import tabulated
+from lightning_realloc.data.data_module import make_samples
 from lightning_realloc.data.responses import ResponseDataModule, cut
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
@@ -20,16 +20,16 @@ from lightning_realloc.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """One response."""
+    """Tokens of one response, and its steps."""
 
     ids: list[int]
     ends: list[bool]
-    """True at the last token of a step."""
+    """Mask of the tokens that end a step."""
     labels: list[float]
-    """1.0 where a right step ends."""
+    """1.0 at the end of a right step, else 0.0."""
 
-    def upto(self, length: int) -> _Steps:
-        """Return the first tokens."""
+    def first_tokens(self, length: int) -> _Steps:
+        """Return the first ``length`` tokens."""
         return _Steps(self.ids[:length], self.ends[:length], self.labels[:length])
 
 
@@ -37,18 +37,21 @@ class StepDataModule(ResponseDataModule):
     """Batches of responses in steps, the same on every rank.
 
     Columns: ``prompt`` (text, or messages for the chat template), ``completions`` (a list of steps, text) and
-    ``labels`` (one per step: true or 1, false or 0). Columns ``tools`` and ``chat_template_kwargs`` are given to
-    the chat template.
-
+    ``labels`` (one per step: true or 1, false or 0). Columns ``tools`` and ``chat_template_kwargs`` are passed to the
+    chat template.
     A batch is :class:`Samples` with ``prompt_ids``, ``response_ids``, per response token ``step_ends`` (bool) and
-    ``step_labels`` (1.0 where a right step ends, else 0.0), and every other column of the data as python objects.
+    ``step_labels`` (1.0 at the end of a right step, else 0.0), and every other column of the data as Python objects.
 
     Args:
-        step_separator: Text behind every step; its last token is where the step is judged.
-        settings: Of :class:`ResponseDataModule`; ``truncate`` cuts steps off that end behind the limit.
+        step_separator: Text after every step; its last token carries the label.
+        settings: Arguments of :class:`ResponseDataModule`; ``truncate`` drops steps that end after the limit.
 
     Raises:
-        DataError: in ``setup``, for anything in the data that cannot be used, with its file and line.
+        DataError: in ``setup``, for data that cannot be used, with file and line.
+
+    Example:
+        >>> rows = [{"prompt": "2 + 3 * 4 =", "completions": ["3 * 4 = 12", "2 + 12 = 15"], "labels": [True, False]}]
+        >>> data = StepDataModule(rows, batch_size=1, tokenizer="gpt2")
     """
 
     def __init__(self, data: RowSource, *, batch_size: int, step_separator: str = "\n", **settings: Any) -> None:
@@ -56,7 +59,7 @@ class StepDataModule(ResponseDataModule):
         self.step_separator = step_separator
 
     def split_column(self, rows: Sequence[Row]) -> str:
-        """Return the prompts' column: equal prompts are never on both sides."""
+        """Return the prompts' column, so that equal prompts are never in both training and held-out rows."""
         return "prompt"
 
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
@@ -74,21 +77,22 @@ class StepDataModule(ResponseDataModule):
             if self.fits(row, len(prompt) + len(response.ids), limit):
                 kept.append(row)
                 kept_prompts.append(prompt)
-                steps.append(_whole(row, response.upto(len(cut(row.place, prompt, response.ids, limit)))))
+                length = len(cut(row.place, prompt, response.ids, limit))
+                steps.append(_up_to_last_step_end(row, response.first_tokens(length)))
         if not kept:
-            return tabulated({}, 0, "row")
+            return make_samples({}, 0, "row")
         tokens = {
             "prompt_ids": Ragged.from_list(kept_prompts),
             "response_ids": Ragged.from_list([step.ids for step in steps]),
             "step_ends": Ragged.from_list([step.ends for step in steps], dtype=torch.bool),
             "step_labels": Ragged.from_list([step.labels for step in steps], dtype=torch.float32),
         }
-        return tabulated(tokens, len(kept), "row", self.data_of(kept, without=["completions", "labels"]))
+        return make_samples(tokens, len(kept), "row", self.data_of(kept, without=["completions", "labels"]))
 
     def _steps(self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> list[_Steps]:
-        """Return every row's steps, each encoded by itself, so that it ends with a token of its own."""
+        """Return every row's steps. Each step is encoded separately, so that it ends with a token of its own."""
         texts = [
-            Text(step + self.step_separator, row.place, opened=False) for row in rows for step in _checked_steps(row)
+            Text(step + self.step_separator, row.place, add_bos=False) for row in rows for step in _checked_steps(row)
         ]
         encoded = iter(token_ids(tokenizer, texts))
         found: list[_Steps] = []
@@ -97,7 +101,7 @@ class StepDataModule(ResponseDataModule):
             for label in row.values["labels"]:
                 ids = next(encoded)
                 if not ids:
-                    raise DataError(f"{row.place}: a step has no token to be judged at; leave it out")
+                    raise DataError(f"{row.place}: a step has no token to carry its label; remove it")
                 response.ids.extend(ids)
                 response.ends.extend([False] * (len(ids) - 1) + [True])
                 response.labels.extend([0.0] * (len(ids) - 1) + [float(label)])
@@ -118,11 +122,11 @@ def _checked_steps(row: Row) -> list[str]:
     return steps
 
 
-def _whole(row: Row, response: _Steps) -> _Steps:
-    """Return the response up to its last end of a step."""
+def _up_to_last_step_end(row: Row, response: _Steps) -> _Steps:
+    """Return the response up to the last token that ends a step."""
     if True not in response.ends:
         raise DataError(
-            f"{row.place}: not one of its steps ends within the limit, so nothing is left to learn; raise max_tokens, "
+            f"{row.place}: none of its steps ends within the limit, so nothing is left to learn; raise max_tokens, "
             f"or set long_rows='drop'"
         )
-    return response.upto(len(response.ends) - response.ends[::-1].index(True))
+    return response.first_tokens(len(response.ends) - response.ends[::-1].index(True))

@@ -1,8 +1,8 @@
-"""In which order do samples come of which nobody knows how many there are? Batches of a stream, and where we stopped.
+"""Batches of a data stream of unknown length: block-wise shuffling, reading ahead, and exact resumption.
 
-Every rank reads the whole stream and makes the same global batches of it, as of a table. It is read in blocks, and
-shuffled within them: where a run stands is then a few numbers, and one that is resumed reads its way back to the
-block it was in. A buffer whose rows stay any time would have to be part of every checkpoint.
+Every rank reads the whole stream and makes the same global batches. Rows are read and shuffled in blocks, so a few
+numbers describe the position, and a resumed run reads forward to its block. A shuffle buffer whose rows stay for any
+time would have to be part of every checkpoint.
 """
 
 from __future__ import annotations
@@ -10,61 +10,71 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any
+from queue import Full, Queue
+from threading import Event, Thread
+from typing import Any, TypeVar
 
 import torch
 
 from lightning_realloc.batch.samples import Samples
-from lightning_realloc.data.read_ahead import read_ahead
-from lightning_realloc.data.rows import Row, RowSource, refuse_other_columns, table_rows
+from lightning_realloc.data.rows import Row, RowSource, check_same_columns, table_rows
 from lightning_realloc.data.sources import DatasetSource
 from lightning_realloc.errors import CheckpointError, DataError
 
+T = TypeVar("T")
+
+_POLL_INTERVAL_S = 0.1
+"""Seconds between a full reader's checks that its items are still wanted; raising it delays the thread's end."""
+_JOIN_TIMEOUT_S = 5.0
+"""Seconds to wait for a stopped reader to finish the item that it is reading."""
+
 Tabulate = Callable[[Sequence[Row]], Samples | None]
-"""Makes samples with ids 0, 1, ... of the rows of a block that fit; None where not one of them does."""
+"""Convert the rows of a block that fit to samples with ids 0, 1, ...; None if none of them fits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowStream:
-    """Rows that are read as they are needed, any number of times over."""
+    """Rows that are read as they are needed, any number of times."""
 
     name: str
-    """For error messages."""
+    """Name for error messages."""
     table: Iterable[Mapping[str, Any]]
+    """Iterable of dictionaries, such as ``datasets.IterableDataset``."""
 
     @classmethod
     def open(cls, source: RowSource) -> RowStream:
-        """Return a source's rows.
+        """Open a source as a stream of rows.
 
         Raises:
-            DataError: for what cannot be opened, and for rows that are divided among ranks.
+            DataError: for a source that cannot be opened, or a stream that is already divided among ranks.
         """
         table: Any = source.open() if isinstance(source, DatasetSource) else source
         if getattr(table, "_distributed", None) is not None:
             raise DataError(
-                "every rank reads the whole stream, and this one was given to ranks by split_dataset_by_node(); leave "
-                "that out: batches are dealt out to the ranks later, by length"
+                "every rank reads the whole stream, but this one was divided among ranks by split_dataset_by_node(); "
+                "remove that call: batches are divided among the ranks later, by length"
             )
         return cls(str(source) if isinstance(source, DatasetSource) else "the stream", table)
 
     def rows(self, epoch: int, begin: int) -> Iterator[Row]:
-        """Yield the rows from number ``begin`` on; those before it are read, too.
+        """Yield the rows from number ``begin`` on; the rows before it are read and skipped.
 
         Raises:
-            DataError: for what cannot be read, for columns that other rows do not have, and where there is no such row.
+            DataError: for rows that cannot be read, for different columns, and if the stream ends before ``begin``.
         """
         if hasattr(self.table, "set_epoch"):
-            self.table.set_epoch(epoch)  # what datasets shuffles comes in another order in every epoch
+            self.table.set_epoch(epoch)  # datasets reorders its shuffled rows in every epoch
         last = -1
         for last, row in enumerate(self._read()):
             if last >= begin:
                 yield row
         if last < begin > 0:
             raise DataError(
-                f"{self.name} ended after {last + 1} rows, and the run that is resumed was at row {begin}; give the "
-                f"same stream, or start from the weights alone"
+                f"{self.name} ended after {last + 1} rows, but the resumed run was at row {begin}; give the same "
+                f"stream, or start from the weights alone"
             )
 
     def _read(self) -> Iterator[Row]:
@@ -73,51 +83,52 @@ class RowStream:
         try:
             for row in table_rows(self.table, self.name):
                 first = first or row
-                refuse_other_columns(row, first)
+                check_same_columns(row, first)
                 number += 1
                 yield row
         except DataError:
             raise
-        except Exception as error:  # of any of the packages that may fetch it
+        except Exception as error:  # from any package that fetches the data
             raise DataError(
-                f"row {number} of {self.name} cannot be read: {type(error).__name__}({error}); a run that is resumed "
-                f"from a checkpoint goes on behind the rows it has seen"
+                f"row {number} of {self.name} cannot be read: {type(error).__name__}({error}); a run resumed from a "
+                f"checkpoint continues after the rows it has seen"
             ) from error
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a run stands in a stream."""
+class StreamPosition:
+    """Position of a run in a stream."""
 
     epoch: int = 0
-    """How many times the stream was read to its end."""
+    """Number of completed passes over the stream."""
     block: int = 0
-    """The row of the stream with which the block begins that the next batch begins in."""
+    """Index of the first row of the block in which the next batch begins."""
     position: int = 0
-    """How many of this block's rows were handed out."""
+    """Number of this block's rows that were handed out."""
     num_before: int = 0
-    """Samples that earlier blocks held, in all epochs: the ids of this one's count on from here."""
+    """Number of samples in earlier blocks, over all epochs; ids in this block start from it."""
 
 
 class StreamLoader:
-    """Training batches of a stream, epoch after epoch, each in another order.
+    """Training batches of a stream, reordered in every epoch.
 
-    A sample's id counts the samples before it, over all epochs: unique over the run, and the same wherever the sample
-    goes. What Lightning calls an epoch is ``epoch_batches`` long, wherever in the stream it begins.
+    A sample's id is the number of samples before it over all epochs, unique over the run and independent of ranks.
+    Lightning's epoch is ``epoch_batches`` long, wherever in the stream it begins.
 
     Args:
-        stream: The rows.
-        tabulate: Makes samples of a block of rows.
+        stream: Rows to read.
+        tabulate: Converts a block of rows to samples.
         batch_size: Rows per batch over all ranks together.
-        shuffle_buffer: Rows of a block. With ``shuffle`` they come in another order, by the seed, the epoch and the
-            block alone; they never leave their block.
-        drop_last: Whether to leave out what remains at a stream's end and is less than a batch.
-        group_size: Samples that a row becomes, next to each other; a batch holds whole rows.
-        epoch_batches: Batches after which an iteration over the loader ends, and the next one goes on; None: never.
-        reads_ahead: Whether a thread reads the rows of the next block meanwhile. What is drawn from it stays the same.
+        shuffle_buffer: Rows of a block. With ``shuffle`` they are reordered within their block, by the seed, the epoch
+            and the block alone.
+        drop_last: Whether to drop a last batch that is smaller than the others.
+        group_size: Number of adjacent samples made from one row; a batch holds whole rows.
+        epoch_batches: Batches after which an iteration over the loader ends; the next one continues from there. None
+            never ends.
+        reads_ahead: Whether a thread reads the rows of the next block in advance; the batches are the same.
 
     Raises:
-        DataError: for settings that cannot be used; while it is read, for anything wrong with the rows.
+        DataError: for settings that cannot be used, and while reading, for invalid rows.
     """
 
     def __init__(
@@ -147,17 +158,17 @@ class StreamLoader:
         self.epoch_batches = sys.maxsize if epoch_batches is None else epoch_batches
         self.reads_ahead = reads_ahead
         self._tabulate = tabulate
-        self._place = Place()
-        self._batches: Generator[tuple[Samples, Place], None, None] | None = None
+        self._place = StreamPosition()
+        self._batches: Generator[tuple[Samples, StreamPosition], None, None] | None = None
 
     def __len__(self) -> int:
         return self.epoch_batches
 
     def check(self) -> None:
-        """Read a block and forget it, so that what is wrong with all rows is found before the first step.
+        """Read and discard one block, to find errors that affect all rows before the first step.
 
         Raises:
-            DataError: for that, and for a stream without rows.
+            DataError: for such an error, and for a stream without rows.
         """
         rows = self.stream.rows(0, 0)
         block = tuple(islice(rows, self.block_rows))
@@ -166,30 +177,30 @@ class StreamLoader:
         self._tabulate(block)
 
     def __iter__(self) -> Iterator[Samples]:
-        # A generator, so an iterator that nobody draws from, as Lightning makes one before it resumes, changes nothing.
+        # A generator: Lightning makes an iterator before it resumes, which must not change the state.
         for _ in range(self.epoch_batches):
             if self._batches is None:
                 self._batches = self._batches_from(self._place)
             batch, place = next(self._batches)
-            # Counted before it is handed out: a checkpoint written while the batch is trained on has it behind it.
+            # Counted before the yield, so that a checkpoint written during this batch's training includes it.
             self._place = place
             yield batch
 
     def close(self) -> None:
-        """Read no further; who draws again goes on at the same place."""
+        """Stop reading; the next iteration continues at the same position."""
         if self._batches is not None:
             self._batches.close()
             self._batches = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the run, and what it depends on."""
+        """Return the position in the run and the settings that it depends on."""
         return {"place": asdict(self._place), **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind the batch that was handed out last.
+        """Continue after the batch that was handed out last.
 
         Raises:
-            CheckpointError: when the checkpoint is of another order.
+            CheckpointError: if the checkpoint was written with another order.
         """
         for name, value in self._identity().items():
             if state.get(name) != value:
@@ -198,7 +209,7 @@ class StreamLoader:
                     f"and this run {name}={value}, set it back or start from the weights alone"
                 )
         self.close()
-        self._place = Place(**state["place"])
+        self._place = StreamPosition(**state["place"])
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -209,46 +220,46 @@ class StreamLoader:
             "drop_last": self.drop_last,
         }
 
-    def _batches_from(self, place: Place) -> Generator[tuple[Samples, Place], None, None]:
-        """Yield batches without end, each with the place behind it."""
+    def _batches_from(self, place: StreamPosition) -> Generator[tuple[Samples, StreamPosition], None, None]:
+        """Yield batches without end, each with the position after it."""
         while True:
-            is_whole, found = place.block == place.position == 0, False
-            pieces = _Pieces(self.batch_size, self.group_size)
-            behind = place.num_before
+            is_whole_pass, has_batches = place.block == place.position == 0, False
+            cutter = _BatchCutter(self.batch_size, self.group_size)
+            num_samples = place.num_before
             for begin, table in self._blocks(place):
-                for batch, position in pieces.cut(table, place.position if begin.block == place.block else 0):
-                    found = True
-                    yield batch, Place(begin.epoch, begin.block, position, begin.num_before)
-                behind = begin.num_before + len(table)
-            place = Place(place.epoch + 1, 0, 0, behind)
-            if not self.drop_last and (rest := pieces.rest()) is not None:
-                found = True
+                for batch, position in cutter.cut(table, place.position if begin.block == place.block else 0):
+                    has_batches = True
+                    yield batch, StreamPosition(begin.epoch, begin.block, position, begin.num_before)
+                num_samples = begin.num_before + len(table)
+            place = StreamPosition(place.epoch + 1, 0, 0, num_samples)
+            if not self.drop_last and (rest := cutter.rest()) is not None:
+                has_batches = True
                 yield rest, place
-            if is_whole and not found:
+            if is_whole_pass and not has_batches:
                 raise DataError(
                     f"{self.stream.name} has fewer usable rows than batch_size={self.batch_size} needs, "
-                    f"{behind // self.group_size}; lower batch_size, add rows or set drop_last=False"
+                    f"{num_samples // self.group_size}; lower batch_size, add rows or set drop_last=False"
                 )
 
-    def _blocks(self, place: Place) -> Iterator[tuple[Place, Samples]]:
-        """Yield where each block begins, and its samples in the order in which they are handed out."""
+    def _blocks(self, place: StreamPosition) -> Iterator[tuple[StreamPosition, Samples]]:
+        """Yield each block's position and its samples in batch order."""
         begin, num_before = place.block, place.num_before
         rows = self._rows(place)
         while block := tuple(islice(rows, self.block_rows)):
             table = self._tabulate(block)
-            at = Place(place.epoch, begin, 0, num_before)
+            at = StreamPosition(place.epoch, begin, 0, num_before)
             begin += len(block)
             if table is not None:
                 num_before += len(table)
                 yield at, self._ordered(table, at)
 
-    def _rows(self, place: Place) -> Iterator[Row]:
+    def _rows(self, place: StreamPosition) -> Iterator[Row]:
         def rows() -> Iterator[Row]:
             return self.stream.rows(place.epoch, place.block)
 
         return read_ahead(rows, self.block_rows) if self.reads_ahead else rows()
 
-    def _ordered(self, table: Samples, at: Place) -> Samples:
+    def _ordered(self, table: Samples, at: StreamPosition) -> Samples:
         num_rows = len(table) // self.group_size
         order = torch.arange(num_rows)
         if self.shuffle:
@@ -260,8 +271,8 @@ class StreamLoader:
         return chosen.with_ids(chosen.ids + at.num_before)
 
 
-class _Pieces:
-    """Cuts batches out of one block after the other; what is left of one begins the next block's first batch."""
+class _BatchCutter:
+    """Cut batches from consecutive blocks; the rest of one block begins the next block's first batch."""
 
     def __init__(self, batch_size: int, group_size: int) -> None:
         self._size = batch_size * group_size
@@ -269,7 +280,7 @@ class _Pieces:
         self._left: list[Samples] = []
 
     def cut(self, table: Samples, position: int) -> Iterator[tuple[Samples, int]]:
-        """Yield batches, each with the rows of ``table`` that were handed out by then; the first ones were before."""
+        """Yield batches after the first ``position`` rows, each with the number of rows handed out so far."""
         at = position * self._group_size
         while at < len(table):
             end = min(at + self._size - sum(map(len, self._left)), len(table))
@@ -280,5 +291,46 @@ class _Pieces:
                 yield batch, at // self._group_size
 
     def rest(self) -> Samples | None:
-        """Return what is less than a batch; None where nothing is left."""
+        """Return the remaining samples, fewer than a batch; None if there are none."""
         return Samples.concatenate(self._left) if self._left else None
+
+
+def read_ahead(items: Callable[[], Iterator[T]], num_ahead: int) -> Generator[T]:
+    """Yield the items of an iterator while a thread reads up to ``num_ahead`` items in advance.
+
+    The thread alone makes and reads the iterator. Its exception is raised here in place of the next item. The thread
+    ends with the iterator, or when this generator is closed.
+    """
+    read: Queue[tuple[T] | BaseException | None] = Queue(num_ahead)
+    is_stopped = Event()
+    thread = Thread(target=_read, args=(items, read, is_stopped), daemon=True, name="read-ahead")
+    thread.start()
+    try:
+        while (item := read.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item[0]
+    finally:
+        is_stopped.set()
+        thread.join(_JOIN_TIMEOUT_S)
+
+
+def _read(items: Callable[[], Iterator[T]], read: Queue[tuple[T] | BaseException | None], is_stopped: Event) -> None:
+    try:
+        for item in items():
+            if not _put((item,), read, is_stopped):
+                return
+        _put(None, read, is_stopped)
+    except BaseException as error:
+        _put(error, read, is_stopped)
+
+
+def _put(
+    item: tuple[T] | BaseException | None, read: Queue[tuple[T] | BaseException | None], is_stopped: Event
+) -> bool:
+    """Wait until there is room for an item; return False if the reader was stopped meanwhile."""
+    while not is_stopped.is_set():
+        with suppress(Full):
+            read.put(item, timeout=_POLL_INTERVAL_S)
+            return True
+    return False

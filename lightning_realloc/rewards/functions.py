@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerState
 
-from lightning_realloc.data.chat import begun_answer, is_conversation
+from lightning_realloc.data.chat import is_conversation, partial_answer
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.event_loop import EventLoop
 from lightning_realloc.rewards.failure_rule import Failed, Outcome
@@ -243,8 +243,8 @@ def _nothing(*arguments: object) -> None:
 
 
 def _as_message(prompt: object, text: str) -> list[dict[str, str]]:
-    return [{"role": "assistant", "content": (begun_answer(prompt) or "") + text}]
+    return [{"role": "assistant", "content": (partial_answer(prompt) or "") + text}]
 
 
 def _unanswered(prompt: Any) -> object:
-    return prompt if begun_answer(prompt) is None else prompt[:-1]
+    return prompt if partial_answer(prompt) is None else prompt[:-1]

@@ -1,4 +1,4 @@
-"""A text that already begins with the tokenizer's opening is opened once, in every data module."""
+"""Leading special tokens appear once, also if the text contains them already, in every data module."""
 
 from __future__ import annotations
 

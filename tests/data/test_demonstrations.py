@@ -1,4 +1,4 @@
-"""Supervised pairs: what is given and what is learnt, from every row format."""
+"""SFTDataModule: prompts and learnt tokens from every row format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TURNS = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2
 
 
 def _pair(row: dict[str, Any], **settings: Any) -> tuple[str, str]:
-    """Return the text given and the text learnt, special tokens spelt out."""
+    """Return prompt and learnt text, special tokens included."""
     tokenizer = settings.pop("tokenizer", byte_tokenizer())
     module = SFTDataModule([row], batch_size=1, tokenizer=tokenizer, **settings)
     module.setup()
@@ -72,7 +72,7 @@ TALK = [*TURNS, {"role": "user", "content": "2+3"}, {"role": "assistant", "conte
 
 
 def _learnt(rows: list[dict[str, Any]], **settings: Any) -> list[tuple[str, str]]:
-    """Return the text given of every row, and what is learnt of the rest, with a dot for every byte that is not."""
+    """Return every row's prompt, and its response with a dot for every byte that is not learnt."""
     module = SFTDataModule(rows, batch_size=len(rows), shuffle=False, tokenizer=_chat(), **settings)
     module.setup()
     (batch,) = module.train_dataloader()

@@ -1,4 +1,4 @@
-"""Order and place: deterministic batches, and a plain Lightning Trainer that resumes with the right one."""
+"""BatchLoader: deterministic batches, and a plain Lightning Trainer that resumes at the right one."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_rows_of_several_samples_stay_whole_and_in_order() -> None:
     assert loader.state_dict()["num_rows"] == 5
     held_out = EvaluationLoader(_table(6), batch_size=2, group_size=2)
     assert [batch.ids.tolist() for batch in held_out] == [[0, 1, 2, 3], [4, 5]] and len(held_out) == 2
-    with pytest.raises(DataError, match="batch_size=4 needs as many rows, there are 3"):
+    with pytest.raises(DataError, match="batch_size=4 needs as many rows, but there are 3"):
         BatchLoader(_table(6), batch_size=4, group_size=2, drop_last=True)
 
 
@@ -74,7 +74,7 @@ def test_a_small_last_batch_can_be_dropped() -> None:
     loader = BatchLoader(_table(10), batch_size=4, drop_last=True)
     assert [len(batch) for batch in loader] == [4, 4]
     assert len(loader) == 2
-    with pytest.raises(DataError, match="batch_size=11 needs as many rows, there are 10"):
+    with pytest.raises(DataError, match="batch_size=11 needs as many rows, but there are 10"):
         BatchLoader(_table(10), batch_size=11, drop_last=True)
     with pytest.raises(DataError, match="batch_size=0"):
         BatchLoader(_table(10), batch_size=0)
@@ -110,7 +110,7 @@ def test_a_place_in_other_data_is_refused(change: dict[str, Any]) -> None:
 
 
 class _Recorder(L.LightningModule):
-    """A module that trains nothing much and remembers which samples it was given."""
+    """A module with one parameter that records its samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def _long_table(num_rows: int, group_size: int = 1) -> Samples:
 
 
 def _spread(loader: BatchLoader) -> int:
-    """Return the sum over batches of the longest row's tokens less the shortest one's."""
+    """Return the sum over batches of the longest row's tokens minus the shortest row's."""
     lengths = [batch.ragged("prompt_ids").lengths.view(-1, loader.group_size).sum(1) for batch in loader]
     return sum(int(of.max() - of.min()) for of in lengths)
 

@@ -1,4 +1,4 @@
-"""Pairs, judged responses and steps: what becomes of every row format, and what is refused."""
+"""Data modules of pairs, binary feedback and steps: samples from every row format, and refused rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 
 
 def chat() -> Any:
-    """Return a tokenizer with a template that also lays out tools."""
+    """Return a tokenizer with a template that also renders tools."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% if tools %}{{ tools | length }}t{% endif %}" + CHAT_TEMPLATE
     return tokenizer
@@ -39,7 +39,7 @@ def batch_of(module_class: type[RowDataModule], *rows: dict[str, Any], **setting
 
 
 def texts(batch: Samples) -> list[tuple[str, str]]:
-    """Return the text given and the text that responds, of every sample, special tokens spelt out."""
+    """Return prompt and response text of every sample, special tokens included."""
     tokenizer = chat()
     columns = (batch.ragged(name).to_lists() for name in ("prompt_ids", "response_ids"))
     return [tuple(tokenizer.decode(ids) for ids in row) for row in zip(*columns, strict=True)]  # type: ignore[misc]
@@ -119,7 +119,7 @@ def test_long_responses_are_cut_and_pairs_that_differ_behind_the_cut_are_refused
     assert texts(cut) == [("abc", "def"), ("abc", "dx<eos>")]
     with pytest.raises(DataError, match="row 0 of the data set has 8 tokens, and max_tokens allows 6"):
         batch_of(PreferenceDataModule, row, max_tokens=6)
-    with pytest.raises(DataError, match="are the same 1 tokens once they are encoded and cut"):
+    with pytest.raises(DataError, match="are the same 1 tokens after encoding and truncation"):
         batch_of(PreferenceDataModule, row, max_tokens=4, long_rows="truncate")
     with pytest.raises(DataError, match="no pair is left"):
         batch_of(PreferenceDataModule, row, max_tokens=6, long_rows="drop")
@@ -133,13 +133,13 @@ def test_long_responses_are_cut_and_pairs_that_differ_behind_the_cut_are_refused
         ({**PAIR, "rejected": "2"}, "row 0 of the data set: chosen and rejected are equal"),
         ({**PAIR, "rejected": ""}, "the rejected response is empty"),
         ({"chosen": "ab", "rejected": "abc"}, "the chosen response is empty"),
-        ({"chosen": "ab", "rejected": "cd"}, "begin with nothing in common; give a column 'prompt'"),
+        ({"chosen": "ab", "rejected": "cd"}, "have no common beginning; give a column 'prompt'"),
         ({**PAIR, "chosen": GOOD}, "chosen and rejected alike; got {'prompt': 'str', 'chosen': 'list', 'rejected': 's"),
         ({**PAIR, "prompt": 3}, "must be text or lists of messages, each with role, and content or tool_calls"),
         ({"prompt": "1+1", "chosen": ASK, "rejected": BAD}, "needs a message from the assistant to learn"),
         ({**PAIR, "margin": "much"}, "'margin' must be a finite number"),
         ({**PAIR, "margin": float("nan")}, "'margin' must be a finite number"),
-        ({"prompt": ASK, "chosen": GOOD, "rejected": BAD, "tools": "none"}, "its tools are text, and no JSON"),
+        ({"prompt": ASK, "chosen": GOOD, "rejected": BAD, "tools": "none"}, "its tools are text, but not JSON"),
         ({"prompt": ASK, "chosen": GOOD, "rejected": BAD, "tools": {"a": 1}}, "its tools must be a list of schemas"),
     ],
 )
@@ -149,7 +149,7 @@ def test_rows_that_are_no_pairs_are_refused(row: dict[str, Any], rule: str) -> N
 
 
 def test_conversations_need_a_chat_template() -> None:
-    with pytest.raises(DataError, match="has no chat template to lay it out"):
+    with pytest.raises(DataError, match="has no chat template to render it"):
         batch_of(PreferenceDataModule, {"prompt": ASK, "chosen": GOOD, "rejected": BAD}, tokenizer=byte_tokenizer())
 
 
@@ -209,7 +209,7 @@ def test_every_step_ends_with_a_token_of_its_own() -> None:
 def test_steps_that_end_behind_the_limit_are_cut_off() -> None:
     batch = batch_of(StepDataModule, STEPS, max_tokens=8, long_rows="truncate")
     assert texts(batch) == [("1+1+1", "2\n")]
-    with pytest.raises(DataError, match="not one of its steps ends within the limit"):
+    with pytest.raises(DataError, match="none of its steps ends within the limit"):
         batch_of(StepDataModule, STEPS, max_tokens=6, long_rows="truncate")
 
 

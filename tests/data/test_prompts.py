@@ -1,4 +1,4 @@
-"""Prompt batches from files and data sets, with text and chat prompts, and what bad ones are told."""
+"""PromptDataModule: batches from files and data sets, text and chat prompts, and messages for bad ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_text_and_messages_keep_their_order_among_thousands_and_the_bad_row_is_n
     texts = tokenizer.batch_decode(batch.ragged("prompt_ids").to_lists())
     assert texts == [f"u:{n}<eos>\na:" if n % 3 == 0 else f"<{n}>" for n in range(2500)]
     rows[1234] = {"prompt": "\ud800"}  # half a character, as JSON may spell it
-    with pytest.raises(DataError, match=r"row 1234 of the data set: \w+ cannot encode str .* mend the text"):
+    with pytest.raises(DataError, match=r"row 1234 of the data set: \w+ cannot encode str .* correct the text"):
         _module(rows, tokenizer=tokenizer)
     rows[1234] = {"prompt": ""}
     with pytest.raises(DataError, match="row 1234 of the data set: a prompt needs at least one token"):
@@ -110,7 +110,7 @@ def test_settings_of_the_chat_template_come_from_the_row_and_else_from_the_data_
 
 def test_a_prompt_that_ends_with_a_call_of_a_tool_is_refused() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
-    with pytest.raises(DataError, match="row 0 of the data set: its last message calls tools, and nothing answers"):
+    with pytest.raises(DataError, match="row 0 of the data set: its last message calls tools without a result"):
         _module([{"prompt": [{"role": "user", "content": "1"}, call]}], batch_size=1, tokenizer=_chat_tokenizer())
 
 
@@ -135,7 +135,7 @@ def test_a_tokenizer_that_closes_texts_closes_no_prompt() -> None:
 def test_another_column_can_hold_the_prompts() -> None:
     (batch,) = _module([{"question": "why?"}], prompt_column="question", batch_size=1).train_dataloader()
     assert batch.objects("prompt") == batch.objects("question") == ("why?",)
-    with pytest.raises(DataError, match="'prompt' beside prompt_column='question'"):
+    with pytest.raises(DataError, match="'prompt' as well as prompt_column='question'"):
         _module([{"question": "why?", "prompt": "x"}], prompt_column="question")
 
 
@@ -202,7 +202,7 @@ class _Role:
 
 
 class _Model(L.LightningModule):
-    """A module that brings tokenizer and models, as algorithms do."""
+    """A module with tokenizer and models, as algorithms have."""
 
     tokenizer = byte_tokenizer()
 
@@ -257,7 +257,7 @@ def test_a_yaml_file_configures_the_data(tmp_path: Path) -> None:
 
 
 def test_settings_that_cannot_be_used_are_refused_when_they_are_given() -> None:
-    with pytest.raises(DataError, match="'cut' must be one of refuse, truncate, drop"):
+    with pytest.raises(DataError, match="'cut', must be one of refuse, truncate, drop"):
         PromptDataModule(ROWS, batch_size=4, long_prompts="cut")  # type: ignore[arg-type]
     with pytest.raises(DataError, match="batch_size='8' must be a whole number"):
         PromptDataModule(ROWS, batch_size="8")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a thread reads ahead comes in order, with its errors, and no further than asked; the thread ends with it."""
+"""Reading ahead: items in order, errors in place, bounded depth, and a thread that ends with the iterator."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_realloc.data.read_ahead import read_ahead
+from lightning_realloc.data.streams import read_ahead
 
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    """See to it that whoever reads here has left."""
+    """Check that the reading thread has ended."""
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) <= before

@@ -1,4 +1,4 @@
-"""Reading rows: what comes back, and what each kind of broken file is told."""
+"""Reading rows: results, and the messages for each kind of broken file."""
 
 from __future__ import annotations
 

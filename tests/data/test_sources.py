@@ -1,4 +1,4 @@
-"""Rows from Parquet files and from what ``datasets`` saved or finds, and what each kind of failure is told."""
+"""Rows from Parquet files and from ``datasets``, and the messages for each kind of failure."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def test_datasets_makes_rows_of_a_folder_of_files(tmp_path: Path, monkeypatch: p
     source = DatasetSource(str(folder), split="train[:1]")
     assert values(source) == TABLE[:1]
     assert read_rows(source)[0].place == f"row 0 of {folder} [train[:1]]"
-    with pytest.raises(DataError, match=r"is a folder that save_to_disk.*; name one of its files, or give Data"):
+    with pytest.raises(
+        DataError, match=r"is a folder that was not written by save_to_disk.*; name one of its files, or give Data"
+    ):
         read_rows(folder)
     files = [("rows.jsonl", Dataset.to_json), ("rows.parquet", Dataset.to_parquet)]
     for name, write in files:
@@ -67,7 +69,7 @@ def test_what_cannot_be_read_is_refused_with_a_way_out(tmp_path: Path, monkeypat
     with pytest.raises(DataError, match=r"of the Hugging Face hub as DatasetSource.'no-such/data', split='train'"):
         read_rows("no-such/data")
     (tmp_path / "text.parquet").write_text("no table")
-    with pytest.raises(DataError, match=r"text.parquet is not a Parquet file that can be read: "):
+    with pytest.raises(DataError, match=r"text.parquet is not a readable Parquet file: "):
         read_rows(tmp_path / "text.parquet")
     Dataset.from_dict({"prompt": []}).to_parquet(tmp_path / "empty.parquet")
     with pytest.raises(DataError, match=r"empty.parquet holds no rows"):

@@ -1,4 +1,4 @@
-"""Batches of streams: every row once an epoch, the same ones after a resume, and what is refused without a length."""
+"""Batches of streams: every row once an epoch, the same ones after a resume, and refusals for lack of a length."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stream(rows: Sequence[Mapping[str, Any]] = ROWS) -> IterableDataset:
 
 
 def loader(num_rows: int, *, dropped: int = 0, group_size: int = 1, **options: Any) -> StreamLoader:
-    """Return batches of rows that are numbers, without those that ``dropped`` divides."""
+    """Return batches of rows that hold numbers, without multiples of ``dropped``."""
 
     def tabulate(rows: Sequence[Row]) -> Samples | None:
         kept = [row.values["at"] for row in rows if not dropped or row.values["at"] % dropped]
@@ -159,13 +159,13 @@ def test_what_a_stream_cannot_give_is_told_with_the_row() -> None:
     shorter = loader(10, batch_size=2, shuffle_buffer=5)
     place = {"epoch": 0, "block": 10, "position": 1, "num_before": 10}
     shorter.load_state_dict({**shorter.state_dict(), "place": place})
-    with pytest.raises(DataError, match="numbers ended after 10 rows, and the run that is resumed was at row 10; give"):
+    with pytest.raises(DataError, match="numbers ended after 10 rows, but the resumed run was at row 10; give"):
         next(iter(shorter))
 
 
 # ---- data modules
 class Model(L.LightningModule):
-    """Trains nothing much and remembers what it was given."""
+    """Train one parameter and record the batches."""
 
     tokenizer = byte_tokenizer()
 
@@ -230,7 +230,7 @@ def test_an_overfitting_run_sees_the_first_batches_in_every_epoch(streams: bool,
 
 
 def test_a_share_of_a_stream_cannot_be_overfitted() -> None:
-    with pytest.raises(DataError, match=r"overfit_batches=0\.5 is a share, and a stream has no length; give a whole"):
+    with pytest.raises(DataError, match=r"overfit_batches=0\.5 is a fraction, but a stream has no length; give a"):
         fit(prompts(stream()), max_steps=2, overfit_batches=0.5)
 
 
@@ -256,7 +256,7 @@ PAIRS = [{"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": "0", "margin": 
 
 @pytest.mark.parametrize("module_class", [PreferenceDataModule, BinaryFeedbackDataModule])
 def test_pairs_and_feedback_are_the_samples_of_a_table(module_class: type[Any]) -> None:
-    """A block that holds all rows makes the batches of a table, but for their order."""
+    """A block that holds all rows makes the same batches as a table, except for their order."""
     options = {"batch_size": 3, "tokenizer": byte_tokenizer(), "shuffle": False}
     streamed, table = module_class(stream(PAIRS), **options), module_class(PAIRS, **options)
     for module in (streamed, table):
@@ -281,7 +281,7 @@ def test_held_out_rows_beside_a_stream_are_a_table() -> None:
     module = Model()
     trainer().validate(module, data, verbose=False)
     assert module.seen == [("held out", ("<held out>",))]
-    with pytest.raises(DataError, match="all rows of a stream cannot be tested on or predicted; give the rows without"):
+    with pytest.raises(DataError, match="a stream cannot be tested on or predicted as a whole; give the rows without"):
         data.predict_dataloader()
 
 
@@ -298,13 +298,13 @@ def test_without_a_number_of_steps_a_stream_is_refused(options: dict[str, Any], 
 
 
 def test_what_needs_all_rows_is_refused() -> None:
-    with pytest.raises(DataError, match=r"val_fraction=0.1 looks at all rows, which a stream has not yet; leave"):
+    with pytest.raises(DataError, match=r"val_fraction=0.1 needs all rows, which a stream does not have yet; leave"):
         prompts(stream(), val_fraction=0.1)
-    with pytest.raises(DataError, match="bucket_batches=4 looks at all rows"):
+    with pytest.raises(DataError, match="bucket_batches=4 needs all rows"):
         prompts(DatasetSource("x/y", streaming=True), bucket_batches=4)
-    with pytest.raises(DataError, match=r"val_data is a stream, and held-out rows are read whole; .* list\(stream"):
+    with pytest.raises(DataError, match=r"val_data is a stream, but held-out rows are read whole; .* list\(stream"):
         prompts(ROWS, val_data=stream())
-    with pytest.raises(DataError, match=r"was given to ranks by split_dataset_by_node\(\); leave that out"):
+    with pytest.raises(DataError, match=r"was divided among ranks by split_dataset_by_node\(\); remove that call"):
         fit(prompts(split_dataset_by_node(stream(), rank=0, world_size=2)), max_steps=1)
 
 
@@ -317,7 +317,7 @@ def test_missing_columns_are_told_before_the_first_step() -> None:
 
 
 def learn_from_a_stream() -> tuple[list[Any], list[str]]:
-    """Return every response of three iterations, and the prompts that this rank was handed."""
+    """Return every response of three iterations, and the prompts of this rank."""
     handed: list[str] = []
 
     class Listening(runs.RecordedGRPO):
