@@ -1,6 +1,6 @@
-"""How good is a completion? Functions in this process, in others and behind a server; verifiers; shaping.
+"""Reward functions: plain functions, worker processes, reward servers, verifiers, and reward shaping.
 
-The names below are imported from their modules on first use: a worker that judges code or numbers needs no torch.
+Names are imported from their modules on first use, so that a worker that tests code or numbers needs no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightning_realloc.rewards.verifiers import exact_match as exact_match
     from lightning_realloc.rewards.workers.pooled import PooledReward as PooledReward
 
-# Public name -> the module of this package it lives in; the imports above say the same to type checkers.
+# Public name -> its module in this package; the imports above repeat it for type checkers.
 _HOMES = {
     "CodeTests": "code_tests",
     "Failed": "failure_rule",

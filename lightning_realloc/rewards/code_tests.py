@@ -1,4 +1,4 @@
-"""Does the program that the model wrote do what it should? It is run, under limits."""
+"""Reward for generated programs: run the prompt's tests in a sandbox."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.sandbox.sandbox import run_limited
-from lightning_realloc.rewards.sandbox.supervisor import Ending, Limits
+from lightning_realloc.rewards.sandbox.supervisor import Limits, ProgramResult
 from lightning_realloc.rewards.texts import completion_texts, shortened
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _FENCED = re.compile(
     r"^[ \t]*```(?:python|py|python3)?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE
 )
 
-# What says that all went well comes last, and cannot be known before: a program that ends early has not passed.
+# The token comes last and is random, so a program that exits early cannot pass.
 _HARNESS = """
 import json, sys
 given = json.loads(sys.stdin.readline())
@@ -40,26 +40,34 @@ sys.stdout.flush()
 
 
 class CodeTests:
-    """Runs the Python that a completion holds, with the tests of its prompt, and rewards what passes.
+    """Reward for Python code that passes its prompt's tests.
 
-    The code is the last fenced block, or the whole text. A test is a text of Python that runs after it, with its names
-    (``assert solve(2) == 4``), or ``{"input": ..., "output": ...}``, what the program reads and has to write. The
-    column holds one test or a list of them for every prompt; None where the reward does not apply.
+    The code is the last fenced block of a completion, or the whole text without one. The column ``tests`` holds one
+    test or a list of them for every prompt; None where the reward does not apply. A test is one of:
 
-    Nothing of a program runs on after its test, and it gets none of this process's environment. It can read and write
-    files as this user can. Tests share the process with the code that they test: they find mistakes, not malice.
+    - Python text that runs after the code and sees its names, such as ``assert solve(2) == 4``.
+    - ``{"input": ..., "output": ...}``: standard input, and the expected standard output.
+
+    All processes of a program end with its test. A program gets none of this process's environment variables, but it
+    can read and write files with this user's rights. Tests share a process with the tested code: they detect mistakes,
+    not deliberate cheating.
 
     Args:
-        column: Which column of the data holds the tests.
-        score: ``"all"``: 1 where all tests pass; ``"share"``: the share that passes.
+        column: Column of the data that holds the tests.
+        score: ``"all"``: 1 if all tests pass; ``"share"``: the fraction that passes.
         wall_s: Seconds for each test.
-        cpu_s: Seconds of processor time, of each process.
+        cpu_s: Seconds of CPU time for each process.
         memory_bytes: Address space of each process.
-        file_bytes: Size of each file that is written.
-        processes: Processes at a time, where namespaces can be made threads, too.
-        output_bytes: What may be written to standard output and error.
-        workers: Programs at a time, on every rank that judges.
-        interpreter: The Python that runs them; this one by default.
+        file_bytes: Size of each written file.
+        processes: Number of concurrent processes per program; in namespaces, threads count as well.
+        output_bytes: Size of standard output and error together.
+        workers: Number of programs that run at once, on every rank that computes rewards.
+        interpreter: Path of the Python interpreter; by default the current one.
+
+    Example:
+        >>> reward = CodeTests(score="share")
+        >>> reward(["Double x."], ["def f(x): return 2 * x"], tests=[["assert f(2) == 4", "assert f(2) == 5"]])
+        [0.5]
     """
 
     def __init__(
@@ -78,8 +86,15 @@ class CodeTests:
     ) -> None:
         if score not in get_args(Score):
             raise RewardError(f"score={score!r} must be one of {', '.join(map(repr, get_args(Score)))}")
-        numbers = {"wall_s": wall_s, "cpu_s": cpu_s, "memory_bytes": memory_bytes, "file_bytes": file_bytes,
-                   "processes": processes, "output_bytes": output_bytes, "workers": workers}  # fmt: skip
+        numbers = {
+            "wall_s": wall_s,
+            "cpu_s": cpu_s,
+            "memory_bytes": memory_bytes,
+            "file_bytes": file_bytes,
+            "processes": processes,
+            "output_bytes": output_bytes,
+            "workers": workers,
+        }
         for name, number in numbers.items():
             if not number > 0:
                 raise RewardError(f"{name}={number} must be above 0")
@@ -94,28 +109,28 @@ class CodeTests:
         return {self.column}
 
     def start(self) -> None:
-        """Make sure that programs can be run here, and say so where nothing keeps them off the network.
+        """Check that programs can run, and log a warning if they are not isolated from the network.
 
         Raises:
-            RewardError: when even the simplest one cannot.
+            RewardError: if the simplest program fails.
         """
-        ending = self._run_test("answer = 4", "assert answer == 4")[1]
-        if not _passed(ending):
-            said = ending.reason or ending.output[-300:]
+        result = self._run_test("answer = 4", "assert answer == 4")[1]
+        if not _passed(result):
+            details = result.reason or result.output[-300:]
             raise RewardError(
-                f"CodeTests cannot run {self.interpreter} within {self.limits}: {said}; raise the limits, or give "
+                f"CodeTests cannot run {self.interpreter} within {self.limits}: {details}; raise the limits, or give "
                 f"another interpreter"
             )
-        if not ending.isolated:
-            log.warning("this system lets nobody make namespaces: the code that CodeTests runs can use the network")
+        if not result.isolated:
+            log.warning("this system does not allow namespaces: code run by CodeTests can use the network")
 
     def __call__(
         self, /, prompts: Sequence[object], completions: Sequence[Any], **columns: Sequence[Any]
     ) -> list[float | None]:
-        """Return what the programs in B completions earn.
+        """Return the rewards of B completions.
 
         Raises:
-            RewardError: for tests of another form.
+            RewardError: for tests in another form.
         """
         given = [_as_tests(tests, self.column) for tests in columns[self.column]]
         codes = [code_of(text) for text in completion_texts(completions)]
@@ -134,41 +149,41 @@ class CodeTests:
     def _reward(self, passed: Sequence[bool]) -> float:
         return float(all(passed)) if self.score == "all" else sum(passed) / len(passed)
 
-    def _run_test(self, code: str, test: Test) -> tuple[bool, Ending]:
+    def _run_test(self, code: str, test: Test) -> tuple[bool, ProgramResult]:
         with tempfile.TemporaryDirectory(prefix="code_tests_", ignore_cleanup_errors=True) as name:
             folder = Path(name)
             (folder / "solution.py").write_text(code, encoding="utf-8", errors="replace")
             if isinstance(test, str):
                 token = secrets.token_hex(16)
-                ending = run_limited(
+                result = run_limited(
                     [self.interpreter, "-I", "-B", "-c", _HARNESS],
                     folder=folder,
                     limits=self.limits,
                     standard_input=json.dumps({"test": test, "token": token}) + "\n",
                 )
-                return _passed(ending) and ending.output.endswith(token), ending
-            ending = run_limited(
+                return _passed(result) and result.output.endswith(token), result
+            result = run_limited(
                 [self.interpreter, "-I", "-B", "solution.py"],
                 folder=folder,
                 limits=self.limits,
                 standard_input=str(test.get("input", "")),
                 with_errors=False,
             )
-            return _passed(ending) and _lines(ending.output) == _lines(str(test["output"])), ending
+            return _passed(result) and _lines(result.output) == _lines(str(test["output"])), result
 
 
 def code_of(text: str) -> str:
-    """Return the last fenced block of Python in a text, the whole text where there is none."""
+    """Return the last fenced block of Python in a text; the whole text if there is none."""
     blocks: list[str] = _FENCED.findall(text)
     return blocks[-1] if blocks else text
 
 
-def _passed(ending: Ending) -> bool:
-    return ending.exit_code == 0
+def _passed(result: ProgramResult) -> bool:
+    return result.exit_code == 0
 
 
 def _lines(output: str) -> list[str]:
-    """Return what counts of an output: not the white space at the ends of its lines and at its own end."""
+    """Return the lines of an output without trailing white space and trailing empty lines."""
     return [line.rstrip() for line in output.rstrip().splitlines()]
 
 
@@ -183,5 +198,5 @@ def _as_tests(tests: Any, column: str) -> tuple[Test, ...] | None:
                 f"{shortened(test)}"
             )
     if not listed:
-        raise RewardError(f"column {column!r} needs a test or more for every prompt; put None where there are none")
+        raise RewardError(f"column {column!r} needs at least one test for every prompt; use None where there are none")
     return listed

@@ -1,4 +1,4 @@
-"""Where do coroutines of reward functions run, while the process goes on with what is not one?"""
+"""An asyncio event loop in a background thread, for coroutine reward functions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 class EventLoop:
-    """An asyncio loop on a thread of its own: the same one for every batch, since connections belong to a loop.
+    """An asyncio loop in its own thread. All batches share it, because connections belong to a loop.
 
-    The thread begins with the first coroutine, and ends with :meth:`close` or with the process.
+    The thread starts with the first coroutine, and ends with :meth:`close` or with the process.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class EventLoop:
         self._thread: threading.Thread | None = None
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin to run a coroutine."""
+        """Start a coroutine and return its future."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
@@ -30,7 +30,7 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
-        """Cancel what still runs and end the thread; the next coroutine begins another."""
+        """Cancel running coroutines and end the thread; the next coroutine starts a new one."""
         loop, thread = self._loop, self._thread
         self._loop = self._thread = None
         if loop is None or thread is None:

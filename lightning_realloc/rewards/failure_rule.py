@@ -1,6 +1,6 @@
-"""What becomes of a completion that could not be judged, through no fault of its own?
+"""Policy for completions whose reward could not be computed, such as after a server error or a killed process.
 
-A server was down, a process was killed: no number says how good the completion is, and 0 would be a lie that is learnt.
+A reward of 0 would be learnt as a bad completion, so such samples either end the run or are masked.
 """
 
 from __future__ import annotations
@@ -12,29 +12,36 @@ from typing import Literal, get_args
 from lightning_realloc.errors import RewardError
 
 OnFailure = Literal["fail", "mask"]
-"""``"fail"`` ends the run; ``"mask"`` leaves the sample out of advantages and losses, and counts it."""
+"""``"fail"`` ends the run; ``"mask"`` excludes the sample from advantages and losses, and counts it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Stands for the reward of a completion that could not be judged."""
+    """Result for a completion whose reward could not be computed.
+
+    Example:
+        >>> def reward(prompts, completions, **columns):
+        ...     return [Failed("empty completion") if not text else float(len(text)) for text in completions]
+        >>> reward(["Hi"], [""])
+        [Failed(reason='empty completion')]
+    """
 
     reason: str
-    """What happened, for the log."""
+    """Cause, for log and error messages."""
 
 
 Outcome = float | None | Failed
-"""Of one completion: its reward, None where the function does not apply, or why there is none."""
+"""Result for one completion: its reward, None if the function does not apply, or the failure."""
 
 
 class FailureRule:
-    """Applies a policy to batch after batch.
+    """Apply the failure policy of one reward to consecutive batches.
 
     Args:
-        name: Of the reward, for messages.
-        on_failure: What a completion that could not be judged does to the run.
-        give_up_after: Batches in a row of which nothing could be judged, after which ``"mask"`` ends the run, too: it
-            would go on without learning.
+        name: Name of the reward, for messages.
+        on_failure: Policy for completions without a result.
+        give_up_after: Number of consecutive batches without any result after which ``"mask"`` also ends the run, which
+            would otherwise continue without learning.
     """
 
     def __init__(self, name: str, on_failure: OnFailure, give_up_after: int) -> None:
@@ -45,29 +52,29 @@ class FailureRule:
         self._name = name
         self._on_failure = on_failure
         self._give_up_after = give_up_after
-        self._lost_batches = 0
+        self._num_failed_batches = 0
 
-    def refuse(self, outcomes: Sequence[Outcome], num_completions: int) -> None:
-        """Raise RewardError for a failure among the first outcomes of a batch, where that ends the run."""
+    def raise_on_failure(self, outcomes: Sequence[Outcome], num_completions: int) -> None:
+        """Raise RewardError for a failure among partial results of a batch, if the policy is ``"fail"``."""
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
         if failures and self._on_failure == "fail":
             raise RewardError(
                 f"{self._name}: {len(failures)} of {num_completions} completions could not be judged; "
-                f"{failures[0].reason}; on_failure='mask' would leave such samples out and go on"
+                f"{failures[0].reason}; set on_failure='mask' to leave such samples out and continue"
             )
 
-    def settle(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Return the outcomes of a batch, failures among them where they are to be masked.
+    def apply(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Return the results of a batch, including failures to mask.
 
         Raises:
             RewardError: for a failure that ends the run.
         """
-        self.refuse(outcomes, len(outcomes))
+        self.raise_on_failure(outcomes, len(outcomes))
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-        self._lost_batches = self._lost_batches + 1 if failures and len(failures) == len(outcomes) else 0
-        if self._lost_batches >= self._give_up_after:
+        self._num_failed_batches = self._num_failed_batches + 1 if failures and len(failures) == len(outcomes) else 0
+        if self._num_failed_batches >= self._give_up_after:
             raise RewardError(
-                f"{self._name}: nothing could be judged in {self._lost_batches} batches in a row; "
-                f"{failures[0].reason}; see to that and resume, or raise give_up_after={self._give_up_after}"
+                f"{self._name}: no completion could be judged in {self._num_failed_batches} consecutive batches; "
+                f"{failures[0].reason}; correct the cause and resume, or raise give_up_after={self._give_up_after}"
             )
         return list(outcomes)

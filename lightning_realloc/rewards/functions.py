@@ -1,8 +1,8 @@
-"""What do several reward functions together say about a batch? Functions with TRL's signature, each with a weight.
+"""Weighted sum of reward functions with TRL's signature.
 
-A function is called with whole batches, ``f(prompts=..., completions=..., completion_ids=..., **columns)``, and
-returns one number per completion; None says that it does not apply to that one. Functions written for TRL's
-``GRPOTrainer`` work as they are. Source: https://huggingface.co/docs/trl/grpo_trainer
+A function is called with whole batches, ``f(prompts=..., completions=..., completion_ids=..., **columns)``, and returns
+one number per completion, or None if it does not apply. Functions written for TRL's ``GRPOTrainer`` work unchanged.
+Source: https://huggingface.co/docs/trl/grpo_trainer
 """
 
 from __future__ import annotations
@@ -31,28 +31,42 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rewards:
-    """What a batch of completions earned."""
+    """Rewards of a batch of B completions.
+
+    Example:
+        >>> from lightning_realloc.rewards import exact_match
+        >>> functions = RewardFunctions(exact_match)
+        >>> functions(["2 + 2 ="], ["4"], [[19]], {"answer": ["4"]}).total.tolist()
+        [1.0]
+    """
 
     total: Tensor
-    """(B,) float32: the weighted sum over the functions that applied; NaN where one of them failed."""
+    """Weighted sum over the functions that apply, (B,) float32; NaN if one of them failed."""
     by_function: Mapping[str, Tensor]
-    """Function name -> (B,) float32, unweighted; NaN where the function did not apply, or failed."""
+    """Function name -> unweighted rewards, (B,) float32; NaN if the function did not apply or failed."""
     failed: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name of a function that may fail without ending the run -> (B,) bool: True where it did."""
+    """Name of a function with ``on_failure="mask"`` -> (B,) bool, True where it failed."""
 
 
 class RewardFunctions:
-    """One or more reward functions, judged together.
+    """One or more reward functions and their weights.
 
-    Coroutine functions run side by side, and while the others run one after the other.
+    Coroutine functions run concurrently with each other and with the remaining functions, which run in sequence.
 
     Args:
         functions: Callables, or import paths of callables: ``package.module:name`` or ``package.module.name``.
         weights: One factor per function; all 1 by default.
-        alone: Whether nobody else judges, so that one of them must apply to every completion.
+        alone: Whether these functions are the only source of rewards, so that at least one must apply to every
+            completion.
 
     Raises:
-        RewardError: for an import path that leads nowhere, no functions, or weights that do not match.
+        RewardError: for an import path that cannot be resolved, no functions, or weights that do not match.
+
+    Example:
+        >>> from lightning_realloc.rewards import Length, exact_match
+        >>> functions = RewardFunctions([exact_match, Length(maximum=8)], weights=[1.0, 0.5])
+        >>> functions(["2 + 2 ="], ["4"], [[19]], {"answer": ["4"]}).total.tolist()
+        [1.5]
     """
 
     def __init__(
@@ -75,29 +89,29 @@ class RewardFunctions:
         self._alone = alone
         self.names = unique_names(self.functions)
         self.trainer_state: Callable[[], TrainerState] = TrainerState
-        """How far the run is, for functions that call_reward."""
+        """Factory of the ``trainer_state`` that functions receive."""
         self._loop = EventLoop()
 
     def start(self) -> None:
-        """Let every function that has a method ``start`` make sure that it can work, before a run begins.
+        """Call ``start`` of every function that has it, before a run begins.
 
         Raises:
-            RewardError: by a function that cannot.
+            RewardError: if a function cannot work.
         """
         for function in self.functions:
-            getattr(function, "start", _nothing)()
+            getattr(function, "start", _do_nothing)()
 
     def close(self) -> None:
-        """End what functions keep running, by their methods ``close``; a later call begins it anew."""
+        """Call ``close`` of every function that has it; a later call of the functions starts them again."""
         for function in self.functions:
-            getattr(function, "close", _nothing)()
+            getattr(function, "close", _do_nothing)()
         self._loop.close()
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Refuse data without a column that a function asks for by name; call it before the first step.
+        """Check before the first step that the data has every column that functions require.
 
         Raises:
-            RewardError: naming the function and the columns it misses.
+            RewardError: for missing columns; the message names the function.
         """
         for name, missing in self.missing_columns(columns).items():
             raise RewardError(
@@ -106,7 +120,7 @@ class RewardFunctions:
             )
 
     def missing_columns(self, columns: Collection[str]) -> dict[str, list[str]]:
-        """Return function name -> the columns that it asks for by name and that are missing, where there are any."""
+        """Return function name -> missing columns, for functions that miss any."""
         missing = {name: sorted(required_columns(function) - set(columns)) for name, function in self._named()}
         return {name: names for name, names in missing.items() if names}
 
@@ -120,38 +134,40 @@ class RewardFunctions:
         """Return the rewards of a batch of B completions.
 
         Args:
-            prompts: B texts or conversations. For conversations a function gets each completion as one too; what the
-                assistant had begun to say in the prompt is then part of the completion.
+            prompts: B texts or conversations. For conversations, functions receive completions as conversations as
+                well; a final assistant message of the prompt becomes part of the completion.
             completions: B texts.
             completion_ids: B lists of token ids.
             columns: Further columns of the data, B values each.
 
         Raises:
-            RewardError: naming function, prompt and completion, when a function fails or returns anything but one
-                finite number (or None) per completion, or when no function applies to a completion.
+            RewardError: if a function fails or returns anything but one finite number (or None) per completion, or if
+                no function applies to a completion. The message names function, prompt and completion.
         """
         conversational = bool(prompts) and is_conversation(prompts[0])
         given: dict[str, Any] = {
             **{name: list(values) for name, values in columns.items()},
-            "prompts": [_unanswered(prompt) for prompt in prompts],
+            "prompts": [_without_partial_answer(prompt) for prompt in prompts],
             "completions": list(map(_as_message, prompts, completions)) if conversational else list(completions),
             "completion_ids": [list(ids) for ids in completion_ids],
             "trainer_state": self.trainer_state(),
-            "log_extra": _nothing,
-            "log_metric": _nothing,
+            "log_extra": _do_nothing,
+            "log_metric": _do_nothing,
         }
-        return self._weighted(self._ask_all(given), given)
+        return self._weighted(self._call_all(given), given)
 
-    def _ask_all(self, given: Mapping[str, Any]) -> dict[str, list[Outcome]]:
+    def _call_all(self, given: Mapping[str, Any]) -> dict[str, list[Outcome]]:
         waiting = {
             name: self._loop.submit(call_reward_async(name, function, given))
             for name, function in self._named()
             if is_async(function)
         }
         try:
-            said = {name: call_reward(name, function, given) for name, function in self._named() if name not in waiting}
-            return said | {name: future.result() for name, future in waiting.items()}
-        finally:  # where one of them failed, nobody waits for the others
+            results = {
+                name: call_reward(name, function, given) for name, function in self._named() if name not in waiting
+            }
+            return results | {name: future.result() for name, future in waiting.items()}
+        finally:  # after an exception, the other results are not needed
             for future in waiting.values():
                 future.cancel()
 
@@ -166,7 +182,7 @@ class RewardFunctions:
         values = torch.stack(list(by_function.values()))
         masked = torch.stack([*failed.values(), torch.zeros(values.shape[1], dtype=torch.bool)]).any(dim=0)
         if self._alone:
-            self._refuse_unjudged(values.isnan().all(dim=0) & ~masked, given)
+            self._require_a_reward(values.isnan().all(dim=0) & ~masked, given)
         total = (values * torch.tensor(self.weights)[:, None]).nansum(dim=0)
         refuse_infinite_sums(total, masked, lambda index: describe_completion(index, given))
         return Rewards(total.masked_fill(masked, math.nan), by_function, failed)
@@ -177,17 +193,20 @@ class RewardFunctions:
             if reasons and name not in failed:
                 raise RewardError(
                     f"reward function {name!r} could not judge {len(reasons)} of {len(outcomes[name])} completions; "
-                    f"{reasons[0]}; a function with the attribute on_failure = 'mask' may leave such samples out"
+                    f"{reasons[0]}; set the function's attribute on_failure = 'mask' to leave such samples out"
                 )
             if reasons:
                 log.warning(
                     "%s: %d of %d samples are left out of this iteration; %s",
-                    name, len(reasons), len(outcomes[name]), reasons[0],
-                )  # fmt: skip
+                    name,
+                    len(reasons),
+                    len(outcomes[name]),
+                    reasons[0],
+                )
 
-    def _refuse_unjudged(self, unjudged: Tensor, given: Mapping[str, Any]) -> None:
-        if bool(unjudged.any()):
-            index = int(unjudged.nonzero()[0])
+    def _require_a_reward(self, without_reward: Tensor, given: Mapping[str, Any]) -> None:
+        if bool(without_reward.any()):
+            index = int(without_reward.nonzero()[0])
             raise RewardError(
                 f"at least one reward function must apply to every completion; all of {list(self.names)} returned "
                 f"None for {describe_completion(index, given)}"
@@ -198,12 +217,12 @@ class RewardFunctions:
 
 
 def refuse_infinite_sums(total: Tensor, missing: Tensor, describe: Callable[[int], str]) -> None:
-    """Refuse a weighted sum of finite rewards that float32 cannot hold.
+    """Raise RewardError for a weighted sum of finite rewards that float32 cannot represent.
 
     Args:
         total: (B,) sums.
-        missing: (B,) bool: True where there is no sum.
-        describe: Names the completion at an index.
+        missing: (B,) bool, True where there is no sum.
+        describe: Returns a description of the completion at an index.
 
     Raises:
         RewardError: for the first such sum.
@@ -218,7 +237,7 @@ def refuse_infinite_sums(total: Tensor, missing: Tensor, describe: Callable[[int
 
 
 def listed(functions: object) -> list[Any]:
-    """Return one function, or whatever else judges, as a list, and several as one."""
+    """Return one reward source as a list of one, and several as a list."""
     if isinstance(functions, Iterable) and not isinstance(functions, str) and not callable(functions):
         return list(functions)
     return [functions]
@@ -228,8 +247,8 @@ def _refuse_models(given: Sequence[object]) -> None:
     for item in given:
         if isinstance(item, torch.nn.Module):
             raise RewardError(
-                f"a reward function takes prompts and completions, and a {type(item).__name__} takes tokens; a reward "
-                f"model is given to an algorithm as its reward=, or is asked by a function of yours"
+                f"a reward function takes prompts and completions, but a {type(item).__name__} takes tokens; give a "
+                f"reward model to an algorithm as its reward=, or call it from a function"
             )
 
 
@@ -238,13 +257,13 @@ def _as_tensor(outcomes: Sequence[Outcome]) -> Tensor:
     return torch.tensor([math.nan if isinstance(o, missing) else o for o in outcomes], dtype=torch.float32)
 
 
-def _nothing(*arguments: object) -> None:
-    """Take what TRL would write into tables that are not kept here."""
+def _do_nothing(*arguments: object) -> None:
+    """Stand-in for TRL's logging functions, whose tables do not exist here."""
 
 
 def _as_message(prompt: object, text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": (partial_answer(prompt) or "") + text}]
 
 
-def _unanswered(prompt: Any) -> object:
+def _without_partial_answer(prompt: Any) -> object:
     return prompt if partial_answer(prompt) is None else prompt[:-1]

@@ -1,4 +1,4 @@
-"""How is one reward function asked, and is what it returns a reward? Whoever is wrong is told with the batch."""
+"""Call one reward function and validate its return value; errors name function, prompt and completion."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from lightning_realloc.rewards.signatures import RewardFunction, accepted
 from lightning_realloc.rewards.texts import describe_batch, describe_completion, shortened
 
 MAX_REWARD = (2.0 - 2.0**-23) * 2.0**127
-"""The largest float32, which rewards are kept in; larger numbers would become infinite."""
+"""Largest float32, the type of stored rewards; larger numbers would become infinite."""
 
 
 def call_reward(name: str, function: RewardFunction, given: Mapping[str, Any]) -> list[Outcome]:
-    """Return what a function says about a batch.
+    """Call a function with a batch and return its results.
 
     Args:
-        name: Of the function, for errors.
-        given: Argument name -> value, of which the function gets those that it takes.
+        name: Name of the function, for errors.
+        given: Argument name -> value; the function receives those that its signature accepts.
 
     Raises:
-        RewardError: naming the function and the batch, when it raises or returns anything but rewards.
+        RewardError: if the function raises or returns anything but rewards; the message names the function and the
+            batch.
     """
     try:
         returned = function(**accepted(function, given))
     except RewardError:
-        raise  # it says what is wrong already
+        raise  # its message is complete
     except Exception as error:
         raise _raised(name, error, given) from error
     return validated(name, returned, given)
 
 
 async def call_reward_async(name: str, function: RewardFunction, given: Mapping[str, Any]) -> list[Outcome]:
-    """Return what a coroutine function says about a batch; see :func:`call_reward`."""
+    """Call a coroutine function with a batch; see :func:`call_reward`."""
     try:
         returned = await function(**accepted(function, given))
     except RewardError:
@@ -48,11 +49,11 @@ async def call_reward_async(name: str, function: RewardFunction, given: Mapping[
 
 
 def validated(name: str, returned: object, given: Mapping[str, Any]) -> list[Outcome]:
-    """Return what a function returned as outcomes, one per completion.
+    """Return a function's return value as results, one per completion.
 
     Raises:
-        RewardError: for another number of them, for what has no order of completions, and for what is no finite
-            number, None or failure.
+        RewardError: for another number of values, an unordered type, and a value other than a finite number, None or
+            `Failed`.
     """
     values = returned.tolist() if hasattr(returned, "tolist") else returned
     if isinstance(values, str | bytes | Mapping | Set) or not isinstance(values, Iterable):
@@ -79,7 +80,7 @@ def _outcome(name: str, value: Any, index: int, given: Mapping[str, Any]) -> Out
 
 
 def finite_number(value: Any) -> float | None:
-    """Return what a value is as a number; None for a text, and for what is not finite in float32."""
+    """Return a value as a number; None for text and for values that are not finite in float32."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):  # the last for integers of hundreds of digits
@@ -95,6 +96,6 @@ def _raised(name: str, error: Exception, given: Mapping[str, Any]) -> RewardErro
 
 
 def _line(error: Exception) -> str:
-    """Say in which line of the function; nothing where calling it was what failed."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is this module's call
+    """Return the line of the function that raised; empty if the call itself failed."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is this module's call
     return f" in {Path(frames[0].filename).name}, line {frames[0].lineno}" if frames else ""

@@ -1,8 +1,8 @@
-"""A reward that a server gives, over HTTP.
+"""Reward from an HTTP server.
 
-A request is ``POST`` with ``{"prompts": [...], "completions": [...], "columns": {name: [...]}}``, C values each; the
-answer is ``{"rewards": [...]}``, C numbers, null where the reward does not apply. An empty batch asks whether the
-server is there.
+A request is ``POST`` with ``{"prompts": [...], "completions": [...], "columns": {name: [...]}}``, C values each. The
+answer is ``{"rewards": [...]}``, C numbers, null where the reward does not apply. An empty batch checks that the server
+is available.
 """
 
 from __future__ import annotations
@@ -24,26 +24,31 @@ from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.event_loop import EventLoop
 from lightning_realloc.rewards.failure_rule import Failed, FailureRule, OnFailure, Outcome
 from lightning_realloc.rewards.invoke import finite_number
-from lightning_realloc.rewards.retries import RETRIED, Retries, retry_after_s
-from lightning_realloc.rewards.signatures import columns_alone
+from lightning_realloc.rewards.retries import RETRYABLE_STATUSES, Retries, retry_after_s
+from lightning_realloc.rewards.signatures import without_services
 from lightning_realloc.rewards.texts import shortened
 
 
 class RemoteReward:
-    """Asks a server, several requests at a time, again where it may help.
+    """Reward that a server computes, with concurrent requests and retries.
 
     Args:
-        url: Where requests go, ``http://`` or ``https://``.
-        name: In metrics and messages.
-        columns: Which columns of the data are sent along; None: all.
-        batch_size: Completions of one request; they fail together.
-        concurrency: Requests at a time, of every rank that judges; the others wait.
-        timeout_s: Seconds in which a request must be answered, connecting included.
-        retries: What happens after time-outs, lost connections and answers like 503.
-        headers: Sent with every request.
+        url: Address of the server, ``http://`` or ``https://``.
+        name: Name in metrics and messages.
+        columns: Columns of the data to send; None sends all.
+        batch_size: Completions per request; they fail together.
+        concurrency: Maximum number of concurrent requests, on every rank that computes rewards.
+        timeout_s: Seconds for one request, including the connection.
+        retries: Retries after time-outs, lost connections and status codes such as 503.
+        headers: HTTP headers of every request.
         token_variable: Environment variable with a token, sent as ``Authorization: Bearer ...``.
-        on_failure: ``"fail"`` ends the run where a completion could not be judged, ``"mask"`` leaves its sample out.
-        give_up_after: Batches in a row of which nothing could be judged, after which ``"mask"`` ends the run.
+        on_failure: ``"fail"`` ends the run if a completion could not be judged, ``"mask"`` leaves its sample out.
+        give_up_after: Number of consecutive batches without any result after which ``"mask"`` also ends the run.
+
+    Example:
+        >>> reward = RemoteReward("http://localhost:8000/judge", name="judge", columns=["answer"], on_failure="mask")
+        >>> reward.required_columns()
+        {'answer'}
     """
 
     def __init__(
@@ -79,25 +84,25 @@ class RemoteReward:
         self._headers = {"Accept": "application/json", **(headers or {})}
         self._token_variable = token_variable
         self._rule = FailureRule(name, on_failure, give_up_after)
-        self._rng = random.Random()  # of waits alone: a seed would have all ranks come back together
-        self._asked_until = 0.0
+        self._rng = random.Random()  # for waits only; with a shared seed all ranks would retry at the same time
+        self._paused_until = 0.0
 
     def required_columns(self) -> set[str]:
         """Return the columns that are sent by name."""
         return set(self.columns or ())
 
     def start(self) -> None:
-        """Ask the server once, with an empty batch.
+        """Send an empty batch to check the server.
 
         Raises:
-            RewardError: when it does not answer that as it should.
+            RewardError: if the server does not answer correctly.
         """
-        loop = EventLoop()  # not asyncio.run: a notebook has a loop already
+        loop = EventLoop()  # not asyncio.run: a notebook already has a running loop
         try:
-            answer = loop.submit(self._ask_once()).result()
+            answer = loop.submit(self._probe()).result()
         finally:
             loop.close()
-        if isinstance(answer, _Refused):
+        if isinstance(answer, _RequestFailure):
             raise RewardError(
                 f"the reward server at {self.url} cannot be used: {answer.reason}; start it before the run, or correct "
                 f"the address of {self.__name__!r}"
@@ -106,25 +111,25 @@ class RemoteReward:
     async def __call__(
         self, /, prompts: Sequence[object], completions: Sequence[object], **columns: Sequence[object]
     ) -> list[Outcome]:
-        """Return the outcome of every completion.
+        """Return the results of B completions.
 
         Raises:
-            RewardError: for a completion that could not be judged, where that ends the run, and for columns that JSON
-                cannot hold.
+            RewardError: for a completion that could not be judged, if that ends the run, and for columns that JSON
+                cannot represent.
         """
-        columns = columns_alone(columns)
+        columns = without_services(columns)
         columns.pop("completion_ids", None)
         sent = columns if self.columns is None else {name: columns[name] for name in self.columns}
         bodies = [
             self._body(prompts, completions, sent, slice(begin, begin + self.batch_size))
             for begin in range(0, len(completions), self.batch_size)
         ]
-        at_a_time = asyncio.Semaphore(self.concurrency)
-        check = partial(self._rule.refuse, num_completions=len(completions))
+        semaphore = asyncio.Semaphore(self.concurrency)
+        check = partial(self._rule.raise_on_failure, num_completions=len(completions))
         async with self._session() as session:
-            asked = [asyncio.ensure_future(self._judge(session, at_a_time, *body)) for body in bodies]
+            asked = [asyncio.ensure_future(self._judge(session, semaphore, *body)) for body in bodies]
             answers = await _checked(asked, check)
-        return self._rule.settle([outcome for answer in answers for outcome in answer])
+        return self._rule.apply([outcome for answer in answers for outcome in answer])
 
     def _body(
         self,
@@ -139,8 +144,8 @@ class RemoteReward:
             return json.dumps(content, allow_nan=False).encode(), len(content["completions"])
         except (TypeError, ValueError) as error:
             raise RewardError(
-                f"{self.__name__}: JSON cannot hold what would be sent ({error}); the columns are {sorted(columns)}, "
-                f"name those that it can in columns="
+                f"{self.__name__}: JSON cannot represent the request ({error}); the columns are {sorted(columns)}, "
+                f"list those to send in columns="
             ) from error
 
     # ---- requests
@@ -155,64 +160,66 @@ class RemoteReward:
             headers["Authorization"] = f"Bearer {token}"
         return aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=self.timeout_s))
 
-    async def _ask_once(self) -> list[float | None] | _Refused:
+    async def _probe(self) -> list[float | None] | _RequestFailure:
         async with self._session() as session:
-            return await self._ask(session, *self._body([], [], {}, slice(0)))
+            return await self._send_request(session, *self._body([], [], {}, slice(0)))
 
     async def _judge(
-        self, session: aiohttp.ClientSession, at_a_time: asyncio.Semaphore, body: bytes, count: int
+        self, session: aiohttp.ClientSession, semaphore: asyncio.Semaphore, body: bytes, count: int
     ) -> Sequence[Outcome]:
-        """Ask until there is an answer, or no point in asking."""
+        """Send a request until it succeeds, or no retry is left."""
         attempt = 0
         while True:
-            async with at_a_time:
-                await self._keep_quiet()
-                answer = await self._ask(session, body, count)
-            if not isinstance(answer, _Refused):
+            async with semaphore:
+                await self._wait_for_server()
+                answer = await self._send_request(session, body, count)
+            if not isinstance(answer, _RequestFailure):
                 return answer
-            wait_s = self.retries.wait_s(attempt, answer.asked_s, self._rng) if answer.may_repeat else None
+            wait_s = self.retries.wait_s(attempt, answer.server_wait_s, self._rng) if answer.may_repeat else None
             if wait_s is None:
                 times = f", in {attempt + 1} attempts" if attempt else ""
                 return [Failed(f"{self.url}{times}: {answer.reason}")] * count
-            if answer.asked_s is not None:
-                self._asked_until = max(self._asked_until, _now_s() + answer.asked_s)
+            if answer.server_wait_s is not None:
+                self._paused_until = max(self._paused_until, _now_s() + answer.server_wait_s)
             await asyncio.sleep(wait_s)
             attempt += 1
 
-    async def _keep_quiet(self) -> None:
-        """Wait as long as the server asked for in any of its answers: what it could not take, it asks of all."""
-        while (left := self._asked_until - _now_s()) > 0:
+    async def _wait_for_server(self) -> None:
+        """Wait until the end of the pause that the server requested in any answer; it applies to all requests."""
+        while (left := self._paused_until - _now_s()) > 0:
             await asyncio.sleep(left)
 
-    async def _ask(self, session: aiohttp.ClientSession, body: bytes, count: int) -> list[float | None] | _Refused:
+    async def _send_request(
+        self, session: aiohttp.ClientSession, body: bytes, count: int
+    ) -> list[float | None] | _RequestFailure:
         headers = {"Content-Type": "application/json"}
         try:
             async with session.post(self.url, data=body, headers=headers, allow_redirects=False) as response:
                 content = await response.read()
         except TimeoutError:
-            return _Refused(f"no answer within timeout_s={self.timeout_s:g} seconds", may_repeat=True)
+            return _RequestFailure(f"no answer within timeout_s={self.timeout_s:g} seconds", may_repeat=True)
         except (aiohttp.ClientError, OSError) as error:
-            return _Refused(f"{type(error).__name__}: {error}", may_repeat=True)
+            return _RequestFailure(f"{type(error).__name__}: {error}", may_repeat=True)
         if response.status != 200:
-            asked_s = retry_after_s(response.headers.get("Retry-After"), datetime.now(UTC))
-            may_repeat = response.status in RETRIED
-            return _Refused(f"it answered {response.status}{_excerpt(content)}", may_repeat, asked_s)
+            server_wait_s = retry_after_s(response.headers.get("Retry-After"), datetime.now(UTC))
+            may_repeat = response.status in RETRYABLE_STATUSES
+            return _RequestFailure(f"it answered {response.status}{_excerpt(content)}", may_repeat, server_wait_s)
         return _rewards(content, count)
 
 
-class _Refused:
-    """A request that brought no rewards."""
+class _RequestFailure:
+    """A request without a usable answer."""
 
-    def __init__(self, reason: str, may_repeat: bool = False, asked_s: float | None = None) -> None:
+    def __init__(self, reason: str, may_repeat: bool = False, server_wait_s: float | None = None) -> None:
         self.reason = reason
         self.may_repeat = may_repeat
-        self.asked_s = asked_s
+        self.server_wait_s = server_wait_s
 
 
 async def _checked(
     asked: Sequence[asyncio.Future[Sequence[Outcome]]], check: Callable[[Sequence[Outcome]], None]
 ) -> list[Sequence[Outcome]]:
-    """Return all answers; what ``check`` raises of one of them, as they come, ends the other requests."""
+    """Return all answers. ``check`` sees each answer as it arrives; its exception cancels the other requests."""
     try:
         for answer in asyncio.as_completed(asked):
             check(await answer)
@@ -224,20 +231,22 @@ async def _checked(
     return [request.result() for request in asked]
 
 
-def _rewards(content: bytes, count: int) -> list[float | None] | _Refused:
-    """Return the rewards in an answer."""
+def _rewards(content: bytes, count: int) -> list[float | None] | _RequestFailure:
+    """Parse the rewards of an answer."""
     try:
         answer: Any = json.loads(content)
     except ValueError:
-        return _Refused(f"its answer is no JSON{_excerpt(content)}")
+        return _RequestFailure(f"its answer is not JSON{_excerpt(content)}")
     rewards = answer.get("rewards") if isinstance(answer, Mapping) else None
     if not isinstance(rewards, list):
-        return _Refused(f"its answer must be {{'rewards': [...]}}{_excerpt(content)}")
+        return _RequestFailure(f"its answer must be {{'rewards': [...]}}{_excerpt(content)}")
     if len(rewards) != count:
-        return _Refused(f"its answer must have one reward for each of {count} completions; it has {len(rewards)}")
+        return _RequestFailure(
+            f"its answer must have one reward for each of {count} completions; it has {len(rewards)}"
+        )
     for reward in rewards:
         if reward is not None and finite_number(reward) is None:
-            return _Refused(f"rewards must be finite numbers or null; it answered {shortened(reward)}")
+            return _RequestFailure(f"rewards must be finite numbers or null; it answered {shortened(reward)}")
     return [None if reward is None else float(reward) for reward in rewards]
 
 

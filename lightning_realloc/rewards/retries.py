@@ -1,4 +1,4 @@
-"""When is a server asked again, and how long after? Pure: the time and the random source are arguments."""
+"""Retry policy for HTTP requests: exponential backoff with jitter. Pure: time and random source are arguments."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from email.utils import parsedate_to_datetime
 
 from lightning_realloc.errors import RewardError
 
-RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Answers after which the same request may go well; any other tells what is wrong with it."""
+RETRYABLE_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Status codes after which a repeated request may succeed; others report an error of the request itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retries:
-    """How often, and how patiently, one request is repeated.
+    """Number of retries and waits between them.
 
     Args:
-        count: Repetitions after the first attempt.
-        first_wait_s: Longest wait before the first repetition; it doubles with each.
-        max_wait_s: Longest wait at all. A server that asks for more, by ``Retry-After``, is not asked again.
+        count: Retries after the first attempt.
+        first_wait_s: Maximum wait before the first retry, in seconds; it doubles with each retry.
+        max_wait_s: Maximum wait, in seconds. If the server requests a longer one by ``Retry-After``, there is no retry.
+
+    Example:
+        >>> import random
+        >>> Retries(count=2, first_wait_s=1.0).wait_s(2, None, random.Random(0)) is None
+        True
     """
 
     count: int = 4
@@ -36,24 +41,24 @@ class Retries:
             if not (value > 0 and math.isfinite(value)):
                 raise RewardError(f"retries.{name}={value} must be above 0 and finite")
 
-    def wait_s(self, attempt: int, asked_s: float | None, rng: random.Random) -> float | None:
-        """Return the seconds before the next attempt, None where there is none.
+    def wait_s(self, attempt: int, server_wait_s: float | None, rng: random.Random) -> float | None:
+        """Return the seconds before the next attempt; None if there is none.
 
-        Between half and all of what doubling gives: clients that failed together do not come back together.
-        Source: Brooker, "Exponential backoff and jitter", AWS Architecture Blog, 2015.
+        The wait is random, between half and all of the doubled value, so that clients that failed together do not retry
+        together. Source: Brooker, "Exponential backoff and jitter", AWS Architecture Blog, 2015.
 
         Args:
-            attempt: Of those made, the last one's number, from 0.
-            asked_s: What the server asked for.
+            attempt: Number of the last attempt, from 0.
+            server_wait_s: Seconds that the server requested; None if it did not.
         """
-        if attempt >= self.count or (asked_s is not None and asked_s > self.max_wait_s):
+        if attempt >= self.count or (server_wait_s is not None and server_wait_s > self.max_wait_s):
             return None
         doubled = min(self.first_wait_s * 2.0 ** min(attempt, 60), self.max_wait_s)
-        return max(asked_s or 0.0, doubled * rng.uniform(0.5, 1.0))
+        return max(server_wait_s or 0.0, doubled * rng.uniform(0.5, 1.0))
 
 
 def retry_after_s(header: str | None, now: datetime) -> float | None:
-    """Return the seconds that a ``Retry-After`` header asks for; None without one that can be read.
+    """Return the seconds in a ``Retry-After`` header; None if it is missing or cannot be read.
 
     Source: RFC 9110, §10.2.3: a number of seconds, or a date.
     """
@@ -66,6 +71,6 @@ def retry_after_s(header: str | None, now: datetime) -> float | None:
         date = parsedate_to_datetime(text)
     except ValueError:
         return None
-    if date.tzinfo is None:  # "-0000": of no known zone
+    if date.tzinfo is None:  # "-0000": an unknown time zone
         date = date.replace(tzinfo=UTC)
     return max(0.0, (date - now).total_seconds())

@@ -1,4 +1,4 @@
-"""How does a reward become a better signal? Formulas, and the reward functions that apply them."""
+"""Reward shaping: overlong penalty, scaling and clipping."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_realloc.rewards.signatures import (
 
 
 def overlong_penalty(length: int, *, max_length: int, buffer: int) -> float:
-    """Return 0 up to ``max_length - buffer`` tokens, from there linearly down to -1 at ``max_length``, and -1 beyond.
+    """Return 0 up to ``max_length - buffer`` tokens, then linearly down to -1 at ``max_length``, and -1 beyond.
 
     Source: Yu et al. (DAPO), arXiv:2503.14476, eq. 13.
     """
@@ -32,18 +32,22 @@ def overlong_penalty(length: int, *, max_length: int, buffer: int) -> float:
 
 
 def scaled_and_clipped(value: float, *, scale: float, low: float | None, high: float | None) -> float:
-    """Return ``clamp(value * scale, low, high)``; None does not bound."""
+    """Return ``clamp(value * scale, low, high)``; None means no bound."""
     scaled = value * scale
     scaled = scaled if low is None else max(scaled, low)
     return scaled if high is None else min(scaled, high)
 
 
 class OverlongPenalty:
-    """Takes up to 1 from completions that come close to the longest length; to be added to other rewards.
+    """Penalty of up to 1 for completions close to the maximum length; combine it with other rewards.
 
     Args:
-        max_length: Tokens from which the penalty is whole: ``sampling.max_new_tokens``.
-        buffer: Tokens before that over which it grows.
+        max_length: Tokens at which the full penalty applies: ``sampling.max_new_tokens``.
+        buffer: Tokens before ``max_length`` over which the penalty grows.
+
+    Example:
+        >>> OverlongPenalty(max_length=100, buffer=20)(completion_ids=[[0] * 70, [0] * 90])
+        [0.0, -0.5]
     """
 
     def __init__(self, max_length: int, buffer: int) -> None:
@@ -53,20 +57,25 @@ class OverlongPenalty:
         self.buffer = buffer
 
     def __call__(self, /, completion_ids: Sequence[Sequence[int]], **columns: object) -> list[float]:
-        """Return what B completions lose."""
+        """Return the penalties of B completions, from -1 to 0."""
         return [overlong_penalty(len(ids), max_length=self.max_length, buffer=self.buffer) for ids in completion_ids]
 
 
 class Shaped:
-    """Scales and bounds what another function returns.
+    """Scale and clip the rewards of another function.
 
-    What that one fails on, or does not apply to, stays so.
+    Failures, and None for completions to which the function does not apply, pass unchanged.
 
     Args:
         function: A reward function or its import path.
         scale: Factor of every reward.
-        low: Smallest reward after that; None: any.
-        high: Largest; None: any.
+        low: Minimum reward after scaling; None for no minimum.
+        high: Maximum reward after scaling; None for no maximum.
+
+    Example:
+        >>> from lightning_realloc.rewards import exact_match
+        >>> Shaped(exact_match, scale=2.0, high=1.5)(prompts=["2 + 2 ="], completions=["4"], answer=["4"])
+        [1.5]
     """
 
     def __init__(
@@ -90,21 +99,21 @@ class Shaped:
         self.high = high
 
     def required_columns(self) -> set[str]:
-        """Return the columns that the function asks for."""
+        """Return the columns that the function requires."""
         return required_columns(self.function)
 
     def start(self) -> None:
-        """Start the function, where it needs that."""
+        """Start the function, if it has ``start``."""
         if hasattr(self.function, "start"):
             self.function.start()
 
     def close(self) -> None:
-        """Close the function, where it needs that."""
+        """Close the function, if it has ``close``."""
         if hasattr(self.function, "close"):
             self.function.close()
 
     def __call__(self, /, **given: Any) -> Any:
-        """Return the shaped outcomes, or a coroutine of them."""
+        """Return the shaped results, or a coroutine of them."""
         returned = self.function(**accepted(self.function, given))
         return self._shape_later(returned, given) if inspect.isawaitable(returned) else self._shape(returned, given)
 
@@ -116,5 +125,5 @@ class Shaped:
             outcome
             if outcome is None or isinstance(outcome, Failed)
             else scaled_and_clipped(outcome, scale=self.scale, low=self.low, high=self.high)
-            for outcome in validated(self.__name__, returned, given)  # before bounds make a number of infinity
+            for outcome in validated(self.__name__, returned, given)  # checked first: clipping would hide infinity
         ]

@@ -1,4 +1,4 @@
-"""Which function is meant, what does it want to be told, and is it a coroutine function?"""
+"""Signatures of reward functions: import paths, names, accepted arguments, required columns, coroutines."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from lightning_realloc.errors import ReallocError, RewardError
 RewardFunction = Callable[..., Any]
 """``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, plain or ``async``."""
 
-TOLD = frozenset({"prompts", "completions", "completion_ids"})
-"""What every function may ask for."""
+STANDARD_ARGUMENTS = frozenset({"prompts", "completions", "completion_ids"})
+"""Arguments that every function may request."""
 SERVICES = frozenset({"trainer_state", "log_extra", "log_metric"})
-"""What TRL hands to functions besides data: how far the run is, and two functions that take down values."""
+"""Further arguments that TRL passes to functions: the state of the trainer and two logging functions."""
 
 
 def import_function(
     path: str, *, what: str = "reward function", error: type[ReallocError] = RewardError
 ) -> Callable[..., Any]:
-    """Return what ``package.module:name`` or ``package.module.name`` names.
+    """Import the callable ``package.module:name`` or ``package.module.name``.
+
+    Args:
+        what: Kind of the callable, for messages.
+        error: Exception type.
 
     Raises:
-        RewardError: (or another ``error``, about a ``what``) when the module cannot be imported or has no such name.
+        RewardError: or another ``error``, if the module cannot be imported or has no such name.
     """
     module_name, _, name = path.replace(":", ".").rpartition(".")
     if not module_name or not name:
@@ -42,16 +46,16 @@ def import_function(
 
 
 def resolved(function: RewardFunction | str) -> RewardFunction:
-    """Return a function that was given by itself or by its import path.
+    """Return a function, imported if it is given as an import path.
 
     Raises:
-        RewardError: for what leads to no function.
+        RewardError: if it is not a callable, or is a class.
     """
     found = import_function(function) if isinstance(function, str) else function
     if inspect.isclass(found):
         raise RewardError(
-            f"a reward function must be a function or an object that can be called; {found.__name__} is a class, "
-            f"make one of it: {found.__name__}(...), or in YAML class_path and init_args"
+            f"a reward function must be a function or a callable object; {found.__name__} is a class, "
+            f"make an instance: {found.__name__}(...), or in YAML class_path and init_args"
         )
     if not callable(found):
         raise RewardError(f"a reward function must be callable; {found!r} is a {type(found).__name__}")
@@ -59,12 +63,12 @@ def resolved(function: RewardFunction | str) -> RewardFunction:
 
 
 def function_name(function: RewardFunction) -> str:
-    """Return a function's own name, its class's where it is an object."""
+    """Return a function's name, or the class name of a callable object."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def unique_names(functions: Sequence[RewardFunction]) -> tuple[str, ...]:
-    """Return a name for every function; one that comes again is numbered."""
+    """Return a unique name for every function; repeated names are numbered."""
     names: list[str] = []
     for function in functions:
         name = function_name(function)
@@ -74,9 +78,9 @@ def unique_names(functions: Sequence[RewardFunction]) -> tuple[str, ...]:
 
 
 def accepted(function: RewardFunction, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that the function takes: all, unless it names them one by one.
+    """Return the arguments that the function accepts: all if it has ``**kwargs``, else those it names.
 
-    A method cannot take a column that is named as its first parameter, which is usually ``self``.
+    A method cannot receive a column that is named like its first parameter, usually ``self``.
     """
     parameters = _parameters(function)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -87,31 +91,31 @@ def accepted(function: RewardFunction, given: Mapping[str, Any]) -> dict[str, An
 
 
 def required_columns(function: RewardFunction) -> set[str]:
-    """Return the columns of the data without which a function cannot be called.
+    """Return the columns of the data that a function requires.
 
-    A function may say so itself, by a method of this name: one that hands columns on to another.
+    A function that passes columns on to another one can define a method of this name.
     """
     if hasattr(function, "required_columns"):
         return set(function.required_columns())
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {p.name for p in _parameters(function) if p.kind in kinds and p.default is inspect.Parameter.empty}
-    return named - TOLD - SERVICES
+    return named - STANDARD_ARGUMENTS - SERVICES
 
 
 def is_async(function: RewardFunction) -> bool:
-    """Return whether calling the function gives a coroutine; one that calls another says so by an attribute."""
+    """Return whether the function is a coroutine function; wrappers can state it by an attribute ``is_async``."""
     if hasattr(function, "is_async"):
         return bool(function.is_async)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def columns_alone(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what can travel to another process: no services."""
+def without_services(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments without services, which cannot be sent to another process."""
     return {name: value for name, value in given.items() if name not in SERVICES}
 
 
 def _bound_parameter(function: RewardFunction) -> str | None:
-    """Return the parameter that a method's object takes up, None where keywords may still have its name."""
+    """Return the name of a method's bound first parameter; None if keyword arguments may still use it."""
     while isinstance(function, functools.partial):
         function = function.func
     method: Any = function if inspect.ismethod(function) else getattr(function, "__call__", None)  # noqa: B004

@@ -1,4 +1,4 @@
-"""Is a completion right? Ready-made answers to that, for what can be checked without a model."""
+"""Verifiers: rule-based rewards for answers, numbers, patterns, formats and lengths."""
 
 from __future__ import annotations
 
@@ -10,32 +10,47 @@ from fractions import Fraction
 from typing import Any, Literal, get_args
 
 from lightning_realloc.errors import RewardError
-from lightning_realloc.rewards.numbers import final_number
 from lightning_realloc.rewards.texts import completion_texts
+
+_PLAIN_NUMBER = r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d{1,3})?"
+_FRACTION = rf"(?P<sign>[-+]?)\\[dt]?frac\s*{{\s*(?P<above>{_PLAIN_NUMBER})\s*}}\s*{{\s*(?P<below>{_PLAIN_NUMBER})\s*}}"
+_QUOTIENT = rf"(?P<numerator>{_PLAIN_NUMBER})(?:\s*/\s*(?P<denominator>{_PLAIN_NUMBER}))?\s*(?P<percent>\\?%)?"
+# A digit or point directly before is part of a longer number; a letter belongs to a name such as x2.
+_FOUND = re.compile(rf"(?<![\w.]){_FRACTION}|(?<![\w.])(?=[-+.\d]){_QUOTIENT}")
 
 
 def exact_match(
     prompts: Sequence[object], completions: Sequence[Any], answer: Sequence[object], **columns: object
 ) -> list[float]:
-    """Return 1 where the completion is the ``answer``, apart from white space around it, and 0 elsewhere."""
+    """Return 1 where the completion equals the ``answer``, ignoring surrounding white space, and 0 elsewhere.
+
+    Example:
+        >>> exact_match(["2 + 2 =", "2 + 3 ="], [" 4", "6"], answer=["4", "5"])
+        [1.0, 0.0]
+    """
     texts = completion_texts(completions)
     return [float(text.strip() == str(right).strip()) for text, right in zip(texts, answer, strict=True)]
 
 
 NumberReader = Literal["math-verify", "plain", "auto"]
+"""Comparison of answers: expressions with ``math-verify``, plain numbers, or ``math-verify`` if installed."""
 
 
 class NumericAnswer:
-    r"""Rewards 1 where a completion's final answer is the number that it should be, 0 elsewhere.
+    r"""Reward 1 if a completion's final answer equals the expected number, 0 otherwise.
 
     ``"plain"`` compares the last number of each text: in ``\boxed{}``, after ``####``, or else anywhere; see
-    :func:`lightning_realloc.rewards.numbers.final_number`. ``"math-verify"`` compares expressions, as that package
-    reads them. The reward does not apply where the answer that should be given cannot be read.
+    :func:`final_number`. ``"math-verify"`` compares expressions as that package parses them. The reward does not apply
+    (None) if the expected answer cannot be parsed.
 
     Args:
-        column: Which column of the data holds the right answers, as numbers or texts.
-        reader: ``"auto"`` takes math-verify where it is installed.
-        tolerance: Of plain numbers: how far they may be apart, as a share of the right one.
+        column: Column of the data with the expected answers, as numbers or text.
+        reader: ``"plain"``, ``"math-verify"``, or ``"auto"``: math-verify if it is installed.
+        tolerance: Maximum relative error of plain numbers, as a fraction of the expected one.
+
+    Example:
+        >>> NumericAnswer(reader="plain")(["6 * 7 ="], [r"It is \boxed{42}."], answer=["42"])
+        [1.0]
     """
 
     def __init__(self, *, column: str = "answer", reader: NumberReader = "auto", tolerance: float = 1e-6) -> None:
@@ -51,13 +66,13 @@ class NumericAnswer:
         self.tolerance = Fraction(tolerance)
 
     def required_columns(self) -> set[str]:
-        """Return the column of the right answers."""
+        """Return the column of the expected answers."""
         return {self.column}
 
     def __call__(
         self, /, prompts: Sequence[object], completions: Sequence[Any], **columns: Sequence[object]
     ) -> list[float | None]:
-        """Return what B completions earn."""
+        """Return the rewards of B completions."""
         judge = _same_expression if self.reader == "math-verify" else self._same_number
         pairs = zip(completion_texts(completions), columns[self.column], strict=True)
         return [judge(text, str(right)) for text, right in pairs]
@@ -72,10 +87,10 @@ class NumericAnswer:
 def _same_expression(text: str, right: str) -> float | None:
     from math_verify import parse, verify
 
-    # Its time limits are alarms, which only the main thread can set.
+    # Its time limits use SIGALRM, which only the main thread can set.
     may_wait = threading.current_thread() is threading.main_thread()
     parsing, verifying = (5, 5) if may_wait else (None, None)
-    # A bare "1+x" would be read as the number in it.
+    # Without a mark, "1+x" would be read as the number in it.
     is_marked = any(mark in right for mark in (r"\boxed", "$", "####"))
     wanted = parse(right if is_marked else rf"\boxed{{{right}}}", parsing_timeout=parsing)
     if not wanted:
@@ -85,35 +100,43 @@ def _same_expression(text: str, right: str) -> float | None:
 
 
 class Regex:
-    """Rewards 1 where a pattern is found in the completion, 0 elsewhere.
+    """Reward 1 if a pattern is found in the completion, 0 otherwise.
 
     Args:
-        pattern: As Python's ``re`` reads it, options in front: ``(?is)...``. Begin with ``^`` and end with ``$`` to
-            have it match the whole.
+        pattern: Regular expression of Python's ``re``, with flags in front: ``(?is)...``. Use ``^`` and ``$`` to match
+            the whole completion.
+
+    Example:
+        >>> Regex(r"\\d+")(["How many?"], ["About 12."])
+        [1.0]
     """
 
     def __init__(self, pattern: str) -> None:
         try:
             self._pattern = re.compile(pattern)
         except re.error as error:
-            raise RewardError(f"pattern={pattern!r} is no regular expression: {error}") from error
+            raise RewardError(f"pattern={pattern!r} is not a regular expression: {error}") from error
 
     def __call__(self, /, prompts: Sequence[object], completions: Sequence[Any], **columns: object) -> list[float]:
-        """Return what B completions earn."""
+        """Return the rewards of B completions."""
         return [float(self._pattern.search(text) is not None) for text in completion_texts(completions)]
 
 
 class Format(Regex):
-    """Rewards 1 where a completion is these tags in this order, each with something in it, and nothing between them.
+    """Reward 1 if a completion consists of these tags in this order, none of them empty, with nothing in between.
 
     Args:
-        tags: Their names: ``("think", "answer")`` for ``<think>...</think> <answer>...</answer>``.
-        prompt_opens: Whether the prompt ends with the first tag's opening, so that the completion begins inside it.
+        tags: Tag names: ``("think", "answer")`` for ``<think>...</think> <answer>...</answer>``.
+        prompt_opens: Whether the prompt ends with the first opening tag, so that the completion begins inside it.
+
+    Example:
+        >>> Format()(["2 + 2 ="], ["<think>Easy.</think> <answer>4</answer>"])
+        [1.0]
     """
 
     def __init__(self, tags: Sequence[str] = ("think", "answer"), *, prompt_opens: bool = False) -> None:
         if not tags or isinstance(tags, str):
-            raise RewardError(f"tags={tags!r} must be a list of one name or more")
+            raise RewardError(f"tags={tags!r} must be a list of at least one name")
         any_tag = "|".join(f"</?{re.escape(tag)}>" for tag in tags)
         inside = rf"(?=\s*[^\s<]|\s*<(?!/))(?:(?!{any_tag}).)+"
         parts = [f"<{re.escape(tag)}>{inside}</{re.escape(tag)}>" for tag in tags]
@@ -124,15 +147,20 @@ class Format(Regex):
 
 
 LengthUnit = Literal["tokens", "words", "characters"]
+"""Unit of a completion's length."""
 
 
 class Length:
-    """Rewards 1 where a completion's length lies within bounds, 0 elsewhere.
+    """Reward 1 if a completion's length lies within bounds, 0 otherwise.
 
     Args:
-        minimum: The shortest that is rewarded.
-        maximum: The longest; None: any.
-        unit: What is counted.
+        minimum: Minimum length.
+        maximum: Maximum length; None for no maximum.
+        unit: Unit of the length.
+
+    Example:
+        >>> Length(maximum=3, unit="words")(["Hi"], ["Good morning", "A very long answer"], [[1], [2]])
+        [1.0, 0.0]
     """
 
     def __init__(self, *, minimum: int = 0, maximum: int | None = None, unit: LengthUnit = "tokens") -> None:
@@ -152,7 +180,7 @@ class Length:
         completion_ids: Sequence[Sequence[int]],
         **columns: object,
     ) -> list[float]:
-        """Return what B completions earn."""
+        """Return the rewards of B completions."""
         match self.unit:
             case "tokens":
                 lengths = [len(ids) for ids in completion_ids]
@@ -162,3 +190,51 @@ class Length:
                 lengths = [len(text) for text in completion_texts(completions)]
         longest = float("inf") if self.maximum is None else self.maximum
         return [float(self.minimum <= length <= longest) for length in lengths]
+
+
+def final_number(text: str) -> Fraction | None:
+    r"""Return the number in the last ``\boxed{}``, or after the last ``####``, or else the last number of the text.
+
+    ``1,234.5``, ``-3e2``, ``3/4``, ``\frac{3}{4}`` and ``12%`` are numbers; algebra and units are not supported. None
+    if there is no number.
+    """
+    boxed = last_boxed(text)
+    if boxed is not None:
+        text = boxed
+    elif "####" in text:
+        text = text.rpartition("####")[2]
+    numbers = [number for match in _FOUND.finditer(text) if (number := _value(match)) is not None]
+    return numbers[-1] if numbers else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the content of the last closed ``\boxed{...}``, including inner braces; None without one."""
+    end = len(text)
+    while (begin := text.rfind(r"\boxed{", 0, end)) >= 0:
+        content = begin + len(r"\boxed{")
+        depth = 1
+        for position in range(content, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[position], 0)
+            if depth == 0:
+                return text[content:position]
+        end = begin
+    return None
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    if match["above"] is not None:
+        above, below = _plain(match["above"]), _plain(match["below"])
+        sign = -1 if match["sign"] == "-" else 1
+        return sign * above / below if above is not None and below else None
+    above = _plain(match["numerator"])
+    below = _plain(match["denominator"]) if match["denominator"] else Fraction(1)
+    if above is None or not below:
+        return above
+    return above / below / (100 if match["percent"] else 1)
+
+
+def _plain(text: str) -> Fraction | None:
+    try:
+        return Fraction(text.replace(",", ""))
+    except ValueError:  # only a sign or an exponent
+        return None

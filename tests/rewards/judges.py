@@ -1,4 +1,4 @@
-"""Reward functions for processes of their own: they sleep, crash and leave processes behind, as they are told."""
+"""Reward functions for worker processes that sleep, crash and start processes on command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def alive(pid: int) -> bool:
-    """Return whether a process runs; one that has ended, but was not waited for, does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -21,7 +21,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_until_gone(pids: list[int], *, seconds: float = 5.0) -> list[int]:
-    """Return which of the processes still run when that time is over."""
+    """Return the processes that still run after that time."""
     until = time.monotonic() + seconds
     while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < until:
         time.sleep(0.02)
@@ -29,7 +29,7 @@ def wait_until_gone(pids: list[int], *, seconds: float = 5.0) -> list[int]:
 
 
 def leave_processes_behind(note: str) -> None:
-    """Start a child and a daemon of two forks with a session of its own; write their ids down."""
+    """Start a child and a double-forked daemon with its own session; write their ids to a file."""
     sleeper = "import time; time.sleep(60)"
     child = subprocess.Popen([sys.executable, "-S", "-c", sleeper])
     daemon = (
@@ -47,7 +47,7 @@ def leave_processes_behind(note: str) -> None:
 
 
 def obedient(completions: list[str], note: list[str] | None = None, **columns: Any) -> list[float]:
-    """Do what each completion says, and return its length."""
+    """Carry out the command in each completion, and return its length."""
     for row, text in enumerate(completions):
         match text:
             case "hang":
@@ -69,24 +69,24 @@ def obedient(completions: list[str], note: list[str] | None = None, **columns: A
 
 
 async def in_turn(completions: list[str], **columns: Any) -> list[float]:
-    """Return lengths, after the loop had its turn."""
+    """Return lengths, after the event loop has run other tasks."""
     await asyncio.sleep(0)
     return [float(len(text)) for text in completions]
 
 
 def process_ids(completions: list[str], **columns: Any) -> list[float]:
-    """Return who judges, once enough time has passed that others judge, too."""
+    """Return this worker's process id, after a wait that lets other workers answer as well."""
     time.sleep(0.1)
     return [float(os.getpid())] * len(completions)
 
 
 def wants_gold(completions: list[str], gold: list[str]) -> list[float]:
-    """Take two arguments and no more."""
+    """A function with exactly two arguments."""
     return [float(text == right) for text, right in zip(completions, gold, strict=True)]
 
 
 class Scaled:
-    """An object with settings, as YAML makes them."""
+    """A callable object with settings, as YAML constructs them."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
@@ -97,7 +97,7 @@ class Scaled:
 
 
 class Unloadable:
-    """Can be sent, but not be received."""
+    """Object that can be pickled, but not unpickled."""
 
     def __setstate__(self, state: object) -> None:
         raise ImportError("libjudge.so is missing")
@@ -106,5 +106,5 @@ class Unloadable:
         return {"some": 1}
 
     def __call__(self, **columns: Any) -> list[float]:
-        """Never asked."""
+        """Never called."""
         return []

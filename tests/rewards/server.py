@@ -1,4 +1,4 @@
-"""A reward server on this machine, which fails as a test tells it to."""
+"""A local reward server whose failures a test controls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass
 class Answer:
-    """What one request gets; ``content`` None: the lengths of the completions."""
+    """Answer to one request; ``content`` None returns the lengths of the completions."""
 
     status: int = 200
     content: Any = None
@@ -24,7 +24,7 @@ class Answer:
 
 @dataclass
 class Log:
-    """What a server was asked."""
+    """Requests that a server received."""
 
     url: str
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Log:
 
 @contextmanager
 def reward_server(answer: Callable[[int, dict[str, Any]], Answer] = lambda number, asked: Answer()) -> Iterator[Log]:
-    """Serve until the block ends; ``answer`` gets the number of a request, from 0, and what was asked."""
+    """Serve until the block ends; ``answer`` receives a request's number, from 0, and its body."""
     lock = threading.Lock()
     at_a_time = 0
 

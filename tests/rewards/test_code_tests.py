@@ -1,4 +1,4 @@
-"""Programs of models are rewarded for the tests that they pass, whatever else they do."""
+"""CodeTests rewards programs for the tests that they pass, whatever else they do."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_start_tells_what_would_make_every_test_fail(caplog: pytest.LogCapture
         ({"score": "some"}, [], "score='some' must be one of 'all', 'share'"),
         ({"wall_s": 0.0}, [], "wall_s=0.0 must be above 0"),
         ({"workers": 0}, [], "workers=0 must be above 0"),
-        ({}, [[]], "column 'tests' needs a test or more for every prompt"),
+        ({}, [[]], "column 'tests' needs at least one test for every prompt"),
         ({}, [[3]], "must be Python, or a mapping with 'input' and 'output'; it is 3"),
         ({}, [3], "must be Python, or a mapping with 'input' and 'output'; it is 3"),
         ({}, [{"input": "3"}], "must be Python, or a mapping"),

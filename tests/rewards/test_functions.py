@@ -1,4 +1,4 @@
-"""Reward functions: weights, columns, conversations, and what broken ones are told."""
+"""Reward functions: weights, columns, conversations, and messages for broken functions."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_function_that_raises_is_named_with_its_batch() -> None:
         (["no_such_package.reward"], None, "'no_such_package.reward' cannot be imported"),
         (["lightning_realloc.rewards:nothing"], None, "cannot be imported .*nothing"),
         (5, None, "must be callable; 5 is a int"),
-        ([torch.nn.Linear(1, 1)], None, "a Linear takes tokens; a reward model is given to an algorithm"),
+        ([torch.nn.Linear(1, 1)], None, "a Linear takes tokens; give a reward model to an algorithm"),
         (["reward"], None, "import path is 'package.module:name'; got 'reward'"),
         ([3], None, "must be callable; 3 is a int"),
     ],
@@ -174,7 +174,7 @@ def test_unusable_functions_and_weights_are_refused(functions: Any, weights: lis
 
 
 class Meeting:
-    """A coroutine function that ends once ``others`` of its kind have begun."""
+    """A coroutine function that returns after ``others`` calls have started."""
 
     begun = 0
 
@@ -249,7 +249,7 @@ def test_what_trl_hands_to_functions_besides_data_is_there() -> None:
 
 
 class Flaky:
-    """Cannot judge the first completion."""
+    """Fails for the first completion."""
 
     def __init__(self, on_failure: str) -> None:
         self.on_failure = on_failure
@@ -287,5 +287,5 @@ def test_functions_that_need_to_are_started_and_closed() -> None:
     functions.start()
     functions.close()
     assert Server.calls == ["start", "close"]
-    with pytest.raises(RewardError, match=r"Server is a class, make one of it: Server\(...\)"):
+    with pytest.raises(RewardError, match=r"Server is a class, make an instance: Server\(...\)"):
         RewardFunctions(Server)

@@ -1,4 +1,4 @@
-"""A server's rewards: what is sent, what is asked again, what ends a run, and what is held to limits."""
+"""RemoteReward: request bodies, retries, failures that end a run, and limits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_columns_are_sent_by_name_and_the_token_comes_from_the_environment(monke
         judge(reward, ["a"], gold=["4"], tensor=[object()])
         with pytest.raises(RewardError, match=r"'remote' needs the columns \['gold'\], the data has \['silver'\]"):
             judge(reward, ["a"], silver=["4"])
-        with pytest.raises(RewardError, match=r"JSON cannot hold what would be sent .* \['gold'\], name those"):
+        with pytest.raises(RewardError, match=r"JSON cannot represent the request .* \['gold'\], list those"):
             judge(reward, ["a"], gold=[object()])
         monkeypatch.delenv("JUDGE_TOKEN")
         with pytest.raises(RewardError, match="the environment variable JUDGE_TOKEN is not set"):
@@ -103,7 +103,7 @@ def test_a_server_that_asks_for_too_much_time_is_given_up() -> None:
 def test_a_slow_server_is_asked_again_and_given_up_in_time() -> None:
     with reward_server(lambda number, asked: Answer(delay_s=30.0)) as log:
         began = time.monotonic()
-        rule = r"in 3 attempts: no answer within timeout_s=0\.1 seconds; on_failure='mask' would"
+        rule = r"in 3 attempts: no answer within timeout_s=0\.1 seconds; set on_failure='mask' to"
         with pytest.raises(RewardError, match=rule):
             judge(RemoteReward(log.url, timeout_s=0.1, retries=Retries(count=2, first_wait_s=0.01)), ["a"])
         assert time.monotonic() - began < 20.0  # one answer takes 30
@@ -115,7 +115,7 @@ def test_a_slow_server_is_asked_again_and_given_up_in_time() -> None:
     [
         (Answer(404, {"detail": "no such model"}), r'it answered 404: \{"detail": "no such model"\}'),
         (Answer(302, headers={"Location": "/login"}), "it answered 302"),
-        (Answer(content=b"<html>gateway</html>"), "its answer is no JSON: <html>gateway</html>"),
+        (Answer(content=b"<html>gateway</html>"), "its answer is not JSON: <html>gateway</html>"),
         (Answer(content=[1.0]), r"its answer must be \{'rewards': \[...\]\}: \[1.0\]"),
         (Answer(content={"scores": [1.0]}), "its answer must be"),
         (Answer(content={"rewards": [1.0, 2.0]}), "one reward for each of 1 completions; it has 2"),
@@ -157,7 +157,7 @@ def test_a_server_that_is_gone_ends_the_run_even_where_failures_are_masked() -> 
         reward = RemoteReward(log.url, retries=Retries(count=0), on_failure="mask", give_up_after=2)
         assert judge(reward, ["a"]).total.tolist() == [1.0]
     assert math.isnan(judge(reward, ["a"]).total[0])
-    with pytest.raises(RewardError, match=r"nothing could be judged in 2 batches in a row; http://127.*Cannot connect"):
+    with pytest.raises(RewardError, match=r"could be judged in 2 consecutive batches; http://127.*Cannot connect"):
         judge(reward, ["a"])
 
 

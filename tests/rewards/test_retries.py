@@ -1,4 +1,4 @@
-"""Waits before a server is asked again, by hand."""
+"""Waits before retries, computed by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOON = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 
 
 class Longest(random.Random):
-    """Draws the upper end."""
+    """Random source that returns the upper bound."""
 
     def uniform(self, a: float, b: float) -> float:
         return b

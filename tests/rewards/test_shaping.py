@@ -27,7 +27,7 @@ def test_the_overlong_penalty_grows_over_the_buffer() -> None:
 
 
 class Judge:
-    """Asks for a column, and fails on one completion."""
+    """Requires a column, and fails for one completion."""
 
     on_failure = "mask"
 

@@ -1,4 +1,4 @@
-"""Verifiers on answers right, wrong and odd."""
+"""Verifiers on right, wrong and odd answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards import Format, Length, NumericAnswer, Regex, RewardFunctions, exact_match
-from lightning_realloc.rewards.numbers import final_number, last_boxed
+from lightning_realloc.rewards.verifiers import final_number, last_boxed
 
 
 def judge(function: Any, *completions: str, **columns: Any) -> list[float | None]:
@@ -99,7 +99,7 @@ def test_without_math_verify_plain_numbers_are_compared() -> None:
 def test_patterns_are_searched_for() -> None:
     assert judge(Regex(r"^\d+$"), "12", "12a", "") == [1.0, 0.0, 0.0]
     assert judge(Regex("(?is)yes.no"), "well, YES\nno.", "no yes") == [1.0, 0.0]
-    with pytest.raises(RewardError, match=r"pattern='\(' is no regular expression"):
+    with pytest.raises(RewardError, match=r"pattern='\(' is not a regular expression"):
         Regex("(")
 
 
@@ -135,7 +135,7 @@ def test_a_format_is_checked_in_time_that_grows_with_the_text_alone() -> None:
 def test_other_tags_and_none() -> None:
     assert judge(Format(["a.b"]), "<a.b>x</a.b>", "<acb>x</acb>") == [1.0, 0.0]
     for tags in ([], "think"):
-        with pytest.raises(RewardError, match="must be a list of one name or more"):
+        with pytest.raises(RewardError, match="must be a list of at least one name"):
             Format(tags)
 
 

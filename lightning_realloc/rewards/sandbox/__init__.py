@@ -1,4 +1,4 @@
-"""Run untrusted programs under limits of time, memory and processes.
+"""Sandbox for generated programs: limits of time, memory, processes and output.
 
 Start with `run_limited`.
 """

@@ -1,7 +1,7 @@
-"""How does a process end with all that it started, also what was meant to outlive it? The standard library alone.
+"""Kill a process together with all its descendants, including daemons. Standard library only.
 
-On Linux nothing escapes: orphans become children of the nearest subreaper above them, so a tree stays a tree. Elsewhere
-a process is killed with its group, which those leave that open a session of their own.
+On Linux no descendant escapes: orphans become children of the nearest subreaper above them, so a tree stays a tree. On
+other systems a process is killed with its process group; descendants that start a session of their own survive.
 """
 
 from __future__ import annotations
@@ -19,40 +19,41 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
-_FIRST = -15
-"""The niceness of who has to get its turn among any number of others."""
+_HIGH_PRIORITY_NICENESS = -15
+"""Niceness of processes that must be scheduled promptly among many others."""
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when ``parent``, which started it, ends. Linux; elsewhere nothing.
+    """Let the kernel kill this process when ``parent``, which started it, ends. On Linux only; no effect elsewhere.
 
-    More precisely when the thread ends that started it.
+    The signal is sent when the thread ends that started this process.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if sys.platform == "linux" and os.getppid() != parent:
-        os._exit(1)  # it has ended already
+        os._exit(1)  # the parent has ended already
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all descendants whose own parents end. Linux; elsewhere nothing."""
+    """Become the parent of all descendants whose own parents end. On Linux only; no effect elsewhere."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def renounce_privileges() -> None:
-    """Let nothing that is started from here on gain privileges, as by a set-user-ID file. Linux; elsewhere nothing."""
+def forbid_new_privileges() -> None:
+    """Forbid privilege gains, as by set-user-ID files, for all programs started from here. On Linux only."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
-def come_first() -> int:
-    """Let this session's first process be scheduled before others, where it may; return the niceness that it had.
+def raise_priority() -> int:
+    """Raise the scheduling priority of this session if permitted; return the previous niceness.
 
-    On Linux sessions may share processors alike, however many processes each has: then the session's niceness counts.
+    Linux may divide CPU time evenly among sessions, whatever their number of processes. Then the session's niceness
+        counts.
     """
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
     with contextlib.suppress(PermissionError):
-        os.setpriority(os.PRIO_PROCESS, 0, _FIRST)
+        os.setpriority(os.PRIO_PROCESS, 0, _HIGH_PRIORITY_NICENESS)
     with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(_FIRST))
+        Path("/proc/self/autogroup").write_text(str(_HIGH_PRIORITY_NICENESS))
     return niceness
 
 
@@ -62,7 +63,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def descendants(pid: int) -> set[int]:
-    """Return the ids of the processes below ``pid`` that have not ended; none where there is no /proc to say so."""
+    """Return the ids of the running processes below ``pid``; an empty set without ``/proc``."""
     children = _listed_children if _CHILDREN_ARE_LISTED else _children_by_parents()
     found: set[int] = set()
     ahead = [pid]
@@ -74,13 +75,13 @@ def descendants(pid: int) -> set[int]:
 
 
 _CHILDREN_ARE_LISTED = Path("/proc/thread-self/children").exists()
-"""Whether this kernel keeps such lists, so that not all processes of the machine need to be looked at."""
+"""Whether this kernel lists children, which avoids a scan of all processes on the machine."""
 _ENDED = frozenset({"", "Z", "X"})
 
 
 def _listed_children(pid: int) -> list[int]:
     children: list[int] = []
-    with contextlib.suppress(OSError):  # it has ended
+    with contextlib.suppress(OSError):  # the process has ended
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
                 children += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
@@ -90,20 +91,20 @@ def _listed_children(pid: int) -> list[int]:
 def _children_by_parents() -> Callable[[int], list[int]]:
     children: dict[int, list[int]] = defaultdict(list)
     for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
-        facts = _facts(int(name))
-        if facts:
-            children[int(facts[1])].append(int(name))
+        fields = _stat_fields(int(name))
+        if fields:
+            children[int(fields[1])].append(int(name))
     return lambda pid: children[pid]
 
 
 def _state(pid: int) -> str:
-    """Return R, S, T, Z, ... as in proc(5), nothing for a process that is not there."""
-    return "".join(_facts(pid)[:1])
+    """Return R, S, T, Z, ... as in proc(5); empty for a process that does not exist."""
+    return "".join(_stat_fields(pid)[:1])
 
 
-def _facts(pid: int) -> list[str]:
+def _stat_fields(pid: int) -> list[str]:
     with contextlib.suppress(OSError):
-        # "pid (name) state parent ...": a name may hold spaces and parentheses
+        # "pid (name) state parent ...": a name may contain spaces and parentheses
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []
 
@@ -111,17 +112,18 @@ def _facts(pid: int) -> list[str]:
 def kill_tree(pid: int) -> None:
     """Kill a process that adopts orphans, and all its descendants.
 
-    It goes last, stopped: until then it adopts those whose parents were killed. A fork under way ends with its
-    process when that is killed, though not when it is stopped; so one that forks is found in the next round at latest.
+    The process is stopped first and killed last: until then it adopts orphans of killed processes. A fork in progress
+    ends if its process is killed, but not if it is stopped, so a forking process is found in the next round at the
+    latest.
     """
     _send(pid, signal.SIGSTOP)
-    give_up_at = time.monotonic() + _STOP_S
-    while _state(pid) not in {"T", "t", *_ENDED} and time.monotonic() < give_up_at:
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
+    while _state(pid) not in {"T", "t", *_ENDED} and time.monotonic() < deadline:
         time.sleep(0.001)
     empty_rounds = 0
-    while empty_rounds < 2 and time.monotonic() < give_up_at:  # one may look while a process changes parents
+    while empty_rounds < 2 and time.monotonic() < deadline:  # a process may change parents during one scan
         members = descendants(pid)
-        # A group is killed at once: none of it can fork between two signals. Not one with a leader from elsewhere.
+        # Killing a group prevents forks between two signals. Groups with a leader outside the tree are skipped.
         for group in {_group(member) for member in members} & members:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
@@ -129,19 +131,19 @@ def kill_tree(pid: int) -> None:
             _send(member, signal.SIGKILL)
         empty_rounds = 0 if members else empty_rounds + 1
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)  # where it leads a group
+        os.killpg(pid, signal.SIGKILL)  # if it leads a group
     _send(pid, signal.SIGKILL)
 
 
 def _group(pid: int) -> int:
-    """Return the process group of a process, which is its leader's id; 0 of one that is not there."""
+    """Return the process group of a process, which is its leader's id; 0 if it does not exist."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         return os.getpgid(pid)
     return 0
 
 
-_STOP_S = 10.0
-"""How long processes may take to be killed, which those that wait for a device do only after it."""
+_KILL_TIMEOUT_S = 10.0
+"""Seconds to wait for processes to die; processes that wait for a device die only after it responds."""
 
 
 def _send(pid: int, number: signal.Signals) -> None:
@@ -149,8 +151,8 @@ def _send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def died_of(exit_code: int | None) -> str:
-    """Say how a process ended: by which exit code, or which signal."""
+def describe_exit(exit_code: int | None) -> str:
+    """Describe the end of a process: its exit code or signal."""
     if exit_code is None or exit_code >= 0:
         return f"exit code {exit_code}"
     with contextlib.suppress(ValueError):

@@ -1,7 +1,7 @@
-"""A program that nobody has read, run under limits: in a folder of its own, and without this process's secrets.
+"""Run an untrusted program under limits, in its own folder and without this process's environment.
 
-It is not walled off from files: it reads and writes what this user may. Who trains on hostile prompts puts a container
-around the run.
+Files are not protected: the program reads and writes with this user's rights. If prompts may be hostile, run training
+in a container.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 import lightning_realloc
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.sandbox.processes import kill_tree
-from lightning_realloc.rewards.sandbox.supervisor import Ending, Limits
+from lightning_realloc.rewards.sandbox.supervisor import Limits, ProgramResult
 
 _ROOT = str(Path(lightning_realloc.__file__).resolve().parent.parent)
 _SUPERVISE = (
     f"import sys; sys.path.insert(0, {_ROOT!r}); from lightning_realloc.rewards.sandbox.supervisor import main; main()"
 )
-_GRACE_S = 30.0
-"""How much longer than its program a supervisor may take."""
+_SUPERVISOR_GRACE_S = 30.0
+"""Extra seconds for the supervisor beyond its program's wall time."""
 
 
 def run_limited(
@@ -35,19 +35,19 @@ def run_limited(
     standard_input: str = "",
     with_errors: bool = True,
     namespaces: bool = True,
-) -> Ending:
-    """Run a program to its end or its limits; nothing of it runs when this returns.
+) -> ProgramResult:
+    """Run a program to its end or its limits; none of its processes remains on return.
 
     Args:
-        command: The program's full path and its arguments.
-        folder: Where it runs.
-        limits: What it may use.
-        standard_input: What it can read.
-        with_errors: Whether its output holds what it wrote to standard error, too.
-        namespaces: Whether to make some for it where the kernel allows that to this user.
+        command: Full path of the program, and its arguments.
+        folder: Working directory.
+        limits: Resource limits.
+        standard_input: Text for standard input.
+        with_errors: Whether the captured output includes standard error.
+        namespaces: Whether to use namespaces if the kernel allows it to this user.
 
     Raises:
-        RewardError: when it could not be watched; not for anything that the program does.
+        RewardError: if the program could not be supervised; never for the program's own failures.
     """
     job = {
         "command": list(command),
@@ -68,13 +68,13 @@ def run_limited(
         start_new_session=True,
     )
     try:
-        told, errors = supervisor.communicate(json.dumps(job), timeout=limits.wall_s + _GRACE_S)
-        return Ending(**json.loads(told))
+        report, errors = supervisor.communicate(json.dumps(job), timeout=limits.wall_s + _SUPERVISOR_GRACE_S)
+        return ProgramResult(**json.loads(report))
     except (subprocess.TimeoutExpired, ValueError) as error:
         kill_tree(supervisor.pid)
         _, errors = supervisor.communicate()
         raise RewardError(
-            f"a program could not be watched ({type(error).__name__}): {errors.strip()[-300:]}; see to that machine"
+            f"a program could not be supervised ({type(error).__name__}): {errors.strip()[-300:]}; check that machine"
         ) from error
     except BaseException:
         kill_tree(supervisor.pid)
@@ -83,7 +83,7 @@ def run_limited(
 
 
 def _environment(folder: Path) -> Mapping[str, str]:
-    """Return what the program may know: no keys, no proxies, no rank of this run."""
+    """Return the program's environment variables, without keys, proxies or the rank of this run."""
     known = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL") if name in os.environ}
     threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
     return known | threads | {"HOME": str(folder), "TMPDIR": str(folder), "PYTHONHASHSEED": "0"}

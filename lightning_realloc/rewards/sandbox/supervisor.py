@@ -1,10 +1,10 @@
-"""Runs one program under limits, and sees to it that nothing of it is left. The standard library alone.
+"""Supervisor process that runs one program under limits and kills all its descendants. Standard library only.
 
-A process of its own: the program's orphans become its children, and what the kernel can bound is bounded on this
-side of the program's start. Where the kernel lets this user make namespaces, the program has no network, sees no
-processes but its own, and ends to the last of them when its first one does. Where not, they are found and killed.
+The supervisor adopts the program's orphans, and sets the kernel's resource limits before the program starts. If the
+kernel allows namespaces to this user, the program has no network and sees only its own processes. They all end with the
+first one. Without namespaces, the supervisor finds and kills them.
 
-In: a job as JSON on the standard input. Out: an :class:`Ending` as JSON on the standard output.
+Input: a job as JSON on standard input. Output: a :class:`ProgramResult` as JSON on standard output.
 """
 
 from __future__ import annotations
@@ -25,73 +25,73 @@ from typing import Any
 
 from lightning_realloc.rewards.sandbox.processes import (
     adopt_orphans,
-    come_first,
     descendants,
     die_with_parent,
+    forbid_new_privileges,
     kill_tree,
-    renounce_privileges,
+    raise_priority,
 )
 
 _NEW_USER, _NEW_PID, _NEW_NET, _NEW_IPC = 0x10000000, 0x20000000, 0x40000000, 0x08000000
 _NOBODY = 65534
-_LOOK_AGAIN_S = 0.02
-"""Between two counts of the program's processes."""
+_POLL_INTERVAL_S = 0.02
+"""Seconds between two counts of the program's processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one program may use."""
+    """Resource limits of one program."""
 
     wall_s: float
-    """Seconds from start to end."""
+    """Wall time, in seconds."""
     cpu_s: int
-    """Seconds of processor time, of each of its processes."""
+    """CPU time of each process, in seconds."""
     memory_bytes: int
-    """Address space of each of its processes."""
+    """Address space of each process, in bytes."""
     file_bytes: int
-    """Size of each file that it writes."""
+    """Size of each written file, in bytes."""
     processes: int
-    """Processes at a time, itself included; in namespaces of its own, threads count, too."""
+    """Number of concurrent processes, including the first; in namespaces, threads count as well."""
     output_bytes: int
-    """What it may write to its standard output and error."""
+    """Size of standard output and standard error together, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    """How a program ended."""
+class ProgramResult:
+    """Outcome of a program's run."""
 
     exit_code: int | None
-    """Negative: the signal that ended it; None: it was killed for the ``reason``."""
+    """Exit code; negative for a signal; None if the program was killed for the ``reason``."""
     reason: str
-    """Which limit it went over; empty where it ended by itself."""
+    """Limit that the program exceeded; empty if it ended by itself."""
     output: str
-    """What it wrote to standard output, and to standard error where asked for, as far as it may."""
+    """Captured standard output, and standard error if requested, up to the limit."""
     isolated: bool
-    """Whether it ran in namespaces of its own."""
+    """Whether the program ran in its own namespaces."""
 
 
 def main() -> None:
-    """Do one job."""
+    """Run one job from standard input."""
     job: dict[str, Any] = json.load(sys.stdin)
     die_with_parent(job["parent"])
     adopt_orphans()
-    niceness = come_first()  # before a namespace takes the right to; the program goes back to what was
+    niceness = raise_priority()  # before a namespace removes the right; the program gets the old value back
     isolated = job["namespaces"] and _isolate()
-    # Entering a namespace cleared it.
+    # Entering a namespace has cleared the parent-death signal.
     die_with_parent(job["parent"])
     limits = Limits(**job["limits"])
-    ending = _run(job, limits, isolated, niceness)
-    json.dump(asdict(ending), sys.stdout)
+    result = _run(job, limits, isolated, niceness)
+    json.dump(asdict(result), sys.stdout)
 
 
 def _isolate() -> bool:
-    """Let children be in namespaces of their own; return whether the kernel allows it to this user."""
+    """Start child processes in new namespaces; return whether the kernel allows it to this user."""
     if sys.platform != "linux":
         return False
     user, group = os.getuid(), os.getgid()
     if ctypes.CDLL(None, use_errno=True).unshare(_NEW_USER | _NEW_PID | _NEW_NET | _NEW_IPC) != 0:
         return False
-    # Nobody, inside: the program gets none of the rights over the namespace that its maker has.
+    # The user inside is nobody, so that the program has none of the creator's rights over the namespace.
     with contextlib.suppress(OSError):
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{_NOBODY} {user} 1")
@@ -99,68 +99,68 @@ def _isolate() -> bool:
     return True
 
 
-def _run(job: dict[str, Any], limits: Limits, isolated: bool, niceness: int) -> Ending:
+def _run(job: dict[str, Any], limits: Limits, isolated: bool, niceness: int) -> ProgramResult:
     output_end, output = os.pipe()
     status_end, status = os.pipe()
     with tempfile.TemporaryFile() as stdin:
         stdin.write(job["input"].encode())
         stdin.seek(0)
-        keeper = os.fork()
-        if keeper == 0:
+        init_pid = os.fork()
+        if init_pid == 0:
             os.setpriority(os.PRIO_PROCESS, 0, niceness)
             os.close(output_end)
             os.close(status_end)
-            _keep(job, limits, isolated, stdin.fileno(), output, status)
+            _run_as_init(job, limits, isolated, stdin.fileno(), output, status)
     os.close(output)
     os.close(status)
     try:
-        said, reason = _watch(keeper, output_end, status_end, limits)
+        captured, reason = _watch(init_pid, output_end, status_end, limits)
         code = os.read(status_end, 16) if not reason else b""
         reason = reason or ("" if code else "it was killed from outside")
     finally:
-        if isolated:  # with the first process of a namespace the kernel ends all others, and lets none begin
-            os.kill(keeper, signal.SIGKILL)
+        if isolated:  # the kernel ends all processes of a namespace with its first one
+            os.kill(init_pid, signal.SIGKILL)
         else:
-            kill_tree(keeper)
+            kill_tree(init_pid)
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
-    return Ending(int(code) if code else None, reason, said.decode(errors="replace"), isolated)
+    return ProgramResult(int(code) if code else None, reason, captured.decode(errors="replace"), isolated)
 
 
-def _watch(keeper: int, output_end: int, status_end: int, limits: Limits) -> tuple[bytes, str]:
-    """Read what the program writes until it ends, or goes over a limit; return that, and which limit."""
+def _watch(init_pid: int, output_end: int, status_end: int, limits: Limits) -> tuple[bytes, str]:
+    """Read the program's output until it ends or exceeds a limit; return the output and the exceeded limit."""
     end_at = time.monotonic() + limits.wall_s
-    said = b""
+    captured = b""
     reading = [output_end, status_end]
     while True:
         left = end_at - time.monotonic()
-        ready, _, _ = select.select(reading, [], [], max(0.0, min(left, _LOOK_AGAIN_S)))
+        ready, _, _ = select.select(reading, [], [], max(0.0, min(left, _POLL_INTERVAL_S)))
         if output_end in ready:
             more = os.read(output_end, 65536)
-            said += more[: limits.output_bytes + 1 - len(said)]
-            if len(said) > limits.output_bytes:
-                return said[: limits.output_bytes], f"it wrote more than {limits.output_bytes} bytes"
+            captured += more[: limits.output_bytes + 1 - len(captured)]
+            if len(captured) > limits.output_bytes:
+                return captured[: limits.output_bytes], f"it wrote more than {limits.output_bytes} bytes"
             if not more:
                 reading.remove(output_end)
         elif status_end in ready:
-            return said, ""  # and nothing is left to read: daemons may hold the other end
+            return captured, ""  # nothing is left to read; daemons may hold the other end open
         if left <= 0:
-            return said, f"it took more than {limits.wall_s:g} seconds"
-        if len(descendants(keeper)) > limits.processes:
-            return said, f"it started more than {limits.processes} processes"
+            return captured, f"it took more than {limits.wall_s:g} seconds"
+        if len(descendants(init_pid)) > limits.processes:
+            return captured, f"it started more than {limits.processes} processes"
 
 
-def _keep(job: dict[str, Any], limits: Limits, isolated: bool, stdin: int, output: int, status: int) -> None:
-    """Start the program and wait for it: the first process of the namespace, with which all others in it end."""
+def _run_as_init(job: dict[str, Any], limits: Limits, isolated: bool, stdin: int, output: int, status: int) -> None:
+    """Start the program and wait for it, as the first process of the namespace, with which all others end."""
     try:
         die_with_parent(os.getppid() if not isolated else 0)
         adopt_orphans()
-        os.setsid()  # of the program too: a group to be killed where nothing else holds it together
+        os.setsid()  # a group that also holds the program, to kill where no subreaper or namespace exists
         program = os.fork()
         if program == 0:
-            os.setpgid(0, 0)  # a group without the keeper, which outlives it
-            _become(job, limits, isolated, stdin, output)
+            os.setpgid(0, 0)  # a group without the init process, which outlives it
+            _exec_program(job, limits, isolated, stdin, output)
         os.close(output)
         code = None
         while code is None:
@@ -172,8 +172,8 @@ def _keep(job: dict[str, Any], limits: Limits, isolated: bool, stdin: int, outpu
         os._exit(0)
 
 
-def _become(job: dict[str, Any], limits: Limits, isolated: bool, stdin: int, output: int) -> None:
-    """Turn into the program."""
+def _exec_program(job: dict[str, Any], limits: Limits, isolated: bool, stdin: int, output: int) -> None:
+    """Replace this process with the program."""
     try:
         die_with_parent(os.getppid())
         for descriptor, standard in ((stdin, 0), (output, 1), (output, 2)):
@@ -182,7 +182,7 @@ def _become(job: dict[str, Any], limits: Limits, isolated: bool, stdin: int, out
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os.closerange(3, 1024)
         os.chdir(job["folder"])
-        renounce_privileges()
+        forbid_new_privileges()
         _limit(limits, isolated)
         os.execve(job["command"][0], job["command"], job["environment"])
     except BaseException as error:
@@ -199,11 +199,12 @@ def _limit(limits: Limits, isolated: bool) -> None:
         resource.RLIMIT_NOFILE: (256, 256),
         resource.RLIMIT_AS: (limits.memory_bytes, limits.memory_bytes),
     }
-    if isolated:  # elsewhere it would count all that this user runs, training among it
-        around = 2  # this side's: who watches, and who keeps
-        bounds[resource.RLIMIT_NPROC] = (limits.processes + around, limits.processes + around)
+    if isolated:  # without a namespace it would count all processes of this user, including training
+        num_supervisors = 2  # the supervisor and the init process
+        max_processes = limits.processes + num_supervisors
+        bounds[resource.RLIMIT_NPROC] = (max_processes, max_processes)
     for kind, (soft, hard) in bounds.items():
-        with contextlib.suppress(ValueError, OSError):  # a lower one is in force already
+        with contextlib.suppress(ValueError, OSError):  # a lower limit is in force already
             resource.setrlimit(kind, (soft, hard))
 
 

@@ -1,4 +1,4 @@
-"""Call reward functions in processes of their own, each within a deadline.
+"""Worker processes for reward functions, with a deadline for each request.
 
 Start with `PooledReward`.
 """

@@ -1,4 +1,4 @@
-"""A reward function in processes of its own, where what is slow, hangs or crashes costs its sample alone."""
+"""Reward function in worker processes: a slow, hanging or crashing call affects its own samples only."""
 
 from __future__ import annotations
 
@@ -10,29 +10,36 @@ from lightning_realloc.rewards.failure_rule import FailureRule, OnFailure, Outco
 from lightning_realloc.rewards.signatures import (
     RewardFunction,
     accepted,
-    columns_alone,
     function_name,
     required_columns,
     resolved,
+    without_services,
 )
 from lightning_realloc.rewards.workers.worker import prepare_function
 from lightning_realloc.rewards.workers.worker_pool import WorkerPool
 
 
 class PooledReward:
-    """Judges with a function in other processes.
+    """Reward function that runs in worker processes.
 
-    A process that does not answer in time, or ends, is killed with all that it started and replaced. Processes begin
-    with the run and end with it.
+    A process that misses its deadline or ends is killed with all its descendants, and replaced. Processes start and end
+    with the run.
 
     Args:
-        function: A function at the top of a module, an object of a class there, or the import path of one.
-        workers: Processes, on every rank that judges.
-        deadline_s: Seconds in which a request must be answered.
-        chunk_size: Completions of one request; they fail together.
-        on_failure: ``"fail"`` ends the run where a completion could not be judged, ``"mask"`` leaves its sample out.
-        give_up_after: Batches in a row of which nothing could be judged, after which ``"mask"`` ends the run.
-        start_s: Seconds in which a process must have loaded the function.
+        function: A module-level function, an instance of a module-level class, or the import path of one.
+        workers: Number of processes, on every rank that computes rewards.
+        deadline_s: Seconds for one request.
+        chunk_size: Completions per request; they fail together.
+        on_failure: ``"fail"`` ends the run if a completion could not be judged, ``"mask"`` leaves its sample out.
+        give_up_after: Number of consecutive batches without any result after which ``"mask"`` also ends the run.
+        start_s: Seconds for a process to load the function.
+
+    Example:
+        >>> from lightning_realloc.rewards import exact_match
+        >>> reward = PooledReward(exact_match, workers=1, on_failure="mask")
+        >>> reward(prompts=["2 + 2 ="], completions=["4"], completion_ids=[[19]], answer=["4"])
+        [1.0]
+        >>> reward.close()
     """
 
     def __init__(
@@ -64,19 +71,19 @@ class PooledReward:
         self._pool: WorkerPool | None = None
 
     def required_columns(self) -> set[str]:
-        """Return the columns that the function asks for."""
+        """Return the columns that the function requires."""
         return required_columns(self.function)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The processes that there are now."""
+        """Ids of the current processes."""
         return self._pool.pids if self._pool is not None else ()
 
     def start(self) -> None:
         """Start the processes and wait until they are ready.
 
         Raises:
-            RewardError: when one cannot load the function.
+            RewardError: if one cannot load the function.
         """
         if self._pool is None:
             self._pool = WorkerPool(
@@ -89,7 +96,7 @@ class PooledReward:
             raise
 
     def close(self) -> None:
-        """End the processes, and all that they started."""
+        """Kill the processes and all their descendants."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -102,13 +109,13 @@ class PooledReward:
         completion_ids: Sequence[Sequence[int]],
         **columns: Sequence[object],
     ) -> list[Outcome]:
-        """Return the outcome of every completion.
+        """Return the results of B completions.
 
         Raises:
-            RewardError: for a completion that could not be judged, where that ends the run.
+            RewardError: for a completion that could not be judged, if that ends the run.
         """
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-        given = accepted(self.function, given | columns_alone(columns)) | {
+        given = accepted(self.function, given | without_services(columns)) | {
             "prompts": prompts,
             "completions": completions,
         }
@@ -117,8 +124,8 @@ class PooledReward:
         try:
             self.start()
             assert self._pool is not None, "it was just started"
-            answers = self._pool.judge(requests, partial(self._rule.refuse, num_completions=len(completions)))
-            return self._rule.settle([outcome for answer in answers for outcome in answer])
-        except BaseException:  # an interrupt leaves answers behind that nobody waits for
+            answers = self._pool.judge(requests, partial(self._rule.raise_on_failure, num_completions=len(completions)))
+            return self._rule.apply([outcome for answer in answers for outcome in answer])
+        except BaseException:  # after an interrupt, pending answers would be read by the next batch
             self.close()
             raise

@@ -1,4 +1,4 @@
-"""The life of a process that judges: load a function, then answer one request after the other until nobody asks."""
+"""Main loop of a worker process: load a reward function, then answer requests until the connection closes."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ from lightning_realloc.rewards.signatures import RewardFunction, is_async
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """The function is loaded."""
+class WorkerReady:
+    """Message: the function is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
-    """There is nothing to call_reward this worker, or it cannot answer what it was asked."""
+class WorkerError:
+    """Message: the function could not be loaded, or could not answer a request."""
 
     reason: str
+    """Cause, for error messages."""
 
 
 def prepare_function(function: RewardFunction) -> bytes:
-    """Return what :func:`main` loads a function from, in another process.
+    """Serialize a function for :func:`main` in another process.
 
     Raises:
-        RewardError: for a function that only exists in this process.
+        RewardError: for a function that exists in this process only.
     """
     try:
         pickled = pickle.dumps(function)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise RewardError(
-            f"a reward function for other processes must be found by its name there, at the top of a module; "
+            f"a reward function for worker processes must be importable by its name, at the top of a module; "
             f"{function!r} is not ({error})"
         ) from error
-    # What multiprocessing tells the processes that it spawns: the paths, and the script where the function is its own.
+    # As in multiprocessing's spawn: import paths, and the main script if the function is defined there.
     surroundings = spawn.get_preparation_data("rewards")
     for unwanted in ("authkey", "start_method", "name"):
         surroundings.pop(unwanted, None)
@@ -52,7 +53,7 @@ def prepare_function(function: RewardFunction) -> bytes:
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Serve the other end of a connection until it is closed."""
+    """Serve a connection until its other end closes."""
     die_with_parent(parent)
     adopt_orphans()
     connection: Connection[Any, Any] = Connection(descriptor)
@@ -63,18 +64,18 @@ def main(descriptor: int, parent: int) -> None:
     except EOFError:
         return
     except BaseException as error:  # a script may also call sys.exit
-        connection.send(Broken(f"{type(error).__name__}: {error}"))
+        connection.send(WorkerError(f"{type(error).__name__}: {error}"))
         return
-    connection.send(Ready())
+    connection.send(WorkerReady())
     while True:
         try:
             given = connection.recv()
         except EOFError:
             return
-        connection.send(_answer(function, given))
+        connection.send(_call_function(function, given))
 
 
-def _answer(function: RewardFunction, given: Mapping[str, Any]) -> list[Outcome] | Broken:
+def _call_function(function: RewardFunction, given: Mapping[str, Any]) -> list[Outcome] | WorkerError:
     name = getattr(function, "__name__", type(function).__name__)
     try:
         return (
@@ -83,4 +84,4 @@ def _answer(function: RewardFunction, given: Mapping[str, Any]) -> list[Outcome]
             else call_reward(name, function, given)
         )
     except RewardError as error:
-        return Broken(str(error))
+        return WorkerError(str(error))

@@ -1,4 +1,4 @@
-"""Programs that loop, hoard, flood, fork and hide: limits are held, and nothing of them is left running."""
+"""Sandbox: programs that loop, allocate, flood, fork and hide stay within limits and leave no process behind."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from lightning_realloc.rewards.sandbox.sandbox import run_limited
-from lightning_realloc.rewards.sandbox.supervisor import Ending, Limits
+from lightning_realloc.rewards.sandbox.supervisor import Limits, ProgramResult
 
 LIMITS = Limits(wall_s=10.0, cpu_s=5, memory_bytes=2**28, file_bytes=2**16, processes=6, output_bytes=2**12)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process may leave its group")
 
 
-def run(code: str, folder: Path, *, namespaces: bool = True, **limits: float) -> Ending:
+def run(code: str, folder: Path, *, namespaces: bool = True, **limits: float) -> ProgramResult:
     return run_limited(
         [sys.executable, "-I", "-S", "-c", code],
         folder=folder,
@@ -27,7 +27,7 @@ def run(code: str, folder: Path, *, namespaces: bool = True, **limits: float) ->
 
 
 def running_in(folder: Path) -> list[int]:
-    """Return the processes that were given ``folder`` as their home, however they hide otherwise."""
+    """Return the processes whose home is ``folder``, whatever session or parent they have."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         try:

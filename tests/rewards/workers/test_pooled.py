@@ -1,4 +1,4 @@
-"""Functions in other processes: the same rewards; what hangs, crashes or leaves processes behind is held to limits."""
+"""PooledReward: the same rewards as in process; calls that hang, crash or leave processes behind are limited."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def test_a_failure_ends_the_run_where_that_is_the_policy_and_nothing_is_left() -
     with pooled(workers=1, deadline_s=1.0) as reward:
         reward.start()
         pids = list(reward.pids)
-        rule = r"obedient: 1 of 2 completions could not be judged; no answer within deadline_s=1 seconds; on_failure="
+        rule = (
+            r"obedient: 1 of 2 completions could not be judged; no answer within deadline_s=1 seconds; set on_failure="
+        )
         with pytest.raises(RewardError, match=rule):
             judge(reward, ["a", "hang"])
         assert reward.pids == () and wait_until_gone(pids) == []
@@ -110,7 +112,7 @@ def test_masking_ends_where_nothing_can_be_judged_any_more() -> None:
         assert all(isinstance(outcome, Failed) for outcome in judge(reward, ["raise", "raise"]))
         assert judge(reward, ["a", "raise"])[0] == 1.0  # counted anew
         assert all(isinstance(outcome, Failed) for outcome in judge(reward, ["raise"]))
-        with pytest.raises(RewardError, match=r"nothing could be judged in 2 batches in a row; .* resume, or raise"):
+        with pytest.raises(RewardError, match=r"could be judged in 2 consecutive batches; .* resume, or raise"):
             judge(reward, ["raise"])
 
 
@@ -141,7 +143,7 @@ def test_a_worker_that_ended_between_batches_is_replaced_unnoticed() -> None:
 @pytest.mark.parametrize(
     ("function", "options", "rule"),
     [
-        (lambda **columns: [], {}, "must be found by its name there, at the top of a module"),
+        (lambda **columns: [], {}, "must be importable by its name, at the top of a module"),
         (judges.obedient, {"workers": 0}, "workers=0 must be at least 1"),
         (judges.obedient, {"chunk_size": 0}, "chunk_size=0 must be at least 1"),
         (judges.obedient, {"deadline_s": 0.0}, "deadline_s=0.0 must be above 0"),
