@@ -1,9 +1,8 @@
-"""``lightning-realloc fit | validate | test | predict | export | plan``: everything from one YAML file.
+"""Command line ``lightning-realloc fit | validate | test | predict | export | plan``, configured by one YAML file.
 
-A LightningCLI whose model and data are chosen by class, and whose strategy is ``realloc`` unless the file says
-otherwise. ``export`` needs no configuration: a checkpoint in, a Hugging Face folder out; nor does
-``plan``, which finds and prices plans for clusters that need not be there. What a user can get wrong ends
-with one message and exit code 2; ``plan`` ends with 3 where no run of its plan can start.
+It is a LightningCLI whose model and data are chosen by class, with ``strategy="realloc"`` as default. ``export`` writes
+a checkpoint as a Hugging Face folder, and ``plan`` finds and prices execution plans without devices; neither needs a
+configuration. User errors end with one message and exit code 2. ``plan`` exits with 3 if no run of its plan can start.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _Instan
 
 from lightning_realloc import __all__ as _PUBLIC
 
-# Imported for their names: a configuration may say GRPO or SFTDataModule without the module.
+# Imported for their names, so that a configuration can use GRPO or SFTDataModule without the module path.
 from lightning_realloc.algorithms import DPO, GRPO, KTO, ORPO, PPO, SFT, ProcessReward, RewardModel
 from lightning_realloc.callbacks import (
     AutoTuner,
@@ -69,33 +68,33 @@ SHORT_NAMES = (
     MemoryMonitor,
     AutoTuner,
 )
-"""Classes that a configuration names without their module; any other has its full class path."""
+"""Classes that a configuration can name without their module; others need the full class path."""
 _UNKNOWN_CLASS = re.compile(
     r"Expected a dot import path string: ([\w.]+)|"
     r"Problem with given class_path '([\w.]+)':\s+(?:module '.*' has no attribute|No module named)"
 )
-_MISSPELT = re.compile(r"Problem with given class_path '([\w.]+)':\s+Option '(\w+)' is not accepted")
+_UNKNOWN_OPTION = re.compile(r"Problem with given class_path '([\w.]+)':\s+Option '(\w+)' is not accepted")
 EXPORT_HELP = "Write one role of a checkpoint as a folder that Hugging Face's from_pretrained reads."
 
 
 class Parser(LightningArgumentParser):
-    """Says less: an error without sixty lines of usage before it, help without every nn.Module there is."""
+    """Parser with shorter output: no usage before errors, and no list of all ``nn.Module`` subclasses in help."""
 
     def format_help(self, *args: Any, **options: Any) -> str:
-        """Leave out lists of known subclasses that fill pages."""
+        """Return the help without lists of known subclasses that fill pages."""
         return re.sub(r",\s+known\s+subclasses:[^()]{2000,}\)", ")", super().format_help(*args, **options))
 
     def print_usage(self, file: Any = None) -> None:
-        """Print nothing; only errors ask for it."""
+        """Print nothing; only errors call it."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Say besides what another library's name for a setting is here, and which setting or class was meant.
+        """Add hints for unknown names: our name for another library's setting, or a similar setting or class.
 
-        A parser inside of another has said so in its own message, which is part of this one: it is said at the end.
+        A nested parser's message, which contains its hints already, is part of this one; the hints move to its end.
         """
-        misspelt = _MISSPELT.findall(message)
+        unknown = _UNKNOWN_OPTION.findall(message)
         hints = [
-            describe_unknown_settings(cls, [name]) for path, name in misspelt if isinstance(cls := locate(path), type)
+            describe_unknown_settings(cls, [name]) for path, name in unknown if isinstance(cls := locate(path), type)
         ]
         if not hints:
             named = [name.rpartition(".")[2] for name in re.findall(r"Option '([\w.]+)' is not accepted", message)]
@@ -107,7 +106,7 @@ class Parser(LightningArgumentParser):
 
 
 def _class_hint(name: str) -> str:
-    """Say which class may have been meant by one that there is not."""
+    """Return a hint with the known classes whose names are similar to an unknown one."""
     known = sorted({*_PUBLIC, *(short.__name__ for short in SHORT_NAMES)})
     near = difflib.get_close_matches(name.rpartition(".")[2], known, n=3)
     way_out = f"did you mean {' or '.join(near)}?" if near else "write package.module.Class of one that can be imported"
@@ -115,14 +114,14 @@ def _class_hint(name: str) -> str:
 
 
 class _Refusal(BaseException):
-    """Carries an error of ours out of jsonargparse, which takes any Exception for "this value has another type"."""
+    """Carries one of our errors through jsonargparse, which treats any Exception as a type mismatch."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
 class _Instantiator(_InstantiatorFn):
-    """Constructs a model or a data module, as Lightning does."""
+    """Constructs a model or a data module as Lightning does, and lets our errors pass jsonargparse."""
 
     def __call__(self, class_type: type, *args: Any, applied_instantiation_links: Any, **kwargs: Any) -> Any:
         try:
@@ -140,7 +139,7 @@ def _construct(class_type: type, *args: Any, **kwargs: Any) -> Any:
 
 
 class ReallocCLI(LightningCLI):
-    """LightningCLI for algorithms of several models, which build their optimizers themselves."""
+    """LightningCLI for algorithms with several models, which build their optimizers themselves."""
 
     def __init__(self, args: Sequence[str] | None = None, **options: Any) -> None:
         defaults: dict[str, Any] = {
@@ -148,7 +147,7 @@ class ReallocCLI(LightningCLI):
             "subclass_mode_data": True,
             # Lightning would build an optimizer from parameters() before there are models.
             "auto_configure_optimizers": False,
-            # A random one would differ between processes that were not started by Lightning.
+            # A random default would differ between processes that Lightning did not start.
             "seed_everything_default": 0,
             "trainer_defaults": {"strategy": "realloc"},
             "save_config_kwargs": {"overwrite": True},
@@ -158,13 +157,13 @@ class ReallocCLI(LightningCLI):
         super().__init__(LightningModule, LightningDataModule, args=given, **defaults | options)
 
     def before_instantiate_classes(self) -> None:
-        """Refuse a precision before Lightning does, which names another class and advises what cannot be used here."""
+        """Check the precision first: Lightning's own error names another class and gives advice that does not apply."""
         strategy = self._get(self.config, "trainer.strategy")
         if str(getattr(strategy, "class_path", "")).endswith(ReallocStrategy.__name__):
             refuse_precision(str(self._get(self.config, "trainer.precision")))
 
     def instantiate_classes(self) -> None:
-        """Construct the model, the data and the Trainer; what our classes refuse is raised as it is."""
+        """Construct the model, the data and the Trainer; our errors are raised unchanged."""
         try:
             super().instantiate_classes()
         except _Refusal as refusal:
@@ -174,17 +173,17 @@ class ReallocCLI(LightningCLI):
         try:
             super()._run_subcommand(subcommand)
         except OUR_ERRORS:
-            end_started_ranks(self.trainer.strategy.launcher)  # they fail alike; the last word is this process's
+            end_started_ranks(self.trainer.strategy.launcher)  # they fail alike; report the error last
             raise
 
     def _add_instantiators(self) -> None:
         self.parser.add_instantiator(_Instantiator(cli=self, key="model"), LightningModule, subclasses=True)
         self.parser.add_instantiator(_Instantiator(cli=self, key="data"), LightningDataModule, subclasses=True)
-        self.parser.add_instantiator(_construct, object, subclasses=True)  # asked last: strategies, options, callbacks
+        self.parser.add_instantiator(_construct, object, subclasses=True)  # last: strategies, options, callbacks
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         super()._add_subcommands(parser, **kwargs)
-        # Only for --help: LightningCLI's subcommands are the Trainer's methods, so main() takes these itself.
+        # For --help only: LightningCLI's subcommands are Trainer methods, so main() handles these two itself.
         action = parser._subcommands_action
         assert action is not None, "LightningCLI has just added subcommands"
         action.add_subcommand("export", export_parser(), help=EXPORT_HELP)
@@ -194,24 +193,29 @@ class ReallocCLI(LightningCLI):
 def export_parser() -> ArgumentParser:
     """Return the parser of ``lightning-realloc export``."""
     parser = ArgumentParser(prog="lightning-realloc export", description=EXPORT_HELP)
-    parser.add_argument("checkpoint", type=str, help="The folder that ModelCheckpoint or save_checkpoint wrote.")
-    parser.add_argument("--output", type=str, required=True, help="A new or empty folder, or an earlier export.")
-    parser.add_argument("--role", type=str, default="actor", help="Which model of the checkpoint.")
+    parser.add_argument("checkpoint", type=str, help="Folder written by ModelCheckpoint or save_checkpoint.")
+    parser.add_argument("--output", type=str, required=True, help="New or empty folder, or an earlier export.")
+    parser.add_argument("--role", type=str, default="actor", help="Model of the checkpoint to export.")
     parser.add_argument("--dtype", type=str | None, default=None, help="float32, bfloat16, ...; default: as trained.")
     parser.add_argument("--merge", action="store_true", help="Merge adapters into their base; default: adapters alone.")
-    parser.add_argument("--averaged", action="store_true", help="Write what an EMA kept; default: the weights.")
-    parser.add_argument("--base", type=str | None, default=None, help="Their base; default: what it was loaded from.")
+    parser.add_argument("--averaged", action="store_true", help="Write the averages of an EMA; default: the weights.")
+    parser.add_argument("--base", type=str | None, default=None, help="Adapters' base model; default: as loaded.")
     return parser
 
 
 def run(args: Sequence[str]) -> int:
-    """Do what the arguments say, and return the exit code; errors are raised."""
+    """Run a command and return its exit code; errors are raised."""
     if args[:1] == ["export"]:
         chosen = export_parser().parse_args(list(args[1:]))
         folder = export_checkpoint(
-            Path(chosen.checkpoint), Path(chosen.output), role=chosen.role, dtype=parse_dtype(chosen.dtype),
-            merge=chosen.merge, averaged=chosen.averaged, base=chosen.base,
-        )  # fmt: skip
+            Path(chosen.checkpoint),
+            Path(chosen.output),
+            role=chosen.role,
+            dtype=parse_dtype(chosen.dtype),
+            merge=chosen.merge,
+            averaged=chosen.averaged,
+            base=chosen.base,
+        )
         sys.stdout.write(f"{chosen.role} of {chosen.checkpoint} written to {folder}\n")
     elif args[:1] == ["plan"]:
         return run_plan(args[1:], sys.stdout.write)
@@ -222,7 +226,7 @@ def run(args: Sequence[str]) -> int:
 
 def main() -> int:
     """Run the command line of this process, and return its exit code."""
-    if os.getcwd() not in sys.path:  # reward functions are named by import paths, and mostly lie beside the file
+    if os.getcwd() not in sys.path:  # reward functions have import paths, often next to the configuration
         sys.path.insert(0, os.getcwd())
     try:
         return run(sys.argv[1:])

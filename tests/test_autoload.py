@@ -1,4 +1,4 @@
-"""What happens while torch and Lightning are being imported? Asked in fresh interpreters."""
+"""Autoload hook: effects of importing torch and Lightning, each in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _python(script: str, *path: Path, asked: str = "", **environment: str) -> su
 
 
 def _package(folder: Path, contents: str) -> list[str]:
-    """Write a package that stands where ours would, and return where it is found."""
+    """Write a stand-in for our package, and return its folder."""
     package = folder / "lightning_realloc"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(contents)
@@ -73,7 +73,7 @@ def _package(folder: Path, contents: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each script prints where torch and Lightning are imported."""
+    """Output of each script that imports torch and Lightning."""
     folder = tmp_path_factory.mktemp("packages")
     stand_in, broken = _package(folder / "a", ""), _package(folder / "b", "raise RuntimeError('broken on purpose')")
     scripts = {TRAINERS: stand_in, IMPORTED: [], BROKEN: broken}

@@ -74,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _command_lines(folder: Path, lines: Sequence[Sequence[str]]) -> list[Outcome]:
-    """Run command lines one after another as if each were a process of its own."""
+    """Run command lines in sequence, each in a fresh state."""
     from lightning_realloc import cli
 
     os.chdir(folder)
@@ -338,7 +338,7 @@ def test_help_names_every_command_and_fits_a_screen(workers: WorkerPool, folder:
 
 
 def make_callback(every: int = 1) -> Callback:
-    """Make one: a function stands for a class in a configuration, too."""
+    """Return an instance: a configuration can name a function instead of a class."""
     return Callback()
 
 

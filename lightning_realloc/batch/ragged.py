@@ -17,7 +17,12 @@ from lightning_realloc.errors import DataError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
-    """B sequences of different lengths, concatenated."""
+    """B sequences of different lengths, concatenated.
+
+    Example:
+        >>> Ragged.from_list([[1, 2, 3], [4]]).lengths.tolist()
+        [3, 1]
+    """
 
     values: Tensor
     """Concatenated sequences: shape (N, ...), on any device."""

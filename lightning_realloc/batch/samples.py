@@ -23,7 +23,13 @@ Column = Tensor | Ragged | tuple[object, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
-    """Samples keyed by unique ids, with one value per sample in each column."""
+    """Samples keyed by unique ids, with one value per sample in each column.
+
+    Example:
+        >>> samples = Samples(torch.tensor([7, 9]), {"response_ids": Ragged.from_list([[1, 2, 3], [4]])})
+        >>> samples.by_ids([9]).ragged("response_ids").to_lists()
+        [[4]]
+    """
 
     ids: Tensor
     """Unique sample ids, (B,) int64 on the host. An id means the same sample on every rank."""

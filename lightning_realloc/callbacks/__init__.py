@@ -1,4 +1,4 @@
-"""When layouts change, when models and predictions are written, and what the user sees of it."""
+"""Lightning callbacks: tuning, reallocation, weight averages, Hugging Face export, predictions and monitoring."""
 
 from lightning_realloc.callbacks.auto_tuner import AutoTuner
 from lightning_realloc.callbacks.ema import EMA

@@ -1,7 +1,7 @@
-"""A moving average of trained weights that follows them through layouts, plans and checkpoints.
+"""Exponential moving average of trained weights, sharded like the weights.
 
-It lies in the optimizer's state, beside each weight: divided as that is, moved by a change of plans, offloaded, saved
-and resumed with it. Lightning's own averaging copies the whole module before it is divided, and is refused.
+The average lies in the optimizer's state of each parameter. It is divided, moved by plan changes, offloaded, saved and
+resumed with that state. Lightning's own averaging copies the whole module before it is divided, and is rejected.
 """
 
 from __future__ import annotations
@@ -21,24 +21,28 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.parallel.shards import local_tensor, reshard
 
 AVERAGE = "ema"
-"""The key of the average in an optimizer's state of a parameter."""
+"""Key of the average in an optimizer's state of a parameter."""
 
 
 class EMA(Callback):
-    """Averages the weights of trained roles over iterations, and lets evaluation run on the averages.
+    """Average the weights of trained roles over iterations, and evaluate with the averages.
 
-    ``average = decay * average + (1 - decay) * weight`` after each iteration; the first one begins it. Training,
-    generation for it included, goes on from the weights themselves. Averages are float32, and leave as a model by
+    ``average = decay * average + (1 - decay) * weight`` after each iteration, starting from the weights. Training, and
+    generation for it, continue from the weights themselves. Averages are float32. Export them with
     ``SaveHuggingFace(averaged=True)`` or ``lightning-realloc export --averaged``.
 
     Args:
-        decay: How much of the average stays in each update.
-        roles: Whose weights; by default those of every trained role.
-        every_n_steps: How many iterations lie between updates.
-        start_step: The iteration after which the average begins, counted from 1.
-        validate: Whether averages are evaluated, as Lightning's own averaging has it: by validation in training, and by
-            ``validate``, ``test`` and ``predict`` after it or of a checkpoint that holds some. The weights wait in host
-            memory meanwhile.
+        decay: Fraction of the average that remains in each update.
+        roles: Roles to average; by default all trained roles.
+        every_n_steps: Iterations between updates.
+        start_step: Iteration after which the average starts, counted from 1.
+        validate: Whether to evaluate with averages, as Lightning's own averaging does: in validation during training,
+            and in ``validate``, ``test`` and ``predict`` after it or from a checkpoint with averages. Meanwhile the
+            weights are kept in host memory.
+
+    Example:
+        >>> from lightning_realloc import EMA
+        >>> ema = EMA(decay=0.99, roles=["actor"], start_step=10)  # Trainer(strategy="realloc", callbacks=[ema])
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class EMA(Callback):
         validate: bool = True,
     ) -> None:
         if not 0 <= decay < 1:
-            raise ConfigError(f"decay={decay} must lie from 0, which is the weights themselves, to below 1")
+            raise ConfigError(f"decay={decay} must be at least 0, which keeps the weights themselves, and below 1")
         for name, count in (("every_n_steps", every_n_steps), ("start_step", start_step)):
             if count < 1:
                 raise ConfigError(f"{name}={count} must be at least 1")
@@ -61,14 +65,15 @@ class EMA(Callback):
         self.start_step = start_step
         self.validate = validate
         self._stepped: set[str] = set()
-        """Roles whose optimizers have stepped here: before that a state of ours would keep them from making theirs."""
-        self._away: dict[str, _Weights] = {}
-        """Role -> weights that wait while models hold the averages."""
+        """Roles whose optimizers have stepped. Before the first step, an entry of ours would stop an optimizer from
+        creating its own state."""
+        self._stored_weights: dict[str, _ReplacedWeights] = {}
+        """Role -> weights stored while its models hold the averages."""
         self._fitted: LightningModule | None = None
-        """Whose optimizers hold averages."""
+        """Module whose optimizers hold the averages; None if there is none."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse strategies without roles."""
+        """Raise ConfigError for a strategy without roles."""
         if not hasattr(trainer.strategy, "run_iteration") or not hasattr(pl_module, "dataflow"):
             raise ConfigError(
                 f"EMA averages the roles of an algorithm under Trainer(strategy='realloc'); for "
@@ -76,7 +81,7 @@ class EMA(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse roles that are not trained, and listen for the optimizers' steps."""
+        """Check that the roles are trained, and register hooks for optimizer steps."""
         trained = trainer.strategy.pool.dataflow.trained_roles  # type: ignore[attr-defined]
         unknown = sorted(set(self.roles or ()) - set(trained))
         if unknown:
@@ -100,27 +105,27 @@ class EMA(Callback):
                 reshard(home.model)
                 update_averages(optimizer, self.decay, may_begin=role in self._stepped)
             if {role, role + OPTIMIZER_SUFFIX} & set(strategy.plan.offload):
-                strategy.pool.weights_trained(role)  # what was offloaded is not what is there now
+                strategy.pool.weights_trained(role)  # the offloaded copy is outdated
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let models hold the averages; those of a checkpoint were read in place of its weights."""
+        """Replace weights by averages, except for a checkpoint, whose averages were loaded instead of its weights."""
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if not is_fitting and trainer.ckpt_path is not None:
-            self._fitted = None  # from here on the model is the checkpoint's, and no longer what averages are of
+            self._fitted = None  # the module now holds the checkpoint, to which the averages do not belong
         if self.validate and (is_fitting or pl_module is self._fitted):
             for role in self._roles(trainer):
-                self._away[role] = _Weights.replace_by_average(trainer.strategy, role)
+                self._stored_weights[role] = _ReplacedWeights.replace_by_average(trainer.strategy, role)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go back to the weights."""
-        for role in tuple(self._away):
-            self._away.pop(role).restore()
+        """Restore the weights."""
+        for role in tuple(self._stored_weights):
+            self._stored_weights.pop(role).restore()
 
     on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Go back to the weights, which a checkpoint of the failure is to hold."""
+        """Restore the weights before a checkpoint of the failure is written."""
         self.on_validation_epoch_end(trainer, pl_module)
 
     def _roles(self, trainer: Trainer) -> tuple[str, ...]:
@@ -129,12 +134,12 @@ class EMA(Callback):
 
 @contextmanager
 def averaged_weights(strategy: Any, role: str) -> Iterator[None]:
-    """Let a role's model hold the averages inside, and the weights again behind it. Collective over all ranks.
+    """Context manager in which a role's model holds the averages. Collective over all ranks.
 
     Raises:
-        ConfigError: on every rank, where there are no averages.
+        ConfigError: on every rank, if there are no averages.
     """
-    weights = _Weights.replace_by_average(strategy, role)
+    weights = _ReplacedWeights.replace_by_average(strategy, role)
     try:
         if not strategy.reduce_boolean_decision(bool(weights.kept), all=False):
             raise ConfigError(
@@ -147,9 +152,9 @@ def averaged_weights(strategy: Any, role: str) -> Iterator[None]:
 
 
 def update_averages(optimizer: torch.optim.Optimizer, decay: float, *, may_begin: bool) -> None:
-    """Move the averages towards the weights; where there are none, begin with the weights if ``may_begin``.
+    """Update the averages; if there are none and ``may_begin``, start them from the weights.
 
-    A weight without state, of an optimizer that keeps state for others, never had a gradient and is left out.
+    Weights that never had a gradient have no optimizer state, and are skipped if the optimizer keeps state for others.
     """
     keeps_state = any(set(state) - {AVERAGE} for state in optimizer.state.values())
     for parameter in _parameters(optimizer):
@@ -161,13 +166,13 @@ def update_averages(optimizer: torch.optim.Optimizer, decay: float, *, may_begin
 
 
 def evaluated_averages(callbacks: Iterable[object], trained_roles: Iterable[str]) -> frozenset[str]:
-    """Return the roles of whose checkpoints the averages are evaluated."""
+    """Return the roles whose averages are evaluated from a checkpoint."""
     emas = [callback for callback in callbacks if isinstance(callback, EMA) and callback.validate]
     return frozenset(role for ema in emas for role in ema.roles or trained_roles)
 
 
 def refuse_weight_averaging(callbacks: Iterable[object], algorithm: str) -> None:
-    """Raise ConfigError for callbacks of Lightning that average copies of whole modules."""
+    """Raise ConfigError for Lightning callbacks that average copies of whole modules."""
     for callback in callbacks:
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             raise ConfigError(
@@ -176,8 +181,8 @@ def refuse_weight_averaging(callbacks: Iterable[object], algorithm: str) -> None
             )
 
 
-class _Weights:
-    """What the models of a role held before they held averages."""
+class _ReplacedWeights:
+    """Weights of a role, stored while its models hold the averages."""
 
     def __init__(self, strategy: Any, role: str) -> None:
         self._strategy = strategy
@@ -185,8 +190,8 @@ class _Weights:
         self.kept: list[tuple[nn.Parameter, Tensor]] = []
 
     @classmethod
-    def replace_by_average(cls, strategy: Any, role: str) -> _Weights:
-        """Write the averages over the weights, as far as there are any."""
+    def replace_by_average(cls, strategy: Any, role: str) -> _ReplacedWeights:
+        """Overwrite the weights by the averages that exist."""
         weights = cls(strategy, role)
         strategy.bring_back()
         home = strategy.pool.home(role)
@@ -203,7 +208,7 @@ class _Weights:
         return weights
 
     def restore(self) -> None:
-        """Write the weights back."""
+        """Write the stored weights back."""
         self._strategy.bring_back()
         reshard(self._strategy.pool.home(self._role).model)
         for parameter, before in self.kept:

@@ -1,39 +1,65 @@
-"""Writes a role as a Hugging Face model while it is trained."""
+"""Callback that writes a role as a Hugging Face model during training, and uploads it to the hub."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_realloc.callbacks.ema import EMA, averaged_weights
-from lightning_realloc.callbacks.hub import HubRepository, file_marks
-from lightning_realloc.callbacks.model_card import CARD_FILE, card_of
+from lightning_realloc.callbacks.model_card import CARD_FILE, make_model_card
+from lightning_realloc.callbacks.phase import trainer_callbacks
 from lightning_realloc.errors import CheckpointError, ConfigError
 
-_USUAL_ROLE = "actor"
+_DEFAULT_ROLE = "actor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubRepository:
+    """Repository on the Hugging Face hub."""
+
+    name: str
+    """``user/model``, or ``model`` in the account of the logged-in user."""
+    private: bool = True
+    """Whether a new repository is private; an existing one keeps its visibility."""
+
+    def make(self) -> None:
+        """Create the repository unless it exists; raises if it cannot be written."""
+        huggingface_hub.HfApi().create_repo(self.name, private=self.private, exist_ok=True)
+
+    def upload(self, folder: Path, files: Sequence[str], *, message: str) -> None:
+        """Upload some files of a folder as one commit."""
+        huggingface_hub.HfApi().upload_folder(
+            repo_id=self.name, folder_path=folder, allow_patterns=list(files), commit_message=message
+        )
 
 
 class SaveHuggingFace(Callback):
-    """Writes folders that ``from_pretrained`` reads: ``dirpath`` itself at the end, ``dirpath/step-…`` on the way.
+    """Write folders for ``from_pretrained``: ``dirpath`` at the end of training, ``dirpath/step-…`` before.
 
     Args:
-        dirpath: Where to; every rank takes part, the first one writes.
-        role: Which model; by default the actor, or what else is the only model that is trained.
-        every_n_steps: Also after every so many iterations.
-        every_n_epochs: Also after every so many epochs.
+        dirpath: Output folder; every rank takes part, the first one writes.
+        role: Role to write; by default the only trained role, or else the actor.
+        every_n_steps: Iterations between writes; None writes at the end only.
+        every_n_epochs: Epochs between writes; None writes at the end only.
         at_end: Whether to write when training ends.
-        dtype: ``"bfloat16"`` and the like; by default the weights as they are trained.
-        merge: Of a role with adapters, whether to write the merged model; by default the adapters, as PEFT does.
-        averaged: Whether to write the averages that an :class:`EMA` keeps in place of the weights.
-        model_card: Whether to write a ``README.md`` that says what was trained from what and with which settings,
-            unless the folder has one that is not ours.
-        push_to_hub: A repository of the Hugging Face hub to which the files that are written at the end are uploaded,
-            ``"user/model"``; it is made before training. None: nothing leaves this machine.
-        hub_private: Whether a repository that is new is private.
+        dtype: Data type of the weights, such as ``"bfloat16"``; by default as trained.
+        merge: For a role with adapters: whether to write the merged model; by default the adapters, as PEFT does.
+        averaged: Whether to write the averages of an :class:`EMA` instead of the weights.
+        model_card: Whether to write a ``README.md`` with the base model and the settings of the run. A ``README.md``
+            from elsewhere is kept.
+        push_to_hub: Repository of the Hugging Face hub for the final files, ``"user/model"``; it is created before
+            training. None uploads nothing.
+        hub_private: Whether a new repository is private.
+
+    Example:
+        >>> from lightning_realloc import SaveHuggingFace
+        >>> save = SaveHuggingFace("models/policy", every_n_steps=100, dtype="bfloat16")
     """
 
     def __init__(
@@ -55,7 +81,7 @@ class SaveHuggingFace(Callback):
             if every is not None and every < 1:
                 raise ConfigError(f"{name}={every} must be at least 1; use None for never")
         if push_to_hub is not None and not at_end:
-            raise ConfigError(f"push_to_hub={push_to_hub!r} uploads what is written at the end; set at_end=True")
+            raise ConfigError(f"push_to_hub={push_to_hub!r} uploads the files written at the end; set at_end=True")
         self.dirpath = Path(dirpath)
         self.role = role
         self.every_n_steps = every_n_steps
@@ -69,24 +95,24 @@ class SaveHuggingFace(Callback):
 
     @property
     def state_key(self) -> str:
-        """One per folder, so that several may be used."""
-        return self._generate_state_key(dirpath=str(self.dirpath), role=self.role or _USUAL_ROLE)
+        """One key per folder, so that several callbacks can be used."""
+        return self._generate_state_key(dirpath=str(self.dirpath), role=self.role or _DEFAULT_ROLE)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what could not be written at the end, before the beginning."""
-        if self.averaged and not any(isinstance(callback, EMA) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            raise ConfigError("SaveHuggingFace(averaged=True) writes what an EMA keeps; add EMA() to the callbacks")
+        """Check before training that the model can be written."""
+        if self.averaged and not any(isinstance(callback, EMA) for callback in trainer_callbacks(trainer)):
+            raise ConfigError("SaveHuggingFace(averaged=True) writes an EMA's averages; add EMA() to the callbacks")
         if not hasattr(trainer.strategy, "save_huggingface"):
             raise ConfigError(
                 f"SaveHuggingFace needs Trainer(strategy='realloc'); this Trainer has {type(trainer.strategy).__name__}"
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a role that cannot be written, and a repository that cannot be, before the first step."""
+        """Check before the first step that the role and the repository can be written."""
         trainer.strategy.check_huggingface(self._role_of(trainer), dtype=self.dtype)  # type: ignore[attr-defined]
         if self.hub is not None:
             way_out = "name it 'user/model' and log in with `hf auth login`, or leave push_to_hub out"
-            _on_first_rank(trainer, self.hub.make, f"cannot write to {self.hub.name!r} on the hub; {way_out}")
+            _run_on_rank_zero(trainer, self.hub.make, f"cannot write to {self.hub.name!r} on the hub; {way_out}")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Write after every ``every_n_steps`` iterations."""
@@ -99,30 +125,30 @@ class SaveHuggingFace(Callback):
             self._write(trainer, pl_module, self.dirpath / f"step-{trainer.global_step}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the final weights, and upload them where a repository was named."""
+        """Write the final weights, and upload them if a repository is given."""
         if not self.at_end:
             return
-        before = file_marks(self.dirpath)
+        before = file_stamps(self.dirpath)
         self._write(trainer, pl_module, self.dirpath)
         hub = self.hub
         if hub is not None:
-            _on_first_rank(
+            _run_on_rank_zero(
                 trainer,
                 lambda: hub.upload(self.dirpath, self._own_files(before), message=f"Step {trainer.global_step}"),
                 f"the model is in {self.dirpath}, but not on the hub; try `hf upload {hub.name} {self.dirpath}`",
             )
 
     def _role_of(self, trainer: Trainer) -> str:
-        """Return which model is meant.
+        """Return the role to write.
 
         Raises:
-            ConfigError: for a role that the algorithm has not, and where several are trained and none is an actor.
+            ConfigError: for an unknown role, or if several roles are trained and none is an actor.
         """
         flow = trainer.strategy.dataflow  # type: ignore[attr-defined]
         if flow is None:
-            return self.role or _USUAL_ROLE
+            return self.role or _DEFAULT_ROLE
         roles, trained = flow.roles, flow.trained_roles
-        role = self.role or (trained[0] if len(trained) == 1 else _USUAL_ROLE)
+        role = self.role or (trained[0] if len(trained) == 1 else _DEFAULT_ROLE)
         if role not in roles:
             given = "none is given" if self.role is None else f"role={self.role!r} is none of them"
             raise ConfigError(
@@ -137,27 +163,33 @@ class SaveHuggingFace(Callback):
         with averaged_weights(strategy, role) if self.averaged else nullcontext():
             strategy.save_huggingface(role, folder, dtype=self.dtype, merge=self.merge)
         if self.model_card:
-            _on_first_rank(trainer, lambda: self._describe(trainer, module, folder), f"no {CARD_FILE} in {folder}")
+            _run_on_rank_zero(trainer, lambda: self._describe(trainer, module, folder), f"no {CARD_FILE} in {folder}")
 
     def _describe(self, trainer: Trainer, module: LightningModule, folder: Path) -> None:
         title, is_adapter = self.dirpath.absolute().name, (folder / "adapter_config.json").exists()
-        card_of(trainer, module, self._role_of(trainer), title=title, is_adapter=is_adapter).write(folder)
+        make_model_card(trainer, module, self._role_of(trainer), title=title, is_adapter=is_adapter).write(folder)
 
     def _own_files(self, before: dict[str, tuple[int, int]]) -> list[str]:
-        """Return what was written since, and the card: other files of the folder are nobody's business."""
-        now = file_marks(self.dirpath)
+        """Return the card and the files that changed since ``before``; other files in the folder are not uploaded."""
+        now = file_stamps(self.dirpath)
         return sorted(name for name, mark in now.items() if before.get(name) != mark or name == CARD_FILE)
 
 
-def _on_first_rank(trainer: Trainer, action: Callable[[], None], problem: str) -> None:
-    """Do something on the first rank while the others wait; where it fails, all of them do. Collective."""
+def _run_on_rank_zero(trainer: Trainer, action: Callable[[], None], problem: str) -> None:
+    """Run an action on rank 0 while the others wait; if it fails, all ranks raise. Collective."""
     error: Exception | None = None
     if trainer.is_global_zero:
         try:
             action()
         except Exception as raised:
             error = raised
-    told = None if error is None else f"{problem} ({type(error).__name__}: {error})"
-    told = trainer.strategy.broadcast(told)
-    if told is not None:
-        raise CheckpointError(told) from error
+    message = None if error is None else f"{problem} ({type(error).__name__}: {error})"
+    message = trainer.strategy.broadcast(message)
+    if message is not None:
+        raise CheckpointError(message) from error
+
+
+def file_stamps(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return time and size of a folder's files by name; they change when a file is written."""
+    files = [file for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
+    return {file.name: (file.stat().st_mtime_ns, file.stat().st_size) for file in files}

@@ -1,4 +1,4 @@
-"""What does an iteration take? First on this rank, between two of Lightning's hooks; then as all ranks saw it."""
+"""Timing of iterations on one rank, and aggregation over all ranks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from lightning_realloc.tuning.shapes.lengths import Lengths
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """One iteration, as this rank saw it."""
+class TimedIteration:
+    """Measurements of one iteration on this rank."""
 
     seconds: float
+    """Duration of the iteration."""
     lengths: Lengths
+    """Token counts of its samples."""
     calls: Mapping[str, float]
-    """Call -> seconds of this rank's part in it, waiting left out."""
+    """Call -> seconds of this rank's part, without waiting."""
 
 
 class IterationClock:
-    """Times iterations on this rank."""
+    """Clock for iterations on this rank."""
 
     def __init__(self) -> None:
         self._begin = 0.0
@@ -32,15 +34,16 @@ class IterationClock:
         self._calls: dict[str, float] = {}
 
     def start(self, strategy: Any) -> None:
-        """Begin; the strategy is about to run an iteration."""
+        """Start the clock before an iteration."""
         self._steps = strategy.iteration
         self._calls = dict(strategy.runner.seconds)
         self._begin = time.perf_counter()
 
-    def stop(self, strategy: Any) -> Timed | None:
-        """Return what the iteration took; None where it took no step, as while dynamic sampling lacks groups.
+    def stop(self, strategy: Any) -> TimedIteration | None:
+        """Return the iteration's measurements; None if it took no optimizer step, as when dynamic sampling lacks
+            groups.
 
-        Such a batch has no training calls, and lengths that nobody is told of: it compares with no other.
+        Such an iteration has no training calls and no shared lengths, so it cannot be compared with others.
 
         Raises:
             ConfigError: for a module that runs its calls itself.
@@ -51,17 +54,20 @@ class IterationClock:
         if strategy.lengths is None:
             raise ConfigError(
                 f"AutoTuner needs iterations whose calls the strategy runs, with prompt_ids and response_ids; "
-                f"{type(strategy.lightning_module).__name__} has none. Use its training_step as it is, or leave the "
-                f"callback out"
+                f"{type(strategy.lightning_module).__name__} has none: keep its inherited training_step, or remove the "
+                f"callback"
             )
-        calls = {name: took - self._calls.get(name, 0.0) for name, took in strategy.runner.seconds.items()}
-        return Timed(seconds, strategy.lengths, calls)
+        calls = {name: total - self._calls.get(name, 0.0) for name, total in strategy.runner.seconds.items()}
+        return TimedIteration(seconds, strategy.lengths, calls)
 
 
-def seen_by_all(iterations: Sequence[Timed], *, skip: int, peak_bytes: int | None) -> tuple[list[float], Measured]:
-    """Return the seconds of iterations, and what those behind the first ``skip`` say of their plan. Collective.
+def gather_measurements(
+    iterations: Sequence[TimedIteration], *, skip: int, peak_bytes: int | None
+) -> tuple[list[float], Measured]:
+    """Return the seconds of iterations, and the plan's measurements without the first ``skip``. Collective.
 
-    Seconds are means over ranks, which see the same iterations end in turn; a call's are the slowest rank's.
+    Seconds are means over ranks, because ranks see the same iterations end one after the other. A call's seconds are
+    the slowest rank's.
     """
     counted = iterations[skip:]
     calls = {name: sum(one.calls.get(name, 0.0) for one in counted) / len(counted) for name in counted[-1].calls}

@@ -1,4 +1,4 @@
-"""What does a written model say about itself? How it was trained and with which settings; not what it is worth."""
+"""Model card of an exported model: base model, algorithm and settings, without any claim of quality."""
 
 from __future__ import annotations
 
@@ -15,30 +15,35 @@ from torch.optim import Optimizer
 
 CARD_FILE = "README.md"
 MARK = "<!-- Written by SaveHuggingFace. Without this line it is yours, and is not written again. -->"
+"""Line that marks generated cards; a file without it is never overwritten."""
 _PACKAGES = ("lightning-realloc", "torch", "lightning", "transformers")
-_OF_OPTIMIZERS = ("lr", "betas", "momentum", "eps", "weight_decay")
-_PLAIN = (bool, int, float, str)
+_OPTIMIZER_SETTINGS = ("lr", "betas", "momentum", "eps", "weight_decay")
+_PLAIN_TYPES = (bool, int, float, str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """What is known of a trained role."""
+    """Content of a trained role's model card."""
 
     title: str
+    """Heading of the card."""
     role: str
+    """Exported role."""
     algorithm: str
+    """Class name of the algorithm."""
     steps: int
-    """Iterations of training until now."""
+    """Number of training iterations so far."""
     base: str | None
-    """What training began from, None where nobody says."""
+    """Name of the initial model; None if unknown."""
     base_is_on_hub: bool = False
+    """Whether ``base`` is a name on the Hugging Face hub."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """As they are shown."""
+    """Setting -> its text in the card."""
     is_adapter: bool = False
-    """Whether adapters were written, and not a whole model."""
+    """Whether the export holds adapters only."""
 
     def text(self) -> str:
-        """Return it as Markdown, with the head that the Hugging Face hub reads."""
+        """Return the card as Markdown, with the metadata header of the Hugging Face hub."""
         head = [f"library_name: {'peft' if self.is_adapter else 'transformers'}"]
         if self.base is not None and self.base_is_on_hub:
             head.append(f"base_model: {self.base}")
@@ -46,33 +51,47 @@ class ModelCard:
         began = f" It began as `{self.base}`." if self.base is not None else ""
         rows = [f"| {name} | `{shown.replace('|', chr(92) + '|')}` |" for name, shown in self.settings.items()]
         lines = [
-            "---", *head, "---", MARK, f"# {self.title}", "",
-            f"The {self.role} of a run of {self.algorithm}, after {self.steps} iterations.{began}", "",
-            "| setting | value |", "|---|---|", *rows, "",
-            "It was not evaluated here. What it learnt from, what it is meant for and what it gets wrong is for those "
-            "who trained it to add.",
-        ]  # fmt: skip
+            "---",
+            *head,
+            "---",
+            MARK,
+            f"# {self.title}",
+            "",
+            f"The {self.role} of a run of {self.algorithm}, after {self.steps} iterations.{began}",
+            "",
+            "| setting | value |",
+            "|---|---|",
+            *rows,
+            "",
+            "It was not evaluated here. Training data, intended use and limitations are for its authors to add.",
+        ]
         return "\n".join(lines) + "\n"
 
     def write(self, folder: Path) -> None:
-        """Write it into a folder, unless somebody's own card is there."""
+        """Write the card to a folder, unless it holds a card from elsewhere."""
         file = folder / CARD_FILE
         if not file.exists() or MARK in file.read_text(encoding="utf-8"):
             file.write_text(self.text(), encoding="utf-8")
 
 
-def card_of(trainer: Trainer, module: LightningModule, role: str, *, title: str, is_adapter: bool) -> ModelCard:
-    """Return the card of a role as it is now."""
-    base, on_hub = _base_of(module, role)
-    settings = _settings_of(module) | _settings_of_run(trainer, role)
+def make_model_card(trainer: Trainer, module: LightningModule, role: str, *, title: str, is_adapter: bool) -> ModelCard:
+    """Return the card of a role in its current state."""
+    base, on_hub = _base_model(module, role)
+    settings = _algorithm_settings(module) | _run_settings(trainer, role)
     return ModelCard(
-        title=title, role=role, algorithm=type(module).__name__, steps=trainer.global_step, base=base,
-        base_is_on_hub=on_hub, settings=settings, is_adapter=is_adapter,
-    )  # fmt: skip
+        title=title,
+        role=role,
+        algorithm=type(module).__name__,
+        steps=trainer.global_step,
+        base=base,
+        base_is_on_hub=on_hub,
+        settings=settings,
+        is_adapter=is_adapter,
+    )
 
 
-def _base_of(module: LightningModule, role: str) -> tuple[str | None, bool]:
-    """Return what a role's weights came from, and whether that is a name on the hub; of a folder only its name."""
+def _base_model(module: LightningModule, role: str) -> tuple[str | None, bool]:
+    """Return the source of a role's weights, and whether it is a name on the hub; for a folder only its name."""
     found = next((known for known in getattr(module, "roles", tuple)() if known.name == role), None)
     source = getattr(found, "source", None)
     if not isinstance(source, str | Path):
@@ -85,26 +104,28 @@ def _base_of(module: LightningModule, role: str) -> tuple[str | None, bool]:
     return Path(source).name, False
 
 
-def _settings_of(module: LightningModule) -> dict[str, str]:
-    """Return the settings that a module was made with, as far as it or a dataclass in it keeps them by their names."""
+def _algorithm_settings(module: LightningModule) -> dict[str, str]:
+    """Return the constructor settings that a module, or a dataclass it holds, keeps as attributes of the same names."""
     holders = [module, *(value for value in vars(module).values() if _is_value(value))]
     found: dict[str, str] = {}
     for name in _parameter_names(type(module)):
+        if name == "learning_rate":
+            continue  # the optimizer's settings include it
         for holder in holders:
-            shown = _shown(getattr(holder, name, None)) if name != "learning_rate" else None  # the optimizer tells
-            if shown is not None:
-                found.setdefault(name, shown)
+            text = _setting_text(getattr(holder, name, None))
+            if text is not None:
+                found.setdefault(name, text)
     return found
 
 
-def _settings_of_run(trainer: Trainer, role: str) -> dict[str, str]:
-    """Return the optimizer and schedule of a role, and what the Trainer was told."""
+def _run_settings(trainer: Trainer, role: str) -> dict[str, str]:
+    """Return optimizer and schedule of a role, batch size, precision, ranks and package versions."""
     found: dict[str, str] = {}
     optimizers = {_name_of(optimizer): optimizer for optimizer in trainer.strategy.optimizers}
     if role in optimizers:
-        kept = {name: optimizers[role].defaults.get(name) for name in _OF_OPTIMIZERS}
-        told = ", ".join(f"{name}={value}" for name, value in kept.items() if value is not None)
-        found["optimizer"] = f"{type(optimizers[role]).__name__}({told})"
+        kept = {name: optimizers[role].defaults.get(name) for name in _OPTIMIZER_SETTINGS}
+        options = ", ".join(f"{name}={value}" for name, value in kept.items() if value is not None)
+        found["optimizer"] = f"{type(optimizers[role]).__name__}({options})"
     for config in trainer.lr_scheduler_configs:
         if _name_of(config.scheduler.optimizer) == role:
             found["schedule"] = type(config.scheduler).__name__
@@ -121,7 +142,7 @@ def _name_of(optimizer: Optimizer) -> str | None:
 
 
 def _parameter_names(algorithm: type[LightningModule]) -> Iterator[str]:
-    """Yield the names of constructors' parameters, those of the class itself first."""
+    """Yield the constructor parameters of a class and its bases, the class's own first."""
     for base in algorithm.__mro__:
         if base is LightningModule:
             return
@@ -133,21 +154,21 @@ def _is_value(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _shown(value: object) -> str | None:
-    """Return how a setting is written, None for paths and what is no plain value: models, tokenizers, functions."""
+def _setting_text(value: object) -> str | None:
+    """Return a setting's text; None for paths and for values that are not plain: models, tokenizers, functions."""
     if isinstance(value, str) and "/" in value:
-        return None  # the path of a file on this machine
-    if isinstance(value, _PLAIN):
+        return None  # probably a local path
+    if isinstance(value, _PLAIN_TYPES):
         return repr(value) if isinstance(value, str) else str(value)
     if _is_value(value):
-        return f"{type(value).__name__}({', '.join(_changed(value))})"
-    if isinstance(value, list | tuple) and all(isinstance(item, _PLAIN) for item in value):
+        return f"{type(value).__name__}({', '.join(_changed_fields(value))})"
+    if isinstance(value, list | tuple) and all(isinstance(item, _PLAIN_TYPES) for item in value):
         return str(value)
     return None
 
 
-def _changed(value: Any) -> Iterator[str]:
-    """Yield the fields of a dataclass that do not have their default."""
+def _changed_fields(value: Any) -> Iterator[str]:
+    """Yield the fields of a dataclass that differ from their defaults, as ``name=value``."""
     for known in dataclasses.fields(value):
         now = getattr(value, known.name)
         factory = known.default_factory

@@ -1,7 +1,7 @@
-"""The hooks that calls of a dataflow add to Lightning's own, and how they are called.
+"""Phase hooks: additional callback hooks around every call of a dataflow, and their dispatch.
 
-Lightning's dispatcher cannot be used: it requires every callback to define a hook, and it renames the running hook,
-which would forbid ``self.log``. Here only objects that define the hook are called, and the name is left alone.
+Lightning's dispatcher cannot be used. It requires every callback to define a hook, and it renames the running hook,
+which would forbid ``self.log``. This dispatcher calls only objects that define the hook, and keeps the name.
 """
 
 from __future__ import annotations
@@ -9,19 +9,26 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import Profiler
 
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
 
 
 class PhaseCallback(Callback):
-    """A callback that also sees every call of an iteration as a phase. Override what you need.
+    """Callback with hooks for every call of an iteration, a phase; override the hooks you need.
 
-    ``self.log`` of the module may be used in all of them but while predicting, where Lightning logs nothing. Any other
+    The module's ``self.log`` works in all of them, except in prediction, where Lightning logs nothing. Any other
     callback may define the same methods.
+
+    Example:
+        >>> from lightning_realloc import PhaseCallback
+        >>> class PrintPhases(PhaseCallback):
+        ...     def on_phase_start(self, trainer, pl_module, phase):
+        ...         print(phase)  # "actor.generate", "reward.infer", "actor.train", ...
     """
 
     def on_phase_start(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
-        """Called on every rank before the call ``phase``, e.g. ``"actor.generate"``, whether or not it takes part."""
+        """Called on every rank before the call ``phase``, such as ``"actor.generate"``, also if it takes no part."""
 
     def on_phase_end(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
         """Called on every rank after the call ``phase``."""
@@ -32,15 +39,22 @@ class PhaseCallback(Callback):
         """Called on every rank after weights were moved for the call ``phase``."""
 
 
+def trainer_callbacks(trainer: Trainer) -> list[Callback]:
+    """Return the Trainer's own list of callbacks, which Lightning sets without declaring it."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
+
+
 def dispatch(trainer: Trainer, hook: str, *args: Any) -> None:
     """Call ``hook(trainer, module, *args)`` on every callback that has it, then ``hook(*args)`` on the module."""
     module = trainer.lightning_module
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+    for callback in trainer_callbacks(trainer):
         method = getattr(callback, hook, None)
         if callable(method):
-            with trainer.profiler.profile(f"[Callback]{callback.state_key}.{hook}"):  # type: ignore[attr-defined]
+            with profiler.profile(f"[Callback]{callback.state_key}.{hook}"):
                 method(trainer, module, *args)
     method = getattr(module, hook, None)
     if callable(method):
-        with trainer.profiler.profile(f"[LightningModule]{type(module).__name__}.{hook}"):  # type: ignore[attr-defined]
+        with profiler.profile(f"[LightningModule]{type(module).__name__}.{hook}"):
             method(*args)

@@ -1,4 +1,4 @@
-"""Writes what ``predict`` made of every row as one JSONL file, whatever the ranks."""
+"""Callback that writes the predictions of all ranks to one JSONL file."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from lightning_realloc.errors import ConfigError
 
 
 class PredictionWriter(Callback):
-    """Writes one JSON object per response, in the order of the data's rows.
+    """Write one JSON object per response, in the order of the data's rows.
 
-    An object holds ``prompt``, ``response``, ``reward`` (``score`` of PPO) and ``reward/<function>`` where there are
-    several, ``finish_reason``, lengths in tokens, and every other column of the data; ``prompt_id`` counts the prompts
-    from 0, which several responses share. Until all rows are there the file is called ``<path>.part``.
+    An object holds ``prompt``, ``response``, ``reward`` (``score`` for PPO), ``finish_reason``, lengths in tokens, and
+    every other column of the data. With several reward functions it also holds ``reward/<function>``. ``prompt_id``
+    numbers the prompts from 0; responses to the same prompt share it. The file is called ``<path>.part`` until it is
+    complete.
 
     Args:
-        path: Where to; an earlier file is replaced. The first rank writes.
+        path: Output file; an existing file is replaced. The first rank writes.
+
+    Example:
+        >>> from lightning_realloc import PredictionWriter
+        >>> writer = PredictionWriter("predictions.jsonl")  # Trainer(callbacks=[writer]).predict(...)
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -29,7 +34,7 @@ class PredictionWriter(Callback):
 
     @property
     def state_key(self) -> str:
-        """One per file, so that several may be used."""
+        """One key per file, so that several callbacks can be used."""
         return self._generate_state_key(path=str(self.path))
 
     @property
@@ -37,19 +42,19 @@ class PredictionWriter(Callback):
         return self.path.with_name(self.path.name + ".part")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what could not be written, before anything is generated."""
+        """Check before generation that predictions can be written."""
         if stage != "predict":
             return
         if not hasattr(pl_module, "sample_rows"):
             raise ConfigError(
-                f"PredictionWriter writes what an algorithm of this package predicts; {type(pl_module).__name__} has "
-                f"no sample_rows(), give it one or leave the callback out"
+                f"PredictionWriter writes the predictions of this package's algorithms; {type(pl_module).__name__} has "
+                f"no sample_rows(), define it or remove the callback"
             )
         if self.path.is_dir():
             raise ConfigError(f"path={str(self.path)!r} is a folder; name a file in it, such as predictions.jsonl")
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin the file."""
+        """Open the temporary file."""
         if trainer.is_global_zero:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._part.open("w", encoding="utf-8")
@@ -60,19 +65,19 @@ class PredictionWriter(Callback):
         """Write a batch's rows."""
         if self._file is None:
             return
-        assert isinstance(outputs, Samples), "predict_step returns the samples with what was made of them"
+        assert isinstance(outputs, Samples), "predict_step returns samples"
         for row in pl_module.sample_rows(outputs.sorted_by_id()):  # type: ignore[operator]
-            # Data may hold dates and the like, which JSON does not know.
+            # Data may hold dates and other types that JSON does not support.
             self._file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the file its name."""
+        """Rename the complete file."""
         if self._file is not None:
             self._close()
             self._part.replace(self.path)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave behind what was made until then."""
+        """Keep the rows written so far in the temporary file."""
         self._close()
 
     def _close(self) -> None:

@@ -1,31 +1,32 @@
-"""Makes the layout of the coming call real, and keeps account of what that moved."""
+"""Callback that reallocates weights to each call's layout, and sums up bytes and seconds."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 
-from lightning_realloc.callbacks.phase import PhaseCallback, dispatch
+from lightning_realloc.callbacks.phase import PhaseCallback, dispatch, trainer_callbacks
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
 
 
 @dataclass(slots=True)
 class SwitchTotals:
-    """What all reallocations before one call added up to, on this rank's clock."""
+    """Totals of the reallocations before one call, by this rank's clock."""
 
     count: int = 0
-    """How often weights were moved."""
+    """Number of reallocations."""
     bytes_moved: int = 0
-    """Over all ranks, as carried."""
+    """Transferred bytes over all ranks."""
     bytes_minimum: int = 0
-    """Over all ranks: what the target needs less what its ranks already held."""
+    """Minimum transfer over all ranks: the target's bytes minus those that its ranks already held."""
     seconds: float = 0.0
-    """From the first rank's readiness to the last one's end."""
+    """Seconds from the first rank's start to the last rank's end."""
 
     def add(self, report: ReallocationReport) -> None:
-        """Count one more reallocation."""
+        """Add one reallocation."""
         self.count += 1
         self.bytes_moved += report.bytes_moved
         self.bytes_minimum += report.bytes_minimum
@@ -33,20 +34,24 @@ class SwitchTotals:
 
     @property
     def bytes_per_s(self) -> float:
-        """Mean throughput; 0 where nothing was moved."""
+        """Mean throughput; 0 if nothing was moved."""
         return self.bytes_moved / self.seconds if self.seconds else 0.0
 
 
 class ParameterReallocation(PhaseCallback):
-    """Moves a role's weights into the layout of each call before it starts.
+    """Move a role's weights to the layout of each call before the call starts.
 
-    The ``realloc`` strategy adds one by itself. Pass ``ParameterReallocation(enabled=False)`` to run every call in the
-    role's training layout instead: how a static layout is measured.
+    The ``realloc`` strategy adds one itself. Pass ``ParameterReallocation(enabled=False)`` to run every call in its
+    role's training layout, as a static baseline.
 
     Args:
-        enabled: False leaves every role where it is.
-        free_after: Give a replica's storage back when its call ends. Saves memory, costs time: on CPU more than
-            the reallocation itself.
+        enabled: Whether to reallocate; False keeps every role in its training layout.
+        free_after: Whether to free a replica's memory after its call. This saves memory and costs time, on CPU more
+            than the reallocation itself.
+
+    Example:
+        >>> from lightning_realloc import ParameterReallocation
+        >>> callback = ParameterReallocation(free_after=True)  # Trainer(strategy="realloc", callbacks=[callback])
     """
 
     def __init__(self, *, enabled: bool = True, free_after: bool = False) -> None:
@@ -55,15 +60,25 @@ class ParameterReallocation(PhaseCallback):
         self.switches: dict[str, SwitchTotals] = {}
 
     @classmethod
-    def of(cls, trainer: Trainer) -> ParameterReallocation:
-        """Return the Trainer's, of several the last; where there is none, add one before its other callbacks."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    def from_trainer(cls, trainer: Trainer) -> ParameterReallocation:
+        """Return the Trainer's last callback of this class; if there is none, insert one before its other callbacks."""
+        callbacks = trainer_callbacks(trainer)
         if not any(isinstance(callback, cls) for callback in callbacks):
             callbacks.insert(0, cls())
         return [callback for callback in callbacks if isinstance(callback, cls)][-1]
 
+    @classmethod
+    def of(cls, trainer: Trainer) -> ParameterReallocation:
+        """Deprecated alias of :meth:`from_trainer`."""
+        warnings.warn(
+            "ParameterReallocation.of() was renamed; use ParameterReallocation.from_trainer()",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return cls.from_trainer(trainer)
+
     def on_phase_start(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
-        """Fill the replica that ``phase`` works on."""
+        """Reallocate weights to the replica for ``phase``."""
         if not self.enabled:
             return
         report = trainer.strategy.pool.realize(phase)  # type: ignore[attr-defined]
@@ -72,10 +87,10 @@ class ParameterReallocation(PhaseCallback):
             dispatch(trainer, "on_reallocate", phase, report)
 
     def on_phase_end(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
-        """Give the replica back."""
+        """Release the replica."""
         if self.enabled:
             trainer.strategy.pool.relinquish(phase, free=self.free_after)  # type: ignore[attr-defined]
 
     def summary(self) -> Mapping[str, SwitchTotals]:
-        """Return the totals per call since the beginning."""
+        """Return the totals per call since the start of the run."""
         return dict(self.switches)

@@ -1,6 +1,6 @@
-"""What does a policy answer while it learns? A table of a few samples with their rewards, now and then.
+"""Callback that logs tables of sampled prompts, responses and rewards.
 
-Ranks tell each other the first samples with everything else that all of them are to know; the first rank writes.
+Ranks exchange the first samples together with the iteration's metadata; the first rank writes.
 """
 
 from __future__ import annotations
@@ -16,30 +16,34 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 
 from lightning_realloc.errors import ConfigError
 
-_KEY = "rollouts"
-"""What loggers and files call the table."""
-_MOST_LETTERS = 1000
-"""Of a cell in TensorBoard, which shows whole tables at once."""
+_TABLE_NAME = "rollouts"
+"""Name of the table in loggers and of its file."""
+_MAX_CELL_CHARACTERS = 1000
+"""Maximum length of a cell in TensorBoard, which shows whole tables at once; longer cells are cut."""
 
 Row = Mapping[str, object]
 
 
 class RolloutTable(Callback):
-    """Writes prompts, responses and rewards of an iteration to every logger that can show them.
+    """Write prompts, responses and rewards of an iteration to every logger that supports tables or text.
 
-    A ``CSVLogger`` gets ``rollouts.csv`` beside its metrics, a ``TensorBoardLogger`` a text, a ``WandbLogger`` a table.
-    The samples are those with the lowest ids: responses to the same prompt follow each other.
+    A ``CSVLogger`` gets ``rollouts.csv`` next to its metrics, a ``TensorBoardLogger`` a text, a ``WandbLogger`` a
+    table. The samples are those with the lowest ids, so responses to the same prompt follow each other.
 
     Args:
-        every_n_steps: Iterations from one table to the next.
-        num_samples: Rows of a table.
-        path: A CSV file, with or without loggers; a run that is resumed appends to it.
+        every_n_steps: Iterations between tables.
+        num_samples: Rows per table.
+        path: CSV file to write in addition to loggers; a resumed run appends to it. None writes to loggers only.
+
+    Example:
+        >>> from lightning_realloc import RolloutTable
+        >>> table = RolloutTable(every_n_steps=20)  # Trainer(strategy="realloc", callbacks=[table])
     """
 
     def __init__(self, *, every_n_steps: int = 50, num_samples: int = 8, path: str | Path | None = None) -> None:
         for name, value in (("every_n_steps", every_n_steps), ("num_samples", num_samples)):
             if value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1; leave the callback out for no table")
+                raise ConfigError(f"{name}={value} must be at least 1; remove the callback for no table")
         self.every_n_steps = every_n_steps
         self.num_samples = num_samples
         self.path = None if path is None else Path(path)
@@ -47,38 +51,38 @@ class RolloutTable(Callback):
         self._headers: dict[Path, list[str]] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse runs whose samples cannot be had, or shown."""
+        """Check that samples are available and that a logger or file can show them."""
         if stage != "fit":
             return
         if not hasattr(trainer.strategy, "num_shown") or not hasattr(pl_module, "sample_rows"):
             raise ConfigError(
                 f"RolloutTable shows samples of this package's algorithms under strategy='realloc'; this is "
-                f"{type(pl_module).__name__} under {type(trainer.strategy).__name__}, leave the callback out"
+                f"{type(pl_module).__name__} under {type(trainer.strategy).__name__}, remove the callback"
             )
         if self.path is None and not any(_shows_tables(logger) for logger in trainer.loggers):
             names = ", ".join(type(logger).__name__ for logger in trainer.loggers) or "none"
             raise ConfigError(
-                f"RolloutTable writes to CSVLogger, TensorBoardLogger and WandbLogger, and the loggers are: {names}; "
+                f"RolloutTable writes to CSVLogger, TensorBoardLogger and WandbLogger, but the loggers are: {names}; "
                 f"add one, or give path='rollouts.csv'"
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin files anew, unless the run is resumed."""
+        """Start new files, unless the run is resumed."""
         self._began_at, self._headers = trainer.global_step, {}
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        """Ask for samples of the iterations that are shown."""
+        """Request samples if the iteration is due."""
         strategy: Any = trainer.strategy
         is_due = (trainer.global_step + 1) % self.every_n_steps == 0
         strategy.num_shown, strategy.shown = (self.num_samples if is_due else 0), ()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Show what was asked for, perhaps one iteration ago."""
+        """Write the requested samples, possibly one iteration later."""
         if not trainer.is_global_zero:
             return
         for samples in trainer.strategy.shown:  # type: ignore[attr-defined]
             rows = pl_module.sample_rows(samples)  # type: ignore[operator]
-            if rows:  # none where all responses wait for the next iteration
+            if rows:  # empty if all responses wait for the next iteration
                 self._write([{"step": trainer.global_step, **row} for row in rows], trainer)
 
     def _write(self, rows: Sequence[Row], trainer: Trainer) -> None:
@@ -86,30 +90,30 @@ class RolloutTable(Callback):
             self._append(self.path, rows)
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger):
-                self._append(Path(logger.log_dir) / f"{_KEY}.csv", rows)
+                self._append(Path(logger.log_dir) / f"{_TABLE_NAME}.csv", rows)
             elif isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_text(_KEY, markdown(rows), trainer.global_step)
+                logger.experiment.add_text(_TABLE_NAME, markdown(rows), trainer.global_step)
             elif isinstance(logger, WandbLogger):
                 cells = [[_text(value) for value in row.values()] for row in rows]
-                logger.log_text(_KEY, columns=list(rows[0]), data=cells, step=trainer.global_step)
+                logger.log_text(_TABLE_NAME, columns=list(rows[0]), data=cells, step=trainer.global_step)
 
     def _append(self, path: Path, rows: Sequence[Row]) -> None:
-        """Write rows under the header that the file has; what later rows have besides is left out."""
-        goes_on = path in self._headers or (self._began_at > 0 and path.is_file())
-        if goes_on and path not in self._headers:
+        """Append rows below the file's header; columns that it lacks are dropped."""
+        appends = path in self._headers or (self._began_at > 0 and path.is_file())
+        if appends and path not in self._headers:
             with path.open(newline="", encoding="utf-8") as file:
                 self._headers[path] = next(csv.reader(file), list(rows[0]))
         header = self._headers.setdefault(path, list(rows[0]))
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a" if goes_on else "w", newline="", encoding="utf-8") as file:
+        with path.open("a" if appends else "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, header, extrasaction="ignore")
-            if not goes_on:
+            if not appends:
                 writer.writeheader()
             writer.writerows({name: _text(value) for name, value in row.items()} for row in rows)
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return a table of rows with the same columns, a row per line, long cells cut."""
+    """Return rows with the same columns as a Markdown table; long cells are cut."""
     header = list(rows[0])
     lines = [header, ["---"] * len(header), *([_cell(row[name]) for name in header] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -129,4 +133,4 @@ def _text(value: object) -> str:
 
 def _cell(value: object) -> str:
     text = " ⏎ ".join(_text(value).splitlines()).replace("|", "\\|")
-    return text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 1] + "…"
+    return text if len(text) <= _MAX_CELL_CHARACTERS else text[: _MAX_CELL_CHARACTERS - 1] + "…"

@@ -1,4 +1,4 @@
-"""What a tuning tells its user: one line on what changed and what it bought, and a table of predicted and measured."""
+"""Texts about a tuning: a summary line, and a table of predicted and measured seconds and bytes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from lightning_realloc.tuning.tuner import Tuner
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was seen of one plan while it ran."""
+    """Measurements of one plan."""
 
     calls: Mapping[str, float] = field(default_factory=dict)
-    """Call -> seconds of the slowest rank that takes part, waiting left out."""
+    """Call -> seconds of the slowest participating rank, without waiting."""
     peak_bytes: tuple[int, ...] = ()
-    """Of every rank; empty where nothing counts them for free."""
+    """Peak bytes of every rank; empty if they cannot be read for free."""
 
 
-_COSTS = {"search": "measuring and search", "switch": "changes of plans", "slower": "slower iterations"}
-"""What the tuner calls its costs -> what users read."""
+_COST_NAMES = {"search": "measuring and search", "switch": "changes of plans", "slower": "slower iterations"}
+"""Name of a cost in the tuner -> its name in messages."""
 
 
-def outcome(tuner: Tuner) -> str:
-    """Return what a tuning changed and what that bought, in a line."""
+def describe_outcome(tuner: Tuner) -> str:
+    """Return a line with the chosen plan, its speed-up, and the cost of the tuning."""
     best, start = tuner.best, tuner.start
     tried = f"{tuner.num_tried} other plan{'' if tuner.num_tried == 1 else 's'} tried"
-    parts = ", ".join(f"{_COSTS[name]} {seconds:.2f} s" for name, seconds in tuner.costs.items())
+    parts = ", ".join(f"{_COST_NAMES[name]} {seconds:.2f} s" for name, seconds in tuner.costs.items())
     cost = f"{tried}; tuning has cost {tuner.spent_s:.2f} s: {parts}"
     stopped = f"; {tuner.stopped}" if tuner.stopped else ""
     if best is start:
@@ -36,20 +36,20 @@ def outcome(tuner: Tuner) -> str:
         return f"AutoTuner keeps the plan{seconds}: {cost}{stopped}"
     return (
         f"AutoTuner commits a plan of {best.score:.3g} s an iteration, {start.score / best.score:.2f} times as fast as "
-        f"the one of {start.score:.3g} s it began with ({cost}{stopped}): {changes(start.plan, best.plan)}"
+        f"the one of {start.score:.3g} s it began with ({cost}{stopped}): {describe_changes(start.plan, best.plan)}"
     )
 
 
-def changes(before: ExecutionPlan, after: ExecutionPlan) -> str:
-    """Return what differs between two plans of the same calls."""
-    texts = [f"{name} {_entry(before, name)} -> {_entry(after, name)}" for name, plan in after.calls
-             if plan != before.call(name)]  # fmt: skip
+def describe_changes(before: ExecutionPlan, after: ExecutionPlan) -> str:
+    """Return the differences between two plans of the same calls."""
+    changed = [name for name, plan in after.calls if plan != before.call(name)]
+    texts = [f"{name} {_entry(before, name)} -> {_entry(after, name)}" for name in changed]
     if before.offload != after.offload:
         texts.append(f"offload {', '.join(before.offload) or 'nothing'} -> {', '.join(after.offload) or 'nothing'}")
     return ", ".join(texts)
 
 
-def comparison(
+def comparison_table(
     plan: ExecutionPlan,
     measured: Measured,
     *,
@@ -58,7 +58,7 @@ def comparison(
     predicted_calls: Mapping[str, float],
     predicted_bytes: Mapping[tuple[int, ...], int],
 ) -> str:
-    """Return a table: seconds of every call and of an iteration, bytes of ranks, predicted beside measured."""
+    """Return a table of predicted and measured seconds of calls and iteration, and peak bytes of ranks."""
     rows = [("", "layout", "predicted", "measured")]
     for name, predicted in predicted_calls.items():
         found = measured.calls.get(name)

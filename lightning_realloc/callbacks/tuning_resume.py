@@ -1,4 +1,4 @@
-"""May a run go on with the tuning that a checkpoint has of an earlier one?"""
+"""Check whether a run can continue the tuning stored in a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.generation import SamplingParams, Speculation
 
 
-def ranks_of(plan: ExecutionPlan) -> set[int]:
-    """Return every rank that a plan uses: all ranks of its run."""
+def plan_ranks(plan: ExecutionPlan) -> set[int]:
+    """Return every rank that a plan uses, which are all ranks of its run."""
     return {rank for layout in plan.layouts for rank in layout.ranks}
 
 
-_SETTINGS = ("sampling", "engine", "speculation", "max_cache_bytes", "sample_reallocation", "rollout_budget")
-"""Of an algorithm, as far as it has them: what an iteration takes under a plan depends on each."""
+_TUNED_SETTINGS = ("sampling", "engine", "speculation", "max_cache_bytes", "sample_reallocation", "rollout_budget")
+"""Attributes of an algorithm that affect an iteration's time under a plan."""
 
 
-def settings_of(strategy: Any) -> dict[str, str]:
-    """Return how a run generates and learns, as far as plans that were measured compare with nothing once it changes.
+def tuning_settings(strategy: Any) -> dict[str, str]:
+    """Return the settings of generation and training that must match for earlier measurements to stay valid.
 
-    Seeds are left out, and batches: an iteration's work is counted by its lengths.
+    Seeds and batch sizes are left out, because the work of an iteration is counted by its lengths.
     """
     module = strategy.lightning_module
-    settings = {name: _text(getattr(module, name)) for name in _SETTINGS if hasattr(module, name)}
+    settings = {name: _text(getattr(module, name)) for name in _TUNED_SETTINGS if hasattr(module, name)}
     settings["generation_parts"] = str(strategy.generation_parts)
     return settings | {f"train_options of {r}": str(module.train_options_of(r)) for r in module.dataflow.trained_roles}
 
@@ -40,15 +40,15 @@ def _text(setting: object) -> str:
     return str(setting)
 
 
-def obstacle(state: Mapping[str, Any], strategy: Any) -> str | None:
-    """Return why a run cannot go on from a checkpoint's tuning; None where it can."""
+def reason_not_to_resume(state: Mapping[str, Any], strategy: Any) -> str | None:
+    """Return the reason why a run cannot continue a checkpoint's tuning; None if it can."""
     calls = [name for name, _ in strategy.plan.calls]
     if state["world_size"] != strategy.world_size:
         return f"the checkpoint was tuned on {state['world_size']} ranks, this run has {strategy.world_size}"
     if state["calls"] != calls:
         return f"the checkpoint was tuned for {', '.join(state['calls'])}, this algorithm has {', '.join(calls)}"
     then = state.get("settings", {})
-    for name, now in settings_of(strategy).items():
+    for name, now in tuning_settings(strategy).items():
         if then.get(name) != now:
             return f"the checkpoint was tuned with {name}={then.get(name, 'unknown')}, this run has {name}={now}"
     known = [state["tuner"]["current"], *(trial["plan"] for trial in state["tuner"]["trials"])]

@@ -36,15 +36,15 @@ def split_at_first_answer(
         )
     first, *others = turns
     whole = conversation_text(tokenizer, messages, place, add_generation_prompt=False, template=template)
-    begun = [
+    prefixes = [
         conversation_text(tokenizer, messages[:turn], place, add_generation_prompt=True, template=template)
         for turn in (first, *others)
     ]
-    return ResponseText(begun[0], whole, is_continuation=False), begun[1:]
+    return ResponseText(prefixes[0], whole, is_continuation=False), prefixes[1:]
 
 
-def assistant_token_mask(
-    tokenizer: PreTrainedTokenizerBase, ids: list[int], begun: Sequence[list[int]], place: str
+def tokens_and_assistant_mask(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], prefixes: Sequence[list[int]], place: str
 ) -> tuple[list[int], list[bool]]:
     """Return the tokens after the first prefix, ended by end-of-sequence, and a mask of the assistant's tokens.
 
@@ -52,19 +52,19 @@ def assistant_token_mask(
 
     Args:
         ids: Token ids of the whole conversation.
-        begun: Token ids of its prefixes, the shortest first.
+        prefixes: Token ids of its prefixes, the shortest first.
 
     Raises:
         DataError: if the template renders a prefix differently, or ends an answer without the end-of-sequence token.
     """
-    if any(ids[: len(beginning)] != beginning for beginning in begun):
+    if any(ids[: len(prefix)] != prefix for prefix in prefixes):
         raise DataError(
             f"{place}: the chat template changes earlier messages when the conversation continues, so answers' tokens "
             f"cannot be located; use a prefix-preserving template, or learn='last'"
         )
-    start, end = len(begun[0]), tokenizer.eos_token_id
-    said = [False] * (len(ids) - start)
-    for first, following in pairwise(len(beginning) for beginning in begun):
+    start, end = len(prefixes[0]), tokenizer.eos_token_id
+    mask = [False] * (len(ids) - start)
+    for first, following in pairwise(len(prefix) for prefix in prefixes):
         answer = ids[first:following]
         if end not in answer:
             raise DataError(
@@ -73,8 +73,8 @@ def assistant_token_mask(
                 f"ends a turn, or learn='last'"
             )
         length = answer.index(end) + 1
-        said[first - start : first - start + length] = [True] * length
-    last = len(begun[-1])
+        mask[first - start : first - start + length] = [True] * length
+    last = len(prefixes[-1])
     # Templates usually end a turn themselves, with line breaks after the end token.
     final = ids[last:] if end in ids[last:] else with_eos(tokenizer, ids[last:])
-    return [*ids[start:last], *final], [*said[: last - start], *([True] * len(final))]
+    return [*ids[start:last], *final], [*mask[: last - start], *([True] * len(final))]

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.samples import Samples
-from lightning_realloc.data.assistant_spans import assistant_token_mask, split_at_first_answer
+from lightning_realloc.data.assistant_spans import split_at_first_answer, tokens_and_assistant_mask
 from lightning_realloc.data.chat import Text, is_conversation, prompt_token_ids, token_ids
 from lightning_realloc.data.responses import (
     ResponseDataModule,
@@ -32,7 +32,7 @@ class _SourceText:
     """One row before tokenization."""
 
     text: ResponseText
-    begun: Sequence[Text] = ()
+    prefixes: Sequence[Text] = ()
     """Prefixes of the conversation before the assistant's later answers, if all answers are learnt."""
 
 
@@ -115,16 +115,16 @@ def _source_text(
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, rows: Sequence[_SourceText]) -> Iterator[TokensOfRow]:
     """Yield the token ids of every row's prompt and response, and the mask of response tokens to learn."""
-    begun = iter(token_ids(tokenizer, [text for row in rows for text in row.begun]))
-    single = iter(encoded(tokenizer, [row.text for row in rows if not row.begun]))
-    several = [row.text for row in rows if row.begun]
+    prefixes = iter(token_ids(tokenizer, [text for row in rows for text in row.prefixes]))
+    single = iter(encoded(tokenizer, [row.text for row in rows if not row.prefixes]))
+    several = [row.text for row in rows if row.prefixes]
     openings = iter(prompt_token_ids(tokenizer, [text.prompt for text in several if text.prompt is not None]))
     wholes = iter(token_ids(tokenizer, [text.rest for text in several]))
     for row in rows:
-        if row.begun:
+        if row.prefixes:
             prompt = next(openings)
-            later = [next(begun) for _ in row.begun]
-            yield (prompt, *assistant_token_mask(tokenizer, next(wholes), [prompt, *later], row.text.rest.place))
+            later = [next(prefixes) for _ in row.prefixes]
+            yield (prompt, *tokens_and_assistant_mask(tokenizer, next(wholes), [prompt, *later], row.text.rest.place))
         else:
             prompt, response = next(single)
             yield prompt, response, [bool(prompt), *([True] * (len(response) - 1))]

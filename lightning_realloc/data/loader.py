@@ -20,8 +20,8 @@ class BatchLoader:
     """Training batches, reordered in every epoch.
 
     A sample's id is ``epoch * len(table) + position``, unique over the run and independent of ranks. The loader counts
-    epochs itself. If ``max_steps`` ends a run within an epoch, Lightning counts that epoch as done, and a run resumed
-    from there would skip the rest of its rows.
+    epochs itself: if ``max_steps`` ends a run within an epoch, Lightning counts that epoch as done. A run resumed from
+    there would skip the rest of its rows.
 
     Args:
         table: Every row once, with ids 0, 1, ... in order.

@@ -25,9 +25,10 @@ class PreferenceDataModule(ResponseDataModule):
     Columns: ``prompt``, ``chosen`` and ``rejected``, each text or messages for the chat template. Columns ``tools`` and
     ``chat_template_kwargs`` are passed to the chat template.
 
-    The prompt is the common beginning of both sides if there is no column ``prompt``, or if it is text and both sides
-    are whole conversations. For text that is everything before the first difference; for messages, all equal messages
-    before it. Otherwise a text next to messages becomes a user message (prompt) or an assistant message (side).
+    Without a column ``prompt``, the prompt is the common beginning of both sides. It is also used if ``prompt`` is text
+    and both sides are whole conversations. For text, the common beginning is everything before the first difference;
+    for messages, all equal messages before it. Otherwise a text next to messages becomes a user message (prompt) or an
+    assistant message (side).
 
     A batch is :class:`Samples` with two samples per row, the chosen one first: ``prompt_ids``, ``response_ids``,
     ``margin`` (the same number for both) if the data has one, and every column of the data as Python objects.

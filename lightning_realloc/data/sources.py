@@ -63,11 +63,12 @@ class DatasetSource:
     def _loaded(self, datasets: Any) -> Iterable[Mapping[str, Any]]:
         settings: dict[str, Any] = {"split": self.split, "revision": self.revision, "streaming": self.streaming}
         path = Path(self.path)
+        table: Iterable[Mapping[str, Any]]
         if path.is_file() and path.suffix in _BUILDERS:
-            found = datasets.load_dataset(_BUILDERS[path.suffix], data_files=self.path, **settings)
+            table = datasets.load_dataset(_BUILDERS[path.suffix], data_files=self.path, **settings)
         else:
-            found = datasets.load_dataset(self.path, self.name, **settings)
-        return found  # type: ignore[no-any-return]
+            table = datasets.load_dataset(self.path, self.name, **settings)
+        return table
 
     def _saved(self, datasets: Any) -> Iterable[Mapping[str, Any]]:
         table: Any = datasets.load_from_disk(self.path)
@@ -77,7 +78,8 @@ class DatasetSource:
                     f"{self.path} holds the splits {', '.join(table)}; split={self.split!r} is none of them"
                 )
             table = table[self.split]
-        return table.to_iterable_dataset() if self.streaming else table  # type: ignore[no-any-return]
+        rows: Iterable[Mapping[str, Any]] = table.to_iterable_dataset() if self.streaming else table
+        return rows
 
 
 def is_stream(source: object) -> bool:

@@ -1,1 +1,1 @@
-"""What is said about plans, before and after a run: texts for people, made from values of ``tuning``."""
+"""Reports of plans: the ``plan`` command, its tables, and the models that it reads."""

@@ -1,6 +1,6 @@
-"""Which model does a user mean: a built-in shape, one that is written out, or a configuration on this machine?
+"""Read models for planning: built-in shapes, shapes written out, and configurations.
 
-No weights are read, and nothing is downloaded unless that is asked for.
+No weights are read. The hub is contacted only for a configuration, and only if times are not needed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from lightning_realloc.tuning.shapes.known_models import KnownModel, find_known_
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 _TASKS: dict[str, Task] = {"critic": "token_classification", "reward": "sequence_classification"}
-"""Roles whose models score; all others predict tokens."""
+"""Roles with scoring models; all others are causal language models."""
 
 
-def task_of(role: str) -> Task:
-    """Return what a role's model does."""
+def model_task(role: str) -> Task:
+    """Return the task of a role's model."""
     return _TASKS.get("reward" if is_further(role) else role, "causal_lm")
 
 
@@ -47,24 +47,24 @@ def read_roles(
     adapters: Mapping[str, AdapterSource] | None = None,
     shares: Mapping[str, str] | None = None,
 ) -> dict[str, RoleMemory]:
-    """Return every role's parameters and shape.
+    """Return the parameters and shape of every role's model.
 
     Args:
         sources: Role -> a Hugging Face name, a folder, a ``config.json``, or a shape that is written out.
-        is_priced: Whether times will be worked out: models of which that cannot be done are refused then, and the hub
-            is not asked for configurations that are neither built in nor on this machine.
-        adapters: Trained role -> the adapters that it trains in place of its model.
-        shares: Role -> the one with adapters whose model it uses without them.
+        is_priced: Whether times are estimated. Models without a time estimate are then rejected, and configurations
+            must be built in or on this machine.
+        adapters: Trained role -> adapters that are trained instead of its model.
+        shares: Role -> role whose model it shares, without that role's adapters.
 
     Raises:
-        PlanError: for a name that is not known, with the nearest ones.
-        ConfigError: for a configuration that cannot be used, of a model or of adapters.
+        PlanError: for an unknown name; the message lists the nearest known ones.
+        ConfigError: for a configuration of a model or of adapters that cannot be used.
     """
     adapters, shares = adapters or {}, shares or {}
-    read: dict[tuple[str, Task, str | None], RoleMemory] = {}  # roles of one model share what is counted of it
+    read: dict[tuple[str, Task, str | None], RoleMemory] = {}  # roles with the same model share one entry
     found: dict[str, RoleMemory] = {}
     for role, source in sorted(sources.items(), key=lambda item: item[0] in shares):
-        key = (source, task_of(role), role if role in adapters else None)
+        key = (source, model_task(role), role if role in adapters else None)
         if role in shares:
             found[role] = replace(found[shares[role]], frozen_params=frozenset(), shares=shares[role])
             continue
@@ -77,11 +77,11 @@ def read_roles(
 def _read_role(role: str, source: str, dataflow: Dataflow, is_priced: bool, peft: AdapterSource | None) -> RoleMemory:
     path = Path(source).expanduser()
     if is_shape(source) and not path.exists():
-        return _of_shape(role, parse_shape(source), peft)
+        return _role_from_shape(role, parse_shape(source), peft)
     if path.exists():
-        return _of_config(role, str(path), dataflow, is_priced, peft)
+        return _role_from_config(role, str(path), dataflow, is_priced, peft)
     try:
-        return _of_shape(role, find_known_model(source), peft)
+        return _role_from_shape(role, find_known_model(source), peft)
     except PlanError as error:
         if _looks_like_path(source):
             raise PlanError(
@@ -89,7 +89,7 @@ def _read_role(role: str, source: str, dataflow: Dataflow, is_priced: bool, peft
                 f"config.json, a name as in Qwen/Qwen3-0.6B, or a shape as in layers=32,hidden=4096,..."
             ) from None
         try:
-            return _of_config(role, source, dataflow, is_priced, peft)
+            return _role_from_config(role, source, dataflow, is_priced, peft)
         except ConfigError:
             raise PlanError(f"{role}: {error}, or its shape, as in layers=32,hidden=4096,...") from None
 
@@ -98,32 +98,43 @@ def _looks_like_path(source: str) -> bool:
     return source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith(".json")
 
 
-def _of_shape(role: str, model: KnownModel, peft: AdapterSource | None) -> RoleMemory:
+def _role_from_shape(role: str, model: KnownModel, peft: AdapterSource | None) -> RoleMemory:
     if peft is None:
-        return model.role(scores=task_of(role) != "causal_lm")
-    adapted = Role(name=role, source=_config_of(model), trained=True, task=task_of(role), peft=peft)
+        return model.role(scores=model_task(role) != "causal_lm")
+    adapted = Role(name=role, source=_config_from_shape(model), trained=True, task=model_task(role), peft=peft)
     return describe_roles([adapted], {})[role]
 
 
-def _config_of(model: KnownModel) -> PreTrainedConfig:
-    """Return a configuration of the shape: which layers adapters go into is PEFT's to say, of a model."""
+def _config_from_shape(model: KnownModel) -> PreTrainedConfig:
+    """Return a configuration with this shape; PEFT needs one to choose the layers for adapters."""
     sizes: dict[str, Any] = {
-        "num_hidden_layers": model.num_layers, "hidden_size": model.hidden, "intermediate_size": model.intermediate,
-        "num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_dim, "vocab_size": model.vocabulary, "tie_word_embeddings": model.tied,
-    }  # fmt: skip
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.intermediate,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "vocab_size": model.vocabulary,
+        "tie_word_embeddings": model.tied,
+    }
     experts = model.experts
     if experts is None:
         kind = Qwen3Config if model.qk_norm else Qwen2Config if model.qkv_bias else LlamaConfig
         return kind(**sizes)
     if model.qk_norm:
-        return Qwen3MoeConfig(**sizes, num_experts=experts.count, num_experts_per_tok=experts.per_token,
-                              moe_intermediate_size=experts.features)  # fmt: skip
+        return Qwen3MoeConfig(
+            **sizes,
+            num_experts=experts.count,
+            num_experts_per_tok=experts.per_token,
+            moe_intermediate_size=experts.features,
+        )
     sizes["intermediate_size"] = experts.features
     return MixtralConfig(**sizes, num_local_experts=experts.count, num_experts_per_tok=experts.per_token)
 
 
-def _of_config(role: str, source: str, dataflow: Dataflow, is_priced: bool, peft: AdapterSource | None) -> RoleMemory:
+def _role_from_config(
+    role: str, source: str, dataflow: Dataflow, is_priced: bool, peft: AdapterSource | None
+) -> RoleMemory:
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=is_priced)
     except (OSError, ValueError) as error:
@@ -131,19 +142,19 @@ def _of_config(role: str, source: str, dataflow: Dataflow, is_priced: bool, peft
             f"{role}={source!r} has no configuration that transformers can read ({str(error).splitlines()[0]}); give a "
             f"folder with a config.json, a name as in Qwen/Qwen3-0.6B, or a shape as in layers=32,hidden=4096,..."
         ) from None
-    described = Role(name=role, source=config, trained=role in dataflow.trained_roles, task=task_of(role), peft=peft)
+    described = Role(name=role, source=config, trained=role in dataflow.trained_roles, task=model_task(role), peft=peft)
     memory = describe_roles([described], {})[role]
-    obstacle = _obstacle(config.get_text_config(), memory) if is_priced else None
+    obstacle = _pricing_obstacle(config.get_text_config(), memory) if is_priced else None
     if obstacle is not None:
         raise PlanError(
-            f"{role}={source!r} {obstacle}, so times cannot be worked out; plan with another model, or show memory "
-            f"alone with --check"
+            f"{role}={source!r} {obstacle}, so times cannot be estimated; plan with another model, or show memory "
+            f"only with --check"
         )
     return memory
 
 
-def _obstacle(text: Any, role: RoleMemory) -> str | None:
-    """Return what keeps times of a mixture of experts from being worked out; None where nothing does."""
+def _pricing_obstacle(text: Any, role: RoleMemory) -> str | None:
+    """Return the reason why a mixture of experts has no time estimate; None if there is none."""
     experts = declared_experts(text)
     if experts < 2:
         return None

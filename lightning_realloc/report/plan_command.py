@@ -1,4 +1,7 @@
-"""``lightning-realloc plan``: from configurations alone to the best plan, to prices of plans, or to a plan's memory."""
+"""Command ``lightning-realloc plan``: find the best plan, compare plans, sweep cluster sizes, or check memory.
+
+It works from configurations alone, without devices and weights.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,23 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.report.model_source import read_roles
 from lightning_realloc.report.plan_comparison import (
-    ITERATIONS_TOLD,
-    Size,
+    NUM_PRICED_ITERATIONS,
+    SweepEntry,
     compare_plans,
     gpu_hours,
     money,
     sweep_table,
 )
 from lightning_realloc.report.plan_report import (
-    ROOFLINE,
+    ROOFLINE_NOTE,
     comparison_table,
     gap_sentence,
     memory_table,
     plan_table,
+    report_title,
     seconds_with_error,
-    set_up_need,
+    setup_shortage,
     timeline_table,
-    title,
 )
 from lightning_realloc.report.plan_request import PlanRequest, parse_request
 from lightning_realloc.report.tables import gib
@@ -41,22 +44,23 @@ from lightning_realloc.tuning.search.plan_search import SearchResult
 from lightning_realloc.tuning.search.pricing import PlanningTask, PlanPricer, PricedPlan
 
 Write = Callable[[str], object]
-SECONDS_OF_FEWEST = 2.0
-"""Of each search that only asks whether anything fits."""
-MOST_SIZES_TRIED = 16
-"""Beyond so many sizes of a cluster they are doubled."""
-CANNOT_START = 3
-"""The exit code where a plan was priced, and no run of it can start."""
+"""Output function, such as ``sys.stdout.write``."""
+FEASIBILITY_SEARCH_SECONDS = 2.0
+"""CPU seconds of each search that only tests whether a plan fits; raising it finds tighter plans."""
+MAX_CLUSTER_SIZES = 16
+"""Maximum number of consecutive cluster sizes to test; beyond it only doubled sizes are tested."""
+EXIT_CANNOT_START = 3
+"""Exit code if a plan was priced, but no run of it can start."""
 
 
 def run_plan(arguments: Sequence[str], write: Write) -> int:
-    """Do what a command line asks for, and return its exit code; ``write`` takes what is to be read.
+    """Run a command line and return its exit code; ``write`` receives the output.
 
-    The code is 0 where runs can start: of the plan found, of both that are compared, of that of one size at least; else
-    `CANNOT_START`.
+    The code is 0 if runs can start: of the found plan, of both compared plans, or of at least one size of a sweep. Else
+    it is `EXIT_CANNOT_START`.
 
     Raises:
-        ReallocError: for what cannot be done, and by a check for a plan that does not fit.
+        ReallocError: for an invalid command line, and in a check for a plan that does not fit.
     """
     request = parse_request(arguments)
     if request.flags.check is not None:
@@ -68,7 +72,7 @@ def run_plan(arguments: Sequence[str], write: Write) -> int:
         can_start = _sweep(request, write)
     else:
         can_start = _search(request, write)
-    return 0 if can_start else CANNOT_START
+    return 0 if can_start else EXIT_CANNOT_START
 
 
 # ---- the best plan
@@ -79,24 +83,25 @@ def _search(request: PlanRequest, write: Write) -> bool:
         best, found = _best(pricer, request)
     except NothingFitsError as error:
         if error.enough_nodes is None:
-            raise PlanError(f"{error}{_kept_free(request)}") from None
+            raise PlanError(f"{error}{_headroom_hint(request)}") from None
         nodes, each = _fewest_nodes(task, request, error.enough_nodes), task.cluster.devices_per_node
         raise PlanError(
-            f"{error.shortage}; {nodes} x {each} such devices are the fewest tried on which a short search finds "
-            f"a plan, or use devices with that much more memory{_kept_free(request)}"
+            f"{error.shortage}; {nodes} x {each} such devices are the fewest tested on which a short search finds "
+            f"a plan, or use devices with that much more memory{_headroom_hint(request)}"
         ) from None
     if request.flags.save is not None:
         _save(best, request)
-    asked = f"{request.flags.algorithm} on {request.flags.cluster}"
-    write(f"{title(best, asked)}\n{_setting(request)}\n{_undivided(task)}{plan_table(best.plan)}\n")
+    subject = f"{request.flags.algorithm} on {request.flags.cluster}"
+    write(f"{report_title(best, subject)}\n{_setting(request)}\n")
+    write(f"{_without_tensor_parallel(task)}{plan_table(best.plan)}\n")
     seconds = seconds_with_error(best, unmeasured=_unmeasured(task, request))
     write(f"\n{seconds}\n{gap_sentence(found)}\n{_cost(best, request)}")
     write(f"\nTimeline of an iteration, in seconds\n{timeline_table(best)}\n")
     write(f"\nMemory of the fullest ranks\n{memory_table(best)}\n")
-    write(f"\nBeside other plans\n{comparison_table(best, pricer.heuristic(), pricer.static())}\n")
+    write(f"\nCompared with other plans\n{comparison_table(best, pricer.heuristic(), pricer.static())}\n")
     if request.flags.save is not None:
-        refused = "" if best.can_start else "; --check refuses it, since it cannot start on such devices"
-        write(f"\nThe plan is in {request.flags.save}{refused}\n")
+        rejection = "" if best.can_start else "; --check rejects it, since it cannot start on such devices"
+        write(f"\nThe plan is in {request.flags.save}{rejection}\n")
     return best.can_start
 
 
@@ -105,26 +110,26 @@ def _best(pricer: PlanPricer, request: PlanRequest, seconds: float | None = None
 
 
 def _fewest_nodes(task: PlanningTask, request: PlanRequest, enough: int) -> int:
-    """Return the smallest number of nodes tried on which a short search finds a plan, at most ``enough``.
+    """Return the smallest tested number of nodes on which a short search finds a plan, at most ``enough``.
 
-    Several layouts may fit where one for all calls does not. More nodes are not always better: some numbers divide
-    models worse. So all numbers are tried in turn, or, where they are many, doubled ones.
+    Several layouts may fit where a single one does not. More nodes are not always better, because some numbers divide
+    models worse. So all numbers are tested in turn, or doubled ones if there are many.
     """
     here = task.cluster.num_nodes
     tried = list(range(here + 1, enough))
-    if len(tried) > MOST_SIZES_TRIED:
+    if len(tried) > MAX_CLUSTER_SIZES:
         tried = [size for size in (here << power for power in range(1, enough.bit_length())) if size < enough]
     for num_nodes in tried:
         try:
-            _best(_pricer(task.on_nodes(num_nodes), request), request, SECONDS_OF_FEWEST)
+            _best(_pricer(task.on_nodes(num_nodes), request), request, FEASIBILITY_SEARCH_SECONDS)
         except NothingFitsError:
             continue
         return num_nodes
     return enough
 
 
-def _undivided(task: PlanningTask) -> str:
-    """Return which roles no plan divides by tensor parallelism: a reader would look for it."""
+def _without_tensor_parallel(task: PlanningTask) -> str:
+    """Return a note about roles that no plan divides by tensor parallelism."""
     roles = [name for name, role in task.roles.items() if role.model.tp_refusal is not None]
     return f"  No tensor parallelism in {', '.join(roles)}: their model cannot run so.\n\n" if roles else ""
 
@@ -141,19 +146,21 @@ def _cost(priced: PricedPlan, request: PlanRequest) -> str:
     if price is None:
         return ""
     hours = f"{gpu_hours(priced):,.1f} GPU-hours"
-    return f"{ITERATIONS_TOLD} iterations: {hours}, {money(priced, price):,.2f} at {price:g} an hour\n"
+    return f"{NUM_PRICED_ITERATIONS} iterations: {hours}, {money(priced, price):,.2f} at {price:g} an hour\n"
 
 
 def _save(priced: PricedPlan, request: PlanRequest) -> None:
     path = request.flags.save
-    comment = "" if priced.can_start else f"This plan cannot start on {request.flags.cluster}: {set_up_need(priced)}."
+    comment = ""
+    if not priced.can_start:
+        comment = f"This plan cannot start on {request.flags.cluster}: {setup_shortage(priced)}."
     try:
         priced.plan.save(path, comment=comment)
     except OSError as error:
         raise PlanError(f"--save={path} cannot be written ({error.strerror}); name another file") from None
 
 
-# ---- other questions
+# ---- other modes
 def _compare(request: PlanRequest, write: Write) -> bool:
     pricer = _pricer(_task(request), request)
     files = tuple(request.flags.compare)
@@ -181,11 +188,11 @@ def _sweep(request: PlanRequest, write: Write) -> bool:
         here = task.on_nodes(num_nodes)
         try:
             best, found = _best(_pricer(here, request), request)
-            size = Size(num_nodes=num_nodes, num_devices=here.cluster.num_devices, best=best, found=found)
+            size = SweepEntry(num_nodes=num_nodes, num_devices=here.cluster.num_devices, best=best, found=found)
         except NothingFitsError as error:
-            size = Size(
+            size = SweepEntry(
                 num_nodes=num_nodes, num_devices=here.cluster.num_devices, best=None, found=None, refusal=str(error)
-            )  # fmt: skip
+            )
         sizes.append(size)
     can_start = any(size.best is not None and size.best.can_start for size in sizes)
     head = "Best plans found" if can_start else "No plan that was found can start on such devices"
@@ -195,7 +202,7 @@ def _sweep(request: PlanRequest, write: Write) -> bool:
 
 
 def check_plan(request: PlanRequest, write: Write) -> None:
-    """Write the table of a plan's memory; PlanError, after the table, for one that does not fit."""
+    """Write the memory table of a plan; PlanError, after the table, if the plan does not fit."""
     flow, workload = request.dataflow, request.workload
     plan = ExecutionPlan.load(request.flags.check).completed(flow)
     world_size = 1 + max(rank for layout in plan.layouts for rank in layout.ranks)
@@ -214,10 +221,10 @@ def check_plan(request: PlanRequest, write: Write) -> None:
         raise PlanError(excess)
 
 
-# ---- what all of them price
+# ---- shared by all modes
 def _task(request: PlanRequest) -> PlanningTask:
     cluster, budget = request.cluster, request.memory_budget
-    assert cluster is not None and budget is not None, "only a check does without a cluster"
+    assert cluster is not None and budget is not None, "only a check needs no cluster"
     settings = settings_of_precision(request.flags.precision)
     if request.is_cpu:
         settings = replace(settings, builds_on_device=True, shares_memory=cluster.num_nodes == 1)
@@ -225,22 +232,32 @@ def _task(request: PlanRequest) -> PlanningTask:
         request.sources, request.dataflow, is_priced=True, adapters=request.adapters, shares=request.shares
     )
     return PlanningTask(
-        dataflow=request.dataflow, roles=roles, cluster=cluster, settings=settings, workload=request.workload,
-        memory_budget=budget, headroom=request.headroom, generation_parts=request.flags.generation_parts,
-    )  # fmt: skip
+        dataflow=request.dataflow,
+        roles=roles,
+        cluster=cluster,
+        settings=settings,
+        workload=request.workload,
+        memory_budget=budget,
+        headroom=request.headroom,
+        generation_parts=request.flags.generation_parts,
+    )
 
 
 def _pricer(task: PlanningTask, request: PlanRequest) -> PlanPricer:
     estimator = RooflineEstimator(
-        task.dataflow, task.cluster, task.roles, task.settings, task.workload,
+        task.dataflow,
+        task.cluster,
+        task.roles,
+        task.settings,
+        task.workload,
         efficiency=CPU_EFFICIENCY if request.is_cpu else None,
-    )  # fmt: skip
+    )
     return PlanPricer(task, estimator)
 
 
 def _setting(request: PlanRequest) -> str:
     load, cluster = request.workload, request.cluster
-    assert isinstance(cluster, ClusterSpec), "only a check does without a cluster"
+    assert isinstance(cluster, ClusterSpec), "only a check needs no cluster"
     by_model: dict[str, list[str]] = {}
     for role, source in request.sources.items():
         by_model.setdefault(source, []).append(role)
@@ -249,7 +266,8 @@ def _setting(request: PlanRequest) -> str:
     return (
         f"  {models}\n{adapted}"
         f"  {load.num_sequences} sequences of {load.prompt_tokens} + {load.response_tokens} tokens, "
-        f"{request.flags.precision}, {gib(request.memory_budget or 0)} a device{_headroom(request)}\n  {ROOFLINE}\n"
+        f"{request.flags.precision}, {gib(request.memory_budget or 0)} a device{_headroom(request)}\n"
+        f"  {ROOFLINE_NOTE}\n"
     )
 
 
@@ -257,6 +275,6 @@ def _headroom(request: PlanRequest) -> str:
     return f", {request.headroom:.0%} head-room kept" if request.headroom else ""
 
 
-def _kept_free(request: PlanRequest) -> str:
-    """Say in an error that plans may not fill devices."""
+def _headroom_hint(request: PlanRequest) -> str:
+    """Return a hint for error messages that plans leave some memory free."""
     return f"; {request.headroom:.0%} of a device are kept free, --headroom 0 fills it" if request.headroom else ""

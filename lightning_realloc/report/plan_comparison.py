@@ -1,28 +1,28 @@
-"""What is said about several priced plans: two beside each other, and the best ones of clusters that grow. Pure."""
+"""Tables for several priced plans: two plans side by side, and the best plans of growing clusters. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_realloc.report.plan_report import set_up_need
+from lightning_realloc.report.plan_report import setup_shortage
 from lightning_realloc.report.tables import aligned, gib, short_layout
 from lightning_realloc.tuning.search.plan_search import SearchResult
 from lightning_realloc.tuning.search.pricing import PricedPlan
 
 SECONDS_PER_HOUR = 3600.0
-ITERATIONS_TOLD = 1000
-"""Of which hours and money are told: those of one iteration are too small to read."""
+NUM_PRICED_ITERATIONS = 1000
+"""Number of iterations for which hours and prices are shown; those of one iteration are too small to read."""
 
 
 def compare_plans(first: PricedPlan, second: PricedPlan, names: tuple[str, str], price: float | None) -> str:
-    """Return two plans' seconds, per phase and in all, their bytes, and where their layouts differ."""
+    """Return a table of two plans' seconds, per phase and in total, their bytes, and their layouts."""
     pair = (first, second)
     rows: list[tuple[str, ...]] = [("", "A", "B", "B - A")]
     rows += [_difference(phase, *(_seconds_of(plan, phase) for plan in pair)) for phase in _phases(pair)]
     rows.append(_difference("an iteration", first.seconds, second.seconds))
     if price is not None:
-        rows.append(_difference(f"price of {ITERATIONS_TOLD}", *(money(plan, price) for plan in pair)))
+        rows.append(_difference(f"price of {NUM_PRICED_ITERATIONS}", *(money(plan, price) for plan in pair)))
     peaks = [plan.peak.parts.total / 2**30 for plan in pair]
     rows.append(_difference("fullest rank, GiB", *peaks))
     rows.append(("ranks are idle", *(f"{plan.timeline.mean_idle_share:.0%}" for plan in pair), ""))
@@ -35,12 +35,12 @@ def compare_plans(first: PricedPlan, second: PricedPlan, names: tuple[str, str],
                 f"  {letter} does not fit: rank {plan.peak.rank} lacks {gib(plan.missing_bytes)} in {plan.peak.phase}"
             )
         if not plan.can_start:
-            lines.append(f"  {letter} cannot start: {set_up_need(plan)}")
+            lines.append(f"  {letter} cannot start: {setup_shortage(plan)}")
     return "\n".join([*lines, "", "Layouts", _layouts(pair)])
 
 
 def _phases(pair: Sequence[PricedPlan]) -> list[str]:
-    """Return the phases of both, a call's weights on their way before the call itself."""
+    """Return the phases of both plans; the reallocation before a call comes before the call itself."""
     calls = [name for name, _ in pair[0].plan.calls]
     present = {entry.phase for plan in pair for entry in plan.timeline.entries}
     order = {entry.phase: at for plan in pair for at, entry in enumerate(plan.timeline.entries) if entry.phase in calls}
@@ -48,7 +48,7 @@ def _phases(pair: Sequence[PricedPlan]) -> list[str]:
 
 
 def _seconds_of(priced: PricedPlan, phase: str) -> float:
-    """Return a phase's seconds in an iteration, as a mean: not every iteration moves all weights."""
+    """Return the mean seconds of a phase per iteration; not every iteration moves all weights."""
     timeline = priced.timeline
     return sum(entry.seconds for entry in timeline.entries if entry.phase == phase) / timeline.num_iterations
 
@@ -65,35 +65,46 @@ def _layouts(pair: Sequence[PricedPlan]) -> str:
     return aligned(rows, left=(0, 1, 2))
 
 
-# ---- clusters that grow
+# ---- cluster sizes
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """One size of a cluster, with its best plan."""
+class SweepEntry:
+    """One cluster size of a sweep, with its best plan."""
 
     num_nodes: int
+    """Number of nodes."""
     num_devices: int
+    """Number of devices over all nodes."""
     best: PricedPlan | None
-    """None where nothing fits."""
+    """Best plan found; None if nothing fits."""
     found: SearchResult | None
+    """Result of the search; None if nothing fits."""
     refusal: str = ""
-    """Why nothing fits."""
+    """Reason why nothing fits."""
 
 
 def gpu_hours(priced: PricedPlan) -> float:
-    """Return the device-hours of so many iterations as are told."""
+    """Return the device-hours of `NUM_PRICED_ITERATIONS` iterations."""
     devices = len({entry.rank for entry in priced.forecast.phases})
-    return ITERATIONS_TOLD * devices * priced.seconds / SECONDS_PER_HOUR
+    return NUM_PRICED_ITERATIONS * devices * priced.seconds / SECONDS_PER_HOUR
 
 
 def money(priced: PricedPlan, price: float) -> float:
-    """Return what as many iterations cost, in the currency of the price of a device-hour."""
+    """Return the price of `NUM_PRICED_ITERATIONS` iterations, in the currency of a device-hour's ``price``."""
     return price * gpu_hours(priced)
 
 
-def sweep_table(sizes: Sequence[Size], price: float | None) -> str:
-    """Return how time and cost of iterations grow with the cluster; a size where nothing fits says so."""
-    head = ["nodes", "devices", "seconds", "speed-up", "GPU-hours", *(["price"] if price is not None else []),
-            "fullest rank", "gap"]  # fmt: skip
+def sweep_table(sizes: Sequence[SweepEntry], price: float | None) -> str:
+    """Return a table of time and cost by cluster size; sizes where nothing fits state the reason."""
+    head = [
+        "nodes",
+        "devices",
+        "seconds",
+        "speed-up",
+        "GPU-hours",
+        *(["price"] if price is not None else []),
+        "fullest rank",
+        "gap",
+    ]
     first = next((size.best for size in sizes if size.best is not None), None)
     rows, refusals = [head], []
     for size in sizes:
@@ -110,10 +121,9 @@ def sweep_table(sizes: Sequence[Size], price: float | None) -> str:
             row += [f"{money(size.best, price):,.2f}"] if price is not None else []
             row += [gib(size.best.peak.parts.total), f"{size.found.gap:.1%}" if size.found.lower_bound else "unknown"]
             if not size.best.can_start:
-                refusals.append(f"  {size.num_nodes} nodes: the plan cannot start: {set_up_need(size.best)}")
+                refusals.append(f"  {size.num_nodes} nodes: the plan cannot start: {setup_shortage(size.best)}")
         rows.append(row)
     priced = "" if price is None else f", and their price at {price:g} a GPU-hour"
-    notes = [
-        f"  seconds of an iteration; GPU-hours of {ITERATIONS_TOLD} iterations{priced}; gap: what another plan can save"
-    ]
-    return "\n".join([aligned(rows, left=()), *notes, *refusals])
+    hours = f"GPU-hours of {NUM_PRICED_ITERATIONS} iterations{priced}"
+    note = f"  seconds of an iteration; {hours}; gap: maximum saving of another plan"
+    return "\n".join([aligned(rows, left=()), note, *refusals])

@@ -1,4 +1,4 @@
-"""What does a command line of ``lightning-realloc plan`` ask for? Its flags, and which contradict each other."""
+"""Command line of ``lightning-realloc plan``: flags, defaults and contradictions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ALGORITHMS: dict[str, type[MultiModelModule]] = {
     "best-of-n": BestOfN,
     "online-dpo": OnlineDPO,
 }
-"""What ``--algorithm`` may name."""
+"""Names for ``--algorithm``."""
 ROLES = ("actor", "critic", "reference", "reward")
 """Roles with flags of their own."""
 PLAN_HELP = (
@@ -56,14 +56,16 @@ PLAN_HELP = (
     "no device, no weights."
 )
 _LORA_OPTIONS = frozenset({"peft_type", "r", "target_modules", "lora_alpha"})
-"""One of which tells a configuration from a mapping of roles."""
+"""Options that distinguish a LoRA configuration from a mapping of roles."""
 _PEFT_EXAMPLE = "as in --peft '{r: 16, target_modules: all-linear}', or --peft '{critic: {r: 8}}' for single roles"
-NOTHING = "none"
-"""The model of a role that is left out."""
-DEFAULT_SECONDS = 10.0
-MICRO_BATCH_TOKENS = 8192
-MOST_DEVICES = 4096
-"""Of a cluster that plans are priced for: 1,024 take a minute and half a gigabyte."""
+NO_MODEL = "none"
+"""Model name that leaves a role out."""
+DEFAULT_SEARCH_SECONDS = 10.0
+"""Default CPU seconds of one search; raising it finds better plans for large clusters."""
+DEFAULT_MICRO_BATCH_TOKENS = 8192
+"""Tokens of a micro-batch in plans that set none."""
+MAX_DEVICES = 4096
+"""Maximum size of a cluster in devices: pricing 1,024 takes a minute and half a gigabyte of host memory."""
 
 
 def plan_parser() -> ArgumentParser:
@@ -72,85 +74,98 @@ def plan_parser() -> ArgumentParser:
     model = "a Hugging Face name, a folder or config.json, or a shape: layers=32,hidden=4096,intermediate=14336,..."
     add = parser.add_argument
     add("--algorithm", type=str, default="grpo", help=f"One of {', '.join(ALGORITHMS)}.")
-    add("--actor", type=str, default=None, help=f"The policy: {model}")
+    add("--actor", type=str, default=None, help=f"Policy: {model}")
     add("--critic", type=str, default=None, help="Default: as --reward, else as --actor.")
     add("--reference", type=str, default=None, help='Default: as --actor; "none" leaves it out.')
     add(
-        "--reward", type=str, default=None,
+        "--reward",
+        type=str,
+        default=None,
         help='Default: as --critic; "none" for reward functions. Further ones: --model reward_2=...',
-    )  # fmt: skip
+    )
     add(
-        "--model", action="append", type=str, default=[], metavar="ROLE=MODEL",
-        help="The model of any role. With these alone there are no default models.",
-    )  # fmt: skip
+        "--model",
+        action="append",
+        type=str,
+        default=[],
+        metavar="ROLE=MODEL",
+        help="Model of any role. If only --model is used, no role has a default model.",
+    )
     add(
-        "--peft", type=str, default=None, metavar="CONFIG",
-        help="Adapters that trained roles train, as an algorithm's peft_config: a mapping in YAML, as in "
+        "--peft",
+        type=str,
+        default=None,
+        metavar="CONFIG",
+        help="Adapters of trained roles, as an algorithm's peft_config: a mapping in YAML, as in "
         "'{r: 16, target_modules: all-linear}', one of these for each role, or a folder of saved ones.",
-    )  # fmt: skip
-    add("--cluster", type=str, default=None, help='As in "h100:2x8"; --check without one has no budget.')
-    add("--memory-per-device", type=str, default=None, help='As in "24GiB"; overrides --cluster.')
+    )
+    add("--cluster", type=str, default=None, help='Devices, as in "h100:2x8" (nodes x devices); --check works without.')
+    add("--memory-per-device", type=str, default=None, help='Memory of a device, as in "24GiB"; overrides --cluster.')
     add(
-        "--headroom", type=float, default=None,
-        help=f"Share of it that the plan found leaves free, since forecasts err; {HEADROOM:g}.",
-    )  # fmt: skip
+        "--headroom",
+        type=float,
+        default=None,
+        help=f"Share of this memory that found plans leave free, since forecasts err; {HEADROOM:g}.",
+    )
     add("--precision", type=str, default="bf16-mixed", help="bf16-mixed, bf16-true or 32-true.")
     add("--prompt-length", type=int, default=512, help="Tokens of the longest prompt.")
     add("--response-length", type=int, default=1024, help="Tokens of the longest response.")
     add("--batch", type=int, default=64, help="Sequences of an iteration: prompts times responses.")
-    add("--responses-per-prompt", type=int, default=1, help="Which share a prompt's prefill.")
+    add("--responses-per-prompt", type=int, default=1, help="Responses that share a prompt's prefill.")
     add("--num-minibatches", type=int, default=1, help="Optimizer steps of an iteration.")
-    add("--generation-parts", type=int, default=1, help="As of ReallocStrategy: portions that inference begins with.")
-    add("--micro-batch-tokens", type=int, default=None, help="Where a plan of --check or --compare sets none: 8192.")
-    add("--seconds", type=float, default=None, help=f"CPU seconds of search at each size; {DEFAULT_SECONDS:g}.")
-    add("--seed", type=int, default=None, help="Of the search (default: 0).")
-    add("--save", type=str, default=None, metavar="PLAN.YAML", help="Where the best plan is written.")
-    add("--price-per-gpu-hour", type=float, default=None, help="What a device costs in an hour.")
+    add("--generation-parts", type=int, default=1, help="Chunks of samples, as in ReallocStrategy.")
+    add("--micro-batch-tokens", type=int, default=None, help="For plans of --check or --compare that set none: 8192.")
+    add("--seconds", type=float, default=None, help=f"CPU seconds of search at each size; {DEFAULT_SEARCH_SECONDS:g}.")
+    add("--seed", type=int, default=None, help="Seed of the search (default: 0).")
+    add("--save", type=str, default=None, metavar="PLAN.YAML", help="File for the best plan.")
+    add("--price-per-gpu-hour", type=float, default=None, help="Price of a device per hour.")
     add("--sweep", type=str, default=None, metavar="nodes=1,2,4", help="Search at several sizes.")
     add("--compare", type=str, nargs=2, default=None, metavar=("A.YAML", "B.YAML"), help="Price two plans.")
-    add("--check", type=str, default=None, metavar="PLAN.YAML", help="Show a plan's memory; refuse an excess.")
+    add("--check", type=str, default=None, metavar="PLAN.YAML", help="Show a plan's memory; fail if it does not fit.")
     return parser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What was asked for, checked as far as flags go."""
+    """Validated request of a command line."""
 
     flags: Any
-    """As parsed."""
+    """Parsed flags."""
     sources: Mapping[str, str]
-    """Role -> its model, as the user names it."""
+    """Role -> its model, as given by the user."""
     adapters: Mapping[str, AdapterSource]
-    """Trained role -> the adapters that it trains in place of its model."""
+    """Trained role -> adapters that are trained instead of its model."""
     shares: Mapping[str, str]
-    """Role -> the one with adapters whose model it uses without them."""
+    """Role -> role whose model it shares, without that role's adapters."""
     dataflow: Dataflow
+    """Calls of the algorithm."""
     cluster: ClusterSpec | None
-    """None only for a check without a budget."""
+    """Cluster; None only for a check without a memory budget."""
     memory_budget: int | None
-    """Bytes of a device; None where there is no cluster, and no amount."""
+    """Memory of a device, in bytes; None without a cluster and without ``--memory-per-device``."""
     headroom: float
-    """Share of them that is left free; 0 where plans are the user's own."""
+    """Fraction of it that stays free; 0 for plans given by the user."""
     workload: Workload
+    """Sequences, lengths and micro-batches of an iteration."""
     sweep: tuple[int, ...]
-    """Numbers of nodes; () for none."""
+    """Numbers of nodes to search; empty without ``--sweep``."""
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the cluster is one of CPUs, whose rates are nominal."""
+        """Whether the cluster consists of CPUs, whose rates are nominal."""
         return str(self.flags.cluster).strip().startswith("cpu")
 
     @property
     def seconds(self) -> float:
-        """Of search."""
-        return DEFAULT_SECONDS if self.flags.seconds is None else float(self.flags.seconds)
+        """CPU seconds of a search."""
+        return DEFAULT_SEARCH_SECONDS if self.flags.seconds is None else float(self.flags.seconds)
 
 
 def parse_request(arguments: Sequence[str]) -> PlanRequest:
-    """Read a command line.
+    """Parse and validate a command line.
 
     Raises:
-        PlanError: for flags that are unknown, contradict each other, or lack others.
+        PlanError: for unknown, contradictory or missing flags.
         LayoutError: for an unknown cluster.
     """
     try:
@@ -168,58 +183,67 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
     _refuse_too_many(cluster, sweep)
     budget = None if cluster is None else cluster.device_memory_bytes
     workload = Workload(
-        num_sequences=flags.batch, prompt_tokens=flags.prompt_length, response_tokens=flags.response_length,
-        micro_batch_tokens=flags.micro_batch_tokens or MICRO_BATCH_TOKENS, num_minibatches=flags.num_minibatches,
+        num_sequences=flags.batch,
+        prompt_tokens=flags.prompt_length,
+        response_tokens=flags.response_length,
+        micro_batch_tokens=flags.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS,
+        num_minibatches=flags.num_minibatches,
         samples_per_prompt=flags.responses_per_prompt,
-    )  # fmt: skip
+    )
     return PlanRequest(
-        flags=flags, sources=sources, adapters=adapters, shares=_shares(flags, sources, adapters), dataflow=dataflow,
+        flags=flags,
+        sources=sources,
+        adapters=adapters,
+        shares=_shares(flags, sources, adapters),
+        dataflow=dataflow,
         cluster=cluster,
         memory_budget=budget if flags.memory_per_device is None else parse_bytes(flags.memory_per_device),
-        headroom=_headroom(flags), workload=workload, sweep=sweep,
-    )  # fmt: skip
+        headroom=_headroom(flags),
+        workload=workload,
+        sweep=sweep,
+    )
 
 
 def _refuse_too_many(cluster: ClusterSpec | None, sweep: Sequence[int]) -> None:
-    """Refuse clusters that would fill a laptop's memory before anything is said of them."""
+    """Raise PlanError for clusters whose pricing would exhaust a laptop's memory."""
     if cluster is None:
         return
     num_devices = max(cluster.num_nodes, *sweep, 0) * cluster.devices_per_node
-    if num_devices > MOST_DEVICES:
+    if num_devices > MAX_DEVICES:
         raise PlanError(
-            f"{num_devices:,} devices are more than the {MOST_DEVICES:,} that plans are searched for; ask about fewer "
-            f"nodes, and run several such clusters side by side"
+            f"{num_devices:,} devices are more than the maximum of {MAX_DEVICES:,} for a search; use fewer nodes, "
+            f"and run several such clusters side by side"
         )
 
 
 # ---- contradictions
 _MODES = ("check", "compare", "sweep")
-_FOREIGN: dict[str, tuple[str, ...]] = {
+_UNUSED_FLAGS: dict[str, tuple[str, ...]] = {
     "search": ("micro_batch_tokens",),
     "check": ("save", "seconds", "seed", "price_per_gpu_hour", "headroom"),
     "compare": ("save", "seconds", "seed", "headroom"),
     "sweep": ("micro_batch_tokens", "save"),
 }
-"""Mode -> flags that mean nothing to it."""
-_WAY_OUT = {
-    "search": "it chooses what is best, and --check and --compare take what a plan leaves out",
-    "check": "it neither searches nor prices: leave one out",
-    "compare": "it does not search: leave one out",
-    "sweep": "it finds the best plan of each size; leave one out",
+"""Mode -> flags that it does not use."""
+_MODE_ADVICE = {
+    "search": "it chooses the best value, and --check and --compare use it where a plan sets none",
+    "check": "it neither searches nor prices: remove one",
+    "compare": "it does not search: remove one",
+    "sweep": "it finds the best plan of each size; remove one",
 }
 
 
 def _refuse_contradictions(flags: Any) -> None:
     modes = [mode for mode in _MODES if flags[mode] is not None]
     if len(modes) > 1:
-        raise PlanError(f"--{modes[0]} and --{modes[1]} are two questions; ask them one after the other")
+        raise PlanError(f"--{modes[0]} and --{modes[1]} are two modes; run them one after the other")
     mode = modes[0] if modes else "search"
-    for name in _FOREIGN[mode]:
+    for name in _UNUSED_FLAGS[mode]:
         if flags[name] is not None:
-            what = f"--{mode}" if modes else "a search"
-            raise PlanError(f"--{name.replace('_', '-')} means nothing to {what}: {_WAY_OUT[mode]}")
+            subject = f"--{mode}" if modes else "a search"
+            raise PlanError(f"--{name.replace('_', '-')} does not apply to {subject}: {_MODE_ADVICE[mode]}")
     if flags.cluster is None and modes != ["check"]:
-        raise PlanError("--cluster is missing, which times depend on; as in --cluster h100:2x8 (nodes x devices)")
+        raise PlanError("--cluster is missing, but times depend on it; as in --cluster h100:2x8 (nodes x devices)")
     if flags.headroom is not None and not 0 <= flags.headroom < 1:
         raise PlanError(f"--headroom={flags.headroom:g} is a share of a device's memory; it must lie in [0, 1)")
     for name in ("seconds", "price_per_gpu_hour"):
@@ -239,12 +263,12 @@ def _refuse_contradictions(flags: Any) -> None:
     if flags.num_minibatches > flags.batch:
         raise PlanError(
             f"--num-minibatches={flags.num_minibatches} divides the --batch={flags.batch} responses of an iteration; "
-            f"use {flags.batch} at most"
+            f"use at most {flags.batch}"
         )
     each = flags.responses_per_prompt
     if flags.batch % each:
         raise PlanError(
-            f"--batch={flags.batch} counts responses, and must be a multiple of --responses-per-prompt={each}; "
+            f"--batch={flags.batch} is a number of responses and must be a multiple of --responses-per-prompt={each}; "
             f"use {-(-flags.batch // each) * each}"
         )
     if flags.save is not None and (not Path(flags.save).parent.is_dir() or Path(flags.save).is_dir()):
@@ -267,35 +291,39 @@ def _sweep(text: str) -> tuple[int, ...]:
 
 # ---- models
 def _adapters(text: str, dataflow: Dataflow) -> dict[str, AdapterSource]:
-    """Read ``--peft``: what trained roles train in place of their models."""
+    """Parse ``--peft``: trained role -> its adapters."""
     given: Any = text
     if text.lstrip().startswith("{"):
         try:
             given = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise PlanError(f"--peft={text} is no mapping ({error}); {_PEFT_EXAMPLE}") from None
+            raise PlanError(f"--peft={text} is not a valid mapping ({error}); {_PEFT_EXAMPLE}") from None
     elif not Path(text).expanduser().is_dir():
         raise PlanError(f"--peft={text} is neither a mapping nor a folder of saved adapters; {_PEFT_EXAMPLE}")
     trained = dataflow.trained_roles
-    if not (isinstance(given, dict) and given and all(isinstance(value, dict | str) for value in given.values())
-            and not given.keys() & _LORA_OPTIONS):  # fmt: skip
+    if not (
+        isinstance(given, dict)
+        and given
+        and all(isinstance(value, dict | str) for value in given.values())
+        and not given.keys() & _LORA_OPTIONS
+    ):
         return dict.fromkeys(trained, given)
     unknown = sorted(given.keys() - set(trained))
     if unknown:
-        raise PlanError(f"--peft names {', '.join(unknown)}, and the trained roles are {', '.join(trained)}")
+        raise PlanError(f"--peft names {', '.join(unknown)}, but the trained roles are {', '.join(trained)}")
     return given
 
 
 def _shares(flags: Any, sources: Mapping[str, str], adapters: Mapping[str, AdapterSource]) -> dict[str, str]:
-    """Return ``reference: actor`` where an actor with adapters is its own reference, as algorithms have it."""
+    """Return ``reference: actor`` if an actor with adapters serves as its own reference, as in the algorithms."""
     named = flags.reference is not None or any(text.startswith("reference=") for text in flags.model)
     return {"reference": "actor"} if "actor" in adapters and "reference" in sources and not named else {}
 
 
 def _sources(flags: Any) -> dict[str, str]:
-    """Return every role's model; flags of single roles let the other roles have their defaults."""
+    """Return every role's model; a flag for a single role enables the defaults of the others."""
     named = {role: flags[role] for role in ROLES if flags[role] is not None}
-    sources = {**_listed(flags.model, named), **named}
+    sources = {**_parse_models(flags.model, named), **named}
     everything = ALGORITHMS[flags.algorithm].dataflow_of((*ROLES, *_further_rewards(sources)))
     for role in sources:
         if role not in everything.roles:
@@ -303,13 +331,13 @@ def _sources(flags: Any) -> dict[str, str]:
     if named:
         sources = _defaults(sources, has_critic="critic" in everything.roles)
     for role in everything.trained_roles:
-        if sources.get(role, NOTHING) == NOTHING:
+        if sources.get(role, NO_MODEL) == NO_MODEL:
             raise PlanError(f"{flags.algorithm} trains its {role}, which has no model; add --{role} Qwen/Qwen3-0.6B")
-    return {role: sources[role] for role in everything.roles if sources.get(role, NOTHING) != NOTHING}
+    return {role: sources[role] for role in everything.roles if sources.get(role, NO_MODEL) != NO_MODEL}
 
 
-def _listed(texts: Sequence[str], named: Mapping[str, str]) -> dict[str, str]:
-    """Read ROLE=MODEL of every ``--model``."""
+def _parse_models(texts: Sequence[str], named: Mapping[str, str]) -> dict[str, str]:
+    """Parse every ``--model ROLE=MODEL``."""
     listed: dict[str, str] = {}
     for text in texts:
         role, separator, model = text.partition("=")
@@ -323,24 +351,24 @@ def _listed(texts: Sequence[str], named: Mapping[str, str]) -> dict[str, str]:
 
 
 def _further_rewards(sources: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the roles of reward models after the first, which have to be numbered without a gap."""
+    """Return the roles of reward models after the first; their numbers must be consecutive."""
     further = sorted((role for role in sources if is_further(role)), key=lambda role: (len(role), role))
     expected = [f"reward_{number}" for number in range(2, len(further) + 2)]
-    if further != expected or (further and sources.get("reward", NOTHING) == NOTHING):
+    if further != expected or (further and sources.get("reward", NO_MODEL) == NO_MODEL):
         raise PlanError(
-            f"reward models are called reward, reward_2, reward_3, ..., and these are "
-            f"{', '.join(role for role in ('reward', *further) if sources.get(role, NOTHING) != NOTHING)}; name them "
+            f"reward models are called reward, reward_2, reward_3, ..., but these are "
+            f"{', '.join(role for role in ('reward', *further) if sources.get(role, NO_MODEL) != NO_MODEL)}; name them "
             f"in order: {', '.join(f'--model {role}=...' for role in ('reward', *expected))}"
         )
     return tuple(further)
 
 
 def _defaults(sources: Mapping[str, str], *, has_critic: bool) -> dict[str, str]:
-    """Return a model for every role: the reference is the actor, critic and reward are each other, else the actor.
+    """Return a model for every role: reference = actor; critic and reward default to each other, else to the actor.
 
-    Only where there is a critic is a reward taken to be a model, too, though nobody said so.
+    Without a flag, a reward model is assumed only if there is a critic.
     """
-    actor, reward = sources.get("actor", NOTHING), sources.get("reward", NOTHING)
-    critic = sources.get("critic", actor if reward == NOTHING else reward)
+    actor, reward = sources.get("actor", NO_MODEL), sources.get("reward", NO_MODEL)
+    critic = sources.get("critic", actor if reward == NO_MODEL else reward)
     reward = critic if has_critic else reward
     return {"actor": actor, "critic": critic, "reference": actor, "reward": reward, **sources}

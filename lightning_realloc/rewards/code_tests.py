@@ -133,7 +133,7 @@ class CodeTests:
             RewardError: for tests in another form.
         """
         given = [_as_tests(tests, self.column) for tests in columns[self.column]]
-        codes = [code_of(text) for text in completion_texts(completions)]
+        codes = [extract_code(text) for text in completion_texts(completions)]
         pairs = [(row, test) for row, tests in enumerate(given) for test in tests or ()]
         with ThreadPoolExecutor(self.workers) as executor:
             try:
@@ -172,7 +172,7 @@ class CodeTests:
             return _passed(result) and _lines(result.output) == _lines(str(test["output"])), result
 
 
-def code_of(text: str) -> str:
+def extract_code(text: str) -> str:
     """Return the last fenced block of Python in a text; the whole text if there is none."""
     blocks: list[str] = _FENCED.findall(text)
     return blocks[-1] if blocks else text

@@ -127,8 +127,8 @@ class RemoteReward:
         semaphore = asyncio.Semaphore(self.concurrency)
         check = partial(self._rule.raise_on_failure, num_completions=len(completions))
         async with self._session() as session:
-            asked = [asyncio.ensure_future(self._judge(session, semaphore, *body)) for body in bodies]
-            answers = await _checked(asked, check)
+            requests = [asyncio.ensure_future(self._judge(session, semaphore, *body)) for body in bodies]
+            answers = await _checked(requests, check)
         return self._rule.apply([outcome for answer in answers for outcome in answer])
 
     def _body(
@@ -217,18 +217,18 @@ class _RequestFailure:
 
 
 async def _checked(
-    asked: Sequence[asyncio.Future[Sequence[Outcome]]], check: Callable[[Sequence[Outcome]], None]
+    requests: Sequence[asyncio.Future[Sequence[Outcome]]], check: Callable[[Sequence[Outcome]], None]
 ) -> list[Sequence[Outcome]]:
     """Return all answers. ``check`` sees each answer as it arrives; its exception cancels the other requests."""
     try:
-        for answer in asyncio.as_completed(asked):
+        for answer in asyncio.as_completed(requests):
             check(await answer)
     except BaseException:
-        for request in asked:
+        for request in requests:
             request.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*requests, return_exceptions=True)
         raise
-    return [request.result() for request in asked]
+    return [request.result() for request in requests]
 
 
 def _rewards(content: bytes, count: int) -> list[float | None] | _RequestFailure:

@@ -36,13 +36,13 @@ def import_function(
     if not module_name or not name:
         raise error(f"a {what}'s import path is 'package.module:name'; got {path!r}")
     try:
-        function = getattr(importlib.import_module(module_name), name)
+        function: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as problem:
         raise error(
             f"{what} {path!r} cannot be imported ({problem}); "
             f"check the spelling and that its folder is installed or on PYTHONPATH"
         ) from problem
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def resolved(function: RewardFunction | str) -> RewardFunction:

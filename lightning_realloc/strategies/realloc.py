@@ -234,7 +234,7 @@ class ReallocStrategy(DataParallelStrategy):
 
     def _set_up_roles(self, trainer: Trainer) -> None:
         module: Any = self.lightning_module
-        self._reallocation = ParameterReallocation.of(trainer)
+        self._reallocation = ParameterReallocation.from_trainer(trainer)
         if self._placed_module is module and self._pool is not None:
             if not self.runner.can_go_on():
                 self._runner = self._make_runner(module, self._pool)

@@ -1,4 +1,4 @@
-"""A tuned run learns what an untuned one does, ends with the fastest plan measured, and goes on where it stopped."""
+"""AutoTuner: the same training as without it, the fastest measured plan at the end, and resumption."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lightning_realloc.algorithms.base.calls import train as trains
 from lightning_realloc.algorithms.base.module import MultiModelModule
 from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.callbacks import AutoTuner, ParameterReallocation
-from lightning_realloc.callbacks.iteration_clock import IterationClock, Timed
-from lightning_realloc.callbacks.tuning_report import Measured, comparison, outcome
-from lightning_realloc.callbacks.tuning_resume import obstacle, settings_of
+from lightning_realloc.callbacks.iteration_clock import IterationClock, TimedIteration
+from lightning_realloc.callbacks.tuning_report import Measured, comparison_table, describe_outcome
+from lightning_realloc.callbacks.tuning_resume import reason_not_to_resume, tuning_settings
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Speculation
@@ -49,14 +49,14 @@ EPOCH = WARM_UP + COUNTED + 1
 
 @dataclass
 class Kept:
-    """What one run leaves."""
+    """Result of one run."""
 
     outcome: runs.Outcome
     plans: list[str] = field(default_factory=list)
     """Digest of the plan of every iteration."""
     digest: str = ""
     scores: dict[str, float] = field(default_factory=dict)
-    """Digest of a plan that was measured -> seconds."""
+    """Digest of a measured plan -> seconds."""
     best: str = ""
     tried: int = 0
     tunings: int = 0
@@ -66,7 +66,7 @@ class Kept:
 
 @dataclass
 class Recording(runs.Record):
-    """Also writes a checkpoint after an iteration, and ends the run there."""
+    """Callback that also writes a checkpoint after an iteration, and ends the run there."""
 
     save: str | None = None
     after: int = 0
@@ -81,7 +81,7 @@ class Recording(runs.Record):
 
 
 class Watching(AutoTuner):
-    """Notes the plan of every iteration; asked to, proposes first a plan that cannot be used."""
+    """Records the plan of every iteration; on request, first proposes a plan that cannot be used."""
 
     def __init__(self, *, first: Any = None, **settings: Any) -> None:
         super().__init__(profile_cache="profiles", **settings)
@@ -89,7 +89,7 @@ class Watching(AutoTuner):
         self.plans: list[str] = []
 
     def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Note the plan that is about to run."""
+        """Record the plan of the coming iteration."""
         self.plans.append(trainer.strategy.plan.digest)  # type: ignore[attr-defined]
         super().on_train_batch_start(trainer, *args)
 
@@ -100,7 +100,7 @@ class Watching(AutoTuner):
 
 
 def train(tuner: Watching | None, plan: Any, steps: int, *, load: Any = None, save: Any = None, after: int = 0) -> Kept:
-    """Train GRPO for ``steps``, or, where something is saved, until ``after``; keep what came of it."""
+    """Train GRPO for ``steps``, or until ``after`` if a checkpoint is saved; return the result."""
     record, module = Recording(save=save, after=after), runs.grpo(optimizer=DESCENT, sampling=SAMPLING)
     # Otherwise losses that some ranks alone know would be logged an iteration late.
     strategy = ReallocStrategy(plan, overlap="calls")
@@ -123,7 +123,7 @@ def train(tuner: Watching | None, plan: Any, steps: int, *, load: Any = None, sa
 
 
 def tuned_and_untuned(folder: str) -> list[Kept]:
-    """Train with a tuner, from a slow plan, and without; there is time to measure passes in a run of a thousand."""
+    """Train with a tuner from a slow plan, and without; a run of a thousand iterations has time to measure passes."""
     os.chdir(folder)
     tuner = Watching(first=IMPOSSIBLE, **FEW)
     return [train(tuner, START, 1000, after=ITERATIONS), train(None, "heuristic", ITERATIONS)]
@@ -155,18 +155,18 @@ def test_a_tuned_run_learns_what_an_untuned_one_learns(workers: WorkerPool, tmp_
 # ---- going on from a checkpoint
 @dataclass
 class Resumed:
-    """What runs that were stopped and went on leave."""
+    """Results of runs that were stopped and resumed."""
 
     straight: Kept
     in_a_trial: Kept
     """Stopped in its first trial."""
     after_it: Kept
     committed: Kept
-    """Went on from the straight run's end, for two iterations."""
+    """Continued from the straight run's end, for two iterations."""
 
 
 def stopped_and_resumed(folder: str) -> Resumed:
-    """Stop in the middle of a trial, and after a commit, and go on."""
+    """Stop during a trial and after a commit, and resume."""
     os.chdir(folder)
     straight = train(Watching(**FEW), START, ITERATIONS, save="straight.ckpt", after=ITERATIONS)
     stopped = train(Watching(**FEW), START, ITERATIONS, save="trial.ckpt", after=EPOCH)
@@ -190,7 +190,7 @@ def test_a_stopped_run_goes_on_with_its_plan_or_with_its_tuning(workers: WorkerP
 
 @dataclass
 class Runs:
-    """What of a strategy decides whether a checkpoint's tuning is gone on with."""
+    """Stand-in with the strategy's attributes that decide whether a checkpoint's tuning continues."""
 
     plan: ExecutionPlan
     world_size: int
@@ -202,46 +202,49 @@ def test_a_tuning_of_another_run_is_not_gone_on_with() -> None:
     plan, module = ExecutionPlan.from_mapping, runs.grpo()
     start = Runs(plan(START), 4, module)
     state = {
-        "world_size": 4, "calls": [name for name, _ in start.plan.calls], "settings": settings_of(start),
+        "world_size": 4, "calls": [name for name, _ in start.plan.calls], "settings": tuning_settings(start),
         "tuner": Tuner(start.plan, TunerSettings(), None).state_dict(), "yardstick": {"plan": OTHER, "lengths": []},
     }  # fmt: skip
-    assert obstacle(state, start) is None
-    assert obstacle(state, Runs(plan(OTHER), 4, module)) is None  # what an earlier tuning began with
-    assert "tuned on 4 ranks, this run has 2" in str(obstacle(state, Runs(plan(START), 2, module)))
-    assert "another plan than the checkpoint's" in str(obstacle(state, Runs(plan(IMPOSSIBLE), 4, module)))
-    assert "this algorithm has actor.train" in str(obstacle(state, Runs(plan(calls(actor_train="dp4")), 4, module)))
+    assert reason_not_to_resume(state, start) is None
+    assert reason_not_to_resume(state, Runs(plan(OTHER), 4, module)) is None  # what an earlier tuning began with
+    assert "tuned on 4 ranks, this run has 2" in str(reason_not_to_resume(state, Runs(plan(START), 2, module)))
+    assert "another plan than the checkpoint's" in str(reason_not_to_resume(state, Runs(plan(IMPOSSIBLE), 4, module)))
+    assert "this algorithm has actor.train" in str(
+        reason_not_to_resume(state, Runs(plan(calls(actor_train="dp4")), 4, module))
+    )
 
 
 def test_a_tuning_of_other_settings_is_not_gone_on_with() -> None:
     plan = ExecutionPlan.from_mapping(START)
+    settings = tuning_settings(Runs(plan, 4, runs.grpo()))
     state = {
-        "world_size": 4, "calls": [name for name, _ in plan.calls], "settings": settings_of(Runs(plan, 4, runs.grpo())),
+        "world_size": 4, "calls": [name for name, _ in plan.calls], "settings": settings,
         "tuner": Tuner(plan, TunerSettings(), None).state_dict(), "yardstick": None,
     }  # fmt: skip
     reseeded = runs.grpo(sampling=replace(runs.SAMPLING, seed=7))
-    assert obstacle(state, Runs(plan, 4, reseeded)) is None
+    assert reason_not_to_resume(state, Runs(plan, 4, reseeded)) is None
     bounded, drafting = runs.grpo(max_cache_bytes=4096), runs.grpo(speculation=Speculation(drafter="ngram"))
-    assert obstacle(state, Runs(plan, 4, bounded)) == (
+    assert reason_not_to_resume(state, Runs(plan, 4, bounded)) == (
         "the checkpoint was tuned with max_cache_bytes=None, this run has max_cache_bytes=4096"
     )
     assert "tuned with speculation=None, this run has speculation=Speculation(" in str(
-        obstacle(state, Runs(plan, 4, drafting))
+        reason_not_to_resume(state, Runs(plan, 4, drafting))
     )
     assert "generation_parts=1, this run has generation_parts=2" in str(
-        obstacle(state, Runs(plan, 4, runs.grpo(), generation_parts=2))
+        reason_not_to_resume(state, Runs(plan, 4, runs.grpo(), generation_parts=2))
     )
 
 
 # ---- watching
 @dataclass
 class Logged:
-    """A trainer of which only what it logs is asked."""
+    """Stand-in for a trainer with logged metrics only."""
 
     callback_metrics: dict[str, Any]
 
 
 class Tokens(WorkUnit):
-    """Takes ten tokens for work 1."""
+    """Work unit of ten tokens."""
 
     def __init__(self) -> None:
         pass
@@ -253,21 +256,21 @@ class Tokens(WorkUnit):
 
 def test_an_iteration_is_judged_by_what_is_logged_after_the_next_one() -> None:
     callback = AutoTuner()
-    callback._tuner, callback._yardstick = tuned(0.5), Tokens()
+    callback._tuner, callback._work_unit = tuned(0.5), Tokens()
     callback._tuner.committed()
     told: list[Reading] = []
     callback._tuner.watched = told.append  # type: ignore[method-assign]
     for tokens, rate in ((10, 99.0), (20, 5.0), (40, 8.0)):  # the first rate is of an iteration under another plan
         lengths = Lengths((tokens // 2,), (tokens // 2,))
-        callback._watch(Logged({"tokens_per_s": rate}), Timed(7.0, lengths, {}))  # type: ignore[arg-type]
+        callback._watch(Logged({"tokens_per_s": rate}), TimedIteration(7.0, lengths, {}))  # type: ignore[arg-type]
     assert told == [Reading(10 / 5.0, 1.0), Reading(20 / 8.0, 2.0)]
-    callback._watch(Logged({}), Timed(7.0, Lengths((5,), (5,)), {}))  # type: ignore[arg-type]
+    callback._watch(Logged({}), TimedIteration(7.0, Lengths((5,), (5,)), {}))  # type: ignore[arg-type]
     assert told[-1] == Reading(7.0, 1.0)
 
 
 @dataclass
 class Stepping:
-    """What of a strategy tells an iteration's seconds: its steps, its lengths, and itself as what runs the calls."""
+    """Stand-in for a strategy: steps, lengths, and itself as the runner of calls."""
 
     iteration: int = 0
     lengths: Lengths | None = None
@@ -276,7 +279,7 @@ class Stepping:
 
     @property
     def runner(self) -> Stepping:
-        """What counts the seconds of calls."""
+        """Runner with the seconds of calls."""
         return self
 
 
@@ -294,7 +297,7 @@ def test_a_batch_without_a_step_is_passed_over() -> None:
     strategy.lengths = None
     clock.start(strategy)
     strategy.iteration = 2
-    with pytest.raises(ConfigError, match=r"NoneType has none\. Use its training_step as it is"):
+    with pytest.raises(ConfigError, match=r"NoneType has none: keep its inherited training_step"):
         clock.stop(strategy)
 
 
@@ -308,7 +311,7 @@ class Classifier(nn.Module):
 
 
 class Shapeless(MultiModelModule):
-    """An algorithm whose model says nothing of its layers."""
+    """An algorithm whose model has no information about layers."""
 
     def roles(self) -> tuple[Role, ...]:
         """Return the one model."""
@@ -320,7 +323,7 @@ class Shapeless(MultiModelModule):
 
 
 def refusals() -> list[str]:
-    """Return what runs with an AutoTuner in the wrong place are told."""
+    """Return the errors of runs with an AutoTuner in the wrong place."""
     told = []
     switched_off = ParameterReallocation(enabled=False)
     cases: list[tuple[Any, Any, list[Any]]] = [
@@ -340,8 +343,8 @@ def test_where_there_is_nothing_to_tune_it_is_refused(workers: WorkerPool) -> No
     (told,) = workers.run(refusals, world_size=1, init_process_group=False, deadline_s=60.0)
     words = (
         "AutoTuner needs Trainer(strategy='realloc'), which can change plans; this Trainer has SingleDeviceStrategy",
-        "BoringModel declares none; leave the callback out",
-        "ParameterReallocation(enabled=False) leaves every role where it is trained",
+        "BoringModel declares none; remove the callback",
+        "ParameterReallocation(enabled=False) keeps every role in its training layout",
         "role 'actor' has no shape, which times are worked out from",
     )
     for message, expected in zip(told, words, strict=True):
@@ -385,7 +388,7 @@ def tuned(seconds: float) -> Tuner:
 
 
 def test_a_line_says_what_changed_and_what_it_bought() -> None:
-    head, tail = outcome(tuned(0.5)).split("): ")
+    head, tail = describe_outcome(tuned(0.5)).split("): ")
     assert head == (
         "AutoTuner commits a plan of 0.5 s an iteration, 4.00 times as fast as the one of 2 s it began with (1 other "
         "plan tried; tuning has cost 0.30 s: measuring and search 0.25 s, changes of plans 0.05 s, "
@@ -400,11 +403,11 @@ def test_a_line_says_what_changed_and_what_it_bought() -> None:
         "reward.infer fsdp4@0-3 -> dp2@0-1",
         "offload nothing -> reference",
     ]
-    assert outcome(tuned(2.0)).startswith("AutoTuner keeps the plan of 2 s an iteration: 1 other plan tried")
+    assert describe_outcome(tuned(2.0)).startswith("AutoTuner keeps the plan of 2 s an iteration: 1 other plan tried")
 
 
 def test_predicted_and_measured_stand_side_by_side() -> None:
-    table = comparison(
+    table = comparison_table(
         APART, Measured({"actor.generate": 0.25, "actor.train": 0.5}, (2**20, 2**21, 2**20, 2**20)),
         seconds=0.75, predicted_s=1.0,
         predicted_calls={"actor.generate": 0.4, "actor.train": 0.6, "critic.train": 0.2},

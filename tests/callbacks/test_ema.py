@@ -1,4 +1,4 @@
-"""Averages of trained weights: what a loop makes of the whole weights, on every layout, saved, resumed and written."""
+"""EMA: equal to averages of whole weights, on every layout, saved, resumed and exported."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ def whole(strategy: Any) -> dict[str, Tensor]:
 
 
 class Weights(Callback):
-    """Keeps the actor's whole weights after every iteration, and what evaluation finds in their place."""
+    """Records the actor's whole weights after every iteration, and those used in evaluation."""
 
     def __init__(self) -> None:
         self.trained: list[dict[str, Tensor]] = []
         self.validated: list[dict[str, Tensor]] = []
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        """Gather them."""
+        """Gather the weights."""
         self.trained.append(whole(trainer.strategy))
 
     def on_validation_batch_start(self, trainer: Any, *args: Any) -> None:
-        """Gather what is evaluated."""
+        """Gather the weights used in evaluation."""
         self.validated.append(whole(trainer.strategy))
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
 
 Run = tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], dict[str, Tensor]]
-"""The weights after every iteration and at the end, those validated, and the averages at the end."""
+"""Weights after every iteration and at the end, those validated, and the final averages."""
 
 
 def average(plans: list[Any], optimizer: str, folder: Path) -> list[Run]:
@@ -108,7 +108,7 @@ EVALUATIONS = ("validate", "test", "predict")
 
 
 def evaluate(name: str, folder: Path) -> dict[str, Any]:
-    """Train under a plan; evaluate the model at hand, and what was saved in a Trainer of its own, both ways."""
+    """Train under a plan; evaluate the model and its checkpoint in another Trainer, both with and without averages."""
     world_size, (plan, settings) = runs.world_size(), HELD[name]
     found: dict[str, Any] = {}
     batches = Batches(3, responses=True)
@@ -154,7 +154,7 @@ def test_averages_are_evaluated_after_training_and_out_of_checkpoints(
 
 
 def resume(folder: Path) -> None:
-    """Train four iterations, and the last two of them once more under another layout."""
+    """Train four iterations, and repeat the last two under another layout."""
     world_size, half = runs.world_size(), folder / "straight-2"
     saving = SaveAt(Part(None, 4, save=folder / "straight", save_at=(2,)))
     for name, layout, path, others in (("straight", "fsdp2", None, [saving]), ("resumed", "tp2", half, [])):
@@ -202,7 +202,7 @@ def test_a_weight_without_gradients_is_its_own_average() -> None:
 
 
 def refused(kind: str, folder: Path) -> str:
-    """Return what is said to a run that cannot average."""
+    """Return the error of a run that cannot average."""
     callbacks: dict[str, list[Callback]] = {
         "lightning": [EMAWeightAveraging()], "role": [EMA(roles=["reference"])],
         "none": [SaveHuggingFace(folder, averaged=True)],
@@ -220,7 +220,7 @@ def test_averages_that_cannot_be_are_refused(workers: WorkerPool, tmp_path: Path
         ("lightning", "EMAWeightAveraging copies RecordedGRPO before its models are divided over ranks, and its copy "
                       "cannot follow them; use lightning_realloc.EMA(decay=...)"),
         ("role", "EMA(roles=...) names reference; name trained roles: actor"),
-        ("none", "SaveHuggingFace(averaged=True) writes what an EMA keeps; add EMA() to the callbacks"),
+        ("none", "SaveHuggingFace(averaged=True) writes an EMA's averages; add EMA() to the callbacks"),
         ("early", "there is no average of actor's weights to write; add the callback EMA(), and train for an iteration "
                   "before the first folder is written"),
     ):  # fmt: skip

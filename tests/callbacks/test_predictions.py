@@ -1,4 +1,4 @@
-"""One file of predictions: every row once, in order, the same for any number of ranks."""
+"""PredictionWriter: every row once, in order, the same for any number of ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Broken(PredictionWriter):
 
 
 def break_off(folder: str) -> list[str]:
-    """Return the files that are there after a failure."""
+    """Return the files left after a failure."""
     path = Path(folder) / "predictions.jsonl"
     trainer = runs.trainer("realloc", 1, callbacks=[Broken(path)])
     with pytest.raises(OSError, match="the disk is full"):
@@ -74,12 +74,12 @@ def test_half_a_file_does_not_get_the_name_of_a_whole_one(workers: WorkerPool, t
 
 
 def needs_answer(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """Judge by a column."""
+    """Reward from a column."""
     return [0.0] * len(completions)
 
 
 def run_without_a_column(folder: str, algorithm: str) -> tuple[str, list[dict[str, Any]], str]:
-    """Return what data without a column that a reward function needs is told, and what is predicted all the same."""
+    """Return the error for data without a required column, and the predictions made without rewards."""
     batches, path = runs.Batches(2, size=3), Path(folder) / f"{algorithm}.jsonl"
     module = getattr(runs, algorithm)(reward=needs_answer)
     trainer = runs.trainer("realloc", 1, callbacks=[PredictionWriter(path)])
@@ -105,7 +105,7 @@ def test_rows_that_cannot_be_judged_are_predicted_without_rewards(
 
 
 class Plain(L.LightningModule):
-    """No algorithm of this package."""
+    """Not an algorithm of this package."""
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is_generated(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Accounts of what was moved, and who is told about a phase."""
+"""Totals of reallocations, and dispatch of phase hooks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_realloc.runtime.transfer.executor import ReallocationReport
 
 
 def report(moved: int, seconds: float = 0.5) -> ReallocationReport:
-    """Return a report of ``moved`` bytes of which half had to move."""
+    """Return a report of ``moved`` bytes, half of which had to move."""
     return ReallocationReport(moved, moved // 2, moved, seconds, "direct")
 
 
@@ -26,47 +26,47 @@ class Pool:
         self.asked: list[str] = []
 
     def realize(self, call: str) -> ReallocationReport | None:
-        """Move, unless the weights are there already."""
+        """Move, unless the weights are in place already."""
         self.asked.append(f"realize {call}")
         return report(100) if len(self.asked) % 4 == 1 else None
 
     def relinquish(self, call: str, *, free: bool) -> None:
-        """Note whether storage was to be freed."""
+        """Record whether memory was to be freed."""
         self.asked.append(f"relinquish {call}, free={free}")
 
 
 class Profiler:
-    """A profiler that notes what it was asked to measure."""
+    """A profiler that records the names of its measurements."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
 
     def profile(self, name: str) -> Any:
-        """Note the name."""
+        """Record the name."""
         self.names.append(name)
         return nullcontext()
 
 
 class Module:
-    """A LightningModule as far as hooks go."""
+    """Stand-in for a LightningModule with hooks."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
 
     def on_phase_start(self, phase: str) -> None:
-        """Note the phase."""
+        """Record the phase."""
         self.told.append(phase)
 
 
 class Strategy:
-    """A strategy as far as phases go."""
+    """Stand-in for a strategy with phases."""
 
     def __init__(self) -> None:
         self.pool = Pool()
 
 
 class Trainer:
-    """A Trainer as far as hooks go."""
+    """Stand-in for a Trainer with hooks."""
 
     def __init__(self, *callbacks: Callback) -> None:
         self.callbacks = list(callbacks)
@@ -76,17 +76,17 @@ class Trainer:
 
 
 class Listener(PhaseCallback):
-    """Notes what it hears."""
+    """Records its hook calls."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []
 
     def on_phase_start(self, trainer: Any, pl_module: Any, phase: str) -> None:
-        """Note the start."""
+        """Record the start."""
         self.heard.append(("start", phase))
 
     def on_reallocate(self, trainer: Any, pl_module: Any, phase: str, report: ReallocationReport) -> None:
-        """Note the bytes."""
+        """Record the bytes."""
         self.heard.append(("moved", phase, report.bytes_moved))
 
 

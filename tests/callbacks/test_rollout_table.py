@@ -1,4 +1,4 @@
-"""The table of rollouts: what it holds on one rank and on two, in every mode, and where it is written."""
+"""RolloutTable: contents on one rank and on two, in every mode, and output files."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 class RecordedBestOfN(runs.Recorded, BestOfN):
-    """Keeps what it learns from, which are fewer samples than it generates."""
+    """Records its training samples, which are fewer than it generates."""
 
 
 def best_of_n() -> RecordedBestOfN:
-    """Return one that begins as `runs.grpo` does."""
+    """Return an instance with the initial weights of `runs.grpo`."""
     return RecordedBestOfN(
         tiny_model("llama"), runs.low_tokens, sampling=runs.SAMPLING, learning_rate=1e-2, tokenizer=byte_tokenizer()
     )  # fmt: skip
 
 
 def show(folder: str, options: Mapping[str, Any], algorithm: str) -> list[dict[str, str]]:
-    """Train four iterations with a table every two, and return what it should hold of the first three samples."""
+    """Train four iterations with a table every two; return the expected rows of the first three samples."""
     world_size = runs.world_size()
     module, seen = best_of_n() if algorithm == "best_of_n" else getattr(runs, algorithm)(), []
 
@@ -87,7 +87,7 @@ def test_the_first_samples_are_shown_with_their_rewards(
 
 
 class Tables(WandbLogger):
-    """Keeps the tables that Weights & Biases would be given; its own package need not be there."""
+    """Records tables for Weights & Biases without its package."""
 
     def __init__(self) -> None:
         self.tables: list[tuple[int, list[str], list[list[str]]]] = []
@@ -128,7 +128,7 @@ class Tables(WandbLogger):
 
 
 def show_everywhere(folder: str) -> Any:
-    """Return what each logger was given, of supervised pairs, in a run and in one that goes on from its checkpoint."""
+    """Return each logger's tables for supervised pairs, in a run and in one resumed from its checkpoint."""
     tables = Tables()
 
     def run(steps: int, **options: Any) -> str:
@@ -169,7 +169,7 @@ def test_markdown_keeps_a_row_on_a_line() -> None:
 
 
 class Elsewhere:
-    """Stands for a Trainer before a fit."""
+    """Stand-in for a Trainer before a fit."""
 
     def __init__(self, strategy: object, *loggers: Logger) -> None:
         self.strategy = strategy

@@ -1,4 +1,4 @@
-"""Does ``lightning-realloc plan`` answer from configurations alone, and refuse what cannot be answered?"""
+"""``lightning-realloc plan``: results from configurations alone, and refused requests."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SMALL = ("--cluster", "a100-80g:1x2", "--batch", "16", "--seconds", "1")
 
 
 def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return what a command line writes."""
+    """Return the output of a command line."""
     cli.run(["plan", *arguments])
     return capsys.readouterr().out
 
 
 def refused(*arguments: str) -> str:
-    """Return what a command line is refused with, as main() would write it."""
+    """Return the error of a command line, in the form that main() writes."""
     with pytest.raises(ReallocError) as caught:
         cli.run(["plan", *arguments])
     return " ".join(str(caught.value).split())
@@ -53,9 +53,9 @@ def test_the_best_plan_comes_with_its_timeline_memory_and_other_plans(capsys: py
     for title in ("Timeline of an iteration", "Memory of the fullest ranks"):
         block = next(block for block in blocks if block.startswith(title))
         assert all(re.search(rf"^  {call} ", block, re.M) for call in calls), block
-    beside = next(block for block in blocks if block.startswith("Beside other plans"))
-    assert re.search(rf"this plan +{seconds} +1.00x", beside)
-    ratios = [float(ratio) for ratio in re.findall(r"(?:heuristic|static, \S+) +[0-9.]+ +([0-9.]+)x", beside)]
+    compared = next(block for block in blocks if block.startswith("Compared with other plans"))
+    assert re.search(rf"this plan +{seconds} +1.00x", compared)
+    ratios = [float(ratio) for ratio in re.findall(r"(?:heuristic|static, \S+) +[0-9.]+ +([0-9.]+)x", compared)]
     assert len(ratios) >= 3 and min(ratios) >= 1.0
 
 
@@ -125,7 +125,7 @@ def test_reward_models_are_numbered_without_a_gap() -> None:
 
 def test_adapters_that_cannot_be_read_are_refused() -> None:
     common = ("--algorithm", "ppo", "--actor", TINY, *SMALL, "--peft")
-    assert "--peft names judge, and the trained roles are actor, critic" in refused(*common, "{judge: {r: 4}}")
+    assert "--peft names judge, but the trained roles are actor, critic" in refused(*common, "{judge: {r: 4}}")
     assert "is neither a mapping nor a folder of saved adapters; as in --peft" in refused(*common, "r=4")
     assert "peft_config has no option rank; write those of peft.LoraConfig" in refused(*common, "{r: 4, rank: 4}")
 
@@ -165,7 +165,7 @@ def test_a_small_space_is_searched_to_its_end_and_its_plan_is_saved(
 def test_a_plan_that_one_layout_serves_has_the_narrower_error(capsys: pytest.CaptureFixture[str]) -> None:
     text = ask(capsys, "--actor", TINY, "--cluster", "a100-80g:1x1", "--batch", "16")
     assert "(-5% to +13%: " in text
-    assert "no error is known" in ask(capsys, "--actor", SMALLER, "--cluster", "cpu:1x1", "--batch", "4")
+    assert "the error is unknown" in ask(capsys, "--actor", SMALLER, "--cluster", "cpu:1x1", "--batch", "4")
 
 
 def test_two_plans_are_compared_call_by_call(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_mixtures_of_experts_are_planned_where_their_config_says_how_they_work(
         plan = re.search(r"\n  actor.generate .*\n  actor.train .*\n", text)
         assert plan is not None and "tp" not in plan[0]
         assert "No tensor parallelism in actor: their" in text
-        assert "no error is known: estimates for mixtures of experts were compared with nothing" in text
+        assert "the error is unknown: estimates for mixtures of experts were never compared with measurements" in text
     assert answers[0] == answers[2] < answers[1]
 
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 9}))
@@ -267,7 +267,7 @@ WHOLE = ("--actor", LARGE, "--reference", "none", "--batch", "16", "--memory-per
 
 
 def code_and_text(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Return a command line's exit code, and what it writes."""
+    """Return a command line's exit code and output."""
     return cli.run(["plan", *arguments]), capsys.readouterr().out
 
 
@@ -281,7 +281,7 @@ def test_a_plan_that_cannot_start_says_so_first_and_ends_with_code_3(
     need = re.search(r"before the first iteration a rank needs (2[0-9.]+ GiB) of 20.0 GiB", second)
     assert need is not None and "Best plan found" not in text
     assert re.search(r"ranks [0-9-]+: at most 1[0-7][0-9.]* GiB of 20.0 GiB \(10% head-room kept\)", text)
-    assert "--check refuses it" in text.splitlines()[-1]
+    assert "--check rejects it" in text.splitlines()[-1]
     comment, *_ = file.read_text().splitlines()
     assert comment.startswith("# This plan cannot start on h100:2x8: ") and need[1] in comment
     assert "in set-up, and a device has 20.00 GiB" in refused("--check", str(file), *WHOLE, "--cluster", "h100:2x8")
@@ -336,18 +336,18 @@ MISTAKES = [
     ((*ACTOR, "--critic", TINY, *SMALL), "grpo has no role 'critic'; it has actor, reference"),
     ((*ACTOR, "--model", f"actor={SMALLER}", *SMALL), f"--actor {TINY} and --model actor={SMALLER} name two models"),
     (("--actor", "none", *SMALL), "grpo trains its actor, which has no model"),
-    ((*ACTOR, *SMALL, "--check", "a", "--sweep", "nodes=1"), "--check and --sweep are two questions"),
-    ((*ACTOR, *SMALL, "--sweep", "nodes=1", "--compare", "a", "b"), "--compare and --sweep are two questions"),
-    ((*ACTOR, "--check", "a", "--save", "b"), "--save means nothing to --check"),
-    ((*ACTOR, "--check", "a", "--price-per-gpu-hour", "2"), "--price-per-gpu-hour means nothing to --check"),
-    ((*ACTOR, *SMALL, "--compare", "a", "b"), "--seconds means nothing to --compare"),
-    ((*ACTOR, *SMALL, "--sweep", "nodes=1", "--save", "a"), "--save means nothing to --sweep"),
-    ((*ACTOR, *SMALL, "--micro-batch-tokens", "9"), "--micro-batch-tokens means nothing to a search"),
+    ((*ACTOR, *SMALL, "--check", "a", "--sweep", "nodes=1"), "--check and --sweep are two modes"),
+    ((*ACTOR, *SMALL, "--sweep", "nodes=1", "--compare", "a", "b"), "--compare and --sweep are two modes"),
+    ((*ACTOR, "--check", "a", "--save", "b"), "--save does not apply to --check"),
+    ((*ACTOR, "--check", "a", "--price-per-gpu-hour", "2"), "--price-per-gpu-hour does not apply to --check"),
+    ((*ACTOR, *SMALL, "--compare", "a", "b"), "--seconds does not apply to --compare"),
+    ((*ACTOR, *SMALL, "--sweep", "nodes=1", "--save", "a"), "--save does not apply to --sweep"),
+    ((*ACTOR, *SMALL, "--micro-batch-tokens", "9"), "--micro-batch-tokens does not apply to a search"),
     ((*ACTOR, *SMALL, "--sweep", "gpus=1,2"), "--sweep=gpus=1,2 must be numbers of nodes, as in --sweep nodes=1,2"),
     ((*ACTOR, *SMALL, "--sweep", "nodes=0"), "must be numbers of nodes"),
     ((*ACTOR, "--cluster", "h100", "--seconds", "0"), "--seconds=0 must be a positive number"),
     ((*ACTOR, *SMALL, "--price-per-gpu-hour", "-1"), "--price-per-gpu-hour=-1 must be a positive number"),
-    ((*ACTOR, *SMALL, "--responses-per-prompt", "3"), "--batch=16 counts responses, and must be a multiple of"),
+    ((*ACTOR, *SMALL, "--responses-per-prompt", "3"), "--batch=16 is a number of responses and must be a multiple of"),
     ((*ACTOR, *SMALL, "--save", "no/such/folder/plan.yaml"), "no file can be written there"),
     ((*ACTOR, *SMALL, "--memory-per-device", "much"), "'much' is no amount of memory"),
     ((*ACTOR, *SMALL, "--precision", "16-true"), "precision='16-true' cannot be used here"),
@@ -357,11 +357,11 @@ MISTAKES = [
     ((*ACTOR, "--cluster", "h100:0x8"), "cluster 'h100:0x8' must have at least one node"),
     ((*ACTOR, *SMALL, "--memory-per-device", "24"), "was \"24GiB\" meant?"),
     ((*ACTOR, *SMALL, "--headroom", "1"), "--headroom=1 is a share of a device's memory; it must lie in [0, 1)"),
-    ((*ACTOR, "--check", "a", "--headroom", "0"), "--headroom means nothing to --check"),
+    ((*ACTOR, "--check", "a", "--headroom", "0"), "--headroom does not apply to --check"),
     ((*ACTOR, *SMALL, "--batch", "0"), "--batch=0 must be at least 1"),
-    ((*ACTOR, *SMALL, "--num-minibatches", "1000"), "use 16 at most"),
-    ((*ACTOR, "--cluster", "h100:100000x8"), "800,000 devices are more than the 4,096"),
-    ((*ACTOR, "--cluster", "h100:1x8", "--sweep", "nodes=1,9999"), "79,992 devices are more than the 4,096"),
+    ((*ACTOR, *SMALL, "--num-minibatches", "1000"), "use at most 16"),
+    ((*ACTOR, "--cluster", "h100:100000x8"), "800,000 devices are more than the maximum of 4,096"),
+    ((*ACTOR, "--cluster", "h100:1x8", "--sweep", "nodes=1,9999"), "79,992 devices are more than the maximum of 4,096"),
 ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards import CodeTests, RewardFunctions
-from lightning_realloc.rewards.code_tests import code_of
+from lightning_realloc.rewards.code_tests import extract_code
 
 SQUARE = "def square(x):\n    return x * x\n"
 TESTS = ["assert square(2) == 4", "assert square(3) == 9"]
@@ -74,7 +74,7 @@ def test_what_goes_over_limits_earns_nothing_and_leaves_nothing(
     ],
 )
 def test_the_code_is_the_last_block_of_python(text: str, code: str) -> None:
-    assert code_of(text) == code
+    assert extract_code(text) == code
 
 
 def test_it_is_a_reward_function_for_conversations_too() -> None:

@@ -66,11 +66,11 @@ def descendants(pid: int) -> set[int]:
     """Return the ids of the running processes below ``pid``; an empty set without ``/proc``."""
     children = _listed_children if _CHILDREN_ARE_LISTED else _children_by_parents()
     found: set[int] = set()
-    ahead = [pid]
-    while ahead:
-        below = set(children(ahead.pop())) - found
+    pending = [pid]
+    while pending:
+        below = set(children(pending.pop())) - found
         found |= below
-        ahead += below
+        pending += below
     return {member for member in found if _state(member) not in _ENDED}
 
 
@@ -112,9 +112,8 @@ def _stat_fields(pid: int) -> list[str]:
 def kill_tree(pid: int) -> None:
     """Kill a process that adopts orphans, and all its descendants.
 
-    The process is stopped first and killed last: until then it adopts orphans of killed processes. A fork in progress
-    ends if its process is killed, but not if it is stopped, so a forking process is found in the next round at the
-    latest.
+    The process is stopped first and killed last: until then it adopts orphans of killed processes. Killing a process
+    ends its fork in progress, stopping it does not. So a forking process is found in the next round at the latest.
     """
     _send(pid, signal.SIGSTOP)
     deadline = time.monotonic() + _KILL_TIMEOUT_S

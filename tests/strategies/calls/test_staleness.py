@@ -177,5 +177,5 @@ def test_a_policy_that_does_not_learn_gives_the_same_ahead(workers: WorkerPool) 
 def test_what_cannot_work_is_refused(workers: WorkerPool) -> None:
     with pytest.raises(WorkerFailure, match="max_staleness=2: generation runs at most one step ahead; use 0 or 1"):
         run(workers, TOGETHER, 2, 0)
-    with pytest.raises(WorkerFailure, match="tune with max_staleness=0 and give the plan it saves"):
+    with pytest.raises(WorkerFailure, match="tune with max_staleness=0 and give the saved plan"):
         run(workers, TOGETHER, 1, 0, 1, tune=True)
