@@ -157,6 +157,6 @@ def test_what_thaws_in_the_middle_is_refused() -> None:
     model = tiny_model("llama")
     refuse_thawed("actor", model, frozenset())
     with pytest.raises(
-        PlanError, match=r"actor parameter model\.norm\.weight was frozen when actor was laid out, and is"
+        PlanError, match=r"actor parameter model\.norm\.weight was frozen when actor was laid out and is"
     ):
         refuse_thawed("actor", model, frozenset({"model.norm.weight"}))
