@@ -148,7 +148,7 @@ def run_arm(arm: Arm, work: Workload) -> Turn:
     trainer = L.Trainer(
         accelerator="cpu", devices=WORLD_SIZE, callbacks=[_make_meter(noted)], max_steps=1 + work.measured,
         strategy=ReallocStrategy(
-            plan=PLAN if arm.ranks == "apart" else TOGETHER_PLAN, overlap="calls", generation_parts=arm.parts
+            plan=PLAN if arm.ranks == "apart" else TOGETHER_PLAN, overlap="calls", generation_chunks=arm.parts
         ), logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     count = work.num_prompts * (1 + work.measured)

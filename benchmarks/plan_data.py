@@ -22,8 +22,9 @@ from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
+from lightning_realloc.strategies.exchange.call_placement import CallPlacement
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
-from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes
+from lightning_realloc.strategies.exchange.routing import Routes
 
 PROMPT_TOKENS = RESPONSE_TOKENS = 1024
 PER_TOKEN = ("behaviour_logprobs", "ref_logprobs", "values", "advantages", "returns")
@@ -121,10 +122,7 @@ class _Walk:
                 self._note(self._used, rows)
             made = self._make(call, rows)
             begin = time.perf_counter()
-            if call.kind == "generate":
-                data.publish_samples(call, made)
-            elif call.kind != "train":
-                data.publish_columns(call, made)
+            data.record(call, made)
             self.seconds += time.perf_counter() - begin
 
     def bytes_needed(self) -> int:

@@ -20,6 +20,9 @@ def plan_ranks(plan: ExecutionPlan) -> set[int]:
 _TUNED_SETTINGS = ("sampling", "engine", "speculation", "max_cache_bytes", "sample_reallocation", "rollout_budget")
 """Attributes of an algorithm that affect an iteration's time under a plan."""
 
+_FORMER_NAMES = {"generation_parts": "generation_chunks"}
+"""Names of settings in checkpoints of earlier releases -> names today."""
+
 
 def tuning_settings(strategy: Any) -> dict[str, str]:
     """Return the settings of generation and training that must match for earlier measurements to stay valid.
@@ -28,7 +31,7 @@ def tuning_settings(strategy: Any) -> dict[str, str]:
     """
     module = strategy.lightning_module
     settings = {name: _text(getattr(module, name)) for name in _TUNED_SETTINGS if hasattr(module, name)}
-    settings["generation_parts"] = str(strategy.generation_parts)
+    settings["generation_chunks"] = str(strategy.generation_chunks)
     return settings | {f"train_options of {r}": str(module.train_options_of(r)) for r in module.dataflow.trained_roles}
 
 
@@ -47,7 +50,7 @@ def reason_not_to_resume(state: Mapping[str, Any], strategy: Any) -> str | None:
         return f"the checkpoint was tuned on {state['world_size']} ranks, this run has {strategy.world_size}"
     if state["calls"] != calls:
         return f"the checkpoint was tuned for {', '.join(state['calls'])}, this algorithm has {', '.join(calls)}"
-    then = state.get("settings", {})
+    then = {_FORMER_NAMES.get(name, name): value for name, value in state.get("settings", {}).items()}
     for name, now in tuning_settings(strategy).items():
         if then.get(name) != now:
             return f"the checkpoint was tuned with {name}={then.get(name, 'unknown')}, this run has {name}={now}"

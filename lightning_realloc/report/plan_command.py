@@ -239,7 +239,7 @@ def _task(request: PlanRequest) -> PlanningTask:
         workload=request.workload,
         memory_budget=budget,
         headroom=request.headroom,
-        generation_parts=request.flags.generation_parts,
+        generation_parts=request.flags.generation_chunks,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +114,8 @@ def plan_parser() -> ArgumentParser:
     add("--batch", type=int, default=64, help="Sequences of an iteration: prompts times responses.")
     add("--responses-per-prompt", type=int, default=1, help="Responses that share a prompt's prefill.")
     add("--num-minibatches", type=int, default=1, help="Optimizer steps of an iteration.")
-    add("--generation-parts", type=int, default=1, help="Chunks of samples, as in ReallocStrategy.")
+    add("--generation-chunks", type=int, default=1, help="Chunks of samples, as in ReallocStrategy.")
+    add("--generation-parts", type=int, default=None, help="Former name of --generation-chunks.")
     add("--micro-batch-tokens", type=int, default=None, help="For plans of --check or --compare that set none: 8192.")
     add("--seconds", type=float, default=None, help=f"CPU seconds of search at each size; {DEFAULT_SEARCH_SECONDS:g}.")
     add("--seed", type=int, default=None, help="Seed of the search (default: 0).")
@@ -172,6 +174,10 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
         flags = plan_parser().parse_args(list(arguments))
     except argparse.ArgumentError as error:
         raise PlanError(f"{error}; lightning-realloc plan --help lists all flags") from None
+    if flags.generation_parts is not None:
+        message = "--generation-parts is now --generation-chunks; the former name goes with the next release"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        flags.generation_chunks = flags.generation_parts
     _refuse_contradictions(flags)
     if flags.algorithm not in ALGORITHMS:
         raise PlanError(f"--algorithm={flags.algorithm} is not one of {', '.join(ALGORITHMS)}")
@@ -256,7 +262,7 @@ def _refuse_contradictions(flags: Any) -> None:
         "response_length",
         "responses_per_prompt",
         "num_minibatches",
-        "generation_parts",
+        "generation_chunks",
     ):
         if flags[name] < 1:
             raise PlanError(f"--{name.replace('_', '-')}={flags[name]} must be at least 1")

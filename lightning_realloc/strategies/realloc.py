@@ -8,6 +8,7 @@ is overridden and why.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from datetime import timedelta
@@ -37,9 +38,8 @@ from lightning_realloc.runtime.parallel.shards import reshard
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.setting_hints import STRATEGY_HINTS, suggest_settings
 from lightning_realloc.strategies.calls.call_runner import CallRunner
-from lightning_realloc.strategies.calls.train_call import Trainee
+from lightning_realloc.strategies.calls.overlap_options import OverlapOptions
 from lightning_realloc.strategies.checkpoints.checkpoint import optimizer_settings
-from lightning_realloc.strategies.exchange.call_fusion import check_parts
 from lightning_realloc.strategies.lightning.checkpoint_hooks import RoleCheckpoints
 from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 from lightning_realloc.strategies.lightning.failures import dismiss_observer
@@ -76,10 +76,10 @@ class ReallocStrategy(DataParallelStrategy):
         max_staleness: 0 learns from responses of the policy as it is. 1 generates the next batch while the last one is
             trained on, on ranks of its own if the plan gives it some; responses then come from the policy before that
             step (arXiv:2410.18252), which losses that weigh by the probability at rollout account for.
-        generation_parts: In how many portions a generating rank hands on its samples to inference on other ranks, which
-            then runs beside the rest of the generation. Losses change by rounding alone. 1 hands on all at the end.
+        generation_chunks: Chunks in which a generating rank sends its samples to inference on other ranks, which then
+            runs during the rest of the generation. Losses change by rounding alone. 1 sends all samples at the end.
             Where samples move between ranks, it also lets ranks be freed for inference that waits for their samples.
-            More than 1 goes with neither ``overlap="none"`` nor ``max_staleness=1``, which leave nothing to run beside.
+            More than 1 goes with neither ``overlap="none"`` nor ``max_staleness=1``, which run nothing next to it.
         cluster: Nodes, devices and memory; by default what this machine shows.
         memory_per_device: What a plan may need of one device, as a number of bytes or as in ``"24GiB"``; by default
             what the cluster's devices have. A plan that needs more is refused before models are built.
@@ -90,6 +90,7 @@ class ReallocStrategy(DataParallelStrategy):
             hyperparameters and callbacks' state of any class; only for checkpoints that you trust.
         process_group_backend: By default nccl on CUDA, gloo elsewhere.
         timeout: Of every collective.
+        generation_parts: Former name of ``generation_chunks``; accepted for one release, with a warning.
     """
 
     strategy_name = "realloc"
@@ -101,7 +102,7 @@ class ReallocStrategy(DataParallelStrategy):
         transport: TransportName = "auto",
         overlap: Overlap = "iterations",
         max_staleness: int = 0,
-        generation_parts: int = 1,
+        generation_chunks: int = 1,
         cluster: ClusterSpec | str | None = None,
         memory_per_device: int | str | None = None,
         tp_plans: Mapping[str, Mapping[str, str]] | None = None,
@@ -110,6 +111,7 @@ class ReallocStrategy(DataParallelStrategy):
         load_weights_only: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        generation_parts: int | None = None,
     ) -> None:
         super().__init__(
             cluster=cluster,
@@ -118,18 +120,23 @@ class ReallocStrategy(DataParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        for name, value, choices in (("overlap", overlap, Overlap), ("transport", transport, TransportName)):
-            if value not in get_args(choices):
-                raise ConfigError(f"{name}={value!r} must be one of {', '.join(get_args(choices))}")
-        if max_staleness not in (0, 1):
-            raise ConfigError(f"max_staleness={max_staleness!r}: generation runs at most one step ahead; use 0 or 1")
+        if transport not in get_args(TransportName):
+            raise ConfigError(f"transport={transport!r} must be one of {', '.join(get_args(TransportName))}")
+        if generation_parts is not None:
+            _warn_of_former_name("ReallocStrategy(generation_parts=...)", "generation_chunks", stacklevel=4)
+            if generation_chunks not in (1, generation_parts):
+                raise ConfigError(
+                    f"generation_chunks={generation_chunks} has the former name generation_parts={generation_parts}, "
+                    f"too; leave generation_parts out"
+                )
+            generation_chunks = generation_parts
+        self._overlap = OverlapOptions(
+            overlap=overlap, max_staleness=max_staleness, generation_chunks=generation_chunks
+        )
         self._checkpoints = RoleCheckpoints(
             self, save_frozen_roles=save_frozen_roles, load_weights_only=load_weights_only
         )
         self._optimizer_hooks = LightningOptimizers(self)
-        check_parts(generation_parts, overlap=overlap, max_staleness=max_staleness)
-        self.max_staleness = max_staleness
-        self.generation_parts = generation_parts
         self._plan_source = read_plan_source(plan)
         self._transport: TransportName = transport
         self._tp_plans = dict(tp_plans or {})
@@ -139,7 +146,6 @@ class ReallocStrategy(DataParallelStrategy):
         self._offloader: Offloader | None = None
         self._collection = InfrequentCollection()
         self._placed_module: nn.Module | None = None
-        self._overlap: Overlap = overlap
         self.num_shown = 0
         """Of how many samples of an iteration every rank is to be told the responses."""
         self.shown: tuple[Samples, ...] = ()
@@ -149,6 +155,22 @@ class ReallocStrategy(DataParallelStrategy):
         self._reallocation: ParameterReallocation | None = None
 
     # ---- what users and callbacks read
+    @property
+    def max_staleness(self) -> int:
+        """Training steps by which generation may run ahead of training: 0 or 1."""
+        return self._overlap.max_staleness
+
+    @property
+    def generation_chunks(self) -> int:
+        """Chunks in which samples are sent to inference while others are generated."""
+        return self._overlap.generation_chunks
+
+    @property
+    def generation_parts(self) -> int:
+        """Former name of :attr:`generation_chunks`."""
+        _warn_of_former_name("ReallocStrategy.generation_parts", "generation_chunks", stacklevel=3)
+        return self.generation_chunks
+
     @property
     def pool(self) -> ModelPool:
         """The replicas of every role. Raises ConfigError before the models are set up."""
@@ -187,8 +209,8 @@ class ReallocStrategy(DataParallelStrategy):
         """Return what other plans are judged by, for iterations of such lengths. Collective over all ranks."""
         callbacks = self.lightning_module.trainer.callbacks  # type: ignore[union-attr]
         return make_plan_evaluator(
-            self._builder(), self.plan, iterations, callbacks=callbacks, overlap=self._overlap,
-            generation_parts=self.generation_parts, profile=profile,
+            self._builder(), self.plan, iterations, callbacks=callbacks, overlap=self._overlap.overlap,
+            generation_parts=self.generation_chunks, profile=profile,
         )  # fmt: skip
 
     # ---- models
@@ -264,18 +286,21 @@ class ReallocStrategy(DataParallelStrategy):
         return Offloader(pool, schedule, self.root_device)
 
     def _make_runner(self, module: Any, pool: ModelPool) -> CallRunner:
-        trainee = Trainee(
-            self._optimizer_hooks, pool.meshes, module.train_options_of, device=self.root_device, rank=self.global_rank,
-            seed=module.seed, dropout=module.dropout, share_prompts=module.share_prompts,
-            group_size=module.group_size, sums_of=module.totals_of,
-        )  # fmt: skip
         mailbox = Mailbox(self.global_rank, self.world_size, pool.meshes.new_host_group())
+        reallocation = self._reallocation
         return CallRunner(
-            module, pool, mailbox, self.phase_replica, trainee, layout_of=self._layout_of, overlap=self._overlap,
-            max_staleness=self.max_staleness, generation_parts=self.generation_parts,
-            frees_copies=self._reallocation is not None and self._reallocation.free_after, stop=self.stop,
-            device=self.root_device, rank=self.global_rank, world_size=self.world_size,
-        )  # fmt: skip
+            module,
+            pool,
+            mailbox,
+            self.phase_replica,
+            self._optimizer_hooks,
+            layout_of=self._layout_of,
+            options=self._overlap,
+            frees_copies=reallocation is not None and reallocation.free_after,
+            stop=self.stop,
+            device=self.root_device,
+            rank=self.global_rank,
+        )
 
     def is_running(self) -> bool:
         """Whether calls are under way."""
@@ -538,6 +563,11 @@ class ReallocStrategy(DataParallelStrategy):
         """Register the names that ``Trainer(strategy=...)`` understands."""
         for name, options in REGISTERED_NAMES.items():
             strategy_registry.register(name, cls, override=True, description=cls.__doc__.split("\n")[0], **options)  # type: ignore[union-attr]
+
+
+def _warn_of_former_name(former: str, name: str, *, stacklevel: int) -> None:
+    message = f"{former} is now {name}; the former name goes with the next release"
+    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
 
 
 REGISTERED_NAMES: dict[str, dict[str, Any]] = {

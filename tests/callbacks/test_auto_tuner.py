@@ -195,7 +195,7 @@ class Runs:
     plan: ExecutionPlan
     world_size: int
     lightning_module: Any
-    generation_parts: int = 1
+    generation_chunks: int = 1
 
 
 def test_a_tuning_of_another_run_is_not_gone_on_with() -> None:
@@ -230,9 +230,11 @@ def test_a_tuning_of_other_settings_is_not_gone_on_with() -> None:
     assert "tuned with speculation=None, this run has speculation=Speculation(" in str(
         reason_not_to_resume(state, Runs(plan, 4, drafting))
     )
-    assert "generation_parts=1, this run has generation_parts=2" in str(
-        reason_not_to_resume(state, Runs(plan, 4, runs.grpo(), generation_parts=2))
+    assert "generation_chunks=1, this run has generation_chunks=2" in str(
+        reason_not_to_resume(state, Runs(plan, 4, runs.grpo(), generation_chunks=2))
     )
+    state["settings"]["generation_parts"] = state["settings"].pop("generation_chunks")  # of an earlier release
+    assert reason_not_to_resume(state, Runs(plan, 4, runs.grpo())) is None
 
 
 # ---- watching

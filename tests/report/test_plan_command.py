@@ -141,11 +141,13 @@ def test_inference_apart_shows_in_the_timeline_and_gains_by_portions(
     load = ("--cluster", "a100-80g:1x2", "--batch", "256", "--prompt-length", "4096")
     question = ("--algorithm", "ppo", "--actor", TINY, "--critic", TINY, *load, "--compare", str(apart), str(apart))
     seconds = {
-        parts: float(re.search(r"an iteration +([0-9.]+)", ask(capsys, *question, *parts))[1])
-        for parts in ((), ("--generation-parts", "1"), ("--generation-parts", "4"))
+        chunks: float(re.search(r"an iteration +([0-9.]+)", ask(capsys, *question, *chunks))[1])
+        for chunks in ((), ("--generation-chunks", "1"), ("--generation-chunks", "4"))
     }
-    assert seconds[()] == seconds["--generation-parts", "1"] > seconds["--generation-parts", "4"]
-    assert "--generation-parts=0 must be at least 1" in refused(*question, "--generation-parts", "0")
+    assert seconds[()] == seconds["--generation-chunks", "1"] > seconds["--generation-chunks", "4"]
+    assert "--generation-chunks=0 must be at least 1" in refused(*question, "--generation-chunks", "0")
+    with pytest.warns(DeprecationWarning, match="--generation-parts is now --generation-chunks"):
+        assert "--generation-chunks=0 must be at least 1" in refused(*question, "--generation-parts", "0")
 
 
 def test_a_small_space_is_searched_to_its_end_and_its_plan_is_saved(

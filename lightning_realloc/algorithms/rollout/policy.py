@@ -201,10 +201,10 @@ class PolicyModule(MultiModelModule):
                 "rollout_budget carries responses on into the next iteration, which max_staleness=1 generates before "
                 "it is known what they are; use ReallocStrategy(max_staleness=0), or leave rollout_budget out"
             )
-        if getattr(strategy, "generation_parts", 1) > 1:
+        if getattr(strategy, "generation_chunks", 1) > 1:
             raise ConfigError(
-                f"generation_parts={strategy.generation_parts} hands on responses before it is known which of them "  # type: ignore[attr-defined]
-                f"wait for the next iteration; use ReallocStrategy(generation_parts=1), or leave rollout_budget out"
+                f"generation_chunks={strategy.generation_chunks} sends responses before it is known which of them "  # type: ignore[attr-defined]
+                f"wait for the next iteration; use ReallocStrategy(generation_chunks=1), or leave rollout_budget out"
             )
 
     def with_carried(self, batch: Samples) -> Samples:

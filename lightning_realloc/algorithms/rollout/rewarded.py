@@ -180,7 +180,7 @@ class RewardedModule(PolicyModule):
                 f"rollout_budget carries responses on, and {name} chooses among those of whole prompts before it "
                 f"learns; leave rollout_budget out"
             )
-        for setting, plain in (("max_staleness", 0), ("generation_parts", 1)):
+        for setting, plain in (("max_staleness", 0), ("generation_chunks", 1)):
             if getattr(self.trainer.strategy, setting, plain) != plain:
                 raise ConfigError(
                     f"{setting}={getattr(self.trainer.strategy, setting)} works ahead of what is chosen, and {name} "

@@ -1,179 +1,174 @@
-"""Running the calls of a dataflow on this rank: who works on which samples, and what becomes of the results.
+"""Run the calls of a dataflow on this rank, iteration by iteration: inputs, the call, its results.
 
-Every rank walks through the same calls in the same order and takes part in those whose ranks include it; the others it
-passes by, so calls on disjoint ranks run at the same time. Nothing here waits for all ranks: a rank waits for what it
-needs, and is told of failures elsewhere while it does.
+Every rank goes through the same calls in the same order, and takes part in those whose layout includes it. So calls on
+disjoint ranks run at the same time. A rank waits for the data that it needs, never for all ranks. While it waits, it
+learns of failures elsewhere.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lightning_realloc.batch.samples import Column, Samples
-from lightning_realloc.batch.training import MicroBatch
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.messages.mailbox import Mailbox
-from lightning_realloc.strategies.calls.early_work import EarlyCalls
+from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.calls.engines import EnginePool, refuse_long_prompts
 from lightning_realloc.strategies.calls.generate_call import GenerateCalls
-from lightning_realloc.strategies.calls.idle import IdleClock, merge_idle_shares
 from lightning_realloc.strategies.calls.infer_call import InferCalls
 from lightning_realloc.strategies.calls.lockstep import PeerFailure
-from lightning_realloc.strategies.calls.metrics import count_tokens, facts_of, with_rates
-from lightning_realloc.strategies.calls.train_call import Trainee
-from lightning_realloc.strategies.calls.training_metrics import TrainingMetrics
+from lightning_realloc.strategies.calls.overlap_options import OverlapOptions
+from lightning_realloc.strategies.calls.run_metrics import RunMetrics
+from lightning_realloc.strategies.calls.train_call import OptimizerHooks, TrainCalls
 from lightning_realloc.strategies.exchange.call_placement import CallPlacement
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
+from lightning_realloc.strategies.exchange.iteration_report import IterationReport
 from lightning_realloc.strategies.exchange.routing import Routes
 from lightning_realloc.strategies.lightning.signals import StopRequest
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.replica import Replica
-from lightning_realloc.tuning.timeline.simulator import Overlap
 
-PhaseContext = Callable[[str], Any]
+PhaseContext = Callable[[str], AbstractContextManager[Replica]]
+"""Surrounds a call, given by name: announces it to callbacks, and yields the replica that it works on."""
 
 
 @dataclass(frozen=True, slots=True)
 class IterationResult:
-    """What every rank knows after an iteration."""
+    """Results of one iteration, the same on every rank."""
 
     samples: Samples
-    """All samples, with what the calls made of each; of sequences the lengths."""
+    """All samples, with the values that calls made of each; of sequences the lengths."""
     metrics: Mapping[str, Tensor]
-    """What calls measured, the same on all ranks. Of training calls that not all ranks take part in, perhaps what they
-    measured in the iteration before: nobody waits for them."""
+    """Metrics of all calls. Those of a training call on some ranks may be of the iteration before: no rank waits."""
     carried: Samples | None = None
-    """What generating calls left for the next iteration, from all ranks; None: nothing."""
+    """Samples of all ranks that generating calls left for the next iteration; None: there are none."""
     shown: Samples | None = None
-    """The first samples by id, with their responses; None where none were asked for."""
+    """The first samples by id, with their responses; None if none were asked for."""
 
 
 class CallRunner:
-    """Runs calls of one algorithm.
+    """Runs the calls of one algorithm.
 
     Args:
-        module: The algorithm; its methods do the work.
+        algorithm: The algorithm; its methods do the work.
         pool: Its models.
-        mailbox: Between the ranks.
-        phase: Context manager around every model's call: tells callbacks, yields the replica to work on.
-        trainee: Steps the optimizers.
-        layout_of: The layout in which a call's model will be.
-        overlap: What may run at the same time.
-        max_staleness: How many iterations of training a response's policy may lack of the one that learns from it.
-        generation_parts: In how many portions samples go to calls on other ranks while they are generated.
-        frees_copies: Whether copies of models are gone between their calls, to save memory.
-        stop: Whether the run should end; travels with the ranks' messages.
-        device: Where tensors are worked on.
+        mailbox: Messages between the ranks.
+        phase: Surrounds every call with a model.
+        hooks: Lightning's optimizers and hooks, for training calls.
+        layout_of: Call -> the layout in which its model will be.
+        options: Which calls run at the same time.
+        frees_copies: Whether copies of models leave memory between their calls.
+        stop: Whether the run should end; travels with the ranks' reports.
+        device: Device of this rank.
         rank: This process.
-        world_size: All processes.
     """
 
     def __init__(
         self,
-        module: Any,
+        algorithm: RunnableAlgorithm,
         pool: ModelPool,
         mailbox: Mailbox,
         phase: PhaseContext,
-        trainee: Trainee,
+        hooks: OptimizerHooks,
         *,
         layout_of: Callable[[str], Layout],
-        overlap: Overlap,
-        max_staleness: int,
-        generation_parts: int = 1,
+        options: OverlapOptions,
         frees_copies: bool = False,
         stop: StopRequest,
         device: torch.device,
         rank: int,
-        world_size: int,
     ) -> None:
-        self._module = module
-        self._pool = pool
-        self._mailbox = mailbox
-        self._enter_phase = phase
-        self._trainee = trainee
-        self._layout_of = layout_of
-        self._overlap = overlap
-        self._max_staleness = max_staleness
-        self._frees_copies = frees_copies
-        self._num_parts = generation_parts
+        self._algorithm, self._pool, self._mailbox = algorithm, pool, mailbox
+        self._enter_phase, self._layout_of = phase, layout_of
+        self._options, self._frees_copies = options, frees_copies
         self._stop = stop
+        self._device, self._rank = device, rank
+        self._metrics = RunMetrics(mailbox, pool, rank=rank, may_be_late=options.overlap == "iterations")
+        self._engines = EnginePool(algorithm, pool, mailbox, device=device, rank=rank)
+        self._inference = InferCalls(algorithm, pool, device=device, rank=rank)
+        self._generation = GenerateCalls(
+            algorithm, pool, self._engines, self._inference, self._metrics.idle, device=device
+        )
+        self._training = TrainCalls(algorithm, hooks, pool.meshes, device=device, rank=rank)
         self._ahead: tuple[IterationData, ...] = ()
         """Batches with responses that were not trained on yet."""
         self._version = 0
-        """Iterations that were trained in."""
-        self._device = device
-        self._rank = rank
-        self._world_size = world_size
-        self._idle = IdleClock(mailbox, pool)
-        self._engines = EnginePool(module, pool, mailbox, device=device, rank=rank)
-        self._inference = InferCalls(module, pool, device=device, rank=rank)
-        # With responses of the policy before, weights change between a generating call and those that read from it.
-        self._tails = EarlyCalls(pool, self._inference) if not max_staleness else None
-        self._generating = GenerateCalls(module, pool, self._engines, self._tails, self._idle, device=device)
-        self._run = self._num_tokens = 0
+        """Iterations of training so far."""
+        self._run = 0
+        """Number of the latest pass over calls, the same on all ranks."""
         self.is_running = False
         """Whether calls are under way."""
-        self._training_metrics = TrainingMetrics(
-            mailbox, rank=rank, world_size=world_size, may_be_late=overlap == "iterations"
-        )
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.counts: defaultdict[str, int] = defaultdict(int)
-        self._facts_of_next: dict[str, float] = {}
-        """What calls measured that were run for the next iteration before it."""
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Call -> its seconds on this rank so far."""
+        return self._metrics.seconds
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Call -> how often this rank took part in it."""
+        return self._metrics.counts
+
+    @property
+    def seconds_idle(self) -> float:
+        """Seconds that this rank has waited for data, weights and other ranks."""
+        return self._metrics.idle.seconds
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether there are responses that were not trained on yet."""
+        return bool(self._ahead)
 
     def run_iteration(
         self, batch: Samples, calls: Sequence[ModelFunctionCall], *, iteration: int, is_last: bool, num_shown: int = 0
     ) -> tuple[IterationResult, ...]:
-        """Run an iteration's calls and return what every rank knows of each batch that was trained on.
+        """Run an iteration's calls, and return a result for each batch that was trained on.
 
-        That is this batch, or, where generation runs ahead, the one before: none the first time, both the last time.
+        That is this batch or, if generation runs ahead, the one before: none the first time, both the last time.
 
         Args:
-            batch: What the loader supplied, the same on every rank.
-            calls: In the dataflow's order.
+            batch: The loader's batch, the same on every rank.
+            calls: Calls in the dataflow's order.
             iteration: Iterations done before.
-            num_shown: Of how many samples all ranks are told the responses.
-            is_last: Whether training may end or pause here: then all metrics are waited for, and nothing is left over.
+            is_last: Whether training may end or pause here: then no batch and no metric waits for the next iteration.
+            num_shown: First samples by id whose responses every rank gets.
 
         Raises:
             ReallocError: on every rank, when a rank failed.
         """
         with self._failing_together():
-            self._idle.begin()
+            self._metrics.idle.begin()
             self._version = iteration - len(self._ahead)
-            data = self._begin(batch, calls, iteration, generates_ahead=self._max_staleness > 0)
-            data.num_shown = num_shown
-            self._work_on(data, data.routes.at_once())
-            due = (*self._ahead, data) if is_last or not self._max_staleness else self._ahead
-            self._ahead = () if is_last or not self._max_staleness else (data,)
+            data = self._begin(batch, calls, iteration, num_shown, generates_ahead=self._options.max_staleness > 0)
+            self._run_calls(data.routes.calls_at_once(), data)
+            runs_ahead = self._options.max_staleness > 0 and not is_last
+            due, self._ahead = (self._ahead, (data,)) if runs_ahead else ((*self._ahead, data), ())
             results = tuple(self._conclude(each, is_last=is_last) for each in due)
             self._mailbox.release(self._run - 2)
-            if self._overlap != "iterations":
+            if self._options.overlap != "iterations":
                 self._mailbox.barrier()
-            self._idle.end()
+            self._metrics.idle.end()
         return results
 
     def run_calls(self, batch: Samples, calls: Sequence[ModelFunctionCall], *, are_of_next: bool = False) -> Samples:
-        """Run calls without training, and return all samples with everything that they made. Collective.
+        """Run calls without training, and return all samples with all results, on every rank. Collective.
 
-        ``are_of_next``: whether what they measured belongs to the next iteration.
+        ``are_of_next``: whether their metrics belong to the next iteration.
         """
         with self._failing_together():
             data = self._begin(batch, calls, iteration=0)
-            self._work_on(data, data.routes.calls)
-            facts = self._receive_notes(data)
+            self._run_calls(data.routes.calls, data)
+            report = self._receive_report(data)
             if are_of_next:
-                self._facts_of_next = facts
-            self._engines.hear()
+                self._metrics.keep_for_next(report.metrics)
+            self._engines.receive_history()
             self._mailbox.release(self._run)
         return data.gather(self._device)
 
@@ -181,119 +176,142 @@ class CallRunner:
         """Return whether calls can still be run: no rank failed, and no later runner was made. Collective."""
         return self._pool.meshes.is_host_group(self._mailbox.group) and not self._mailbox.has_failed
 
-    @property
-    def seconds_idle(self) -> float:
-        """Seconds that this rank has waited for data, weights and other ranks."""
-        return self._idle.seconds
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether there are responses that were not trained on yet."""
-        return bool(self._ahead)
-
     def plan_changed(self) -> None:
-        """Forget the models of the plan before. The pool serves another plan from now on."""
+        """Forget the models of the plan before: the pool serves another plan from now on."""
         self._engines.forget()
-        self._trainee.forget_skips()
+        self._training.forget_skipped_steps()
 
     def finish(self) -> None:
-        """Take in what is still on its way. Collective over all ranks, after the last iteration.
+        """Receive all pending messages. Collective over all ranks, after the last iteration.
 
-        A batch that waits to be trained on, where a run ended before its epoch, is left out.
+        A batch that waits to be trained on, in a run that ended before its epoch, is dropped.
         """
         for data in self._ahead:
-            data.drain(data.routes.at_once())
+            data.drain(data.routes.calls_at_once())
         self._ahead = ()
-        self._training_metrics.finish()
-        self._engines.hear()
+        self._metrics.drain()
+        self._engines.receive_history()
         self._mailbox.release(self._run)
 
-    # ---- one walk through the calls
+    # ---- one pass over the calls
     def _begin(
-        self, batch: Samples, calls: Sequence[ModelFunctionCall], iteration: int, *, generates_ahead: bool = False
-    ) -> IterationData:
+        self, batch: Samples, calls: Sequence[ModelFunctionCall], iteration: int, num_shown: int = 0, *,
+        generates_ahead: bool = False,
+    ) -> IterationData:  # fmt: skip
+        """Return the data of a new pass over the calls."""
         self._run += 1
-        self._engines.hear(before=self._run - 1)  # where no call generated since, or nobody would let go of it
+        self._engines.receive_history(before=self._run - 1)  # or its senders could not free it while no call generates
         placements = {call.name: self._placement(call, iteration) for call in calls if call.role is not None}
-        routes = Routes(calls, placements, self._world_size, self._num_parts, self._module.group_size, generates_ahead)
-        data = IterationData(batch, routes, self._mailbox, rank=self._rank, run=self._run, version=self._version)
-        data.facts |= self._idle.facts(self._rank)
+        routes = Routes(
+            calls, placements, 1 + len(self._mailbox.others), num_chunks=self._options.generation_chunks,
+            group_size=self._algorithm.group_size, generates_ahead=generates_ahead,
+        )  # fmt: skip
+        data = IterationData(
+            batch, routes, self._mailbox, rank=self._rank, run=self._run, version=self._version, num_shown=num_shown
+        )
+        data.report.metrics |= self._metrics.idle.metrics(self._rank)
         if all(call.kind == "train" for call in calls):
-            self._send_notes(data)  # there is nothing to wait for
+            self._send_report(data)  # there is nothing to wait for
         return data
 
-    def _send_notes(self, data: IterationData) -> None:
-        data.facts |= self._stop.as_metrics()
-        data.send_notes()
-
-    def _receive_notes(self, data: IterationData) -> dict[str, float]:
-        facts = data.receive_notes()
-        self._stop.take_from(facts)
-        return facts
-
-    def _work_on(self, data: IterationData, calls: Sequence[ModelFunctionCall]) -> None:
-        """Run some calls of a batch."""
-        last = max((index for index, call in enumerate(data.routes.calls) if call.kind != "train"), default=-1)
-        alone = self._pool.alone(frees_copies=self._frees_copies)
-        for group in data.routes.fusion.groups(calls, alone=alone):
-            if group[0].name in data.routes.fusion.sources:
-                seconds = self._infer_together(group, data)
-            else:
-                seconds = self._work_alone(group[0], data)
-            for call in group:
-                self._note(data, call, seconds.get(call.name))
-            if any(data.index(call) == last for call in group):
-                self._send_notes(data)
-            if self._overlap == "none":
-                self._idle.measure(self._mailbox.barrier)
-
-    def _work_alone(self, call: ModelFunctionCall, data: IterationData) -> dict[str, float]:
-        """Run one call, and return its seconds where this rank takes part in it."""
-        begin, waited = time.perf_counter(), self._idle.seconds
-        took_part = self._KINDS[call.kind](self, call, data)
-        spent = time.perf_counter() - begin - (self._idle.seconds - waited) + data.early_seconds(call)
-        return {call.name: spent} if took_part else {}
-
-    def _note(self, data: IterationData, call: ModelFunctionCall, spent: float | None) -> None:
-        """Keep what a call took; None without part in it."""
-        moved = self._pool.take_report(call.name)
-        data.facts |= {} if moved is None else facts_of(call.name, moved)
-        if spent is None:
-            return
-        self.seconds[call.name] += spent
-        self.counts[call.name] += 1
-        if call.kind == "train":
-            self._training_metrics.note(data, call, {f"seconds/{call.name}": spent})
-        else:
-            data.facts[f"seconds/{call.name}"] = spent
-
-    def _conclude(self, data: IterationData, *, is_last: bool) -> IterationResult:
-        """Run what is left to do of a batch, training included, and gather what every rank is to know."""
-        self._work_on(data, data.routes.later())
-        facts = self._receive_notes(data)
-        facts, self._facts_of_next = self._facts_of_next | facts, {}
-        known = data.known()
-        metrics = with_rates(merge_idle_shares(facts), num_tokens=self._num_tokens)
-        if self._max_staleness:
-            metrics["staleness"] = float(self._version - data.version)
-        metrics |= self._training_metrics.exchange(data, wait=is_last)
-        self._num_tokens = count_tokens(known)
-        self._version += 1
-        told = {name: torch.tensor(value) for name, value in metrics.items()}
-        return IterationResult(known, told, data.carried, data.shown())
-
     def _placement(self, call: ModelFunctionCall, iteration: int) -> CallPlacement:
-        options = self._module.train_options_of(str(call.role))
+        options = self._algorithm.train_options_of(str(call.role))
         return CallPlacement(
             layout=self._layout_of(call.name),
             micro_batch_tokens=self._pool.plan.call(call.name).micro_batch_tokens or options.micro_batch_tokens,
             train_options=options,
-            order_seeds=self._trainee.order_seeds(str(call.role), iteration),
+            order_seeds=self._training.order_seeds(str(call.role), iteration),
         )
+
+    def _run_calls(self, calls: Sequence[ModelFunctionCall], data: IterationData) -> None:
+        """Run some calls of a batch, and send this rank's report after the last one before training."""
+        before_training = [call for call in data.routes.calls if call.kind != "train"]
+        alone = self._pool.alone(frees_copies=self._frees_copies)
+        for group in data.routes.fusion.groups(calls, alone=alone):
+            is_fused = group[0].name in data.routes.fusion.sources
+            seconds = self._run_fused(group, data) if is_fused else self._run_timed(group[0], data)
+            for call in group:
+                self._metrics.record_call(data, call, seconds.get(call.name))
+            if before_training and before_training[-1] in group:
+                self._send_report(data)
+            if self._options.overlap == "none":
+                self._metrics.idle.measure(self._mailbox.barrier)
+
+    def _run_timed(self, call: ModelFunctionCall, data: IterationData) -> dict[str, float]:
+        """Run one call, and return its seconds, without waiting, if this rank takes part in it."""
+        begin, waited = time.perf_counter(), self._metrics.idle.seconds
+        takes_part = self._compute(call, data) if call.kind == "compute" else self._run_with_model(call, data)
+        seconds = time.perf_counter() - begin - (self._metrics.idle.seconds - waited) + data.early_seconds(call)
+        return {call.name: seconds} if takes_part else {}
+
+    def _run_with_model(self, call: ModelFunctionCall, data: IterationData) -> bool:
+        """Run a call on this rank's samples, and record its results; return whether this rank takes part."""
+        role, made = str(call.role), None
+        if call.kind == "generate":
+            refuse_long_prompts(data.table(call).known, self._pool.home(role))
+        with self._phase(call.name) as replica:
+            takes_part = self._rank in replica.layout
+            if takes_part and call.kind == "generate":
+                made = self._generation.run(call, replica, data)
+            elif takes_part and call.kind == "infer":
+                made = self._inference.run(call, replica, data)
+            elif takes_part:
+                self._training.run(call, replica, data)
+            if call.kind == "train":
+                self._pool.weights_trained(role)
+                self._pool.update_averages(role)
+        data.record(call, made)
+        return takes_part
+
+    def _run_fused(self, calls: Sequence[ModelFunctionCall], data: IterationData) -> dict[str, float]:
+        """Run fused calls of one source together, and return the seconds of those in which this rank takes part."""
+        with ExitStack() as stack:
+            replicas = {call.name: stack.enter_context(self._phase(call.name)) for call in calls}
+            mine = [call for call in calls if self._rank in replicas[call.name].layout]
+            results = self._inference.run_fused(mine, replicas, data) if mine else {}
+        for call in calls:
+            data.record(call, results[call.name].samples if call.name in results else None)
+        return {name: made.seconds for name, made in results.items()}
+
+    def _compute(self, call: ModelFunctionCall, data: IterationData) -> bool:
+        """Run a computation on this rank's samples, and record its results; return whether this rank takes part."""
+        # A rank without part in it does not wait for samples to be generated.
+        rows = data.inputs(call) if self._rank in data.routes.computing_ranks(call) else None
+        if rows is None:
+            return False
+        columns: Mapping[str, Column] = getattr(self._algorithm, call.method)(rows)
+        data.record(call, Samples(rows.ids, columns).to("cpu"))
+        return True
+
+    @contextmanager
+    def _phase(self, call: str) -> Iterator[Replica]:
+        with ExitStack() as stack:
+            yield self._metrics.idle.measure(lambda: stack.enter_context(self._enter_phase(call)))
+
+    # ---- the end of an iteration
+    def _conclude(self, data: IterationData, *, is_last: bool) -> IterationResult:
+        """Run the remaining calls of a batch, training included, and return its result."""
+        self._run_calls(data.routes.calls_later(), data)
+        report, known = self._receive_report(data), data.known()
+        metrics = self._metrics.summarize(data, report.metrics, known, wait=is_last)
+        if self._options.max_staleness:
+            metrics["staleness"] = float(self._version - data.version)
+        self._version += 1
+        logged = {name: torch.tensor(value) for name, value in metrics.items()}
+        return IterationResult(known, logged, report.carried, data.shown(report))
+
+    def _send_report(self, data: IterationData) -> None:
+        data.report.metrics |= self._stop.as_metrics()
+        data.send_report()
+
+    def _receive_report(self, data: IterationData) -> IterationReport:
+        report = data.receive_report()
+        self._stop.take_from(report.metrics)
+        return report
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Let every rank raise what one rank raises."""
+        """Raise on every rank the error that one rank raises."""
         self.is_running = True
         try:
             yield
@@ -305,86 +323,3 @@ class CallRunner:
             self._mailbox.fail(error)
         finally:
             self.is_running = False
-
-    @contextmanager
-    def _phase(self, call: str) -> Iterator[Replica]:
-        with ExitStack() as stack:
-            yield self._idle.measure(lambda: stack.enter_context(self._enter_phase(call)))
-
-    # ---- generate
-    def _generate(self, call: ModelFunctionCall, data: IterationData) -> bool:
-        table = data.table(call)
-        refuse_long_prompts(table.known, self._pool.home(str(call.role)))
-        made = None
-        with self._phase(call.name) as replica:
-            takes_part = self._rank in replica.layout
-            if takes_part:
-                prompts = data.inputs(call)
-                prompts = table.known.select([]) if prompts is None else prompts
-                made = self._generating.share(call, replica, prompts, data)
-        data.publish_samples(call, made)
-        return takes_part
-
-    # ---- infer
-    def _infer(self, call: ModelFunctionCall, data: IterationData) -> bool:
-        made = None
-        with self._phase(call.name) as replica:
-            takes_part = self._rank in replica.layout
-            if takes_part:
-                index = replica.layout.data_parallel_index(self._rank)
-                micro_batches = data.routes.micro_batches(call, data.table(call))[index]
-                made = self._infer_share(call, replica, data, micro_batches)
-        data.publish_columns(call, made)
-        return takes_part
-
-    def _infer_share(
-        self, call: ModelFunctionCall, replica: Replica, data: IterationData, micro_batches: Sequence[MicroBatch]
-    ) -> Samples | None:
-        """Return what this rank makes of its samples, what it made early included."""
-        early, table = data.early(call), data.table(call)
-        rest = micro_batches[len(early.parts) :]
-        if not rest:
-            return early.made
-        begin, chosen = time.perf_counter(), data.chosen(call)
-        made = self._inference.share(call, replica, chosen, rest)
-        if self._tails is not None and call.name in data.routes.fusion.tails:
-            num_tokens = sum(table.lengths[position] for micro in rest for position in micro.positions)
-            self._tails.pace.take(call.name, num_tokens=num_tokens, seconds=time.perf_counter() - begin)
-        return made if not early.parts else Samples.concatenate([*early.parts, *([] if made is None else [made])])
-
-    def _infer_together(self, calls: Sequence[ModelFunctionCall], data: IterationData) -> dict[str, float]:
-        """Run fused calls of one source, and return the seconds of those in which this rank takes part."""
-        with ExitStack() as stack:
-            replicas = {call.name: stack.enter_context(self._phase(call.name)) for call in calls}
-            mine = [call for call in calls if self._rank in replicas[call.name].layout]
-            work = self._inference.units(mine, replicas, data) if mine else {}
-        for call in calls:
-            data.publish_columns(call, work[call.name].made if call.name in work else None)
-        return {name: done.seconds for name, done in work.items()}
-
-    # ---- compute
-    def _compute(self, call: ModelFunctionCall, data: IterationData) -> bool:
-        # Who has no part in it does not wait to hear what was generated.
-        rows = data.inputs(call) if self._rank in data.routes.computing_ranks(call) else None
-        if rows is None:
-            return False
-        columns: Mapping[str, Column] = getattr(self._module, call.method)(rows)
-        data.publish_columns(call, Samples(rows.ids, columns).to("cpu"))
-        return True
-
-    # ---- train
-    def _train(self, call: ModelFunctionCall, data: IterationData) -> bool:
-        with self._phase(call.name) as replica:
-            takes_part = self._rank in replica.layout
-            if takes_part:
-                table = data.table(call)
-                steps = data.routes.train_steps(call, table)
-                measured = self._trainee.train(
-                    getattr(self._module, call.method), replica, data.chosen(call), steps, table
-                )
-                self._training_metrics.note(data, call, measured)
-            self._pool.weights_trained(str(call.role))
-            self._pool.update_averages(str(call.role))
-        return takes_part
-
-    _KINDS: ClassVar = {"generate": _generate, "infer": _infer, "compute": _compute, "train": _train}

@@ -1,8 +1,8 @@
-"""The engines that a plan's generating calls work with, and what ranks tell each other so that all of them draft well.
+"""Engines of a plan's generating calls, and the responses that their drafters exchange.
 
-An engine belongs to a replica and lives as long as the plan; what its drafter knows outlives it. Where drafts come from
-earlier responses, data-parallel ranks tell each other theirs after a call, and hear of the others' before the next: a
-prompt may come back elsewhere.
+An engine belongs to a replica and lives as long as the plan; its drafter outlives it. A drafter that learns from
+earlier responses gets those of data-parallel peers, too: a prompt may come back on another rank. A rank sends its
+responses after a call, and receives the peers' before the next one.
 """
 
 from __future__ import annotations
@@ -27,37 +27,46 @@ from lightning_realloc.generation.rebalance.migration import MigrationStats, Wai
 from lightning_realloc.generation.speculative.drafters import build_drafter
 from lightning_realloc.generation.speculative.drafting import Drafter, Exchange
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
+from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.calls.lockstep import Lockstep
-from lightning_realloc.strategies.calls.metrics import facts_of_generation, facts_of_migration, facts_of_preemptions
+from lightning_realloc.strategies.calls.metrics import migration_metrics, preemption_metrics, speculation_metrics
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.replica import Replica
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaEngine:
-    """What one rank generates with."""
+    """The engine of one replica on this rank."""
 
     role: str
-    """Whose responses it generates."""
+    """Role of the replica."""
     engine: GenerationEngine | HFEngine
+    """Generates with the replica's model."""
     lockstep: Lockstep | None
-    """Where forwards are collective."""
+    """Keeps ranks in step whose forward passes are collective; None if they are not."""
     drafter: Drafter
+    """Drafts tokens for the engine."""
     peers: tuple[int, ...]
-    """Other ranks that generate other samples with the same part of the same model."""
+    """Data-parallel ranks: they generate other samples with the same shard of the model."""
     moves: Peers | None = None
-    """Where samples move between them."""
+    """Moves samples between the peers; None if samples stay."""
 
     @property
     def migration_stats(self) -> MigrationStats | None:
-        """What moving samples came to in the last call; None where none can move."""
+        """Statistics of moved samples in the last call; None if samples stay."""
         if self.moves is None or not isinstance(self.engine, GenerationEngine):
             return None
         return self.engine.migration_stats
 
+    @property
+    def seconds_waited(self) -> float:
+        """Seconds in which this rank waited for samples of peers in the last call."""
+        stats = self.migration_stats
+        return 0.0 if stats is None else stats.waited_s
+
     @contextmanager
     def freed_for(self, waiting_calls: WaitingCalls | None) -> Iterator[None]:
-        """Let this rank be freed for other calls while others generate."""
+        """Let this rank work on other calls while peers generate."""
         if isinstance(self.engine, GenerationEngine):
             self.engine.waiting_calls = waiting_calls
         try:
@@ -67,7 +76,7 @@ class ReplicaEngine:
                 self.engine.waiting_calls = None
 
     def begin(self, run: int, index: int) -> None:
-        """Generate in call number ``index`` of a run."""
+        """Start call number ``index`` of a run."""
         if self.moves is not None:
             self.moves.at(run, index)
         if self.lockstep is not None:
@@ -75,37 +84,43 @@ class ReplicaEngine:
 
 
 class EnginePool:
-    """Makes engines for replicas, and carries news between their drafters.
+    """Builds engines for replicas, and exchanges responses between their drafters.
 
     Args:
-        module: The algorithm; its ``speculation`` says how to draft, its ``max_cache_bytes`` what a cache may take.
-        pool: Its models.
-        mailbox: Between the ranks.
-        device: Where tensors are worked on.
+        algorithm: Settings of engines, speculation and caches.
+        pool: The models.
+        mailbox: Messages between the ranks.
+        device: Device of inputs.
         rank: This process.
     """
 
-    def __init__(self, module: Any, pool: ModelPool, mailbox: Mailbox, *, device: torch.device, rank: int) -> None:
-        self._module = module
+    def __init__(
+        self, algorithm: RunnableAlgorithm, pool: ModelPool, mailbox: Mailbox, *, device: torch.device, rank: int
+    ) -> None:
+        self._algorithm = algorithm
         self._pool = pool
         self._mailbox = mailbox
         self._device = device
         self._rank = rank
         self._engines: dict[int, ReplicaEngine] = {}
+        """Engines by the id of their model."""
         self._kept: dict[str, list[Drafter]] = {}
-        """Drafters of the last plan in which this rank generated for a role, by role."""
-        self._told: list[tuple[ReplicaEngine, int, int]] = []
-        """Whose peers sent news, in which run, for which call."""
+        """Role -> drafters of the last plan in which this rank generated for it."""
+        self._expected: list[tuple[ReplicaEngine, int, int]] = []
+        """Engine, run and call whose peers sent responses that this rank has not received yet."""
 
-    def of(self, call: ModelFunctionCall, replica: Replica, *, version: int) -> ReplicaEngine:
-        """Return what to generate with; its drafter has heard what the peers made before.
+    def engine_for(self, call: ModelFunctionCall, replica: Replica, *, version: int) -> ReplicaEngine:
+        """Return a replica's engine; its drafter has received the peers' responses.
 
-        ``version`` is that of the weights: iterations that they were trained in.
+        Args:
+            call: The generating call.
+            replica: Its replica.
+            version: Version of the weights: iterations that they were trained in.
 
         Raises:
             GenerationError: for a layout that cannot generate, or cannot draft as the algorithm asks.
         """
-        self.hear()
+        self.receive_history()
         if replica.layout.dims.pp > 1:  # the plan gives another layout, which no callback made real
             raise GenerationError(
                 f"{call.name} cannot generate in the layout {replica.layout}, a pipeline; give it one with pp=1, and "
@@ -113,46 +128,46 @@ class EnginePool:
             )
         known = self._engines.get(id(replica.model))
         if known is None:
-            known = self._engines[id(replica.model)] = self._make(call, replica)
+            known = self._engines[id(replica.model)] = self._build(call, replica)
         known.engine.weights_updated(version)
         return known
 
-    def facts(self, call: str, replica: Replica) -> dict[str, float]:
-        """Return what this rank tells of the call that it has just made with a replica.
+    def metrics(self, call: str, replica: Replica) -> dict[str, float]:
+        """Return this rank's metrics of the call that it has just run with a replica.
 
-        Of ranks in tensor parallelism, which make the same samples, the first one tells what became of them.
+        Tensor-parallel ranks make the same samples; the first of them reports those.
         """
         generator = self._engines[id(replica.model)]
         stats, moved = generator.engine.stats, generator.migration_stats
-        told: dict[str, float] = {}
-        if self._module.speculation is not None:
-            told |= facts_of_generation(call, stats, self._rank)
+        metrics: dict[str, float] = {}
+        if self._algorithm.speculation is not None:
+            metrics |= speculation_metrics(call, stats, self._rank)
         if replica.layout.coordinate(self._rank).tp:
-            return told
-        if self._module.max_cache_bytes is not None:
-            told |= facts_of_preemptions(call, stats, self._rank)
+            return metrics
+        if self._algorithm.max_cache_bytes is not None:
+            metrics |= preemption_metrics(call, stats, self._rank)
         if moved is not None:
-            told |= facts_of_migration(call, moved, self._rank)
-        return told
+            metrics |= migration_metrics(call, moved, self._rank)
+        return metrics
 
-    def tell(self, generator: ReplicaEngine, run: int, index: int) -> None:
-        """Send the peers what was generated in call number ``index`` of a run; nobody waits."""
+    def send_history(self, generator: ReplicaEngine, run: int, index: int) -> None:
+        """Send the peers' drafters the responses of call number ``index`` of a run, without waiting."""
         if generator.peers and generator.drafter.exchanges:
             content = _packed(generator.drafter.news())
             self._mailbox.send(generator.peers, FrameKind.HISTORY, run, index, content)
-            self._told.append((generator, run, index))
+            self._expected.append((generator, run, index))
 
-    def hear(self, *, before: int | None = None) -> None:
-        """Take in what peers sent, before a run or at all; waits for what is still on its way."""
-        due = [told for told in self._told if before is None or told[1] < before]
+    def receive_history(self, *, before: int | None = None) -> None:
+        """Give drafters the peers' responses of runs before ``before``, None: of all runs; waits for them."""
+        due = [expected for expected in self._expected if before is None or expected[1] < before]
         for generator, run, index in due:
             for peer in generator.peers:
                 generator.drafter.hear(_unpacked(self._mailbox.receive(FrameKind.HISTORY, run, index, peer)))
-        self._told = self._told[len(due) :]
+        self._expected = self._expected[len(due) :]
 
     def forget(self) -> None:
-        """Drop the engines of the plan before; the next one's draft with what these learnt."""
-        self.hear()
+        """Drop the engines of the plan before, and keep their drafters for the next one's."""
+        self.receive_history()
         last: dict[str, list[Drafter]] = {}
         for generator in self._engines.values():
             if not generator.drafter.reads_target_cache:  # else it is a part of that model
@@ -160,13 +175,12 @@ class EnginePool:
         self._kept |= last
         self._engines.clear()
 
-    def _drafter(self, replica: Replica) -> Drafter:
-        """Return a drafter for a replica: one of a plan before, if there is one.
+    def _build_drafter(self, replica: Replica) -> Drafter:
+        """Return a drafter for a replica: one of an earlier plan, if there is one.
 
-        Ranks in tensor parallelism have to draft alike, and came to what they learnt elsewhere in another order: they
-        begin anew.
+        Tensor-parallel ranks start anew. They must draft alike, and drafters of other ranks learnt in another order.
         """
-        speculation = self._module.speculation
+        speculation = self._algorithm.speculation
         if speculation is None:
             return Drafter()
         group = self._pool.meshes.group(replica.layout, "tp")
@@ -175,42 +189,41 @@ class EnginePool:
         kept = self._kept.get(replica.role)
         return kept.pop() if kept else build_drafter(speculation, replica.model)
 
-    def _make(self, call: ModelFunctionCall, replica: Replica) -> ReplicaEngine:
+    def _build(self, call: ModelFunctionCall, replica: Replica) -> ReplicaEngine:
         layout = replica.layout
         peers = tuple(rank for rank in layout.group(self._rank, "dp", "fsdp") if rank != self._rank)
-        max_slots, tokenizer = self._pool.plan.call(call.name).max_slots, self._module.tokenizer
+        max_slots, tokenizer = self._pool.plan.call(call.name).max_slots, self._algorithm.tokenizer
         self._check(call, replica)
-        if self._module.engine == "hf":
+        if self._algorithm.engine == "hf":
             oracle = HFEngine(replica.model, tokenizer=tokenizer, max_slots=max_slots)
             return ReplicaEngine(replica.role, oracle, None, Drafter(), peers)
         lockstep = None
         if replica.is_sharded:
             group = self._pool.meshes.group(layout, "dp", "fsdp")
             lockstep = None if group is None else Lockstep(group, self._device)
-        speculation = self._module.speculation
-        drafter = self._drafter(replica)
+        drafter = self._build_drafter(replica)
         drafter.has_listeners = bool(peers)
         # Ranks that gather a model's blocks together make every step together: moving samples would gain nothing.
-        may_move = self._module.sample_reallocation and lockstep is None and peers
+        may_move = self._algorithm.sample_reallocation and lockstep is None and peers
         moves = Peers(self._mailbox, self._rank, peers) if may_move else None
         engine = GenerationEngine(
             replica.model,
             tokenizer=tokenizer,
             max_slots=max_slots,
             lockstep=lockstep,
-            speculation=speculation,
+            speculation=self._algorithm.speculation,
             drafter=drafter,
-            max_cache_bytes=self._module.max_cache_bytes,
+            max_cache_bytes=self._algorithm.max_cache_bytes,
             agree=_agreement(self._pool.meshes.group(layout, "tp"), self._device),
             peers=moves,
         )
         return ReplicaEngine(replica.role, engine, lockstep, drafter, peers, moves)
 
     def _check(self, call: ModelFunctionCall, replica: Replica) -> None:
-        """Refuse what cannot work where ranks gather a model's blocks together, each step of all ranks at once."""
-        speculation = self._module.speculation
+        """Refuse drafters and engines that cannot run where ranks gather a model's blocks together in every step."""
+        speculation = self._algorithm.speculation
         asked = "draft by its own first blocks" if speculation is not None and speculation.drafter == "blocks" else None
-        if self._module.engine == "hf":
+        if self._algorithm.engine == "hf":
             asked = "generate by engine='hf'"
         if replica.is_sharded and asked is not None:
             raise GenerationError(
@@ -220,7 +233,11 @@ class EnginePool:
 
 
 def refuse_long_prompts(prompts: Samples, replica: Replica) -> None:
-    """Name a prompt that leaves no room for a response; an engine knows only its place in one rank's share."""
+    """Refuse a prompt that leaves no room for a response, by its sample id; an engine knows a rank's own rows alone.
+
+    Raises:
+        GenerationError: which names the prompt.
+    """
     config: Any = getattr(replica.model, "config", None)
     context = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
     lengths = prompts.ragged("prompt_ids").lengths
@@ -237,7 +254,7 @@ def refuse_long_prompts(prompts: Samples, replica: Replica) -> None:
 def _agreement(
     group: dist.ProcessGroup | None, device: torch.device
 ) -> Callable[[Sequence[float]], Sequence[float]] | None:
-    """Return a function that gives all ranks of a group the first one's numbers; None for a rank on its own."""
+    """Return a function that broadcasts the first rank's numbers; None without a group."""
     if group is None:
         return None
 
@@ -251,7 +268,7 @@ def _agreement(
 
 
 def _spread(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
-    """Give all ranks of a group the first one's tensors."""
+    """Broadcast the first rank's tensors."""
     for tensor in tensors:
         dist.broadcast(tensor, group=group, group_src=0)
 

@@ -1,11 +1,10 @@
-"""Running inference calls on this rank: over all samples at once, or unit by unit while others are still generated."""
+"""Run inference calls on this rank: over all samples at once, or chunk by chunk while others are still generated."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,44 +14,112 @@ from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.batch.training import MicroBatch, pack_columns
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_infer
-from lightning_realloc.strategies.exchange.chunk_results import ChunkResults
+from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
-from lightning_realloc.strategies.exchange.sample_table import Chosen
+from lightning_realloc.strategies.exchange.sample_table import ChunkResults, PositionedRows
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.precision import without_gradients
 from lightning_realloc.strategies.pool.replica import Replica
 
+_LATEST_WEIGHT = 0.5
+"""Weight of the latest measurement in a call's pace; raised, the pace follows changes sooner and noise more."""
+
+
+class TokenPace:
+    """Exponentially weighted seconds per token of each call."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    def record(self, call: str, *, num_tokens: int, seconds: float) -> None:
+        """Record that a part of a call took ``seconds`` for ``num_tokens``."""
+        if num_tokens:
+            latest = seconds / num_tokens
+            earlier = self._seconds.get(call, latest)
+            self._seconds[call] = earlier * (1 - _LATEST_WEIGHT) + latest * _LATEST_WEIGHT
+
+    def seconds(self, call: str, num_tokens: int) -> float:
+        """Return the expected seconds for ``num_tokens``, 0 for a call that was not measured yet."""
+        return self._seconds.get(call, 0.0) * num_tokens
+
 
 class InferCalls:
-    """Runs micro-batches through models.
+    """Runs inference calls.
 
     Args:
-        module: The algorithm; its methods do the work.
-        pool: Its models.
-        device: Where tensors are worked on.
+        algorithm: Its methods run the models.
+        pool: The models.
+        device: Device of the inputs.
         rank: This process.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        pool: ModelPool,
-        *,
-        device: torch.device,
-        rank: int,
-    ) -> None:
-        self._module, self._pool, self._device, self._rank = module, pool, device, rank
+    def __init__(self, algorithm: RunnableAlgorithm, pool: ModelPool, *, device: torch.device, rank: int) -> None:
+        self._algorithm, self._pool, self._device, self._rank = algorithm, pool, device, rank
+        self.pace = TokenPace()
+        """Pace of calls that may begin before all samples are generated."""
 
-    def share(
-        self, call: ModelFunctionCall, replica: Replica, rows: Chosen, micro_batches: Sequence[MicroBatch]
+    def run(self, call: ModelFunctionCall, replica: Replica, data: IterationData) -> Samples | None:
+        """Return the results of this rank's samples, early ones included; None if it holds none."""
+        early, table = data.early(call), data.table(call)
+        micro_batches = data.routes.micro_batches(call, table)[replica.layout.data_parallel_index(self._rank)]
+        rest = micro_batches[len(early.chunks) :]
+        if not rest:
+            return early.samples
+        begin, rows = time.perf_counter(), data.rows(call)
+        made = self.run_micro_batches(call, replica, rows, rest)
+        if call.name in data.routes.fusion.early_sources:
+            num_tokens = sum(table.lengths[position] for micro in rest for position in micro.positions)
+            self.pace.record(call.name, num_tokens=num_tokens, seconds=time.perf_counter() - begin)
+        return made if not early.chunks else Samples.concatenate([*early.chunks, *([] if made is None else [made])])
+
+    def run_fused(
+        self, calls: Sequence[ModelFunctionCall], replicas: Mapping[str, Replica], data: IterationData
+    ) -> dict[str, ChunkResults]:
+        """Return the results of fused calls of one source; each chunk goes through all of them in turn.
+
+        An error is raised after the last chunk: a rank that generates reads no messages before.
+        """
+        source = data.routes.fusion.source(calls[0])
+        results: defaultdict[str, ChunkResults] = defaultdict(ChunkResults)
+        chunks = data.chunks(source)
+        try:
+            for chunk in chunks:
+                for call in calls:
+                    layout = replicas[call.name].layout
+                    shares = data.routes.fusion.chunk_shares(call, chunk.lengths)
+                    share = shares[layout.data_parallel_index(self._rank)]
+                    if share:
+                        self.run_timed(call, replicas[call.name], chunk.rows, share, results[call.name])
+        except Exception:
+            for _ in chunks:
+                pass
+            raise
+        ended_at = data.generation_ended_at(source)
+        for name, made in results.items():
+            data.report.metrics[f"hidden_s/{name}"] = made.seconds_before(ended_at)
+        return dict(results)
+
+    def run_timed(
+        self, call: ModelFunctionCall, replica: Replica, rows: PositionedRows, micro_batches: Sequence[MicroBatch],
+        results: ChunkResults,
+    ) -> None:  # fmt: skip
+        """Run some micro-batches, and add their results and times to ``results``."""
+        begin = time.perf_counter()
+        made = self.run_micro_batches(call, replica, rows, micro_batches)
+        results.times.append((begin, time.perf_counter()))
+        if made is not None:
+            results.chunks.append(made)
+
+    def run_micro_batches(
+        self, call: ModelFunctionCall, replica: Replica, rows: PositionedRows, micro_batches: Sequence[MicroBatch]
     ) -> Samples | None:
-        """Return what this rank's micro-batches gave; None when none of them counts, or another stage has it."""
-        method = getattr(self._module, call.method)
+        """Return the results of some micro-batches; None if none of them counts, or another stage holds them."""
+        method = getattr(self._algorithm, call.method)
         replica.model.eval()  # the home replica may come from a training call with dropout
-        parts = [rows.at(micro.positions) for micro in micro_batches]
+        parts = [rows.select(micro.positions) for micro in micro_batches]
         precision, adapted = without_gradients(replica.model, self._device), self._pool.adapted_for
         with torch.no_grad(), precision, adapted(call, replica.model):
-            values = self._values(method, replica, parts)
+            values = self._forward(method, replica, parts)
         if values is None:
             return None
         counted = [
@@ -61,52 +128,16 @@ class InferCalls:
         ]  # fmt: skip
         return Samples.concatenate(counted) if counted else None
 
-    def units(
-        self, calls: Sequence[ModelFunctionCall], replicas: Mapping[str, Replica], data: IterationData
-    ) -> dict[str, ChunkResults]:
-        """Return what fused calls of one source made on this rank; each unit goes through all of them in turn.
-
-        What fails is raised once all units have come: a rank that generates hears of nothing before.
-        """
-        source = data.source(calls[0])
-        work: defaultdict[str, ChunkResults] = defaultdict(ChunkResults)
-        units = data.units(source)
-        try:
-            for unit in units:
-                for call in calls:
-                    layout = replicas[call.name].layout
-                    shares = data.routes.fusion.unit_shares(call, unit.lengths)
-                    share = shares[layout.data_parallel_index(self._rank)]
-                    if share:
-                        self._work_on(call, replicas[call.name], unit.rows, share, work[call.name])
-        except Exception:
-            for _ in units:
-                pass
-            raise
-        over = data.over_at(source)
-        for name, done in work.items():
-            data.facts[f"hidden_s/{name}"] = done.seconds_before(over)
-        return dict(work)
-
-    def _work_on(
-        self, call: ModelFunctionCall, replica: Replica, rows: Chosen, share: Sequence[MicroBatch], work: ChunkResults
-    ) -> None:
-        begin = time.perf_counter()
-        made = self.share(call, replica, rows, share)
-        work.times.append((begin, time.perf_counter()))
-        if made is not None:
-            work.parts.append(made)
-
-    def _values(
+    def _forward(
         self, method: Callable[..., Tensor], replica: Replica, parts: Sequence[Samples]
     ) -> list[Tensor | Ragged] | None:
-        """Return one column per micro-batch; None where another stage of a pipeline has them."""
+        """Return one column per micro-batch; None if another pipeline stage holds them."""
 
         def column_of(model: nn.Module, batch: PackedBatch) -> Tensor | Ragged:
             values = method(model, batch)
             return values if len(batch) == values.shape[0] != batch.num_tokens else batch.responses(values)
 
-        packs = (pack_columns(part, self._device, share_prompts=self._module.share_prompts) for part in parts)
+        packs = (pack_columns(part, self._device, share_prompts=self._algorithm.share_prompts) for part in parts)
         if replica.layout.dims.pp > 1:
             stage = PipelineStage(replica.model, replica.model_layout, self._pool.meshes)
             return pipeline_infer(stage, list(packs), column_of)

@@ -1,4 +1,4 @@
-"""Keeping ranks in step whose forward passes are collective, until the last one has no work or the first one fails."""
+"""Keep ranks in step whose forward passes are collective, until no rank has work or one fails."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _IDLE, _WORKING, _FAILED = range(3)
 
 
 class PeerFailure(Exception):
-    """Another rank of the group failed; it knows why, this one does not."""
+    """Another rank of the group failed; it reports the cause."""
 
 
 class Lockstep:
-    """Asked before every step of a generation, on all ranks of a group: does anybody still have work?
+    """Agrees before every step of a generation, on all ranks of a group, whether any of them still has work.
 
     Args:
         group: The ranks whose forward passes wait for each other.
-        device: Where the group can communicate.
+        device: A device that the group can communicate from.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -26,14 +26,14 @@ class Lockstep:
         self._others_wait = False
 
     def begin(self) -> None:
-        """Start a generation: from here on every rank asks at least once."""
+        """Start a generation: from here on every rank agrees on at least one step."""
         self._others_wait = True
 
     def __call__(self, has_work: bool) -> bool:
         """Return whether any rank has work. Collective over the group.
 
         Raises:
-            PeerFailure: when another rank gave up instead.
+            PeerFailure: when another rank gave up.
         """
         status = self._agree(_WORKING if has_work else _IDLE)
         self._others_wait = status == _WORKING
@@ -42,7 +42,7 @@ class Lockstep:
         return status == _WORKING
 
     def give_up(self) -> None:
-        """Tell the ranks that wait for this one's next step that there will be none."""
+        """Release the ranks that wait for this one's next step: there will be none."""
         if self._others_wait:
             self._agree(_FAILED)
             self._others_wait = False

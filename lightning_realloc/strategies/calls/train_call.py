@@ -1,10 +1,13 @@
-"""One training call on this rank: micro-batches, backward, gradient reduction, clipping, optimizer steps, metrics."""
+"""Run training calls on this rank: micro-batches, backward, gradient reduction, clipping, optimizer steps, metrics."""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,26 +20,30 @@ from lightning_realloc.batch.training import (
     MicroBatch,
     Totals,
     TrainOptions,
-    TrainStep,
     pack_columns,
 )
-from lightning_realloc.errors import PlanError
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
+from lightning_realloc.errors import PlanError, ReallocError
 from lightning_realloc.layout import AXES
 from lightning_realloc.runtime.model.training_mode import set_training_mode
 from lightning_realloc.runtime.parallel.compiled import compiled_blocks
 from lightning_realloc.runtime.parallel.gradients import clip_gradients, first_bad_gradient
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_train
-from lightning_realloc.strategies.calls.skipped_steps import SkippedSteps
+from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.checkpoints.rng_state import seeded
-from lightning_realloc.strategies.exchange.sample_table import Chosen, SampleTable
+from lightning_realloc.strategies.exchange.iteration_data import IterationData
+from lightning_realloc.strategies.exchange.sample_table import PositionedRows
 from lightning_realloc.strategies.pool.replica import Replica
 
 LossMethod = Callable[..., Loss]
 
 
-class Stepper(Protocol):
-    """What a training call needs of Lightning."""
+log = logging.getLogger(__name__)
+
+
+class OptimizerHooks(Protocol):
+    """Lightning's optimizers, precision and backward pass, as a training call needs them."""
 
     @property
     def iteration(self) -> int:
@@ -45,109 +52,102 @@ class Stepper(Protocol):
     def optimizer_of(self, role: str) -> torch.optim.Optimizer:
         """Return the role's optimizer."""
 
-    def forward_context(self, *, wrapped: bool) -> Any:
+    def forward_context(self, *, wrapped: bool) -> AbstractContextManager[None]:
         """Return the context of a training forward pass: autocast unless FSDP, which wraps the model, casts."""
 
     def backward_loss(self, loss: Tensor) -> None:
-        """Run backward with Lightning's hooks."""
+        """Compute gradients, with Lightning's hooks."""
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Step the optimizer with Lightning's hooks."""
 
 
-class Trainee:
-    """Trains one role's home replica on a batch of samples.
+class TrainCalls:
+    """Runs training calls on the home replicas of their roles.
 
     Args:
-        stepper: Lightning's side.
+        algorithm: Its methods compute the losses.
+        hooks: Lightning's optimizers and hooks.
         meshes: Process groups.
-        options_of: Role -> epochs, mini-batches, clipping, limits.
-        device: Where the model is.
+        device: Device of the models.
         rank: This process.
-        seed: Of the order of mini-batches.
-        dropout: Whether dropout is active.
-        share_prompts: Whether a pack may hold a prompt once for several samples.
-        group_size: How many samples in a row stay together.
-        sums_of: The batch's columns whose sums over a mini-batch the losses divide by.
     """
 
     def __init__(
-        self, stepper: Stepper, meshes: MeshRegistry, options_of: Callable[[str], TrainOptions], *,
-        device: torch.device, rank: int, seed: int, dropout: bool, share_prompts: bool, group_size: int = 1,
-        sums_of: Sequence[str] = (),
+        self, algorithm: RunnableAlgorithm, hooks: OptimizerHooks, meshes: MeshRegistry, *, device: torch.device,
+        rank: int,
     ) -> None:  # fmt: skip
-        self._stepper = stepper
+        self._algorithm = algorithm
+        self._options_of = algorithm.train_options_of
+        self._hooks = hooks
         self._meshes = meshes
-        self._options_of = options_of
         self._device = device
         self._rank = rank
-        self._seed = seed
-        self._dropout = dropout
-        self._share_prompts = share_prompts
-        self._group_size = group_size
-        self._sums_of = sums_of
+        self._seed = algorithm.seed
         self._skipped = SkippedSteps()
 
-    def forget_skips(self) -> None:
+    def forget_skipped_steps(self) -> None:
         """Count skipped steps anew, since a role's next layout may have ranks that saw none of them."""
         self._skipped = SkippedSteps()
 
     def order_seeds(self, role: str, iteration: int) -> list[int]:
-        """Return what shuffles the mini-batches of every epoch of a role's training call."""
+        """Return a seed per epoch of a role's training call, for the order of its mini-batches."""
         num_epochs = self._options_of(role).num_epochs
         return [hash((self._seed, iteration, epoch)) % 2**63 for epoch in range(num_epochs)]
 
-    def train(
-        self, method: LossMethod, replica: Replica, chosen: Chosen, steps: Sequence[TrainStep], table: SampleTable
-    ) -> dict[str, float]:
-        """Take the optimizer steps of one iteration; return their mean loss, metrics and gradient norm."""
-        set_training_mode(replica.model, dropout=self._dropout)
+    def run(self, call: ModelFunctionCall, replica: Replica, data: IterationData) -> None:
+        """Take the optimizer steps of one iteration, and record their mean loss, metrics and gradient norm."""
+        method, rows, table = getattr(self._algorithm, call.method), data.rows(call), data.table(call)
+        steps = data.routes.train_steps(call, table)
+        set_training_mode(replica.model, dropout=self._algorithm.dropout)
         sums = _MetricSums()
         # Dropout: the same masks on all ranks of a tensor-parallel group, whose activations must stay equal, others on
         # every data-parallel rank and pipeline stage, and the same ones again in a run that is resumed here.
-        layout = replica.layout
+        layout, options = replica.layout, self._options_of(replica.role)
         share = layout.data_parallel_index(self._rank) + layout.data_parallel_size * layout.coordinate(self._rank).pp
-        own_masks = seeded(hash((self._seed, self._stepper.iteration, share)) % 2**63, self._device)
-        with own_masks, compiled_blocks(replica.model, self._options_of(replica.role).compile):
+        own_masks = seeded(hash((self._seed, self._hooks.iteration, share)) % 2**63, self._device)
+        with own_masks, compiled_blocks(replica.model, options.compile):
             for step in steps:
-                totals = table.totals(step.positions, group_size=self._group_size, sums_of=self._sums_of)
+                totals = table.totals(
+                    step.positions, group_size=self._algorithm.group_size, sums_of=self._algorithm.totals_of
+                )
                 mine = step.shares[layout.data_parallel_index(self._rank)]
-                if not self._step(method, replica, chosen, mine, totals, sums):
+                if not self._step(method, replica, rows, mine, totals, sums):
                     break
         means = self._means(replica, sums) | {"skipped_steps": float(sums.num_skipped)}
-        if self._options_of(replica.role).stop_above:
+        if options.stop_above:
             means["steps"] = float(sums.num_steps)
-        return {f"{replica.role}/{name}": value for name, value in means.items()}
+        data.training_metrics[call.name] = {f"{replica.role}/{name}": value for name, value in means.items()}
 
     def _means(self, replica: Replica, sums: _MetricSums) -> dict[str, float]:
-        """Return what was measured, over all ranks and the same on each. Collective over the layout."""
+        """Return the means over all ranks, the same on each. Collective over the layout."""
         means = {name: float(value) for name, value in sums.reduce(self._group(replica), self._device).items()}
         if replica.layout.dims.pp > 1:  # only the last stage knows losses and metrics
             means = PipelineStage(replica.model, replica.model_layout, self._meshes).from_last(means)
         return means
 
     def _step(
-        self, method: LossMethod, replica: Replica, chosen: Chosen, micro_batches: Sequence[MicroBatch],
+        self, method: LossMethod, replica: Replica, rows: PositionedRows, micro_batches: Sequence[MicroBatch],
         totals: Totals, sums: _MetricSums,
     ) -> bool:  # fmt: skip
-        """Learn from one mini-batch; False when it exceeds a limit, and nothing was learnt.
+        """Take one optimizer step; return False if its mini-batch exceeds a limit, without a step.
 
-        Nothing is learnt either where the gradient norm is not finite, and the next mini-batch is tried.
+        A step whose gradient norm is not finite is skipped, and the next mini-batch is tried.
         """
         options = self._options_of(replica.role)
-        optimizer = self._stepper.optimizer_of(replica.role)
+        optimizer = self._hooks.optimizer_of(replica.role)
         optimizer.zero_grad(set_to_none=True)
         measured = _MetricSums()
         if replica.layout.dims.pp > 1:
-            self._through_pipeline(method, replica, chosen, micro_batches, totals, measured)
+            self._through_pipeline(method, replica, rows, micro_batches, totals, measured)
             micro_batches = ()
         for number, micro in enumerate(micro_batches):
             if isinstance(replica.model, FSDPModule):
                 replica.model.set_requires_gradient_sync(number == len(micro_batches) - 1)
-            batch = pack_columns(chosen.at(micro.positions), self._device, share_prompts=self._share_prompts)
-            with self._stepper.forward_context(wrapped=isinstance(replica.model, FSDPModule)):
+            batch = self._pack(rows, micro)
+            with self._hooks.forward_context(wrapped=isinstance(replica.model, FSDPModule)):
                 loss = self._loss(method, replica, batch, micro, totals, measured)
-            self._stepper.backward_loss(loss)
+            self._hooks.backward_loss(loss)
         sums.merge(measured)
         if options.stop_above and self._exceeds(options, replica, measured):
             optimizer.zero_grad(set_to_none=True)
@@ -157,7 +157,7 @@ class Trainee:
         if options.max_grad_norm is not None:
             sums.add_shared("grad_norm", norm if is_finite else norm.new_full((), torch.nan))
         if is_finite:
-            self._stepper.step(optimizer)
+            self._hooks.step(optimizer)
             self._skipped.record_step(replica.role)
             sums.num_steps += 1
         else:
@@ -166,12 +166,15 @@ class Trainee:
         optimizer.zero_grad(set_to_none=True)  # the calls after this one need the memory
         return True
 
+    def _pack(self, rows: PositionedRows, micro: MicroBatch) -> PackedBatch:
+        return pack_columns(rows.select(micro.positions), self._device, share_prompts=self._algorithm.share_prompts)
+
     def _record_skip(self, replica: Replica, norm: float, minibatch: int) -> None:
-        """Say which mini-batch gave no usable gradient, and stop the run after too many. Collective over the layout."""
+        """Log a skipped mini-batch, and stop the run after too many. Collective over the layout."""
         bad = first_bad_gradient(replica.model, replica.model_layout, self._meshes)
         cause = f"its gradient norm is {norm}" + ("" if bad is None else f", the first bad parameter is {bad}")
         self._skipped.record_skip(
-            replica.role, f"iteration {self._stepper.iteration}, mini-batch {minibatch}", cause,
+            replica.role, f"iteration {self._hooks.iteration}, mini-batch {minibatch}", cause,
             limit=self._options_of(replica.role).max_skipped_steps, warns=self._rank == replica.layout.ranks[0],
         )  # fmt: skip
 
@@ -186,43 +189,79 @@ class Trainee:
         return bool(anywhere)
 
     def _through_pipeline(
-        self, method: LossMethod, replica: Replica, chosen: Chosen, micros: Sequence[MicroBatch], totals: Totals,
+        self, method: LossMethod, replica: Replica, rows: PositionedRows, micros: Sequence[MicroBatch], totals: Totals,
         sums: _MetricSums,
     ) -> None:  # fmt: skip
-        """Run forward and backward of all micro-batches; losses are known to the last stage alone."""
+        """Run forward and backward of all micro-batches; the last stage alone knows losses."""
         stage = PipelineStage(replica.model, replica.model_layout, self._meshes)
-        batches = [
-            pack_columns(chosen.at(micro.positions), self._device, share_prompts=self._share_prompts)
-            for micro in micros
-        ]
+        batches = [self._pack(rows, micro) for micro in micros]
         pipeline_train(
             stage,
             batches,
             lambda _, number: self._loss(method, replica, batches[number], micros[number], totals, sums),
-            context=partial(self._stepper.forward_context, wrapped=isinstance(replica.model, FSDPModule)),
-            backward=self._stepper.backward_loss,
+            context=partial(self._hooks.forward_context, wrapped=isinstance(replica.model, FSDPModule)),
+            backward=self._hooks.backward_loss,
         )
 
     def _loss(
         self, method: LossMethod, replica: Replica, batch: PackedBatch, micro: MicroBatch, totals: Totals,
         sums: _MetricSums,
     ) -> Tensor:  # fmt: skip
-        """Return what backward starts from for one micro-batch, after counting it."""
+        """Return the scalar that backward starts from for one micro-batch, and add its loss to ``sums``."""
         loss = method(replica.model, batch, totals)
         if not loss.value.requires_grad:
             raise PlanError(
                 f"the loss of {replica.role} does not depend on its weights; is a role frozen that is trained?"
             )
         sums.add(loss, counts=micro.counts)
-        # Sharded data parallelism averages gradients over its ranks, the parts of the loss are meant to add up.
+        # Sharded data parallelism averages gradients over its ranks, and the parts of a loss must add up.
         return loss.value * (replica.layout.data_parallel_size if micro.counts else 0)
 
     def _group(self, replica: Replica) -> dist.ProcessGroup | None:
         return self._meshes.group(replica.layout, "dp", "fsdp")
 
 
+class SkippedSteps:
+    """Counts the optimizer steps in a row that each role skipped because its gradient norm was not finite.
+
+    Every rank of a role's layout sees the same norms, so all of them count alike and raise together.
+    """
+
+    def __init__(self) -> None:
+        self._in_a_row: Counter[str] = Counter()
+
+    def record_step(self, role: str) -> None:
+        """Record a step that was taken."""
+        self._in_a_row[role] = 0
+
+    def record_skip(self, role: str, place: str, cause: str, *, limit: int | None, warns: bool) -> None:
+        """Record a step that was skipped.
+
+        Args:
+            role: The model whose step it was.
+            place: The iteration and the mini-batch, for messages.
+            cause: The norm and the parameter, for messages.
+            limit: Skipped steps in a row that stop the run; None: it never stops.
+            warns: Whether this rank writes the warning.
+
+        Raises:
+            ReallocError: at the limit.
+        """
+        self._in_a_row[role] += 1
+        count = self._in_a_row[role]
+        if warns:
+            log.warning("%s: skipped the optimizer step of %s: %s; skipped in a row: %d", role, place, cause, count)
+        if limit is not None and count >= limit:
+            raise ReallocError(
+                f"{role}: the gradient norm was not finite in {count} optimizer steps in a row, "
+                f"max_skipped_steps={limit}, last in {place}: {cause}. The weights are those before the first of them. "
+                f"Lower the learning rate, look at the data and rewards of these mini-batches, or raise "
+                f"max_skipped_steps in TrainOptions (None never stops)"
+            )
+
+
 class _MetricSums:
-    """Sums of losses and metrics over micro-batches, merged over data-parallel ranks in one collective."""
+    """Sums losses and metrics over micro-batches, and merges data-parallel ranks in one collective."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -237,14 +276,14 @@ class _MetricSums:
         self._shared: dict[str, list[Tensor]] = {}
 
     def add(self, loss: Loss, *, counts: bool) -> None:
-        """Count one micro-batch; a repeated one adds zero, so that every rank knows every metric's name."""
+        """Add one micro-batch; a repeated one adds zero, so that every rank knows every metric's name."""
         self._loss.append(loss.value.detach().float() * counts)
         for name, average in loss.metrics.items():
             self._totals.setdefault(name, []).append(average.total.detach().float() * counts)
             self._weights.setdefault(name, []).append(torch.as_tensor(average.weight, dtype=torch.float32) * counts)
 
     def merge(self, minibatch: _MetricSums) -> None:
-        """Count what the micro-batches of one mini-batch added."""
+        """Add the micro-batches of one mini-batch."""
         self.num_minibatches += 1
         self._loss += minibatch._loss
         for ours, theirs in ((self._totals, minibatch._totals), (self._weights, minibatch._weights)):
@@ -252,7 +291,7 @@ class _MetricSums:
                 ours.setdefault(name, []).extend(values)
 
     def add_shared(self, name: str, value: Tensor) -> None:
-        """Count one optimizer step's value that is already the same on all ranks; NaN: the step was skipped."""
+        """Add one optimizer step's value that is the same on all ranks; NaN if the step was skipped."""
         self._shared.setdefault(name, []).append(value.detach().float())
 
     def reduce(self, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
 """Route samples of an iteration from the rank that made them to the ranks that need them.
 
-Start with `IterationData`; `Routes` is pure.
+Start with `IterationData`; `Routes` and `Fusion` are pure.
 """

@@ -1,4 +1,4 @@
-"""Where one model's call runs, and in what portions: what everything else about who does what is worked out from."""
+"""Ranks, micro-batch size and training options of one model function call."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ from lightning_realloc.layout.dims import Coordinate, Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallPlacement:
-    """Where a model's call runs, and in what portions."""
+    """Where a call with a model runs, and how it divides its samples."""
 
     layout: Layout
-    """The layout that its model will be in."""
+    """Layout of the call's model."""
     micro_batch_tokens: int
     """Most tokens of one forward pass."""
     train_options: TrainOptions
-    """Of a training call."""
+    """Options of a training call; other calls ignore them."""
     order_seeds: Sequence[int] = ()
-    """Of a training call's epochs."""
+    """One seed per epoch of a training call, for the order of its mini-batches."""
 
     def holders(self, index: int) -> tuple[int, ...]:
-        """Return the ranks that have the results of data-parallel share ``index``: the last stage's."""
+        """Return the ranks that hold the results of data-parallel share ``index``: those of the last stage."""
         dims = self.layout.dims
         dp, fsdp = divmod(index, dims.fsdp)
         return tuple(self.layout.rank_at(Coordinate(dims.pp - 1, dp, fsdp, tp)) for tp in range(dims.tp))
+
+    @property
+    def senders(self) -> tuple[int, ...]:
+        """The rank that sends a call's results, for each data-parallel share."""
+        return tuple(self.holders(index)[0] for index in range(self.layout.data_parallel_size))

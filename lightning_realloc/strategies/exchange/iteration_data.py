@@ -1,384 +1,443 @@
-"""The data of one walk through the calls: who made what, who needs it, and how it gets there.
+"""Samples of one iteration on one rank: tables, results that it holds, and messages with other ranks.
 
-What a call made stays where it was made, and goes once, from one of its holders, to every rank that works on it later.
-Ranks do not meet for that: whoever has something sends it, whoever needs something waits for it.
+Results stay where they were made. One of their holders sends them once to every rank that needs them in a later call.
+Ranks do not meet for that: a sender does not wait, and a receiver waits for what it needs alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from lightning_realloc.batch.samples import Column, Samples
+from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
 from lightning_realloc.runtime.messages.codec import all_gather_samples, decode_message, encode_message
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
-from lightning_realloc.strategies.exchange.chunk_results import ChunkResults
-from lightning_realloc.strategies.exchange.partial_samples import Early, SampleChunk, SampleChunks
-from lightning_realloc.strategies.exchange.routing import Routes, table_owner
-from lightning_realloc.strategies.exchange.sample_table import Chosen, Holders, SampleTable, only_columns, outline
+from lightning_realloc.strategies.exchange.iteration_report import IterationReport
+from lightning_realloc.strategies.exchange.routing import Routes
+from lightning_realloc.strategies.exchange.sample_table import (
+    ChunkResults,
+    PositionedRows,
+    SampleChunk,
+    SampleTable,
+    check_unchanged,
+    sequence_lengths,
+)
 
 REST = -1
-"""The part of a call's rows that did not go with a unit."""
-_CARRIED = "carried over"
-"""Beside the names of calls: what generating calls left for the next iteration."""
-_SHOWN = "shown"
-"""Beside the names of calls: the first responses, for people to read."""
+"""Chunk number of the rows that are sent after all chunks."""
+ChunkKey = tuple[int, int]
+"""Number of a chunk, and the rank that sends it."""
+
+
+@dataclass(slots=True)
+class _Generation:
+    """State of one generating call on this rank."""
+
+    sent: list[Samples] = field(default_factory=list)
+    """Chunks that this rank sent."""
+    outlines: dict[ChunkKey, Samples | None] = field(default_factory=dict)
+    """Ids, lengths and values per sample of each chunk; None: the chunk is empty."""
+    rows: dict[ChunkKey, Samples] = field(default_factory=dict)
+    """Sequences of each chunk that this rank works on in fused calls."""
+    early: dict[int, Mapping[str, Sequence[Sequence[int]]]] = field(default_factory=dict)
+    """Sender -> call -> sample ids of each forward pass that it made while others generated."""
+    clocks: defaultdict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+    """Sender -> when it sent its chunks, on its clock, and when this rank read them, on its own."""
+    table: SampleTable | None = None
+    """All samples; None until all ranks have sent their outlines."""
 
 
 class IterationData:
-    """What this rank holds and owes in one walk through ``routes.calls``.
+    """Gives this rank the inputs of each call in ``routes.calls``, and records the results.
 
     Args:
-        batch: What the loader supplied, the same on every rank.
-        routes: Who works on what.
-        mailbox: Between the ranks.
+        batch: The loader's batch, the same on every rank.
+        routes: Which rank works on which samples.
+        mailbox: Messages between the ranks.
         rank: This process.
-        run: Number of the walk, the same on all ranks.
+        run: Number of this pass over the calls, the same on all ranks.
         version: Batches that had been trained on when it began.
+        num_shown: First samples by id whose responses every rank is sent.
     """
 
     def __init__(
-        self, batch: Samples, routes: Routes, mailbox: Mailbox, *, rank: int, run: int, version: int = 0
-    ) -> None:
+        self, batch: Samples, routes: Routes, mailbox: Mailbox, *, rank: int, run: int, version: int = 0,
+        num_shown: int = 0,
+    ) -> None:  # fmt: skip
         self.routes = routes
         self.run = run
         self.version = version
-        self.facts: dict[str, float] = {}
-        """What this rank has to tell of the calls."""
+        self.report = IterationReport()
+        """This rank's report to all ranks."""
+        self.training_metrics: dict[str, dict[str, float]] = {}
+        """Training call -> this rank's metrics of it."""
+        self._num_shown = num_shown
         self._mailbox, self._rank = mailbox, rank
-        self._batch = SampleTable(batch, is_batch=True)
-        self._made: dict[str, SampleTable] = {}
-        self._made_by: dict[str, Holders] = {}
-        self._received: set[str] = set()
-        self._owners = {call.name: table_owner(call, routes.calls) for call in routes.calls}
-        self._index = {call.name: index for index, call in enumerate(routes.calls)}
-        self._units = SampleChunks(routes, mailbox, rank=rank, run=run)
-        self.carried: Samples | None = None
-        """What generating calls left for the next iteration on all ranks, by id, once notes were received."""
-        self._my_carried: list[Samples] = []
-        self.num_shown = 0
-        """Of how many samples all ranks are told the responses."""
-        self._shown: Samples | None = None
-        self._mine: dict[str, Samples] = {}
+        self._batch = SampleTable(batch)
+        self._generations = {call.name: _Generation() for call in routes.calls if call.kind == "generate"}
         self._early: dict[str, ChunkResults] = {}
-        self._notes: dict[str, Samples] | None = None
-        """What this rank told; None: nothing yet."""
+        """Call -> its results that this rank made before its turn."""
+        self._held: defaultdict[str, list[Samples]] = defaultdict(list)
+        """Call -> its results that this rank needs later."""
+        self._received: set[str] = set()
+        """Calls whose results on other ranks have been received."""
+        self._mine: dict[str, Samples] = {}
+        """Call -> the results of which this rank is the first holder."""
+        self._has_sent_report = False
 
-    # ---- before a call
+    # ---- inputs of a call
     def table(self, call: ModelFunctionCall) -> SampleTable:
         """Return the samples that ``call`` works on; waits until their lengths are known here."""
-        owner = self._owners[call.name]
-        return self._batch if owner is None else self._made_table(owner)
+        owner = self.routes.owners[call.name]
+        return self._batch if owner is None else self._generated_table(owner)
 
     def inputs(self, call: ModelFunctionCall) -> Samples | None:
-        """Return the rows and columns that this rank needs for ``call``, in the table's order; None without part in it.
+        """Return the samples that this rank needs for ``call``, in the table's order; None if it needs none.
 
-        Waits for what is on its way.
+        Waits for results that other ranks make.
         """
         table = self.table(call)
-        positions = self.routes.worked_on(call, self._rank, table, self._holders_of_table(call))
+        positions = self.routes.positions(call, self._rank, table)
         if not positions:
             return None
         columns: dict[str, Column] = {}
         data: dict[str, tuple[object, ...]] = {}
-        chosen = table.known.select(positions)
+        known = table.known.select(positions)
         for name in dict.fromkeys(self.routes.needs(call, self._rank)):
-            producer = self._producer(name)
+            producer = self.routes.producer(name)
             if producer is None:  # the loader
-                columns |= chosen.columns if table.is_batch else {}
+                columns |= known.columns if table is self._batch else {}
                 continue
-            self._receive(producer, table)
-            rows = table.rows(producer.name, positions)
+            self._receive_results(producer, table)
+            rows = Samples.concatenate(self._held[producer.name]).by_ids(known.ids)
             columns |= rows.columns
             data |= rows.data
             if producer.kind == "generate":
-                columns |= {n: c for n, c in chosen.columns.items() if isinstance(c, torch.Tensor)}
-        return Samples(chosen.ids, columns, data | dict(chosen.data))
+                columns |= _values(known)
+        return Samples(known.ids, columns, data | dict(known.data))
 
-    def chosen(self, call: ModelFunctionCall) -> Chosen:
-        """Return the inputs of a call that this rank takes part in, to be picked from by position."""
-        rows = self.inputs(call)
-        assert rows is not None, f"rank {self._rank} has no part in {call.name}"
-        positions = self.routes.worked_on(call, self._rank, self.table(call), self._holders_of_table(call))
-        return Chosen(rows, positions)
+    def rows(self, call: ModelFunctionCall) -> PositionedRows:
+        """Return the inputs of a call that this rank takes part in, by their positions in the table."""
+        samples = self.inputs(call)
+        assert samples is not None, f"rank {self._rank} has no part in {call.name}"
+        return PositionedRows(samples, self.routes.positions(call, self._rank, self.table(call)))
 
-    def units(self, source: ModelFunctionCall) -> Iterator[SampleChunk]:
-        """Yield what this rank infers on of a generating call's samples, as they come; waits for all of them."""
-        for number in range(self.routes.fusion.parts(source)):
-            for sender in self._senders(source):
-                unit = self._units.unit(source, number, sender)
-                if unit is not None:
-                    yield unit
+    def chunks(self, source: ModelFunctionCall) -> Iterator[SampleChunk]:
+        """Yield the chunks of a generating call that this rank works on in fused calls, as they arrive."""
+        for key in self._chunk_keys(source):
+            known = self._receive_outline(source, key)
+            rows = self._receive_chunk(source, key)
+            if known is not None and rows is not None:
+                lengths = sequence_lengths(known)
+                positions = self.routes.fusion.chunk_positions(source, self._rank, lengths)
+                rows = rows.with_columns(**_values(known.select(positions)))
+                yield SampleChunk(lengths, PositionedRows(rows, positions))
 
-    def source(self, call: ModelFunctionCall) -> ModelFunctionCall:
-        """Return the generating call that a fused call takes samples of."""
-        name = self.routes.fusion.sources[call.name]
-        return next(source for source in self.routes.calls if source.name == name)
+    def generation_ended_at(self, source: ModelFunctionCall) -> float:
+        """Return when a generating call ended, by this rank's ``time.perf_counter()``; after all chunks were read.
 
-    def over_at(self, source: ModelFunctionCall) -> float:
-        """Return when a generating call was over, by this rank's ``time.perf_counter()``; after its last unit."""
-        return self._units.over_at(source)
+        A chunk may have waited for this rank to read it. The one that waited least shows how far the clocks differ.
+        """
+        clocks = self._generations[source.name].clocks.values()
+        return max(times[-1][0] + min(read - sent for sent, read in times) for times in clocks)
 
     def index(self, call: ModelFunctionCall) -> int:
-        """Return a call's place in this walk."""
-        return self._index[call.name]
-
-    # ---- during a generating call, and after any
-    def send_chunk(self, call: ModelFunctionCall, made: Samples) -> None:
-        """Hand on some of the samples that a generating call makes here, while it makes others."""
-        if self._rank in self._senders(call):
-            self._units.send(call, made)
-
-    def record_early(self, work: Mapping[str, ChunkResults]) -> None:
-        """Keep what calls made here of samples that were finished, while other ranks generated."""
-        self._early |= work
-        self.facts |= {f"hidden_s/{name}": done.seconds for name, done in work.items()}
+        """Return a call's place in running order."""
+        return self.routes.calls.index(call)
 
     def early(self, call: ModelFunctionCall) -> ChunkResults:
-        """Return what was done of a call before its turn."""
+        """Return the results of a call that this rank made before its turn."""
         return self._early.get(call.name, ChunkResults())
 
     def early_seconds(self, call: ModelFunctionCall) -> float:
-        """Return the seconds of a call that passed before its turn; for a generating call, less what others took."""
-        tails = self.routes.fusion.tails
-        others = sum(work.seconds for name, work in self._early.items() if tails[name] == call.name)
+        """Return the seconds of a call before its turn, less those of its own turn that other calls used."""
+        sources = self.routes.fusion.early_sources
+        others = sum(results.seconds for name, results in self._early.items() if sources[name] == call.name)
         return self.early(call).seconds - others
 
-    def publish_samples(self, call: ModelFunctionCall, made: Samples | None) -> None:
-        """Hand on what a generating call made here; None on a rank without part in it, or without anything to do."""
-        speaks = self._rank in self._senders(call)
-        if speaks:
-            self._units.send_rest(call, made, self._early_of(call))
-        if made is None and not speaks:
-            return
-        table = self._made_table(call)
-        if made is not None:
-            if speaks:
-                self._mine[call.name] = made
-            self._hold_and_send(call, table, made)
+    # ---- results of a call
+    def send_chunk(self, call: ModelFunctionCall, made: Samples) -> None:
+        """Send some samples of a generating call while others are generated."""
+        if self._rank in self.routes.placements[call.name].senders:
+            sent, made = self._generations[call.name].sent, made.sorted_by_id()
+            sent.append(made)
+            self._send_chunk(call, len(sent) - 1, made)
+
+    def record_early(self, results: Mapping[str, ChunkResults]) -> None:
+        """Keep results that calls made here of finished samples, while other ranks generated."""
+        self._early |= results
+        self.report.metrics |= {f"hidden_s/{name}": made.seconds for name, made in results.items()}
 
     def carry(self, call: ModelFunctionCall, samples: Samples) -> None:
-        """Leave some of what a generating call made here for the next iteration; all ranks will be told of it."""
-        if len(samples) and self._rank in self._senders(call):
-            self._my_carried.append(samples.sorted_by_id())
+        """Leave some samples of a generating call for the next iteration; the report sends them to all ranks."""
+        if len(samples) and self._rank in self.routes.placements[call.name].senders:
+            self.report.add_carried(samples)
 
-    def publish_columns(self, call: ModelFunctionCall, made: Samples | None) -> None:
-        """Hand on what an infer or compute call made here of its samples; None without part in it."""
+    def record(self, call: ModelFunctionCall, made: Samples | None) -> None:
+        """Keep and send the results of a call on this rank; None without part in it, or without samples.
+
+        The senders of a generating call record it without samples, too: other ranks wait for their chunks.
+
+        Raises:
+            PlanError: for a call that did not return what it produces, or changed samples that it had sent.
+        """
+        if call.kind == "generate" and self._rank in self.routes.placements[call.name].senders:
+            self._send_last_chunks(call, made)
         if made is None:
             return
-        table = self.table(call)
-        holders = self.routes.holders(call, table, self._holders_of_table(call))
-        self._check_complete(call, made)
-        positions = [p for p, ranks in enumerate(holders) if ranks[0] == self._rank]
-        if positions:
-            self._mine[call.name] = made.by_ids(table.ids(positions))
-        self._hold_and_send(call, table, made)
+        table = self._generated_table(call) if call.kind == "generate" else self.table(call)
+        if call.kind != "generate":
+            _check_complete(call, made)
+        holders = self.routes.holders(call, table)
+        mine = [position for position in table.positions(made) if holders[position][0] == self._rank]
+        if mine:
+            self._mine[call.name] = made if len(mine) == len(made) else made.by_ids(table.ids(mine))
+        own = self.routes.delivery(call, self._rank, table)
+        self._held[call.name].append(_product_columns(made, call, own.products))
+        for rank in self._mailbox.others:
+            delivery = self.routes.delivery(call, rank, table)
+            if rows := delivery.senders.get(self._rank):
+                samples = _product_columns(made.by_ids(table.ids(rows)), call, delivery.products)
+                self._send([rank], FrameKind.ROWS, call, {"rows": samples}, chunk=REST)
 
-    # ---- at the end
-    def send_notes(self) -> None:
-        """Tell all ranks what was made here per sample, what is carried on, and the facts about the calls."""
-        made = {name: outline(part) for name, part in self._mine.items() if name not in self._made}
-        if self._my_carried:
-            made[_CARRIED] = Samples.concatenate(self._my_carried)
-        if (shown := self._my_shown()) is not None:
-            made[_SHOWN] = shown
-        self._notes = made
-        content = encode_message(self.facts, made)
+    def _receive_results(self, producer: ModelFunctionCall, table: SampleTable) -> None:
+        """Receive the results of other ranks that this one needs, in this call or a later one."""
+        if producer.name in self._received:
+            return
+        self._received.add(producer.name)
+        if self.routes.fusion.users(producer, self._rank):
+            chunks = (self._receive_chunk(producer, key) for key in self._chunk_keys(producer))
+            self._held[producer.name] += [rows for rows in chunks if rows is not None]
+        for sender in sorted(self.routes.delivery(producer, self._rank, table).senders):
+            _, samples = self._receive(FrameKind.ROWS, producer, sender, chunk=REST)
+            self._held[producer.name].append(samples["rows"])
+
+    # ---- chunks of a generating call
+    def _send_last_chunks(self, call: ModelFunctionCall, made: Samples | None) -> None:
+        """Send the samples that no chunk had, and which calls worked on samples early."""
+        generation, last, rest = self._generations[call.name], self.routes.fusion.num_chunks_of(call) - 1, made
+        if generation.sent:
+            sent = Samples.concatenate(generation.sent)
+            check_unchanged(call, made, sent)
+            assert made is not None, "checked before"
+            ids = set(sent.ids.tolist())
+            rest = made.select([row for row, sample_id in enumerate(made.ids.tolist()) if sample_id not in ids])
+        for number in range(len(generation.sent), last):
+            self._send_chunk(call, number, None)
+        sources = self.routes.fusion.early_sources
+        generation.early[self._rank] = {
+            name: [chunk.ids.tolist() for chunk in results.chunks]
+            for name, results in self._early.items()
+            if results.chunks and sources[name] == call.name
+        }
+        self._send_chunk(call, last, None if rest is None or not len(rest) else rest.sorted_by_id())
+
+    def _send_chunk(self, call: ModelFunctionCall, number: int, made: Samples | None) -> None:
+        """Send a chunk's outline to all ranks, and its sequences to those that work on them in fused calls."""
+        generation = self._generations[call.name]
+        known = generation.outlines[number, self._rank] = None if made is None else _outline(made)
+        info = {"sent_s": time.perf_counter(), "early": generation.early.get(self._rank, {})}
+        samples = {} if known is None else {"made": known}
+        self._send(self._mailbox.others, FrameKind.DIRECTORY, call, samples, info, chunk=number)
+        if made is None or not self.routes.fusion.sources:
+            return
+        lengths = sequence_lengths(made)
+        for rank in self._mailbox.others:
+            if positions := self.routes.fusion.chunk_positions(call, rank, lengths):
+                rows = _product_columns(made.select(positions), call, call.produces)
+                self._send([rank], FrameKind.ROWS, call, {"rows": rows}, chunk=number)
+
+    def _chunk_keys(self, call: ModelFunctionCall) -> list[ChunkKey]:
+        numbers = range(self.routes.fusion.num_chunks_of(call))
+        return [(number, sender) for number in numbers for sender in self.routes.placements[call.name].senders]
+
+    def _receive_outline(self, call: ModelFunctionCall, key: ChunkKey) -> Samples | None:
+        """Return a chunk's outline, None if it is empty; waits for it."""
+        generation, (number, sender) = self._generations[call.name], key
+        if key not in generation.outlines:
+            info, samples = self._receive(FrameKind.DIRECTORY, call, sender, chunk=number)
+            generation.outlines[key] = samples.get("made")
+            generation.early[sender] = info["early"]
+            generation.clocks[sender].append((info["sent_s"], time.perf_counter()))
+        return generation.outlines[key]
+
+    def _receive_chunk(self, call: ModelFunctionCall, key: ChunkKey) -> Samples | None:
+        """Return the sequences of a chunk that this rank works on in fused calls, None if there are none."""
+        generation, known = self._generations[call.name], self._receive_outline(call, key)
+        if known is None or not self.routes.fusion.chunk_positions(call, self._rank, sequence_lengths(known)):
+            return None
+        if key not in generation.rows:
+            _, samples = self._receive(FrameKind.ROWS, call, key[1], chunk=key[0])
+            generation.rows[key] = samples["rows"]
+        return generation.rows[key]
+
+    def _generated_table(self, call: ModelFunctionCall) -> SampleTable:
+        """Return the samples that a generating call made; waits for the ranks that made them."""
+        generation = self._generations[call.name]
+        if generation.table is None:
+            outlines = {key: self._receive_outline(call, key) for key in self._chunk_keys(call)}
+            chunks = [(sender, known) for (_, sender), known in outlines.items() if known is not None]
+            if not chunks:
+                raise PlanError(f"call {call.name!r} made no samples; it must return at least one response")
+            made = Samples.concatenate([known for _, known in chunks]).sorted_by_id()
+            known = _with_objects(made, self.table(call).known)
+            generation.table = self._make_table(call, known, chunks)
+        return generation.table
+
+    def _make_table(
+        self, call: ModelFunctionCall, known: Samples, chunks: Sequence[tuple[int, Samples]]
+    ) -> SampleTable:
+        """Return the table of generated samples.
+
+        Args:
+            call: The generating call.
+            known: All samples, as every rank knows them, in the table's order.
+            chunks: Sender and outline of each chunk.
+        """
+        row_of = {sample_id: row for row, sample_id in enumerate(known.ids.tolist())}
+        positions = [[row_of[sample_id] for sample_id in chunk.ids.tolist()] for _, chunk in chunks]
+        place = self.routes.placements[call.name]
+        holders: list[tuple[int, ...]] = [()] * len(known)
+        holders_of = {sender: place.holders(index) for index, sender in enumerate(place.senders)}
+        early: dict[str, dict[int, list[tuple[int, ...]]]] = {}
+        for (sender, _), rows in zip(chunks, positions, strict=True):
+            for row in rows:
+                holders[row] = holders_of[sender]
+        for sender, passes in self._generations[call.name].early.items():
+            for name, packs in passes.items():
+                early.setdefault(name, {})[sender] = [tuple(row_of[sample_id] for sample_id in pack) for pack in packs]
+        return SampleTable(known, holders, chunks=positions, early=early)
+
+    # ---- after the calls
+    def send_report(self) -> None:
+        """Send this rank's report to all ranks: metrics, values per sample, and samples for the next iteration."""
+        values = {name: made for name, made in self._mine.items() if name not in self._generations}
+        self.report.values = {name: _outline(made) for name, made in values.items()}
+        self.report.shown = self._my_shown()
+        self._has_sent_report = True
+        content = self.report.encode()
         self._mailbox.send(self._mailbox.others, FrameKind.CALL_METRICS, self.run, 0, content)
 
-    def receive_notes(self) -> dict[str, float]:
-        """Learn what all ranks made per sample; return their facts, of each the largest value."""
-        parts: dict[str, list[Samples]] = {}
-        facts: dict[str, float] = {}
-        for rank in sorted((*self._mailbox.others, self._rank)):
-            if rank == self._rank:
-                told, made = self.facts, self._notes or {}
-            else:
-                told, made = decode_message(self._mailbox.receive(FrameKind.CALL_METRICS, self.run, 0, rank))
-            facts |= {name: max(value, facts.get(name, value)) for name, value in told.items()}
-            for name, part in made.items():
-                parts.setdefault(name, []).append(part)
-        if _CARRIED in parts:
-            self.carried = Samples.concatenate(parts[_CARRIED]).sorted_by_id()
-        if _SHOWN in parts:
-            self._shown = Samples.concatenate(parts[_SHOWN])
+    def receive_report(self) -> IterationReport:
+        """Return the merged reports of all ranks, and add the values that they made to the tables."""
+        reports = {self._rank: self.report}
+        for rank in self._mailbox.others:
+            content = self._mailbox.receive(FrameKind.CALL_METRICS, self.run, 0, rank)
+            reports[rank] = IterationReport.from_message(content)
+        merged = IterationReport.merge([report for _, report in sorted(reports.items())])
         for call in self.routes.calls:
-            if call.name in parts:
+            if call.name in merged.values:
                 table = self.table(call)
-                table.learn(dict(Samples.concatenate(parts[call.name]).by_ids(table.known.ids).columns))
-        return facts
+                table.add_columns(merged.values[call.name].by_ids(table.known.ids).columns)
+        return merged
 
     def drain(self, calls: Sequence[ModelFunctionCall]) -> None:
-        """Wait for what other ranks sent of these calls, though nobody will work on it: senders wait for that."""
+        """Receive the results of these calls, though nothing will work on them: their senders wait for that."""
         for call in calls:
-            self._receive(call, self._made_table(call) if call.kind == "generate" else self.table(call))
-        if self._notes is not None:
-            self.receive_notes()
+            self._receive_results(call, self._generated_table(call) if call.kind == "generate" else self.table(call))
+        if self._has_sent_report:
+            self.receive_report()
 
     def known(self) -> Samples:
-        """Return the last set of samples, with what every rank knows of them: sequences by their lengths alone."""
+        """Return the last set of samples as every rank knows it: of sequences the lengths."""
         return self._last_table().known.lengths_only()
 
-    def shown(self) -> Samples | None:
-        """Return the first samples by id as :meth:`known`, with their responses; None where none were asked for."""
-        if not self.num_shown:
+    def shown(self, report: IterationReport) -> Samples | None:
+        """Return the first samples by id as :meth:`known`, with their responses; None if none are to be shown.
+
+        ``report`` is the merged one of all ranks.
+        """
+        if not self._num_shown:
             return None
         known = self._last_table().known.sorted_by_id()
-        first = known.select(range(min(self.num_shown, len(known))))
-        if self._shown is None:  # the loader's batch, which is known whole
+        first = known.select(range(min(self._num_shown, len(known))))
+        if report.shown is None:  # the loader's batch, which is known whole
             return first
-        return first.with_columns(response_ids=self._shown.by_ids(first.ids).ragged("response_ids"))
+        return first.with_columns(response_ids=report.shown.by_ids(first.ids).ragged("response_ids"))
 
     def gather(self, device: torch.device) -> Samples:
-        """Return the last set of samples with everything that was made of them, on every rank. Collective."""
-        table = self._last_table()
-        complete = table.known if table.is_batch else None
+        """Return the last set of samples with all results of calls on it, on every rank. Collective."""
+        last = self._last_table()
+        complete = last.known if last is self._batch else None
         for call in self.routes.calls:
-            if call.kind == "train" or (call.kind != "generate" and self.table(call) is not table):
-                continue
-            if call.kind == "generate" and self._made.get(call.name) is not table:
+            table = self._generated_table(call) if call.kind == "generate" else self.table(call)
+            if call.kind == "train" or table is not last:
                 continue
             made = all_gather_samples(self._mine.get(call.name), device=device)
             complete = made if complete is None else complete.with_columns(**made.by_ids(complete.ids).columns)
         assert complete is not None
-        return complete.with_columns(**table.known.data)
-
-    # ---- inside
-    def _early_of(self, source: ModelFunctionCall) -> Early:
-        tails = self.routes.fusion.tails
-        return {
-            name: [part.ids.tolist() for part in work.parts]
-            for name, work in self._early.items()
-            if work.parts and tails[name] == source.name
-        }
+        return complete.with_columns(**last.known.data)
 
     def _my_shown(self) -> Samples | None:
         """Return the first responses that were made here; the first of all ranks are among those of each."""
-        generating = [call.name for call in self.routes.calls if call.kind == "generate"]
-        mine = self._mine.get(generating[-1]) if generating else None
-        if not self.num_shown or mine is None or "response_ids" not in mine:
+        mine = self._mine.get(list(self._generations)[-1]) if self._generations else None
+        if not self._num_shown or mine is None or "response_ids" not in mine:
             return None
-        first = mine.sorted_by_id().select(range(min(self.num_shown, len(mine))))
+        first = mine.sorted_by_id().select(range(min(self._num_shown, len(mine))))
         return Samples(first.ids, {"response_ids": first.ragged("response_ids")})
 
     def _last_table(self) -> SampleTable:
-        tables = [self._made_table(call) for call in self.routes.calls if call.kind == "generate"]
-        return tables[-1] if tables else self._batch
+        generating = [call for call in self.routes.calls if call.kind == "generate"]
+        return self._generated_table(generating[-1]) if generating else self._batch
 
-    def _producer(self, name: str) -> ModelFunctionCall | None:
-        return next((call for call in self.routes.calls if name in call.produces), None)
+    # ---- messages
+    def _send(
+        self, to: Iterable[int], kind: FrameKind, call: ModelFunctionCall, samples: Mapping[str, Samples],
+        info: Mapping[str, Any] | None = None, *, chunk: int,
+    ) -> None:  # fmt: skip
+        content = encode_message(info or {}, samples)
+        self._mailbox.send(to, kind, self.run, self.index(call), content, part=chunk)
 
-    def _senders(self, call: ModelFunctionCall) -> tuple[int, ...]:
-        place = self.routes.placements[call.name]
-        return tuple(place.holders(index)[0] for index in range(place.layout.data_parallel_size))
+    def _receive(
+        self, kind: FrameKind, call: ModelFunctionCall, sender: int, *, chunk: int
+    ) -> tuple[dict[str, Any], dict[str, Samples]]:
+        return decode_message(self._mailbox.receive(kind, self.run, self.index(call), sender, part=chunk))
 
-    def _made_table(self, call: ModelFunctionCall) -> SampleTable:
-        """Return what a generating call made; waits for the ranks that made it."""
-        if call.name in self._made:
-            return self._made[call.name]
-        parts: list[tuple[tuple[int, ...], Samples]] = []
-        for number in range(self.routes.fusion.parts(call)):
-            for index, sender in enumerate(self._senders(call)):
-                part = self._units.known(call, number, sender)
-                if part is not None:
-                    parts.append((self.routes.placements[call.name].holders(index), part))
-        if not parts:
-            raise PlanError(f"call {call.name!r} made no samples; it must return at least one response")
-        known = _with_objects(Samples.concatenate([part for _, part in parts]).sorted_by_id(), self.table(call).known)
-        holder_of = {sample_id: holders for holders, part in parts for sample_id in part.ids.tolist()}
-        row_of = {sample_id: row for row, sample_id in enumerate(known.ids.tolist())}
-        units = [[row_of[sample_id] for sample_id in part.ids.tolist()] for _, part in parts]
-        early: dict[str, dict[int, list[tuple[int, ...]]]] = {}
-        for sender in self._senders(call):
-            for name, packs in self._units.early(call, sender).items():
-                early.setdefault(name, {})[sender] = [tuple(row_of[sample_id] for sample_id in pack) for pack in packs]
-        self._made[call.name] = SampleTable(known, is_batch=False, units=units, early=early)
-        self._made_by[call.name] = [holder_of[sample_id] for sample_id in known.ids.tolist()]
-        return self._made[call.name]
 
-    def _holders_of_table(self, call: ModelFunctionCall) -> Holders | None:
-        owner = self._owners[call.name]
-        if owner is None:
-            return None
-        self._made_table(owner)
-        return self._made_by[owner.name]
+def _outline(samples: Samples) -> Samples:
+    """Return the samples' numbers, with the lengths of sequences in place of sequences."""
+    return Samples(samples.ids, samples.columns).lengths_only()
 
-    def _holders(self, producer: ModelFunctionCall, table: SampleTable) -> Holders:
-        if producer.kind == "generate":
-            return self._made_by[producer.name]
-        return self.routes.holders(producer, table, self._holders_of_table(producer))
 
-    def _wanted(self, producer: ModelFunctionCall, table: SampleTable, rank: int) -> tuple[set[int], set[str]]:
-        """Return the positions and names of ``producer`` that ``rank`` needs in later calls."""
-        positions: set[int] = set()
-        names: set[str] = set()
-        for user in self.routes.users(producer):
-            needed = set(self.routes.needs(user, rank)).intersection(producer.produces)
-            rows = self.routes.worked_on(user, rank, table, self._holders_of_table(user)) if needed else ()
-            if rows:
-                positions.update(rows)
-                names.update(needed)
-        if producer.kind == "generate" and self.routes.fusion.users(producer, rank):
-            names.update(producer.produces)  # as in every unit: what a rank holds of a call has the same columns
-        return positions, names
+def _product_columns(samples: Samples, producer: ModelFunctionCall, names: Collection[str]) -> Samples:
+    """Return the columns that belong to some of a call's products.
 
-    def _came_early(self, producer: ModelFunctionCall, table: SampleTable, rank: int) -> set[int]:
-        """Return the positions of ``producer`` that ``rank`` got with the units."""
-        users = self.routes.fusion.users(producer, rank)
-        return {p for user in users for p in self.routes.worked_on(user, rank, table, None)}
+    Columns that the call did not announce belong to its first product. Values per sample of a generating call are left
+    out: every rank knows them already.
+    """
+    kept: dict[str, Column] = {}
+    for name, column in samples.columns.items():
+        product = name if name in producer.produces else producer.produces[0]
+        is_known = producer.kind == "generate" and not isinstance(column, Ragged)
+        if product in names and not is_known:
+            kept[name] = column
+    return Samples(samples.ids, kept, {name: column for name, column in samples.data.items() if name in names})
 
-    def _hold_and_send(self, producer: ModelFunctionCall, table: SampleTable, made: Samples) -> None:
-        holders = self._holders(producer, table)
-        position_of = {sample_id: position for position, sample_id in enumerate(table.ids(range(len(table))))}
-        mine = [position_of[sample_id] for sample_id in made.ids.tolist()]
-        sending = {position for position in mine if holders[position][0] == self._rank}
-        _, names = self._wanted(producer, table, self._rank)
-        table.hold(producer.name, only_columns(made, producer, names))
-        for rank in self._mailbox.others:
-            positions, names = self._wanted(producer, table, rank)
-            later = (positions & sending) - self._came_early(producer, table, rank)
-            rows = sorted(p for p in later if rank not in holders[p])
-            if rows:
-                content = encode_message({}, {"rows": only_columns(made.by_ids(table.ids(rows)), producer, names)})
-                self._mailbox.send([rank], FrameKind.ROWS, self.run, self._index[producer.name], content, part=REST)
 
-    def _receive(self, producer: ModelFunctionCall, table: SampleTable) -> None:
-        """Wait for what other ranks made and this one needs, in this call or a later one."""
-        if producer.name in self._received:
-            return
-        self._received.add(producer.name)
-        holders = self._holders(producer, table)
-        positions, _ = self._wanted(producer, table, self._rank)
-        positions -= self._hold_units(producer, table)
-        for sender in sorted({holders[p][0] for p in positions if self._rank not in holders[p]}):
-            content = self._mailbox.receive(FrameKind.ROWS, self.run, self._index[producer.name], sender, part=REST)
-            table.hold(producer.name, decode_message(content)[1]["rows"])
+def _values(samples: Samples) -> dict[str, Tensor]:
+    """Return the columns of one value per sample."""
+    return {name: column for name, column in samples.columns.items() if isinstance(column, Tensor)}
 
-    def _hold_units(self, producer: ModelFunctionCall, table: SampleTable) -> set[int]:
-        """Keep the sequences that came with units; return their positions."""
-        early = self._came_early(producer, table, self._rank)
-        if early:
-            for number in range(self.routes.fusion.parts(producer)):
-                for sender in self._senders(producer):
-                    rows = self._units.rows(producer, number, sender)
-                    if rows is not None:
-                        table.hold(producer.name, rows)
-        return early
 
-    def _check_complete(self, call: ModelFunctionCall, made: Samples) -> None:
-        missing = [name for name in call.produces if name not in made.columns and name not in made.data]
-        if missing:
-            raise PlanError(
-                f"call {call.name!r} produces {missing[0]!r}, but its method returned {', '.join(made.columns)}; "
-                f"return a column of that name"
-            )
+def _check_complete(call: ModelFunctionCall, made: Samples) -> None:
+    missing = [name for name in call.produces if name not in made.columns and name not in made.data]
+    if missing:
+        raise PlanError(
+            f"call {call.name!r} produces {missing[0]!r}, but its method returned {', '.join(made.columns)}; "
+            f"return a column of that name"
+        )
 
 
 def _with_objects(made: Samples, prompts: Samples) -> Samples:
-    """Give every response its prompt's python objects, which every rank has and nobody sent."""
+    """Give every response its prompt's python objects, which every rank has and which are never sent."""
     if "prompt_id" not in made:
         raise PlanError("a generate call must return the column 'prompt_id', the id of each response's prompt")
     row_of = {prompt_id: row for row, prompt_id in enumerate(prompts.ids.tolist())}

@@ -1,6 +1,6 @@
-"""Which rank works on which samples in every call, and so which rank must hear of what from whom. Pure arithmetic.
+"""Work out which rank works on which samples in every call, and which rank needs whose results. Pure.
 
-Lengths are known everywhere, so every rank answers these questions by itself, and the same.
+Lengths are known on every rank, so every rank works this out by itself and gets the same answer.
 """
 
 from __future__ import annotations
@@ -16,40 +16,57 @@ from lightning_realloc.strategies.exchange.call_fusion import Fusion
 from lightning_realloc.strategies.exchange.call_placement import CallPlacement
 from lightning_realloc.strategies.exchange.sample_table import Holders, SampleTable
 
+MicroBatchPlan = tuple[tuple[MicroBatch, ...], ...]
+"""The micro-batches of each data-parallel rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Results of one call that one rank needs."""
+
+    products: frozenset[str]
+    """Names of the products that it needs."""
+    senders: Mapping[int, Sequence[int]]
+    """Rank -> positions whose results that rank sends, ascending; less those that came in chunks or are there."""
+
 
 @dataclass(slots=True)
 class Routes:
-    """The shares of all calls of one iteration, worked out when first asked for."""
+    """The shares of all calls of one iteration, computed when first asked for."""
 
     calls: Sequence[ModelFunctionCall]
-    """In the order in which they run; fused ones may come earlier than they were given."""
+    """Calls in running order; fused ones may run earlier than they were given."""
     placements: Mapping[str, CallPlacement]
-    """Of every call with a model."""
+    """Call -> its placement, for calls with a model."""
     world_size: int
     """All ranks."""
-    num_parts: int = 1
-    """In how many portions samples are handed on to calls on other ranks while they are generated."""
+    num_chunks: int = 1
+    """Chunks in which samples are sent to calls on other ranks while they are generated."""
     group_size: int = 1
-    """How many neighbours stay together in training, in computations and, where they came together, in inference."""
+    """Neighbours that stay together in training, in computations and, if they came together, in inference."""
     generates_ahead: bool = False
-    """Whether a batch is inferred and trained on an iteration after it was generated."""
+    """Whether a batch is inferred and trained on one iteration after it was generated."""
     fusion: Fusion = field(init=False)
-    """Which calls take samples in so."""
-    _shares: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    _infers: dict[str, tuple[tuple[MicroBatch, ...], ...]] = field(default_factory=dict)
-    _trains: dict[str, tuple[TrainStep, ...]] = field(default_factory=dict)
-    _computes: dict[str, dict[int, tuple[int, ...]]] = field(default_factory=dict)
-    _holders: dict[str, Holders] = field(default_factory=dict)
+    """The calls that start before all samples are generated."""
+    owners: Mapping[str, ModelFunctionCall | None] = field(init=False)
+    """Call -> the generating call whose samples it works on; None for the loader's batch."""
+    _shares: dict[str, tuple[tuple[int, ...], ...]] = field(init=False, default_factory=dict)
+    _infers: dict[str, MicroBatchPlan] = field(init=False, default_factory=dict)
+    _trains: dict[str, tuple[TrainStep, ...]] = field(init=False, default_factory=dict)
+    _computes: dict[str, dict[int, tuple[int, ...]]] = field(init=False, default_factory=dict)
+    _holders: dict[str, Holders] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.fusion = Fusion.of(self.calls, self.placements, self.num_parts)
+        self.fusion = Fusion.from_calls(self.calls, self.placements, self.num_chunks)
         self.calls = self.fusion.calls
+        self.owners = {call.name: table_owner(call, self.calls) for call in self.calls}
 
-    def at_once(self) -> tuple[ModelFunctionCall, ...]:
-        """Return the calls that run in the iteration whose batch it is.
+    # ---- when
+    def calls_at_once(self) -> tuple[ModelFunctionCall, ...]:
+        """Return the calls that run in the same iteration as their batch is loaded.
 
-        Where generation runs ahead, these are the generating ones, and computations that generating ranks make of
-        nothing but that: left for later, they would stand behind the next generation, and all others wait for them.
+        If generation runs ahead, these are the generating calls and computations that generating ranks make of their
+        own samples alone. Run later, such a computation would wait for the next generation, and everyone for it.
         """
         if not self.generates_ahead:
             return tuple(self.calls)
@@ -63,46 +80,64 @@ class Routes:
                 made_later.update(call.produces)
         return tuple(at_once)
 
-    def later(self) -> tuple[ModelFunctionCall, ...]:
-        """Return the calls that run in the iteration behind it."""
-        at_once = self.at_once()
+    def calls_later(self) -> tuple[ModelFunctionCall, ...]:
+        """Return the calls that run one iteration after their batch was loaded."""
+        at_once = self.calls_at_once()
         return tuple(call for call in self.calls if call not in at_once)
 
-    # ---- portions
+    # ---- who works on which samples
+    def positions(self, call: ModelFunctionCall, rank: int, table: SampleTable) -> tuple[int, ...]:
+        """Return the positions of ``table`` that ``rank`` works on in ``call``, ascending."""
+        if call.kind == "compute":
+            return tuple(sorted(self.computed(call, table).get(rank, ())))
+        layout = self.placements[call.name].layout
+        if rank not in layout:
+            return ()
+        index = layout.data_parallel_index(rank)
+        if call.kind == "generate":
+            return self.prompts(call, table)[index]
+        if call.kind == "infer":
+            micros = self.micro_batches(call, table)[index]
+        else:
+            micros = tuple(micro for step in self.train_steps(call, table) for micro in step.shares[index])
+        return tuple(sorted({position for micro in micros for position in micro.positions}))
+
     def prompts(self, call: ModelFunctionCall, table: SampleTable) -> tuple[tuple[int, ...], ...]:
-        """Return for every data-parallel rank the positions that it generates for."""
+        """Return the positions that each data-parallel rank generates for."""
         if call.name not in self._shares:
             layout = self.placements[call.name].layout
             self._shares[call.name] = balanced_shares(table.lengths, layout.data_parallel_size)
         return self._shares[call.name]
 
-    def micro_batches(self, call: ModelFunctionCall, table: SampleTable) -> tuple[tuple[MicroBatch, ...], ...]:
-        """Return for every data-parallel rank the forward passes of an inference call, of a fused one unit by unit.
+    def micro_batches(self, call: ModelFunctionCall, table: SampleTable) -> MicroBatchPlan:
+        """Return the forward passes of an inference call for each data-parallel rank; of a fused one chunk by chunk.
 
-        Those that a rank made while others generated come first; what nobody did is shared out.
+        Passes that a rank made while others generated come first; the remaining samples are shared out.
         """
-        if call.name in self.fusion.sources and call.name not in self._infers:
-            self._infers[call.name] = self._unit_micro_batches(call, table)
-        if call.name in table.early and call.name not in self._infers:
-            self._infers[call.name] = self._early_and_rest(call, table)
         if call.name not in self._infers:
-            place = self.placements[call.name]
-            self._infers[call.name] = micro_batch_plan(
-                table.lengths, place.layout.data_parallel_size, max_tokens=place.micro_batch_tokens,
-                equal_counts=place.layout.dims.fsdp > 1, group_size=self.group_size,
-            )  # fmt: skip
+            if call.name in self.fusion.sources:
+                plan = self._plan_by_chunk(call, table)
+            elif call.name in table.early:
+                plan = self._plan_after_early(call, table)
+            else:
+                place = self.placements[call.name]
+                plan = micro_batch_plan(
+                    table.lengths, place.layout.data_parallel_size, max_tokens=place.micro_batch_tokens,
+                    equal_counts=place.layout.dims.fsdp > 1, group_size=self.group_size,
+                )  # fmt: skip
+            self._infers[call.name] = plan
         return self._infers[call.name]
 
-    def _unit_micro_batches(self, call: ModelFunctionCall, table: SampleTable) -> tuple[tuple[MicroBatch, ...], ...]:
+    def _plan_by_chunk(self, call: ModelFunctionCall, table: SampleTable) -> MicroBatchPlan:
         lengths = table.lengths
         plans: list[list[MicroBatch]] = [[] for _ in range(self.placements[call.name].layout.data_parallel_size)]
-        for unit in table.units:
-            shares = self.fusion.unit_shares(call, [lengths[position] for position in unit])
+        for chunk in table.chunks:
+            shares = self.fusion.chunk_shares(call, [lengths[position] for position in chunk])
             for plan, share in zip(plans, shares, strict=True):
-                plan += [MicroBatch(tuple(unit[row] for row in micro.positions), micro.counts) for micro in share]
+                plan += [MicroBatch(tuple(chunk[row] for row in micro.positions), micro.counts) for micro in share]
         return tuple(map(tuple, plans))
 
-    def _early_and_rest(self, call: ModelFunctionCall, table: SampleTable) -> tuple[tuple[MicroBatch, ...], ...]:
+    def _plan_after_early(self, call: ModelFunctionCall, table: SampleTable) -> MicroBatchPlan:
         place, early = self.placements[call.name], table.early[call.name]
         num_shares = place.layout.data_parallel_size
         plans: list[list[MicroBatch]] = [[] for _ in range(num_shares)]
@@ -122,7 +157,7 @@ class Routes:
     def train_steps(self, call: ModelFunctionCall, table: SampleTable) -> tuple[TrainStep, ...]:
         """Return the optimizer steps of a training call."""
         if call.name not in self._trains:
-            place, positions, lengths = self.placements[call.name], table.learnt, table.lengths
+            place, positions, lengths = self.placements[call.name], table.trained_positions, table.lengths
             steps = train_steps(
                 [lengths[position] for position in positions], place.train_options, place.layout.data_parallel_size,
                 max_tokens=place.micro_batch_tokens, equal_counts=place.layout.dims.fsdp > 1,
@@ -131,26 +166,22 @@ class Routes:
             self._trains[call.name] = tuple(step.reindexed(positions) for step in steps)
         return self._trains[call.name]
 
-    def computed(
-        self, call: ModelFunctionCall, table: SampleTable, made: Holders | None
-    ) -> Mapping[int, Sequence[int]]:
-        """Return rank -> the positions that it computes; ``made`` tells who holds the samples, None: everybody.
+    def computed(self, call: ModelFunctionCall, table: SampleTable) -> Mapping[int, Sequence[int]]:
+        """Return rank -> the positions that it computes.
 
-        Whole prompts stay together, and on ranks that hold them already; later than the iteration in which they were
-        generated, on those of the call that uses it. What needs the whole batch is computed on the first one of these.
+        Samples of a prompt stay together, on ranks that hold them already. A computation that runs one iteration later
+        is made by the ranks of the call that uses it, and one over the whole batch by the first of these.
         """
         if call.name not in self._computes:
-            self._computes[call.name] = self._compute_shares(call, table, made)
+            self._computes[call.name] = self._compute_shares(call, table)
         return self._computes[call.name]
 
-    def _compute_shares(
-        self, call: ModelFunctionCall, table: SampleTable, made: Holders | None
-    ) -> dict[int, tuple[int, ...]]:
+    def _compute_shares(self, call: ModelFunctionCall, table: SampleTable) -> dict[int, tuple[int, ...]]:
         ranks = self.computing_ranks(call)
         if call.whole_batch:
             return {ranks[0]: tuple(range(len(table)))}
         teams: dict[tuple[int, ...], list[int]] = {}
-        holders = None if call in self.later() else made
+        holders = None if call in self.calls_later() else table.holders
         for position in range(len(table)):
             teams.setdefault(ranks if holders is None else holders[position], []).append(position)
         shares: dict[int, tuple[int, ...]] = {}
@@ -162,76 +193,89 @@ class Routes:
         return shares
 
     def computing_ranks(self, call: ModelFunctionCall) -> tuple[int, ...]:
-        """Return the ranks that may take part in a computation, whatever samples there are."""
+        """Return the ranks that may take part in a computation, for any samples."""
         if call.whole_batch:
             return self._ranks_of_user(call)[:1]
-        if call in self.later():
+        if call in self.calls_later():
             return self._ranks_of_user(call)
-        owner = table_owner(call, self.calls)
+        owner = self.owners[call.name]
         return tuple(range(self.world_size)) if owner is None else self.placements[owner.name].layout.ranks
 
     def _ranks_of_user(self, call: ModelFunctionCall) -> tuple[int, ...]:
-        """Return the ranks of the first call with a model that needs what ``call`` produces; without one, the first."""
+        """Return the ranks of the first call with a model that needs a result of ``call``; rank 0 without one."""
         for user in self.users(call):
             if user.name in self.placements:
                 return self.placements[user.name].layout.ranks
         return (0,)
 
-    # ---- who needs what
-    def users(self, call: ModelFunctionCall) -> list[ModelFunctionCall]:
-        """Return the calls of this iteration that need what ``call`` produces."""
-        return [user for user in self.calls if not set(user.needs).isdisjoint(call.produces)]
+    # ---- who needs which results
+    def producer(self, name: str) -> ModelFunctionCall | None:
+        """Return the call that produces ``name``; None for the loader."""
+        return next((call for call in self.calls if name in call.produces), None)
+
+    def users(self, producer: ModelFunctionCall) -> list[ModelFunctionCall]:
+        """Return the calls of this iteration that need a result of ``producer``."""
+        return [user for user in self.calls if not set(user.needs).isdisjoint(producer.produces)]
 
     def needs(self, call: ModelFunctionCall, rank: int) -> tuple[str, ...]:
-        """Return the names that ``rank`` needs for ``call``: stages before a pipeline's last run on tokens alone."""
+        """Return the names that ``rank`` needs for ``call``: pipeline stages before the last run on tokens alone."""
         if call.role is None:
             return call.needs
         layout = self.placements[call.name].layout
         if rank not in layout or layout.coordinate(rank).pp == layout.dims.pp - 1:
             return call.needs
-        owner = table_owner(call, self.calls)
+        owner = self.owners[call.name]
         return tuple(name for name in call.needs if owner is None or name in owner.produces)
 
-    def worked_on(
-        self, call: ModelFunctionCall, rank: int, table: SampleTable, made: Holders | None
-    ) -> tuple[int, ...]:
-        """Return the positions of ``table`` that ``rank`` works on under ``call``, ascending."""
-        if call.kind == "compute":
-            return tuple(sorted(self.computed(call, table, made).get(rank, ())))
-        layout = self.placements[call.name].layout
-        if rank not in layout:
-            return ()
-        index = layout.data_parallel_index(rank)
-        if call.kind == "generate":
-            return self.prompts(call, table)[index]
-        if call.kind == "infer":
-            micros = self.micro_batches(call, table)[index]
-        else:
-            micros = tuple(micro for step in self.train_steps(call, table) for micro in step.shares[index])
-        return tuple(sorted({position for micro in micros for position in micro.positions}))
+    def delivery(self, producer: ModelFunctionCall, receiver: int, table: SampleTable) -> Delivery:
+        """Return the results of ``producer`` that ``receiver`` needs in later calls, and who sends them.
 
-    def holders(self, call: ModelFunctionCall, table: SampleTable, made: Holders | None) -> Holders:
-        """Return for every position of ``table`` the ranks that hold what an infer or compute call made of it."""
-        if call.name not in self._holders:
+        Senders and receivers both read this, so neither waits for a message that the other does not know of.
+        """
+        positions: set[int] = set()
+        products: set[str] = set()
+        for user in self.users(producer):
+            needed = set(self.needs(user, receiver)).intersection(producer.produces)
+            rows = self.positions(user, receiver, table) if needed else ()
+            if rows:
+                positions.update(rows)
+                products.update(needed)
+        fused = self.fusion.users(producer, receiver)
+        if fused:
+            products.update(producer.produces)  # as in every chunk: all rows of a call on a rank have equal columns
+        came_in_chunks = {position for user in fused for position in self.positions(user, receiver, table)}
+        senders: dict[int, list[int]] = {}
+        holders = self.holders(producer, table)
+        for position in sorted(positions - came_in_chunks):
+            if receiver not in holders[position]:
+                senders.setdefault(holders[position][0], []).append(position)
+        return Delivery(frozenset(products), senders)
+
+    def holders(self, producer: ModelFunctionCall, table: SampleTable) -> Holders:
+        """Return for each position the ranks that hold the results of ``producer``."""
+        if producer.kind == "generate":
+            assert table.holders is not None, "a generated table names its holders"
+            return table.holders
+        if producer.name not in self._holders:
             holders: list[tuple[int, ...]] = [()] * len(table)
-            if call.kind == "compute":
-                for rank, positions in self.computed(call, table, made).items():
+            if producer.kind == "compute":
+                for rank, positions in self.computed(producer, table).items():
                     for position in positions:
                         holders[position] = (rank,)
             else:
-                for index, micros in enumerate(self.micro_batches(call, table)):
-                    ranks = self.placements[call.name].holders(index)
+                for index, micros in enumerate(self.micro_batches(producer, table)):
+                    ranks = self.placements[producer.name].holders(index)
                     for position in (p for micro in micros if micro.counts for p in micro.positions):
                         holders[position] = ranks
-            self._holders[call.name] = holders
-        return self._holders[call.name]
+            self._holders[producer.name] = holders
+        return self._holders[producer.name]
 
 
 def table_owner(call: ModelFunctionCall, calls: Sequence[ModelFunctionCall]) -> ModelFunctionCall | None:
     """Return the generating call whose samples ``call`` works on; None for the loader's batch.
 
     Raises:
-        PlanError: when it needs what was made of two sets of samples.
+        PlanError: for a call that needs results on two sets of samples.
     """
     producers = {name: producer for producer in calls for name in producer.produces}
     found: dict[str, ModelFunctionCall] = {}

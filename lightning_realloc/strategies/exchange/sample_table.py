@@ -1,115 +1,80 @@
-"""What one rank knows of the samples of an iteration: something about all of them, everything about some.
+"""Tables of an iteration's samples: ids, lengths and values per sample, which every rank knows.
 
-Ids, lengths and values per sample are known of all samples, since every rank works out from them who does what. Token
-sequences are held where they were made and where they are worked on, and nowhere else.
+Every rank works out from a table which rank works on which samples. Token sequences stay where they were made and where
+a call works on them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.batch.training import Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
 
 Holders = Sequence[tuple[int, ...]]
-"""For every position the ranks that hold what a call made of that sample; the first one sends it."""
-
-
-def outline(samples: Samples) -> Samples:
-    """Return the samples' numbers, with the lengths of sequences in place of sequences."""
-    return Samples(samples.ids, samples.columns).lengths_only()
-
-
-def only_columns(samples: Samples, producer: ModelFunctionCall, names: set[str]) -> Samples:
-    """Return what belongs to these of a call's products; columns that it did not announce belong to its first one.
-
-    What a generating call made per sample is known everywhere already and left out.
-    """
-    kept: dict[str, Column] = {}
-    for name, column in samples.columns.items():
-        product = name if name in producer.produces else producer.produces[0]
-        known = producer.kind == "generate" and not isinstance(column, Ragged)
-        if product in names and not known:
-            kept[name] = column
-    return Samples(samples.ids, kept, {name: column for name, column in samples.data.items() if name in names})
-
-
-class Chosen:
-    """The rows that this rank works on under one call, by their positions in the table."""
-
-    def __init__(self, rows: Samples, positions: Sequence[int]) -> None:
-        self.rows = rows
-        self._row_of = {position: row for row, position in enumerate(positions)}
-
-    def at(self, positions: Sequence[int]) -> Samples:
-        """Return the samples at these positions of the table, in this order."""
-        return self.rows.select([self._row_of[position] for position in positions])
+"""For each position the ranks that hold a call's results for that sample; the first one sends them."""
 
 
 class SampleTable:
-    """One set of samples: the loader's batch, or what a generating call made of it.
+    """The samples of the loader's batch, or those that a generating call made of it.
 
     Args:
-        known: Ids and what is known of all samples on every rank, in the table's order.
-        is_batch: Whether ``known`` holds the sequences too, as the loader's batch does.
-        units: The positions of each portion in which the samples came, ascending; in the order of portions.
-        early: Call -> rank -> what it worked on while others generated: the positions of each forward pass.
+        known: Ids and columns of all samples, in the table's order. Of generated sequences these are the lengths.
+        holders: The ranks that hold each sample's sequences; None: every rank does, as of the loader's batch.
+        chunks: The positions of each chunk in which the samples came, ascending within a chunk.
+        early: Call -> rank -> the positions of each forward pass that it made while others generated.
     """
 
     def __init__(
         self,
         known: Samples,
+        holders: Holders | None = None,
         *,
-        is_batch: bool,
-        units: Sequence[Sequence[int]] = (),
+        chunks: Sequence[Sequence[int]] = (),
         early: Mapping[str, Mapping[int, Sequence[tuple[int, ...]]]] | None = None,
     ) -> None:
         self.known = known
-        self.is_batch = is_batch
-        self.units = units
+        self.holders = holders
+        self.chunks = chunks
         self.early = early or {}
-        self._ids = known.ids.tolist()
-        self._held: dict[str, list[Samples]] = {}
+        self._ids: list[int] = known.ids.tolist()
 
     def __len__(self) -> int:
         return len(self._ids)
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of every sample: its prompt, and its response where there is one."""
-        columns = [name for name in ("prompt_ids", "response_ids") if name in self.known]
-        if not columns:
-            raise PlanError(
-                f"samples are packed by 'prompt_ids' and 'response_ids'; these have {', '.join(self.known.columns)}"
-            )
-        return [int(n) for n in sum(self.known.ragged(name).lengths for name in columns).tolist()]  # type: ignore[union-attr]
+        """Tokens of each sample: its prompt, and its response if it has one."""
+        return sequence_lengths(self.known)
 
     @property
     def token_counts(self) -> list[int]:
-        """Response tokens of every sample that the model chose: those to learn from."""
+        """Response tokens of each sample that the model chose: those that a loss counts."""
         if "num_model_tokens" in self.known:
             return [int(count) for count in self.known.tensor("num_model_tokens").tolist()]
         return [int(length) for length in self.known.ragged("response_ids").lengths.tolist()]
 
     @property
-    def learnt(self) -> list[int]:
-        """The positions that training calls work on: all but those whose ``trained`` is False."""
+    def trained_positions(self) -> list[int]:
+        """The positions that training calls work on: all but those whose column ``trained`` is False."""
         if "trained" not in self.known:
             return list(range(len(self)))
         return [int(position) for position in self.known.tensor("trained").nonzero().flatten().tolist()]
 
     def groups(self, group_size: int = 1) -> list[int]:
-        """Return what stays together: the samples of a prompt or, where none is named, each ``group_size`` in a row."""
+        """Return a group number per sample: its prompt's id or, without prompt ids, each ``group_size`` in a row."""
         if "prompt_id" in self.known:
             return [int(prompt_id) for prompt_id in self.known.tensor("prompt_id").tolist()]
         return [position // group_size for position in range(len(self))]
 
     def totals(self, positions: Sequence[int], *, group_size: int, sums_of: Sequence[str]) -> Totals:
-        """Return what losses of a mini-batch of these positions divide by."""
+        """Return the totals that losses of a mini-batch of these positions divide by."""
         rows, counts = torch.tensor(positions), self.token_counts
         return Totals(
             num_sequences=len(positions),
@@ -122,14 +87,84 @@ class SampleTable:
         """Return the ids at these positions."""
         return [self._ids[position] for position in positions]
 
-    def hold(self, call: str, part: Samples) -> None:
-        """Keep what a call made of some samples, here or elsewhere."""
-        self._held.setdefault(call, []).append(part)
+    def positions(self, samples: Samples) -> list[int]:
+        """Return the positions of these samples."""
+        position_of = {sample_id: position for position, sample_id in enumerate(self._ids)}
+        return [position_of[sample_id] for sample_id in samples.ids.tolist()]
 
-    def rows(self, call: str, positions: Sequence[int]) -> Samples:
-        """Return what a call made of the samples at these positions, which must be held here."""
-        return Samples.concatenate(self._held.get(call, [])).by_ids(self.ids(positions))
-
-    def learn(self, columns: dict[str, Column]) -> None:
-        """Add what has become known of all samples."""
+    def add_columns(self, columns: Mapping[str, Column]) -> None:
+        """Add columns that are now known of all samples."""
         self.known = self.known.with_columns(**columns)
+
+
+class PositionedRows:
+    """The rows that this rank works on under one call, by their positions in a table or a chunk."""
+
+    def __init__(self, rows: Samples, positions: Sequence[int]) -> None:
+        self._rows = rows
+        self._row_of = {position: row for row, position in enumerate(positions)}
+
+    def select(self, positions: Sequence[int]) -> Samples:
+        """Return the samples at these positions, in this order."""
+        return self._rows.select([self._row_of[position] for position in positions])
+
+
+@dataclass(frozen=True, slots=True)
+class SampleChunk:
+    """One chunk of a generating rank's samples, as this rank works on it."""
+
+    lengths: list[int]
+    """Tokens of all samples of the chunk, prompts included."""
+    rows: PositionedRows
+    """The samples that this rank works on, by their positions in the chunk."""
+
+
+@dataclass(slots=True)
+class ChunkResults:
+    """Results of one call on this rank that were made before all samples were generated."""
+
+    chunks: list[Samples] = field(default_factory=list)
+    """Results of each forward pass, as far as this rank holds them."""
+    times: list[tuple[float, float]] = field(default_factory=list)
+    """Start and end of each piece of work, by ``time.perf_counter()``."""
+
+    @property
+    def samples(self) -> Samples | None:
+        """All results; None where other ranks hold them."""
+        return Samples.concatenate(self.chunks) if self.chunks else None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of work."""
+        return self.seconds_before(math.inf)
+
+    def seconds_before(self, moment: float) -> float:
+        """Return the seconds of work before ``moment``."""
+        return sum((max(0.0, min(end, moment) - begin) for begin, end in self.times), start=0.0)
+
+
+def sequence_lengths(samples: Samples) -> list[int]:
+    """Return the tokens of each sample, prompt and response together.
+
+    Raises:
+        PlanError: for samples that have neither.
+    """
+    columns = [name for name in ("prompt_ids", "response_ids") if name in samples]
+    if not columns:
+        raise PlanError(
+            f"samples are packed by 'prompt_ids' and 'response_ids'; these have {', '.join(samples.columns)}"
+        )
+    return [int(n) for n in sum(samples.ragged(name).lengths for name in columns).tolist()]  # type: ignore[union-attr]
+
+
+def check_unchanged(call: ModelFunctionCall, made: Samples | None, sent: Samples) -> None:
+    """Refuse a generating call that returns other samples than those that other calls have worked on.
+
+    Raises:
+        PlanError: which names the call and the way out.
+    """
+    if made is None or not set(sent.ids.tolist()).issubset(made.ids.tolist()) or not made.by_ids(sent.ids).equals(sent):
+        raise PlanError(
+            f"call {call.name!r} returned other samples than sample_responses sent while it ran; return them as they "
+            f"are, and leave changes to a call of their own, or set ReallocStrategy(generation_chunks=1)"
+        )

@@ -205,7 +205,7 @@ def refusals() -> list[str]:
     said = []
     for strategy, settings in (
         (ReallocStrategy(max_staleness=1), {}),
-        (ReallocStrategy(generation_parts=2), {}),
+        (ReallocStrategy(generation_chunks=2), {}),
         (ReallocStrategy(), {"rollout_budget": RolloutBudget(tokens=9)}),
     ):
         module = BestOfN(tiny_model("llama"), runs.low_tokens, tokenizer=byte_tokenizer(), **settings)
@@ -217,5 +217,5 @@ def refusals() -> list[str]:
 
 def test_strategies_that_work_ahead_of_what_is_chosen_are_refused(workers: WorkerPool) -> None:
     (said,) = workers.run(refusals, world_size=1, init_process_group=False)
-    for text, way_out in zip(said, ("max_staleness=0", "generation_parts=1", "leave rollout_budget out"), strict=True):
+    for text, way_out in zip(said, ("max_staleness=0", "generation_chunks=1", "leave rollout_budget out"), strict=True):
         assert "BestOfN chooses among" in text and way_out in text

@@ -1,4 +1,4 @@
-"""Does an iteration come out the same when generation keeps its keys and values in few pages? The unbound judge."""
+"""Generation with a bounded cache: the same iteration as without a bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does training make of conversations? Runs without an environment, and on one rank, are the judges."""
+"""Training on conversations, compared with runs without an environment and with runs on one rank."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_conversations_are_learnt_from_alike_on_one_rank_and_two(workers: Worker
     assert all(step["response_length"] < length for step, length in zip(alone.logged, whole, strict=True))
 
 
-@pytest.mark.parametrize("strategy", [{"generation_parts": 3}, {"max_staleness": 1}])
+@pytest.mark.parametrize("strategy", [{"generation_chunks": 3}, {"max_staleness": 1}])
 def test_conversations_are_handed_on_early_and_made_ahead(workers: WorkerPool, strategy: dict[str, int]) -> None:
     plain = run(workers, "grpo", "dp1@0", 2, environment=tool)
     other = run(workers, "grpo", "dp1@0", 2, environment=tool, strategy=strategy)

@@ -1,4 +1,4 @@
-"""What outlives a plan of what its engines learnt? Without a process group; a stand-in tells of ranks that share."""
+"""Drafters that outlive a plan. Runs without a process group; a stand-in is the group of ranks that share a model."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def replica() -> Any:
 def test_what_was_drafted_from_is_drafted_from_under_the_next_plan() -> None:
     made, params = generators("history"), SamplingParams(max_new_tokens=8)
     first, second = replica(), replica()
-    before = made.of(CALL, first, version=0)
+    before = made.engine_for(CALL, first, version=0)
     before.engine.generate([[5, 6, 7]], params)
     made.forget()
-    after = made.of(CALL, second, version=1)
+    after = made.engine_for(CALL, second, version=1)
     assert after.drafter is before.drafter and after.engine is not before.engine
     after.engine.generate([[5, 6, 7]], params)
     # The same prompt, weights and seed: all that was drafted stood.
@@ -52,6 +52,6 @@ def test_what_belongs_to_a_model_or_must_be_alike_on_several_ranks_begins_anew(
     drafter: str, *, shares_model: bool
 ) -> None:
     made = generators(drafter, shares_model=shares_model)
-    before = made.of(CALL, replica(), version=0)
+    before = made.engine_for(CALL, replica(), version=0)
     made.forget()
-    assert made.of(CALL, replica(), version=1).drafter is not before.drafter
+    assert made.engine_for(CALL, replica(), version=1).drafter is not before.drafter

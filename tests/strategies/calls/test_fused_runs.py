@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import lightning as L
 import pytest
+from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import Callback
 from torch.optim import SGD
 
@@ -61,7 +62,7 @@ class Hidden(Callback):
         self.logged.append({name: float(v) for name, v in metrics.items() if name.startswith("hidden_s/")})
 
 
-def run_parts(
+def run_chunks(
     algorithm: str, plan: Any, cases: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
 ) -> list[tuple[Outcome, list[dict[str, float]]]]:
     """Train a fresh model under the plan with each of these options of the strategy."""
@@ -91,10 +92,10 @@ def assert_same(ours: Outcome, theirs: Outcome) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ppo_learns_the_same_from_samples_that_came_early(workers: WorkerPool, world_size: int) -> None:
     plan = PPO_PLANS[world_size // 4]
-    cases: list[dict[str, Any]] = [{"generation_parts": 1}, {"generation_parts": world_size}]
+    cases: list[dict[str, Any]] = [{"generation_chunks": 1}, {"generation_chunks": world_size}]
     if world_size == 2:  # what is not late is logged with its iteration
-        cases += [{"overlap": "none"}, {"generation_parts": 4, "overlap": "calls"}]
-    found = workers.run(run_parts, "ppo", plan, cases, {}, world_size=world_size, init_process_group=False,
+        cases += [{"overlap": "none"}, {"generation_chunks": 4, "overlap": "calls"}]
+    found = workers.run(run_chunks, "ppo", plan, cases, {}, world_size=world_size, init_process_group=False,
                         deadline_s=120.0)[0]  # fmt: skip
     fused = {"hidden_s/reference.infer", "hidden_s/reward.infer", "hidden_s/critic.infer"}
     for (whole, nothing), (outcome, hidden) in zip(found[::2], found[1::2], strict=True):
@@ -110,8 +111,8 @@ def test_grpo_learns_the_same_from_samples_that_came_early(workers: WorkerPool, 
     layouts = dict(GRPO_PLAN["calls"])
     if settings:
         layouts["actor.generate"] = "dp2@0-1"
-    cases = [{"generation_parts": parts} for parts in (1, 3)]
-    everyone = workers.run(run_parts, "grpo", {"calls": layouts}, cases, settings, world_size=3,
+    cases = [{"generation_chunks": parts} for parts in (1, 3)]
+    everyone = workers.run(run_chunks, "grpo", {"calls": layouts}, cases, settings, world_size=3,
                            init_process_group=False)  # fmt: skip
     (whole, _), (outcome, hidden) = everyone[0]
     assert_same(outcome, whole)
@@ -139,7 +140,7 @@ def _fail(where: str) -> str:
     else:
         module.roll_out = changed  # type: ignore[method-assign]
     try:
-        runs.train(module, ReallocStrategy(PPO_PLANS[0], generation_parts=4), runs.world_size(), Batches(1))
+        runs.train(module, ReallocStrategy(PPO_PLANS[0], generation_chunks=4), runs.world_size(), Batches(1))
     except Exception as error:
         return str(error)
     return ""
@@ -153,17 +154,45 @@ def test_a_failure_reaches_everyone(workers: WorkerPool, where: str, message: st
     assert all(message in text for text in messages), messages
 
 
-def test_parts_that_nothing_would_come_of_are_refused() -> None:
+def test_chunks_that_would_have_no_effect_are_refused() -> None:
     for settings, message in (
-        ({"generation_parts": 0}, "generation_parts=0 must be at least 1"),
-        ({"generation_parts": 4, "overlap": "none"}, r"generation_parts=4 .* overlap='none' .*; use overlap='calls'"),
-        ({"generation_parts": 2, "max_staleness": 1}, r"generation_parts=2 .* max_staleness=1 .*; use max_staleness=0"),
+        ({"generation_chunks": 0}, "generation_chunks=0 must be at least 1"),
+        ({"generation_chunks": 4, "overlap": "none"}, r"generation_chunks=4 .* overlap='none' .*; use overlap='calls'"),
+        (
+            {"generation_chunks": 2, "max_staleness": 1},
+            r"generation_chunks=2 .* max_staleness=1 .*; use max_staleness=0",
+        ),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             ReallocStrategy(**settings)  # type: ignore[arg-type]
 
 
-def test_the_first_unit_is_there_while_others_are_generated() -> None:
+def test_the_former_name_of_generation_chunks_is_accepted_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match=r"generation_parts=\.\.\.\) is now generation_chunks") as caught:
+        strategy = ReallocStrategy(generation_parts=4)
+    assert caught[0].filename == __file__
+    assert strategy.generation_chunks == 4
+    with pytest.warns(DeprecationWarning, match=r"generation_parts is now generation_chunks") as caught:
+        assert strategy.generation_parts == 4
+    assert caught[0].filename == __file__
+    with (
+        pytest.warns(DeprecationWarning),
+        pytest.raises(ConfigError, match=r"generation_chunks=2 .* generation_parts=4, too; leave generation_parts out"),
+    ):
+        ReallocStrategy(generation_chunks=2, generation_parts=4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_configuration_file_may_have_either_name_of_generation_chunks() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(ReallocStrategy, "strategy")
+    for name in ("generation_chunks", "generation_parts"):
+        settings = {"class_path": "lightning_realloc.ReallocStrategy", "init_args": {name: 3}}
+        made = parser.instantiate_classes(parser.parse_object({"strategy": settings}))
+        assert made.strategy.generation_chunks == 3
+
+
+def test_the_first_chunk_is_there_while_others_are_generated() -> None:
     layouts = {"actor.generate": "dp1@0", "critic.infer": "dp1@1", "reward.infer": "dp1@0", "actor.train": "dp1@0",
                "critic.train": "dp1@1"}  # fmt: skip
     post, made = Post(), _roll_out(_batch(3))
@@ -182,13 +211,13 @@ def test_the_first_unit_is_there_while_others_are_generated() -> None:
     def generate() -> None:
         data = iteration(0)
         data.send_chunk(GENERATE, made.select([4, 1]))
-        assert has_first.wait(DEADLINE_S), "the unit came only with the others"
-        data.publish_samples(GENERATE, made)
+        assert has_first.wait(DEADLINE_S), "the chunk came only with the others"
+        data.record(GENERATE, made)
 
     def infer() -> list[int]:
         sizes = []
-        for unit in iteration(1).units(GENERATE):
-            sizes.append(len(unit.lengths))
+        for chunk in iteration(1).chunks(GENERATE):
+            sizes.append(len(chunk.lengths))
             has_first.set()
         return sizes
 

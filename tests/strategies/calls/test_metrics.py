@@ -1,4 +1,4 @@
-"""Which rates follow from what ranks tell of an iteration?"""
+"""Rates from the metrics that ranks report of an iteration."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from lightning_realloc.generation.rebalance.migration import MigrationStats
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
 from lightning_realloc.strategies.calls.metrics import (
     ITERATION_S,
-    facts_of,
-    facts_of_migration,
-    facts_of_preemptions,
+    migration_metrics,
+    preemption_metrics,
+    reallocation_metrics,
     with_rates,
 )
 from tests.strategies import runs
@@ -23,8 +23,8 @@ def test_bytes_and_seconds_become_rates() -> None:
     report = ReallocationReport(
         bytes_moved=3 * 10**9, bytes_minimum=3 * 10**9, bytes_written=0, seconds=1.5, transport="direct"
     )
-    facts = facts_of("actor.generate", report) | {ITERATION_S: 4.0, "seconds/actor.generate": 2.0}
-    assert with_rates(facts, num_tokens=1000) == {
+    metrics = reallocation_metrics("actor.generate", report) | {ITERATION_S: 4.0, "seconds/actor.generate": 2.0}
+    assert with_rates(metrics, num_tokens=1000) == {
         "reallocation_s/actor.generate": 1.5, "reallocation_GB_per_s/actor.generate": 2.0,
         "tokens_per_s": 250.0, "seconds/actor.generate": 2.0,
     }  # fmt: skip
@@ -32,17 +32,15 @@ def test_bytes_and_seconds_become_rates() -> None:
 
 def test_nothing_is_divided_by_no_time() -> None:
     still = ReallocationReport(bytes_moved=0, bytes_minimum=0, bytes_written=0, seconds=0.0, transport="direct")
-    assert with_rates(facts_of("x", still), num_tokens=5)["reallocation_GB_per_s/x"] == 0.0
+    assert with_rates(reallocation_metrics("x", still), num_tokens=5)["reallocation_GB_per_s/x"] == 0.0
     assert with_rates({}, num_tokens=0) == {}
 
 
 def test_what_ranks_count_apart_is_added_up_by_call() -> None:
-    facts = facts_of_preemptions("a", GenerationStats(num_preemptions=2), 0)
-    facts |= facts_of_preemptions("a", GenerationStats(num_preemptions=3), 1)
-    facts |= facts_of_preemptions("b", GenerationStats(), 1) | facts_of_migration(
-        "a", MigrationStats(num_received=4), 0
-    )
-    assert with_rates(facts, num_tokens=0) == {"preemptions/a": 5.0, "preemptions/b": 0.0, "moved_samples/a": 4.0}
+    metrics = preemption_metrics("a", GenerationStats(num_preemptions=2), 0)
+    metrics |= preemption_metrics("a", GenerationStats(num_preemptions=3), 1)
+    metrics |= preemption_metrics("b", GenerationStats(), 1) | migration_metrics("a", MigrationStats(num_received=4), 0)
+    assert with_rates(metrics, num_tokens=0) == {"preemptions/a": 5.0, "preemptions/b": 0.0, "moved_samples/a": 4.0}
 
 
 def logged_rates() -> list[dict[str, float]]:

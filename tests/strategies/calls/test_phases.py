@@ -1,4 +1,4 @@
-"""What Lightning promises holds while calls run as phases: hooks, logs, callbacks, loggers, every loop, step counts."""
+"""Lightning's contract while calls run as phases: hooks, logs, callbacks, loggers, every loop, step counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is every response learnt from once, whenever it is finished? Runs without a budget are the judges."""
+"""Rollout budgets: every response is trained on once, whenever it finishes. Compared with runs without a budget."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def refused(strategy: dict[str, Any]) -> None:
     ("strategy", "message"),
     [
         ({"max_staleness": 1}, r"which max_staleness=1 generates before .* use ReallocStrategy\(max_staleness=0\)"),
-        ({"generation_parts": 2}, r"generation_parts=2 hands on .* use ReallocStrategy\(generation_parts=1\)"),
+        ({"generation_chunks": 2}, r"generation_chunks=2 sends .* use ReallocStrategy\(generation_chunks=1\)"),
     ],
 )
 def test_strategies_that_a_budget_cannot_be_used_with_are_refused(

@@ -1,4 +1,4 @@
-"""Does an iteration come out the same when samples change their rank while they are generated?"""
+"""Samples that move between ranks while they are generated: the same iteration as without moves."""
 
 from __future__ import annotations
 

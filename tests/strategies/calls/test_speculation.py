@@ -1,4 +1,4 @@
-"""Does an iteration come out the same when tokens are drafted ahead? Runs without drafting are the judges."""
+"""Speculative decoding: the same iteration as without drafts."""
 
 from __future__ import annotations
 

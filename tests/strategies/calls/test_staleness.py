@@ -1,4 +1,4 @@
-"""Does generation run one step ahead, and exactly one? On-policy runs over chosen batches are the judges."""
+"""Generation exactly one step ahead, compared with on-policy runs over chosen batches."""
 
 from __future__ import annotations
 

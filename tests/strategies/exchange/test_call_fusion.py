@@ -1,4 +1,4 @@
-"""Which calls begin with samples of a generation that goes on, and who works on what of each unit? No process group."""
+"""Fusion of calls with a generation, and the ranks that work on each chunk of it. Runs without a process group."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.strategies.exchange.call_placement import CallPlacement
-from lightning_realloc.strategies.exchange.chunk_results import ChunkResults
 from lightning_realloc.strategies.exchange.routing import Routes
-from lightning_realloc.strategies.exchange.sample_table import SampleTable
+from lightning_realloc.strategies.exchange.sample_table import ChunkResults, Holders, SampleTable
 from tests.strategies.exchange.test_iteration_data import CALLS, GENERATE, INFER, JUDGE, REWARD
 
 APART = {"actor.generate": "dp2@0-1", "critic.infer": "dp1@2", "reward.infer": "dp1@2"}
 
 
-def _routes(layouts: dict[str, str], num_parts: int = 2, tokens: int = 20) -> Routes:
+def _routes(layouts: dict[str, str], num_chunks: int = 2, tokens: int = 20) -> Routes:
     given = {"actor.train": "dp1@0", "critic.train": "dp1@0", **APART, **layouts}
     places = {
         name: CallPlacement(layout=Layout.parse(text), micro_batch_tokens=tokens, train_options=TrainOptions())
         for name, text in given.items()
     }
-    return Routes(CALLS, places, 4, num_parts)
+    return Routes(CALLS, places, 4, num_chunks)
 
 
 def test_calls_apart_from_what_generates_are_fused_and_come_before_computations() -> None:
@@ -39,37 +38,37 @@ def test_calls_apart_from_what_generates_are_fused_and_come_before_computations(
     ]  # fmt: skip
     assert [len(group) for group in routes.fusion.groups(routes.calls)] == [1, 2, 1, 1, 1, 1]
     assert [len(group) for group in routes.fusion.groups(routes.calls, alone=("critic",))] == [1] * 7
-    assert (routes.fusion.parts(GENERATE), routes.fusion.users(GENERATE, 2)) == (2, [INFER, REWARD])
+    assert (routes.fusion.num_chunks_of(GENERATE), routes.fusion.users(GENERATE, 2)) == (2, [INFER, REWARD])
     assert routes.fusion.users(GENERATE, 0) == []
 
 
 def test_a_call_on_a_generating_rank_or_of_more_than_its_samples_is_not_fused() -> None:
     assert _routes({"critic.infer": "dp2@1-2", "reward.infer": "dp1@0"}).fusion.sources == {}
-    assert _routes({}, num_parts=1).fusion.sources == {}
+    assert _routes({}, num_chunks=1).fusion.sources == {}
     needy = replace(REWARD, needs=("rollout", "rewards"))
     calls = (GENERATE, INFER, JUDGE, needy)
     routes = Routes(calls, _routes({}).placements, 4, 2)
     assert routes.fusion.sources == {"critic.infer": "actor.generate"}
     assert [call.name for call in routes.calls] == ["actor.generate", "critic.infer", "judge", "reward.infer"]
-    assert routes.fusion.parts(GENERATE) == 2
-    assert _routes({"critic.infer": "dp1@0", "reward.infer": "dp1@0"}).fusion.parts(GENERATE) == 1
+    assert routes.fusion.num_chunks_of(GENERATE) == 2
+    assert _routes({"critic.infer": "dp1@0", "reward.infer": "dp1@0"}).fusion.num_chunks_of(GENERATE) == 1
 
 
-def _table(lengths: list[int], owners: list[int], num_units: int) -> SampleTable:
+def _table(lengths: list[int], owners: list[int], num_chunks: int, holders: Holders | None = None) -> SampleTable:
     responses = Ragged(torch.zeros(sum(lengths), 0), torch.tensor(lengths))
-    units = [[row for row, owner in enumerate(owners) if owner == unit] for unit in range(num_units)]
+    chunks = [[row for row, owner in enumerate(owners) if owner == chunk] for chunk in range(num_chunks)]
     known = Samples(torch.arange(len(lengths)), {"response_ids": responses})
-    return SampleTable(known, is_batch=False, units=[unit for unit in units if unit])
+    return SampleTable(known, holders, chunks=[chunk for chunk in chunks if chunk])
 
 
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(0, 4)), min_size=1, max_size=24),
     st.sampled_from(("dp1@2", "dp2@2-3", "fsdp2@2,3", "tp2@2-3", "pp2@2-3")),
 )
-def test_every_sample_of_every_unit_is_inferred_once_by_whom_all_ranks_expect(
+def test_every_sample_of_every_chunk_is_inferred_once_by_whom_all_ranks_expect(
     samples: list[tuple[int, int]], layout: str
 ) -> None:
-    table = _table([length for length, _ in samples], [unit for _, unit in samples], 5)
+    table = _table([length for length, _ in samples], [chunk for _, chunk in samples], 5)
     routes = _routes({"critic.infer": layout})
     place: Layout = Layout.parse(layout)
     plans = routes.micro_batches(INFER, table)
@@ -77,21 +76,21 @@ def test_every_sample_of_every_unit_is_inferred_once_by_whom_all_ranks_expect(
     assert counted == list(range(len(samples)))
     if place.dims.fsdp > 1:  # as many collective passes on all ranks
         assert len({len(plan) for plan in plans}) == 1
-    holders = routes.holders(INFER, table, None)
+    holders = routes.holders(INFER, table)
     for index, plan in enumerate(plans):
         for position in (p for micro in plan if micro.counts for p in micro.positions):
             assert holders[position] == routes.placements["critic.infer"].holders(index)
-    for micro in (micro for plan in plans for micro in plan):  # no pass mixes units, nor is one too long
-        assert sum(set(micro.positions) <= set(unit) for unit in table.units) == 1
+    for micro in (micro for plan in plans for micro in plan):  # no pass mixes chunks, nor is one too long
+        assert sum(set(micro.positions) <= set(chunk) for chunk in table.chunks) == 1
         assert sum(samples[p][0] for p in micro.positions) <= 20
-    for rank in place.ranks:  # what a rank gets with the units is what it works on in the end
+    for rank in place.ranks:  # what a rank gets with the chunks is what it works on in the end
         early = {
-            unit[row]
-            for unit in table.units
-            for row in routes.fusion.worked_on(GENERATE, rank, [samples[p][0] for p in unit])
+            chunk[row]
+            for chunk in table.chunks
+            for row in routes.fusion.chunk_positions(GENERATE, rank, [samples[p][0] for p in chunk])
         }
         wanted = [call for call in (INFER, REWARD) if rank in routes.placements[call.name].layout]
-        assert early == {p for call in wanted for p in routes.worked_on(call, rank, table, None)}
+        assert early == {p for call in wanted for p in routes.positions(call, rank, table)}
 
 
 def test_work_is_hidden_until_generation_is_over_and_no_work_is_a_float_too() -> None:

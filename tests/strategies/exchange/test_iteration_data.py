@@ -1,4 +1,4 @@
-"""Whoever works on samples gets what it needs of them, once, and nobody gets anything else: any ranks, any layouts."""
+"""Exchange of samples between ranks: each rank gets what it needs, once, for any ranks and layouts."""
 
 from __future__ import annotations
 
@@ -129,33 +129,33 @@ def _estimate(samples: Samples) -> Samples:
     )
 
 
-def _hand_on(data: IterationData, made: Samples) -> None:
-    """Hand on samples in portions as an engine would, the even ones first; some portions stay empty."""
-    num_parts = data.routes.fusion.parts(GENERATE)
+def _send_chunks(data: IterationData, made: Samples) -> None:
+    """Send samples in chunks as an engine would, the even ones first; some chunks stay empty."""
+    num_chunks = data.routes.fusion.num_chunks_of(GENERATE)
     order = sorted(range(len(made)), key=lambda row: (int(made.ids[row]) % 4, row))
-    for part in range(num_parts - 1):
-        rows = order[part * len(order) // num_parts : (part + 1) * len(order) // num_parts]
+    for chunk in range(num_chunks - 1):
+        rows = order[chunk * len(order) // num_chunks : (chunk + 1) * len(order) // num_chunks]
         if rows:
             data.send_chunk(GENERATE, made.select(rows))
 
 
 def _infer(data: IterationData, call: ModelFunctionCall, layout: Layout, rank: int) -> None:
-    """Infer unit by unit where that is how samples come, else all at once."""
+    """Infer chunk by chunk if samples come in chunks, else all at once."""
     method, index = {INFER: _value, REWARD: _score}[call], layout.data_parallel_index(rank)
     if call.name in data.routes.fusion.sources:
         parts = []
-        for unit in data.units(GENERATE):
-            share = data.routes.fusion.unit_shares(call, unit.lengths)[index]
-            parts += [unit.rows.at(micro.positions) for micro in share if micro.counts]
-        data.publish_columns(call, method(Samples.concatenate(parts)) if parts else None)
+        for chunk in data.chunks(GENERATE):
+            share = data.routes.fusion.chunk_shares(call, chunk.lengths)[index]
+            parts += [chunk.rows.select(micro.positions) for micro in share if micro.counts]
+        data.record(call, method(Samples.concatenate(parts)) if parts else None)
         return
     place = data.routes.micro_batches(call, data.table(call))[index]
     counted = sorted({position for micro in place if micro.counts for position in micro.positions})
-    data.publish_columns(call, method(data.chosen(call).at(counted)) if counted else None)
+    data.record(call, method(data.rows(call).select(counted)) if counted else None)
 
 
 def _walk(
-    rank: int, world_size: int, layouts: dict[str, Layout], num_prompts: int, post: Post, num_parts: int = 1
+    rank: int, world_size: int, layouts: dict[str, Layout], num_prompts: int, post: Post, num_chunks: int = 1
 ) -> dict[str, Any]:
     """Do what a rank does in an iteration; return what it saw in every call."""
     options = TrainOptions(num_epochs=2, num_minibatches=2)
@@ -164,7 +164,7 @@ def _walk(
         for name, layout in layouts.items()
     }
     mailbox = cast(Mailbox, ThreadMailbox(rank, world_size, post))
-    data = IterationData(_batch(num_prompts), Routes(CALLS, places, world_size, num_parts), mailbox, rank=rank, run=1)
+    data = IterationData(_batch(num_prompts), Routes(CALLS, places, world_size, num_chunks), mailbox, rank=rank, run=1)
     seen: dict[str, Any] = {}
     for call in data.routes.calls:
         is_fused = call.name in data.routes.fusion.sources
@@ -178,17 +178,17 @@ def _walk(
                 else _roll_out(data.table(call).known.select([]) if rows is None else rows)
             )
             if made is not None and layouts[call.name].coordinate(rank).tp == 0:
-                _hand_on(data, made)
-            data.publish_samples(call, made)
+                _send_chunks(data, made)
+            data.record(call, made)
         elif call.kind == "infer":
             if rank in layouts[call.name] and (is_fused or rows is not None):
                 _infer(data, call, layouts[call.name], rank)
         elif call.kind == "compute" and rows is not None:
-            data.publish_columns(call, _judge(rows) if call is JUDGE else _estimate(rows))
+            data.record(call, _judge(rows) if call is JUDGE else _estimate(rows))
         if call is ESTIMATE:
-            data.facts |= {"seconds": float(rank)}
-            data.send_notes()
-    seen["facts"] = data.receive_notes()
+            data.report.metrics |= {"seconds": float(rank)}
+            data.send_report()
+    seen["metrics"] = data.receive_report().metrics
     seen["known"] = data.known()
     seen["unread"] = [name for name in post.frames if name[0] == rank and name[1] != FrameKind.CALL_METRICS]
     return seen
@@ -216,11 +216,11 @@ def _cases(draw: st.DrawFn) -> tuple[int, dict[str, Layout], int, int]:
 @settings(max_examples=60, deadline=None)
 @given(_cases())
 def test_every_rank_sees_what_it_works_on_and_gets_it_once(case: tuple[int, dict[str, Layout], int, int]) -> None:
-    world_size, layouts, num_prompts, num_parts = case
+    world_size, layouts, num_prompts, num_chunks = case
     post = Post()
     with ThreadPoolExecutor(world_size) as ranks:
         walks = [
-            ranks.submit(_walk, rank, world_size, layouts, num_prompts, post, num_parts) for rank in range(world_size)
+            ranks.submit(_walk, rank, world_size, layouts, num_prompts, post, num_chunks) for rank in range(world_size)
         ]
         everyone = [walk.result() for walk in walks]
 
@@ -252,7 +252,7 @@ def test_every_rank_sees_what_it_works_on_and_gets_it_once(case: tuple[int, dict
         known = seen["known"]
         assert torch.equal(known.tensor("extra"), judged.tensor("extra"))
         assert torch.equal(known.ragged("advantages").lengths, values.ragged("values").lengths)
-        assert seen["facts"] == {"seconds": float(world_size - 1)}
+        assert seen["metrics"] == {"seconds": float(world_size - 1)}
     assert max(post.rows.values(), default=1) == 1, "a datum was sent twice"
     assert not post.frames, f"sent and never received: {list(post.frames)}"
 

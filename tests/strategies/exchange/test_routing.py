@@ -1,4 +1,4 @@
-"""Which calls wait for the next iteration where generation runs ahead, and on which ranks do they compute then?"""
+"""Calls that wait for the next iteration if generation runs ahead, and the ranks that compute them."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ MADE_BY = [(0,), (0,), (1,), (1,)]
 
 def ahead(*calls: object) -> Routes:
     """Return the same routes with generation an iteration ahead."""
-    return replace(_routes({}, num_parts=1), calls=calls or CALLS, generates_ahead=True)
+    return replace(_routes({}, num_chunks=1), calls=calls or CALLS, generates_ahead=True)
 
 
 def test_what_generating_ranks_can_judge_by_themselves_does_not_wait() -> None:
-    assert ahead().at_once() == (GENERATE, JUDGE)
-    assert ahead().later() == tuple(call for call in CALLS if call not in (GENERATE, JUDGE))
-    on_time = _routes({}, num_parts=1)
-    assert (on_time.at_once(), on_time.later()) == (tuple(CALLS), ())
+    assert ahead().calls_at_once() == (GENERATE, JUDGE)
+    assert ahead().calls_later() == tuple(call for call in CALLS if call not in (GENERATE, JUDGE))
+    on_time = _routes({}, num_chunks=1)
+    assert (on_time.calls_at_once(), on_time.calls_later()) == (tuple(CALLS), ())
 
 
 def test_a_computation_over_the_whole_batch_waits() -> None:
     whole = replace(JUDGE, whole_batch=True)
-    assert ahead(*(whole if call is JUDGE else call for call in CALLS)).at_once() == (GENERATE,)
+    assert ahead(*(whole if call is JUDGE else call for call in CALLS)).calls_at_once() == (GENERATE,)
 
 
 def test_what_waits_is_computed_by_the_ranks_that_use_it() -> None:
-    table = _table([1, 2, 3, 4], [0, 0, 1, 1], 2)
-    assert ESTIMATE in ahead().later()
-    assert ahead().computed(JUDGE, table, MADE_BY).keys() == {0, 1}  # where it was made
+    table = _table([1, 2, 3, 4], [0, 0, 1, 1], 2, MADE_BY)
+    assert ESTIMATE in ahead().calls_later()
+    assert ahead().computed(JUDGE, table).keys() == {0, 1}  # where it was made
+    elsewhere = _table([1, 2, 3, 4], [0, 0, 1, 1], 2, [(1,)] * 4)
     estimate = replace(ESTIMATE, whole_batch=False)
     routes = ahead(*(estimate if call is ESTIMATE else call for call in CALLS))
-    assert routes.computed(estimate, table, [(1,)] * 4) == {0: (0, 1, 2, 3)}  # the actor learns on rank 0
-    assert _routes({}, num_parts=1).computed(estimate, table, [(1,)] * 4) == {1: (0, 1, 2, 3)}
+    assert routes.computed(estimate, elsewhere) == {0: (0, 1, 2, 3)}  # the actor learns on rank 0
+    assert _routes({}, num_chunks=1).computed(estimate, elsewhere) == {1: (0, 1, 2, 3)}

@@ -1,4 +1,4 @@
-"""What stays together, what is learnt from and what losses divide by, from what every rank knows."""
+"""Groups, trained positions and totals of a sample table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def table(**columns: torch.Tensor) -> SampleTable:
     """Return six samples with responses of 1 to 6 tokens."""
     rows = [[7] * length for length in range(1, 7)]
     known = {"prompt_ids": Ragged.from_list([[1]] * 6), "response_ids": Ragged.from_list(rows), **columns}
-    return SampleTable(Samples(torch.arange(6) + 10, known), is_batch=True)
+    return SampleTable(Samples(torch.arange(6) + 10, known))
 
 
 def routes(group_size: int, **options: int) -> Routes:
@@ -45,7 +45,7 @@ def test_samples_that_are_not_trained_are_no_part_of_training() -> None:
 
 def test_computations_get_whole_groups() -> None:
     for group_size in (2, 3):
-        shares = routes(group_size).computed(COMPUTE, table(), None)
+        shares = routes(group_size).computed(COMPUTE, table())
         assert sorted(position for rows in shares.values() for position in rows) == list(range(6))
         for rows in shares.values():
             assert all(rows[i] + place in rows for i in range(0, len(rows), group_size) for place in range(group_size))

@@ -22,7 +22,8 @@ from lightning_realloc.generation.rebalance.balance import Choice
 from lightning_realloc.generation.rebalance.load import MoveCost, RankLoad, SampleMove
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.strategies.calls.early_work import EarlyResults, TokenPace
+from lightning_realloc.strategies.calls.early_inference import EarlyInference
+from lightning_realloc.strategies.calls.infer_call import TokenPace
 from lightning_realloc.strategies.exchange.call_placement import CallPlacement
 from lightning_realloc.strategies.exchange.routing import Routes
 from lightning_realloc.strategies.exchange.sample_table import SampleTable
@@ -83,7 +84,7 @@ def test_every_sample_is_worked_on_once_and_what_was_done_early_where_it_was_don
         early[rank] = [tuple(rows[at : at + pack_size]) for at in range(0, len(rows), pack_size)]
     responses = Ragged(torch.zeros(sum(lengths), 0), torch.tensor(lengths))
     known = Samples(torch.arange(len(lengths)), {"response_ids": responses})
-    table = SampleTable(known, is_batch=False, early={"critic.infer": early})
+    table = SampleTable(known, early={"critic.infer": early})
     layouts = {**TOGETHER, "critic.infer": "dp2@1,0", "critic.train": "dp2@0-1"}
     places = {
         name: CallPlacement(layout=Layout.parse(text), micro_batch_tokens=20, train_options=TrainOptions())
@@ -99,8 +100,8 @@ def test_every_sample_is_worked_on_once_and_what_was_done_early_where_it_was_don
 def test_the_latest_pace_counts_most() -> None:
     pace = TokenPace()
     assert pace.seconds("critic.infer", 100) == 0.0
-    pace.take("critic.infer", num_tokens=10, seconds=1.0)
-    pace.take("critic.infer", num_tokens=10, seconds=2.0)
+    pace.record("critic.infer", num_tokens=10, seconds=1.0)
+    pace.record("critic.infer", num_tokens=10, seconds=2.0)
     assert pace.seconds("critic.infer", 100) == pytest.approx(15.0)
 
 
@@ -128,7 +129,7 @@ def free_the_last(loads: Sequence[RankLoad], cost: MoveCost, **_: Any) -> Choice
     return Choice("consolidate", moves, (last.rank,), 0.0)
 
 
-def train_with(num_parts: int) -> tuple[Outcome, list[dict[str, float]], list[float]]:
+def train_with(num_chunks: int) -> tuple[Outcome, list[dict[str, float]], list[float]]:
     """Train PPO on this rank, with what its last rank is freed for as soon as anything is known of it."""
     early = Early()
     module = runs.ppo(
@@ -136,7 +137,7 @@ def train_with(num_parts: int) -> tuple[Outcome, list[dict[str, float]], list[fl
     )
     with moving(every=1, choose=free_the_last):
         outcome = runs.train(
-            module, ReallocStrategy(PPO_PLAN, generation_parts=num_parts), runs.world_size(), Batches(2),
+            module, ReallocStrategy(PPO_PLAN, generation_chunks=num_chunks), runs.world_size(), Batches(2),
             callbacks=[early],
         )  # fmt: skip
     return outcome, early.hidden, early.freed
@@ -164,9 +165,9 @@ def fail_early() -> str:
     try:
         with (
             moving(every=1, choose=free_the_last),
-            mock.patch.object(EarlyResults, "_pass", fail),
+            mock.patch.object(EarlyInference, "_run_pass", fail),
         ):
-            runs.train(module, ReallocStrategy(PPO_PLAN, generation_parts=2), runs.world_size(), Batches(2))
+            runs.train(module, ReallocStrategy(PPO_PLAN, generation_chunks=2), runs.world_size(), Batches(2))
     except Exception as error:
         return str(error)
     return ""

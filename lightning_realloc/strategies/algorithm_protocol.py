@@ -1,0 +1,55 @@
+"""Protocol of an algorithm whose calls can be run: its settings, besides the methods that its calls name."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from lightning_realloc.batch.training import TrainOptions
+from lightning_realloc.generation import Speculation
+
+
+class RunnableAlgorithm(Protocol):
+    """An algorithm as the call runner sees it; `MultiModelModule` is one."""
+
+    @property
+    def group_size(self) -> int:
+        """Samples next to each other that stay together."""
+
+    @property
+    def share_prompts(self) -> bool:
+        """Whether a pack may hold a prompt once for several samples."""
+
+    @property
+    def totals_of(self) -> tuple[str, ...]:
+        """Columns whose sums over a mini-batch the losses divide by."""
+
+    @property
+    def dropout(self) -> bool:
+        """Whether dropout is active in training."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of dropout and of the order of mini-batches, the same on every rank."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer that engines read special tokens from."""
+
+    @property
+    def engine(self) -> str:
+        """Name of the generation engine: ``"native"`` or ``"hf"``."""
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """Settings of speculative decoding; None: one token at a time."""
+
+    @property
+    def max_cache_bytes(self) -> int | None:
+        """Most bytes of keys and values per rank; None: as many as the longest samples take."""
+
+    @property
+    def sample_reallocation(self) -> bool:
+        """Whether samples may move between data-parallel ranks while they are generated."""
+
+    def train_options_of(self, role: str) -> TrainOptions:
+        """Return how a role goes through its samples."""
