@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,8 @@ from lightning_realloc.algorithms.base.calls import train
 from lightning_realloc.algorithms.base.role import ModelSource
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
-from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, check_group
-from lightning_realloc.algorithms.settings import check_choice
+from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, RewardedSettings, check_group
+from lightning_realloc.algorithms.settings import Unpack, check_choice
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
@@ -45,7 +45,7 @@ class BestOfN(RewardedModule):
         keep: int = 1,
         min_reward: float | None = None,
         loss_average: LossAverage = "token",
-        **settings: Any,
+        **settings: Unpack[RewardedSettings],
     ) -> None:
         super().__init__(actor, reward, sampling=sampling or SamplingParams(n=8), **settings)
         check_group(self.sampling.n)

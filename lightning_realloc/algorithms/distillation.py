@@ -22,8 +22,8 @@ from lightning_realloc.algorithms.base.vocabulary import require_same_vocabulary
 from lightning_realloc.algorithms.losses.functional import kept_tokens, masked_sum, sequence_sums
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
 from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss
-from lightning_realloc.algorithms.rollout.policy import PolicyModule
-from lightning_realloc.algorithms.settings import check_choice, check_minibatches
+from lightning_realloc.algorithms.rollout.policy import PolicyModule, PolicySettings
+from lightning_realloc.algorithms.settings import Unpack, check_choice, check_minibatches
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
@@ -78,7 +78,7 @@ class OnPolicyDistillation(PolicyModule):
         clip_low: float = 0.2,
         clip_high: float = 0.2,
         loss_average: LossAverage = "token",
-        **settings: Any,
+        **settings: Unpack[PolicySettings],
     ) -> None:
         super().__init__(sampling=sampling or SamplingParams(), **settings)
         check_choice("divergence", divergence, get_args(DistillationDivergence))

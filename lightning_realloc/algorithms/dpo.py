@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from lightning_realloc.algorithms.base.pairs import (
     pair_sums,
     sides,
 )
-from lightning_realloc.algorithms.base.referenced import ReferencedModule
+from lightning_realloc.algorithms.base.referenced import ReferencedModule, ReferencedSettings
 from lightning_realloc.algorithms.base.role import ModelSource
 from lightning_realloc.algorithms.losses.functional import sequence_sums
 from lightning_realloc.algorithms.losses.pair_metrics import calibration_error
@@ -37,6 +37,7 @@ from lightning_realloc.algorithms.losses.preference_losses import (
     rank_matches,
 )
 from lightning_realloc.algorithms.settings import (
+    Unpack,
     check_choice,
     check_not_negative,
     check_positive,
@@ -94,7 +95,7 @@ class DPO(ReferencedModule, PairwiseModule):
         discopop_tau: float = 0.05,
         tail_weight: float = 1.0,
         weighting: Weighting | None = None,
-        **settings: Any,
+        **settings: Unpack[ReferencedSettings],
     ) -> None:
         super().__init__(actor, **settings)
         self.losses = _weighted(loss, loss_weights)

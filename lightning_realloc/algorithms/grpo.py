@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from lightning_realloc.algorithms.base.role import ModelSource
-from lightning_realloc.algorithms.losses.functional import group_advantages
-from lightning_realloc.algorithms.rollout.policy_gradient import PolicyGradient
+from lightning_realloc.algorithms.losses.functional import KLEstimator, group_advantages
+from lightning_realloc.algorithms.losses.loss_reduction import LossAverage
+from lightning_realloc.algorithms.losses.policy_losses import RatioLevel
+from lightning_realloc.algorithms.rollout.policy_gradient import KLPlace, PolicyGradient, PolicyGradientSettings
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.rollout.rewarded import check_group
+from lightning_realloc.algorithms.settings import Unpack
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.generation import SamplingParams
 
@@ -24,11 +25,17 @@ class GRPO(PolicyGradient):
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
         sampling: Of the rollout; ``n`` is the group size.
-        evaluation_sampling: Of ``validate`` and ``test``; by default one greedy response per prompt.
         normalize_by_std: Divide advantages by the group's standard deviation.
-        settings: Of :class:`PolicyGradient`: divergence, ratios, loss; of :class:`RewardedModule`: reward weights,
-            reference, tokenizer; of :class:`PolicyModule`: environment, conversation, rollout
-            budget; of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+        kl_coef: Weight of the divergence from the reference; 0 leaves the reference out altogether.
+        kl_estimator: k1, k2 or k3, in the loss.
+        kl_place: ``"loss"`` adds the divergence to every token's loss; ``"reward"`` subtracts it (k1) from rewards.
+        ratio_level: Probability ratios of a ``"token"``, of a ``"sequence"`` (geometric mean over its tokens), or the
+            ``"product"`` over them.
+        loss_average: ``"sequence"`` averages over each response's tokens, then over responses; ``"token"`` over all
+            tokens. ``"constant"`` divides responses' sums by ``sampling.max_new_tokens``; ``"sum"`` leaves the sums.
+        settings: Settings of :class:`PolicyGradient` (ratios, loss), :class:`RewardedModule` (reward weights,
+            reference, tokenizer), :class:`PolicyModule` (evaluation, environment, conversation, rollout budget) and
+            :class:`MultiModelModule` (learning rate, optimizer, schedule, training options, seed).
     """
 
     learns_whole_groups = True
@@ -39,12 +46,18 @@ class GRPO(PolicyGradient):
         reward: RewardSource,
         *,
         sampling: SamplingParams | None = None,
-        evaluation_sampling: SamplingParams | None = None,
         normalize_by_std: bool = True,
-        **settings: Any,
+        kl_coef: float = 0.04,
+        kl_estimator: KLEstimator = "k3",
+        kl_place: KLPlace = "loss",
+        ratio_level: RatioLevel = "token",
+        loss_average: LossAverage = "sequence",
+        **settings: Unpack[PolicyGradientSettings],
     ) -> None:
-        sampling = sampling or SamplingParams(n=8)
-        super().__init__(actor, reward, sampling=sampling, evaluation_sampling=evaluation_sampling, **settings)
+        super().__init__(
+            actor, reward, sampling=sampling or SamplingParams(n=8), kl_coef=kl_coef, kl_estimator=kl_estimator,
+            kl_place=kl_place, ratio_level=ratio_level, loss_average=loss_average, **settings,
+        )  # fmt: skip
         check_group(self.sampling.n)
         self.normalize_by_std = normalize_by_std
 

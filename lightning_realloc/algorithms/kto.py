@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import compute, train
-from lightning_realloc.algorithms.base.referenced import ReferencedModule
+from lightning_realloc.algorithms.base.referenced import ReferencedModule, ReferencedSettings
 from lightning_realloc.algorithms.base.role import ModelSource
 from lightning_realloc.algorithms.losses.functional import sequence_sums
 from lightning_realloc.algorithms.losses.pair_metrics import ranking_metrics
 from lightning_realloc.algorithms.losses.preference_losses import kto_loss
 from lightning_realloc.algorithms.settings import (
+    Unpack,
     check_choice,
     check_minibatches,
     check_not_negative,
@@ -63,7 +64,7 @@ class KTO(ReferencedModule):
         beta: float = 0.1,
         desirable_weight: float = 1.0,
         undesirable_weight: float = 1.0,
-        **settings: Any,
+        **settings: Unpack[ReferencedSettings],
     ) -> None:
         super().__init__(actor, **settings)
         check_choice("loss", loss, get_args(KTOLoss))

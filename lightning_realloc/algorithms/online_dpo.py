@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,8 @@ from lightning_realloc.algorithms.losses.preference_losses import (
     pair_loss,
 )
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
-from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, check_group
-from lightning_realloc.algorithms.settings import check_choice, check_positive
+from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, RewardedSettings, check_group
+from lightning_realloc.algorithms.settings import Unpack, check_choice, check_positive
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Loss, Totals
@@ -58,7 +58,7 @@ class OnlineDPO(RewardedModule):
         loss: PairLossName = "sigmoid",
         beta: float = 0.1,
         label_smoothing: float = 0.0,
-        **settings: Any,
+        **settings: Unpack[RewardedSettings],
     ) -> None:
         super().__init__(actor, reward, sampling=sampling or SamplingParams(n=2), **settings)
         check_group(self.sampling.n)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.calls import compute, infer, train
+from lightning_realloc.algorithms.base.module import ModuleSettings
 from lightning_realloc.algorithms.base.pairs import (
     PairwiseModule,
     both_sides,
@@ -20,7 +20,7 @@ from lightning_realloc.algorithms.base.pairs import (
 )
 from lightning_realloc.algorithms.base.role import ModelSource, Role
 from lightning_realloc.algorithms.losses.preference_losses import odds_ratio_loss
-from lightning_realloc.algorithms.settings import check_not_negative
+from lightning_realloc.algorithms.settings import Unpack, check_not_negative
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
@@ -48,7 +48,7 @@ class ORPO(PairwiseModule):
         *,
         tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
         beta: float = 0.1,
-        **settings: Any,
+        **settings: Unpack[ModuleSettings],
     ) -> None:
         super().__init__(**settings)
         check_not_negative(beta=beta)

@@ -34,7 +34,7 @@ from lightning_realloc.algorithms.losses.functional import (
     masked_sum,
 )
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
-from lightning_realloc.algorithms.rollout.policy import PolicyModule
+from lightning_realloc.algorithms.rollout.policy import PolicyModule, PolicySettings
 from lightning_realloc.algorithms.rollout.reward_sources import (
     RewardSource,
     RewardSources,
@@ -45,6 +45,7 @@ from lightning_realloc.algorithms.rollout.reward_sources import (
 )
 from lightning_realloc.algorithms.rollout.token_advantages import TokenAdvantages
 from lightning_realloc.algorithms.settings import (
+    Unpack,
     check_choice,
     check_minibatches,
     check_not_negative,
@@ -80,7 +81,6 @@ class PPO(PolicyModule):
         missing_eos_penalty: What the score of a response that is cut off at the most tokens is lowered by, while
             training; None: nothing.
         sampling: Of the rollout.
-        evaluation_sampling: Of ``validate`` and ``test``; by default one greedy response per prompt.
         kl_coef: Weight of the divergence from the reference; 0 leaves the reference out altogether.
         kl_place: ``"reward"`` takes it (k1) from each token's reward, ``"loss"`` adds it to the actor's loss.
         kl_estimator: k1, k2 or k3, in the loss.
@@ -120,7 +120,6 @@ class PPO(PolicyModule):
         reward_tokenizer: RewardTokenizer = "actor",
         missing_eos_penalty: float | None = None,
         sampling: SamplingParams | None = None,
-        evaluation_sampling: SamplingParams | None = None,
         kl_coef: float = 0.05,
         kl_place: KLPlace = "reward",
         kl_estimator: KLEstimator = "k3",
@@ -140,10 +139,10 @@ class PPO(PolicyModule):
         critic_warmup: int = 0,
         critic_learning_rate: float | None = None,
         critic_train_options: TrainOptions | None = None,
-        **settings: Any,
+        **settings: Unpack[PolicySettings],
     ) -> None:
-        settings["optimizers"] = with_learning_rate(settings.get("optimizers"), "critic", critic_learning_rate)
-        super().__init__(sampling=sampling or SamplingParams(), evaluation_sampling=evaluation_sampling, **settings)
+        super().__init__(sampling=sampling or SamplingParams(), **settings)
+        self.role_optimizers = with_learning_rate(self.role_optimizers, "critic", critic_learning_rate)
         if self.sampling.temperature == 0:
             raise ConfigError("sampling.temperature=0 explores nothing: no token is drawn; set it above 0")
         check_choice("kl_estimator", kl_estimator, get_args(KLEstimator))

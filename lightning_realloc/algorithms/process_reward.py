@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.calls import compute, infer, train
-from lightning_realloc.algorithms.base.module import MultiModelModule
+from lightning_realloc.algorithms.base.module import ModuleSettings, MultiModelModule
 from lightning_realloc.algorithms.base.role import ModelSource, Role
 from lightning_realloc.algorithms.losses.functional import sequence_sums
 from lightning_realloc.algorithms.losses.preference_losses import step_loss
-from lightning_realloc.algorithms.settings import check_minibatches
+from lightning_realloc.algorithms.settings import Unpack, check_minibatches
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
@@ -48,7 +47,7 @@ class ProcessReward(MultiModelModule):
         reward: ModelSource,
         *,
         tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
-        **settings: Any,
+        **settings: Unpack[ModuleSettings],
     ) -> None:
         super().__init__(**settings)
         self.tokenizer = tokenizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -18,10 +18,11 @@ from lightning_realloc.algorithms.losses.functional import (
     whiten,
 )
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage
-from lightning_realloc.algorithms.rollout.policy_gradient import KLPlace, PolicyGradient
+from lightning_realloc.algorithms.losses.policy_losses import RatioLevel
+from lightning_realloc.algorithms.rollout.policy_gradient import KLPlace, PolicyGradient, PolicyGradientSettings
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.rollout.rewarded import check_group
-from lightning_realloc.algorithms.settings import check_choice, check_share
+from lightning_realloc.algorithms.settings import Unpack, check_choice, check_share
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.generation import SamplingParams
 
@@ -44,7 +45,10 @@ class ReinforcePlusPlus(PolicyGradient):
         kl_place: ``"reward"`` takes the divergence from the reward of every token, ``"loss"`` adds it there; by default
             the first with ``baseline="batch"`` and the second with ``"group"``.
         kl_estimator: k1, k2 or k3, in the loss.
-        loss_average: As in :class:`PolicyGradient`.
+        loss_average: ``"sequence"`` averages over each response's tokens, then over responses; ``"token"`` over all
+            tokens. ``"constant"`` divides responses' sums by ``sampling.max_new_tokens``; ``"sum"`` leaves the sums.
+        ratio_level: Probability ratios of a ``"token"``, of a ``"sequence"`` (geometric mean over its tokens), or the
+            ``"product"`` over them.
         settings: Of :class:`PolicyGradient` and its bases; see :class:`GRPO`.
     """
 
@@ -60,13 +64,15 @@ class ReinforcePlusPlus(PolicyGradient):
         kl_place: KLPlace | None = None,
         kl_estimator: KLEstimator = "k2",
         loss_average: LossAverage = "token",
-        **settings: Any,
+        ratio_level: RatioLevel = "token",
+        **settings: Unpack[PolicyGradientSettings],
     ) -> None:
         check_choice("baseline", baseline, get_args(Baseline))
         place: KLPlace = "reward" if baseline == "batch" else "loss"
         super().__init__(
             actor, reward, sampling=sampling or SamplingParams(n=1 if baseline == "batch" else 8), kl_coef=kl_coef,
-            kl_place=kl_place or place, kl_estimator=kl_estimator, loss_average=loss_average, **settings,
+            kl_place=kl_place or place, kl_estimator=kl_estimator, loss_average=loss_average,
+            ratio_level=ratio_level, **settings,
         )  # fmt: skip
         check_share(discount=discount)
         self.baseline = baseline

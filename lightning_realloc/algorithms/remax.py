@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +12,12 @@ from lightning_realloc.algorithms.base.calls import compute
 from lightning_realloc.algorithms.base.missing_rewards import estimate_scored
 from lightning_realloc.algorithms.base.role import ModelSource
 from lightning_realloc.algorithms.base.rollout_columns import model_mask
-from lightning_realloc.algorithms.losses.functional import spread_tokens
+from lightning_realloc.algorithms.losses.functional import KLEstimator, spread_tokens
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage
-from lightning_realloc.algorithms.rollout.policy_gradient import KLPlace, PolicyGradient
+from lightning_realloc.algorithms.losses.policy_losses import RatioLevel
+from lightning_realloc.algorithms.rollout.policy_gradient import KLPlace, PolicyGradient, PolicyGradientSettings
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
+from lightning_realloc.algorithms.settings import Unpack
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
@@ -36,6 +37,9 @@ class ReMax(PolicyGradient):
         kl_coef: Weight of the divergence from the reference; 0 leaves the reference out altogether.
         kl_place: ``"reward"`` takes from the reward of every token the divergence of that token and of those behind it,
             ``"loss"`` adds it there.
+        kl_estimator: k1, k2 or k3, in the loss.
+        ratio_level: Probability ratios of a ``"token"``, of a ``"sequence"`` (geometric mean over its tokens), or the
+            ``"product"`` over them.
         loss_average: As in :class:`PolicyGradient`. The authors' code means all tokens, too: what is not compared with
             a baseline, as the divergence, would tell the policy about lengths if each response had its own divisor.
         settings: Of :class:`PolicyGradient` and its bases; see :class:`GRPO`.
@@ -49,12 +53,14 @@ class ReMax(PolicyGradient):
         sampling: SamplingParams | None = None,
         kl_coef: float = 0.05,
         kl_place: KLPlace = "reward",
+        kl_estimator: KLEstimator = "k3",
+        ratio_level: RatioLevel = "token",
         loss_average: LossAverage = "token",
-        **settings: Any,
+        **settings: Unpack[PolicyGradientSettings],
     ) -> None:
         super().__init__(
             actor, reward, sampling=sampling or SamplingParams(), kl_coef=kl_coef, kl_place=kl_place,
-            loss_average=loss_average, **settings,
+            kl_estimator=kl_estimator, ratio_level=ratio_level, loss_average=loss_average, **settings,
         )  # fmt: skip
         if self._refill is not None:
             raise ConfigError("dynamic_sampling compares responses of a group, and ReMax each with the greedy one")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.calls import compute, infer, train
+from lightning_realloc.algorithms.base.module import ModuleSettings
 from lightning_realloc.algorithms.base.pairs import PairwiseModule, both_sides, pair_metrics, sides
 from lightning_realloc.algorithms.base.role import ModelSource, Role
 from lightning_realloc.algorithms.losses.pair_metrics import calibration_error, ranking_metrics
 from lightning_realloc.algorithms.losses.preference_losses import bradley_terry_loss
-from lightning_realloc.algorithms.settings import check_not_negative
+from lightning_realloc.algorithms.settings import Unpack, check_not_negative
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
@@ -46,7 +46,7 @@ class RewardModel(PairwiseModule):
         *,
         tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
         centre_coef: float = 0.0,
-        **settings: Any,
+        **settings: Unpack[ModuleSettings],
     ) -> None:
         super().__init__(**settings)
         check_not_negative(centre_coef=centre_coef)

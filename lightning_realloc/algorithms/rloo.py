@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from lightning_realloc.algorithms.base.role import ModelSource
-from lightning_realloc.algorithms.losses.functional import leave_one_out_advantages
+from lightning_realloc.algorithms.losses.functional import KLEstimator, leave_one_out_advantages
+from lightning_realloc.algorithms.losses.loss_reduction import LossAverage
 from lightning_realloc.algorithms.losses.policy_losses import RatioLevel
-from lightning_realloc.algorithms.rollout.policy_gradient import KLPlace, PolicyGradient
+from lightning_realloc.algorithms.rollout.policy_gradient import KLPlace, PolicyGradient, PolicyGradientSettings
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.rollout.rewarded import check_group
+from lightning_realloc.algorithms.settings import Unpack
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.generation import SamplingParams
 
@@ -27,7 +27,10 @@ class RLOO(PolicyGradient):
         sampling: Of the rollout; ``n`` is the group size.
         kl_coef: Weight of the divergence from the reference; 0 leaves the reference out altogether.
         kl_place: ``"reward"`` takes the divergence of the whole response from its reward, ``"loss"`` adds it there.
-        ratio_level: Whose probability ratios are of: by default the whole response's.
+        kl_estimator: k1, k2 or k3, in the loss.
+        ratio_level: Probability ratios of the whole response (``"product"``), of a ``"token"``, or of a ``"sequence"``.
+        loss_average: ``"sequence"`` averages over each response's tokens, then over responses; ``"token"`` over all
+            tokens. ``"constant"`` divides responses' sums by ``sampling.max_new_tokens``; ``"sum"`` leaves the sums.
         settings: Of :class:`PolicyGradient` and its bases; see :class:`GRPO`.
     """
 
@@ -41,12 +44,14 @@ class RLOO(PolicyGradient):
         sampling: SamplingParams | None = None,
         kl_coef: float = 0.05,
         kl_place: KLPlace = "reward",
+        kl_estimator: KLEstimator = "k3",
         ratio_level: RatioLevel = "product",
-        **settings: Any,
+        loss_average: LossAverage = "sequence",
+        **settings: Unpack[PolicyGradientSettings],
     ) -> None:
         super().__init__(
             actor, reward, sampling=sampling or SamplingParams(n=4), kl_coef=kl_coef, kl_place=kl_place,
-            ratio_level=ratio_level, **settings,
+            kl_estimator=kl_estimator, ratio_level=ratio_level, loss_average=loss_average, **settings,
         )  # fmt: skip
         check_group(self.sampling.n)
 

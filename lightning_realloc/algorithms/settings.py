@@ -1,19 +1,34 @@
-"""Is a setting one that can work? Asked when an algorithm is built, so that a mistake costs nothing."""
+"""Checks of settings, made when an algorithm is built, and how settings that are passed on are typed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from numbers import Real
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning_realloc.batch.training import TrainOptions, group_name
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Speculation
 from lightning_realloc.generation.core.sampling import is_of_kind
 
+if TYPE_CHECKING:
+    from typing import Unpack as Unpack
+else:
+
+    class Unpack:
+        """Type ``**settings`` for editors and type checkers only (PEP 692).
+
+        A TypedDict has no defaults. So at run time jsonargparse shall see plain ``**settings``, and read defaults and
+        documentation from the base class that takes them.
+        """
+
+        def __class_getitem__(cls, item: object) -> object:
+            return Any
+
+
 EngineName = Literal["native", "hf"]
-"""What generates: continuous batching, or the model's own ``generate``."""
+"""Generation engine: ``native`` is continuous batching, ``hf`` the model's own ``generate``."""
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:

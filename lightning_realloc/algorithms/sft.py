@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.calls import compute, infer, train
-from lightning_realloc.algorithms.base.module import MultiModelModule
+from lightning_realloc.algorithms.base.module import ModuleSettings, MultiModelModule
 from lightning_realloc.algorithms.base.role import ModelSource, Role
 from lightning_realloc.algorithms.base.rollout_columns import num_model_tokens
 from lightning_realloc.algorithms.losses.functional import cross_entropy, sequence_sums
+from lightning_realloc.algorithms.settings import Unpack
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
@@ -41,7 +41,7 @@ class SFT(MultiModelModule):
         actor: ModelSource,
         *,
         tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
-        **settings: Any,
+        **settings: Unpack[ModuleSettings],
     ) -> None:
         super().__init__(**settings)
         self.tokenizer = tokenizer

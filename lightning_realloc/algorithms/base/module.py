@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache, partial
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -40,6 +40,26 @@ from lightning_realloc.setting_hints import ALGORITHM_HINTS, SuggestsSettings
 
 _ADAPTERS_LEARN_FASTER = 10.0
 """Than whole weights, at their best. Source: Schulman et al., "LoRA without regret", 2025."""
+
+
+class ModuleSettings(TypedDict, total=False):
+    """Types of the settings that subclasses pass on to :class:`MultiModelModule`, which documents them."""
+
+    learning_rate: float | None
+    optimizer: OptimizerCallable | None
+    lr_scheduler: LRSchedulerCallable | None
+    weight_decay: float | None
+    no_decay: tuple[NoDecay, ...] | None
+    optimizers: Mapping[str, RoleOptimizer] | None
+    train_options: TrainOptions | None
+    engine: EngineName
+    speculation: Speculation | None
+    max_cache_bytes: int | None
+    sample_reallocation: bool
+    peft_config: Any
+    allow_missing: bool
+    liger_kernels: bool
+    seed: int | None
 
 
 class MultiModelModule(SuggestsSettings, EvaluatedModule):

@@ -7,14 +7,14 @@ every iteration: what it said is kept with the rows, and its weights go.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.calls import infer
-from lightning_realloc.algorithms.base.module import MultiModelModule
+from lightning_realloc.algorithms.base.module import ModuleSettings, MultiModelModule
 from lightning_realloc.algorithms.base.role import ModelSource, Role
+from lightning_realloc.algorithms.settings import Unpack
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.data.data_module import RowDataModule
@@ -23,6 +23,14 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
 _CALL, _COLUMN = "reference.infer", "ref_logprobs"
+
+
+class ReferencedSettings(ModuleSettings, total=False):
+    """Types of the settings that subclasses pass on to :class:`ReferencedModule`, which documents them."""
+
+    reference: ModelSource | None
+    tokenizer: PreTrainedTokenizerBase | str | Path | None
+    precompute_reference: bool
 
 
 class ReferencedModule(MultiModelModule):
@@ -47,7 +55,7 @@ class ReferencedModule(MultiModelModule):
         reference: ModelSource | None = None,
         tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
         precompute_reference: bool = False,
-        **settings: Any,
+        **settings: Unpack[ModuleSettings],
     ) -> None:
         super().__init__(**settings)
         self.precompute_reference = precompute_reference

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.accuracy import Accuracy
 from lightning_realloc.algorithms.base.calls import generate, infer
-from lightning_realloc.algorithms.base.module import MultiModelModule
+from lightning_realloc.algorithms.base.module import ModuleSettings, MultiModelModule
 from lightning_realloc.algorithms.base.rollout_columns import Dialogue, Informed, sample_responses
 from lightning_realloc.algorithms.rollout.environments import EnvironmentSource, import_environment, make_environment
 from lightning_realloc.algorithms.rollout.partial_rollouts import PartialRollout, PartialRollouts
-from lightning_realloc.algorithms.settings import check_kind
+from lightning_realloc.algorithms.settings import Unpack, check_kind
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Divided, Samples
 from lightning_realloc.errors import CheckpointError, ConfigError
@@ -24,6 +24,16 @@ from lightning_realloc.generation.core.model_config import penalties_of
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
 _CHECKPOINT_KEY = "carried_rollout"
+
+
+class PolicySettings(ModuleSettings, total=False):
+    """Types of the settings that subclasses pass on to :class:`PolicyModule`, which documents them."""
+
+    evaluation_sampling: SamplingParams | None
+    accuracy: Accuracy | None
+    environment: EnvironmentSource | None
+    conversation: Conversation | None
+    rollout_budget: RolloutBudget | None
 
 
 class PolicyModule(MultiModelModule):
@@ -59,7 +69,7 @@ class PolicyModule(MultiModelModule):
         environment: EnvironmentSource | None = None,
         conversation: Conversation | None = None,
         rollout_budget: RolloutBudget | None = None,
-        **settings: Any,
+        **settings: Unpack[ModuleSettings],
     ) -> None:
         super().__init__(**settings)
         check_kind(SamplingParams, sampling=sampling, evaluation_sampling=evaluation_sampling)

@@ -37,17 +37,37 @@ from lightning_realloc.algorithms.losses.proximal import (
 )
 from lightning_realloc.algorithms.rollout.dynamic_sampling import DynamicSampling, Refill
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
-from lightning_realloc.algorithms.rollout.rewarded import RewardedModule
-from lightning_realloc.algorithms.settings import check_choice, check_not_negative
+from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, RewardedSettings
+from lightning_realloc.algorithms.settings import Unpack, check_choice, check_not_negative
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation import SamplingParams
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
 KLPlace = Literal["loss", "reward"]
 _CHECKPOINT_KEY = "dynamic_sampling"
+
+
+class PolicyGradientSettings(RewardedSettings, total=False):
+    """Types of the settings that subclasses pass on to :class:`PolicyGradient`, which documents them.
+
+    Left out are those whose defaults differ between algorithms, so that each of these declares them.
+    """
+
+    loss: PolicyLossName
+    clip_low: float
+    clip_high: float
+    clip_most: float | None
+    sapo_temperatures: tuple[float, float]
+    vespo_shapes: tuple[float, float, float, float]
+    ratio_to: RatioTo
+    engine_correction: EngineCorrection | None
+    entropy_coef: float
+    learn_truncated: bool
+    dynamic_sampling: DynamicSampling | None
 
 
 class PolicyGradient(RewardedModule):
@@ -88,6 +108,7 @@ class PolicyGradient(RewardedModule):
         actor: ModelSource,
         reward: RewardSource,
         *,
+        sampling: SamplingParams,
         kl_coef: float = 0.04,
         kl_estimator: KLEstimator = "k3",
         kl_place: KLPlace = "loss",
@@ -104,9 +125,9 @@ class PolicyGradient(RewardedModule):
         entropy_coef: float = 0.0,
         learn_truncated: bool = True,
         dynamic_sampling: DynamicSampling | None = None,
-        **settings: Any,
+        **settings: Unpack[RewardedSettings],
     ) -> None:
-        super().__init__(actor, reward, **settings)
+        super().__init__(actor, reward, sampling=sampling, **settings)
         check_choice("kl_estimator", kl_estimator, get_args(KLEstimator))
         check_choice("kl_place", kl_place, get_args(KLPlace))
         check_choice("loss_average", loss_average, get_args(LossAverage))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_realloc.algorithms.base.calls import compute, infer
 from lightning_realloc.algorithms.base.role import ModelSource, Role
 from lightning_realloc.algorithms.base.rollout_columns import response_summary, reward_columns, reward_summary
-from lightning_realloc.algorithms.rollout.policy import PolicyModule
+from lightning_realloc.algorithms.rollout.policy import PolicyModule, PolicySettings
 from lightning_realloc.algorithms.rollout.reward_sources import (
     RewardSource,
     RewardSources,
@@ -27,11 +26,22 @@ from lightning_realloc.algorithms.rollout.reward_sources import (
     less_for_cut_off,
     with_further,
 )
-from lightning_realloc.algorithms.settings import check_minibatches, check_positive
+from lightning_realloc.algorithms.settings import Unpack, check_minibatches, check_positive
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation import SamplingParams
+
+
+class RewardedSettings(PolicySettings, total=False):
+    """Types of the settings that subclasses pass on to :class:`RewardedModule`, which documents them."""
+
+    reward_weights: Sequence[float] | None
+    reward_tokenizer: RewardTokenizer
+    missing_eos_penalty: float | None
+    reference: ModelSource | None
+    tokenizer: PreTrainedTokenizerBase | str | Path | None
 
 
 class RewardedModule(PolicyModule):
@@ -64,14 +74,15 @@ class RewardedModule(PolicyModule):
         actor: ModelSource,
         reward: RewardSource,
         *,
+        sampling: SamplingParams,
         reward_weights: Sequence[float] | None = None,
         reward_tokenizer: RewardTokenizer = "actor",
         missing_eos_penalty: float | None = None,
         reference: ModelSource | None = None,
         tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
-        **settings: Any,
+        **settings: Unpack[PolicySettings],
     ) -> None:
-        super().__init__(**settings)
+        super().__init__(sampling=sampling, **settings)
         if self.sampling.temperature == 0:
             raise ConfigError(
                 "sampling.temperature=0 gives every response of a group the same tokens, and explores nothing; set it "
