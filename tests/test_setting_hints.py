@@ -1,7 +1,9 @@
-"""Do names that other libraries use lead to ours, and never hide a setting that exists?"""
+"""Unknown settings: names of other libraries lead to ours, and never hide a setting that exists."""
 
 import copy
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -131,6 +133,18 @@ def test_a_class_of_ones_own_may_take_such_a_name() -> None:
             super().__init__(*args, **settings)
 
     assert Mine("x", max_length=7).max_length == 7
+
+
+def test_tables_are_read_only_for_an_unknown_setting() -> None:
+    script = (
+        "from lightning_realloc import DPO, SamplingParams, setting_hints\n"
+        "SamplingParams(n=2); DPO('x', beta=0.3)\n"
+        "assert setting_hints._read_tables.cache_info().currsize == 0\n"
+        "try: SamplingParams(max_tokens=2)\n"
+        "except ValueError: pass\n"
+        "assert setting_hints._read_tables.cache_info().currsize == 1\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 def test_options_are_still_copied_and_pickled() -> None:
