@@ -45,7 +45,7 @@ class CautiousGRPO(GRPO):
             Role(name=name, source=self.sources[name], trained=False, task="sequence_classification")
             for name in ("helpful", "harmless")
         ]
-        return actor, replace(reference, follows="actor", follow_rate=0.05), *scorers
+        return actor, replace(reference, average_of="actor", average_rate=0.05), *scorers
 
     @infer("helpful", needs="rollout", produces="helpful_scores")
     def score_helpful(self, helpful, batch):

@@ -6,6 +6,7 @@ The tables of other libraries' names are package data, ``setting_hints.yaml``. I
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache, wraps
@@ -97,6 +98,44 @@ def suggest_settings(hints: Mapping[str, str]) -> Callable[[_Class], _Class]:
         return cls
 
     return decorate
+
+
+def rename_settings(**renamed: str) -> Callable[[_Class], _Class]:
+    """Decorate a class to accept old names of its settings for one release, with a DeprecationWarning.
+
+    Args:
+        renamed: Old name -> new name. Instances can be read by the old name, too.
+    """
+
+    def decorate(cls: _Class) -> _Class:
+        initialize = vars(cls)["__init__"]
+
+        @wraps(initialize)
+        def __init__(self: object, *args: Any, **settings: Any) -> None:
+            for old, new in renamed.items():
+                if old in settings:
+                    _warn_renamed(cls, old, new)
+                    settings[new] = settings.pop(old)
+            initialize(self, *args, **settings)
+
+        def read_as(old: str, new: str) -> property:
+            def read(self: object) -> Any:
+                _warn_renamed(cls, old, new)
+                return getattr(self, new)
+
+            return property(read)
+
+        cls.__init__ = __init__  # type: ignore[misc]
+        for old, new in renamed.items():
+            setattr(cls, old, read_as(old, new))
+        return cls
+
+    return decorate
+
+
+def _warn_renamed(cls: type, old: str, new: str) -> None:
+    message = f"{cls.__name__}({old}=) is now {cls.__name__}({new}=); the old name goes with the next release"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
 
 
 def _refuse_unknown(cls: type, settings: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""A role is one model of an algorithm: where its weights come from, what head it has, what of it is trained."""
+"""One model of an algorithm: source of its weights, head, trained parts."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from lightning_realloc.runtime.model.adapter_layers import (
 )
 from lightning_realloc.runtime.model.loaded_weights import record_untied_weights, unused_weights
 from lightning_realloc.runtime.model.structure import copy_model, copy_without_weights
+from lightning_realloc.setting_hints import rename_settings
 
 ModelSource = str | Path | PreTrainedConfig | nn.Module
 """A Hugging Face name or folder, a config (random weights), or a module that is already built."""
@@ -76,6 +77,7 @@ def _is_empty(module: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
 
 
+@rename_settings(follows="average_of", follow_rate="average_rate")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
     """One model of an algorithm."""
@@ -88,10 +90,10 @@ class Role:
     """Whether an optimizer changes them."""
     task: Task = "causal_lm"
     """The head: next-token logits, or one score per sequence or token."""
-    follows: str | None = None
-    """A trained role of the same shape that this one's weights follow, as an exponential moving average."""
-    follow_rate: float = 0.01
-    """How much of the way to that role's weights this one goes after each of its training calls: 1 less the decay."""
+    average_of: str | None = None
+    """Trained role whose exponential moving average this role's weights are; None: they stay as loaded."""
+    average_rate: float = 0.01
+    """Weight of the trained role in each update, made after each of its training calls: 1 less the decay."""
     peft: AdapterSource | None = None
     """Adapters to train in place of the weights; in a role that is not trained, saved ones to merge into them."""
     shares: str | None = None
@@ -118,15 +120,15 @@ class Role:
         return config
 
     def __post_init__(self) -> None:
-        if self.follows is not None and (self.trained or not 0 < self.follow_rate <= 1):
+        if self.average_of is not None and (self.trained or not 0 < self.average_rate <= 1):
             raise ConfigError(
-                f"{self.name} follows {self.follows!r} with follow_rate={self.follow_rate} and trained={self.trained}; "
-                f"a role that follows is not trained, and its rate lies above 0 and up to 1"
+                f"{self.name} has average_of={self.average_of!r}, average_rate={self.average_rate} and "
+                f"trained={self.trained}; a moving average is not trained, and its rate lies above 0 and up to 1"
             )
-        if self.shares is not None and (self.trained or self.follows is not None or self.peft is not None):
+        if self.shares is not None and (self.trained or self.average_of is not None or self.peft is not None):
             raise ConfigError(
-                f"{self.name} shares the base of {self.shares!r} and is trained, follows a role or has adapters of its "
-                f"own; leave shares out, and it gets a model of its own"
+                f"{self.name} shares the base of {self.shares!r} and is trained, averages a role or has adapters of "
+                f"its own; leave shares out, and it gets a model of its own"
             )
         if not isinstance(self.source, str | Path):
             return

@@ -80,7 +80,9 @@ class PoolBuilder:
     def followers(self) -> dict[str, Following]:
         """Role -> the trained role and the rate of its moving average."""
         roles = self.module.roles()
-        return {role.name: Following(role.follows, role.follow_rate) for role in roles if role.follows is not None}
+        return {
+            role.name: Following(role.average_of, role.average_rate) for role in roles if role.average_of is not None
+        }
 
     @property
     def sharers(self) -> dict[str, str]:

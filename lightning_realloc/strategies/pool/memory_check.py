@@ -51,7 +51,7 @@ def describe_roles(roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str
         if hasattr(config, "get_text_config"):
             shape = ModelShape.read(config, spec, num_outputs=None if role.task == "causal_lm" else 1)
         described[role.name] = RoleMemory(
-            model=spec, shape=shape, frozen_params=role.frozen_parameters(model), follows=role.follows
+            model=spec, shape=shape, frozen_params=role.frozen_parameters(model), follows=role.average_of
         )
     return described
 

@@ -222,7 +222,9 @@ def test_a_configuration_is_for_every_trained_role_or_by_role() -> None:
         module.configure_model()
         assert module.roles()[1].shares == shares
         assert hasattr(module, "reference") == (shares is None)
-    with pytest.raises(ConfigError, match="reference shares the base of 'actor' and is trained, follows a role or has"):
+    with pytest.raises(
+        ConfigError, match="reference shares the base of 'actor' and is trained, averages a role or has"
+    ):
         _actor(tiny_model("llama"), name="reference", shares="actor")
 
 

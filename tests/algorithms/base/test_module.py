@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -230,3 +231,15 @@ def test_validation_without_evaluation_calls_is_refused() -> None:
     module: Any = Judge()
     with pytest.raises(ConfigError, match="Judge declares no evaluation_calls; leave the validation data out"):
         module.validation_step(next(iter(runs.Batches(1))), 0)
+
+
+def test_old_names_of_a_moving_average_still_work_and_warn() -> None:
+    reference = Role(name="reference", source=torch.nn.Linear(1, 1), trained=False)
+    with pytest.warns(DeprecationWarning, match=r"Role\(follows=\) is now Role\(average_of=\)"):
+        averaged = Role(name="reference", source=reference.source, trained=False, follows="actor", follow_rate=0.5)  # type: ignore[call-arg]
+    assert averaged == replace(reference, average_of="actor", average_rate=0.5)
+    with pytest.warns(DeprecationWarning, match=r"Role\(follow_rate=\) is now Role\(average_rate=\)"):
+        again = replace(averaged, follow_rate=0.25)  # type: ignore[call-arg]
+    assert (again.average_of, again.average_rate) == ("actor", 0.25)
+    with pytest.warns(DeprecationWarning, match="average_of"):
+        assert averaged.follows == "actor"  # type: ignore[attr-defined]

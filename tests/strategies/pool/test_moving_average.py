@@ -35,7 +35,7 @@ class Following(runs.RecordedGRPO):
     def roles(self) -> tuple[Role, ...]:
         """As GRPO's, but for the reference."""
         actor, reference = super().roles()
-        return actor, replace(reference, follows=self.leader, follow_rate=RATE)
+        return actor, replace(reference, average_of=self.leader, average_rate=RATE)
 
 
 class Weights(runs.Record):
@@ -116,5 +116,5 @@ def _refused() -> str:
 def test_only_trained_roles_are_followed_and_only_by_others(workers: WorkerPool) -> None:
     (message,) = workers.run(_refused, world_size=1, init_process_group=False)
     assert message == "role 'reference' follows 'critic', which is not trained; trained are actor"
-    with pytest.raises(ConfigError, match="a role that follows is not trained"):
-        Role(name="reference", source=torch.nn.Linear(1, 1), trained=True, follows="actor")
+    with pytest.raises(ConfigError, match="a moving average is not trained"):
+        Role(name="reference", source=torch.nn.Linear(1, 1), trained=True, average_of="actor")
