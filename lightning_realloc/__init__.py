@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_realloc.algorithms.base.calls import generate as generate
     from lightning_realloc.algorithms.base.calls import infer as infer
     from lightning_realloc.algorithms.base.calls import train as train
+    from lightning_realloc.algorithms.base.generation_options import GenerationOptions as GenerationOptions
     from lightning_realloc.algorithms.base.module import MultiModelModule as MultiModelModule
     from lightning_realloc.algorithms.base.optimizers import RoleOptimizer as RoleOptimizer
     from lightning_realloc.algorithms.base.role import Role as Role
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from lightning_realloc.algorithms.grpo import GRPO as GRPO
     from lightning_realloc.algorithms.kto import KTO as KTO
     from lightning_realloc.algorithms.losses.correction import EngineCorrection as EngineCorrection
+    from lightning_realloc.algorithms.losses.loss_options import KLOptions as KLOptions
+    from lightning_realloc.algorithms.losses.loss_options import PolicyLossOptions as PolicyLossOptions
     from lightning_realloc.algorithms.online_dpo import OnlineDPO as OnlineDPO
     from lightning_realloc.algorithms.orpo import ORPO as ORPO
     from lightning_realloc.algorithms.ppo import PPO as PPO
@@ -147,6 +150,9 @@ _HOMES = {
     "ProcessReward": "algorithms.process_reward",
     "TrainOptions": "batch.training",
     "RoleOptimizer": "algorithms.base.optimizers",
+    "GenerationOptions": "algorithms.base.generation_options",
+    "KLOptions": "algorithms.losses.loss_options",
+    "PolicyLossOptions": "algorithms.losses.loss_options",
     "ReallocStrategy": "strategies",
     "AutoTuner": "callbacks",
     "EMA": "callbacks",

@@ -6,7 +6,6 @@ The tables of other libraries' names are package data, ``setting_hints.yaml``. I
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache, wraps
@@ -53,6 +52,9 @@ TRAIN_OPTIONS_HINTS = HintTable("train_options")
 SPECULATION_HINTS = HintTable("speculation")
 ENGINE_HINTS = HintTable("engine")
 STRATEGY_HINTS = HintTable("strategy")
+GENERATION_HINTS = HintTable("generation")
+KL_HINTS = HintTable("kl")
+POLICY_LOSS_HINTS = HintTable("policy_loss")
 
 
 def hint_for(name: str) -> str | None:
@@ -72,10 +74,20 @@ class SuggestsSettings:
     """Other libraries' names for settings -> ours."""
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
-        """Refuse unknown settings, before Python does so without a hint."""
-        if settings and _takes_settings(cls)[0].__module__.startswith(_PACKAGE):
-            _refuse_unknown(cls, settings)
+        """Check the settings, before Python refuses unknown ones without a hint."""
+        if settings:
+            cls.check_settings(settings)
         return super().__new__(cls)
+
+    @classmethod
+    def check_settings(cls, settings: Mapping[str, object]) -> None:
+        """Refuse unknown settings.
+
+        Raises:
+            ConfigError: for the first of them, with the setting that is probably meant.
+        """
+        if _takes_settings(cls)[0].__module__.startswith(_PACKAGE):
+            _refuse_unknown(cls, settings)
 
 
 def suggest_settings(hints: Mapping[str, str]) -> Callable[[_Class], _Class]:
@@ -98,44 +110,6 @@ def suggest_settings(hints: Mapping[str, str]) -> Callable[[_Class], _Class]:
         return cls
 
     return decorate
-
-
-def rename_settings(**renamed: str) -> Callable[[_Class], _Class]:
-    """Decorate a class to accept old names of its settings for one release, with a DeprecationWarning.
-
-    Args:
-        renamed: Old name -> new name. Instances can be read by the old name, too.
-    """
-
-    def decorate(cls: _Class) -> _Class:
-        initialize = vars(cls)["__init__"]
-
-        @wraps(initialize)
-        def __init__(self: object, *args: Any, **settings: Any) -> None:
-            for old, new in renamed.items():
-                if old in settings:
-                    _warn_renamed(cls, old, new)
-                    settings[new] = settings.pop(old)
-            initialize(self, *args, **settings)
-
-        def read_as(old: str, new: str) -> property:
-            def read(self: object) -> Any:
-                _warn_renamed(cls, old, new)
-                return getattr(self, new)
-
-            return property(read)
-
-        cls.__init__ = __init__  # type: ignore[misc]
-        for old, new in renamed.items():
-            setattr(cls, old, read_as(old, new))
-        return cls
-
-    return decorate
-
-
-def _warn_renamed(cls: type, old: str, new: str) -> None:
-    message = f"{cls.__name__}({old}=) is now {cls.__name__}({new}=); the old name goes with the next release"
-    warnings.warn(message, DeprecationWarning, stacklevel=3)
 
 
 def _refuse_unknown(cls: type, settings: Iterable[str]) -> None:
@@ -162,25 +136,31 @@ def _meant_by(name: str, cls: type) -> str:
     return f"did you mean {alike[0]}=?" if alike else f"it has {', '.join(known)}"
 
 
-_SETTINGS_OF: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
-"""Results of :func:`settings_of`. Keys are weak: a class made in a function keeps that function's models alive."""
+_DEFAULTS: WeakKeyDictionary[type, dict[str, object]] = WeakKeyDictionary()
+"""Results of :func:`setting_defaults`. Keys are weak: a class made in a function keeps that function's models alive."""
 
 
 def settings_of(cls: type) -> frozenset[str]:
     """Return the names of the settings that a class takes itself or passes on to its bases."""
-    if cls not in _SETTINGS_OF:
-        _SETTINGS_OF[cls] = _read_settings(cls)
-    return _SETTINGS_OF[cls]
+    return frozenset(setting_defaults(cls))
 
 
-def _read_settings(cls: type) -> frozenset[str]:
-    names: set[str] = set()
+def setting_defaults(cls: type) -> Mapping[str, object]:
+    """Return the settings of :func:`settings_of` with their defaults, ``inspect.Parameter.empty`` without one."""
+    if cls not in _DEFAULTS:
+        _DEFAULTS[cls] = _read_defaults(cls)
+    return _DEFAULTS[cls]
+
+
+def _read_defaults(cls: type) -> dict[str, object]:
+    defaults: dict[str, object] = {}
     for base in _takes_settings(cls):
         _, *parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
-        names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        own = {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        defaults = own | defaults  # a subclass's default counts
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             break
-    return frozenset(names)
+    return defaults
 
 
 def _takes_settings(cls: type) -> list[type]:

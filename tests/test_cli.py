@@ -156,6 +156,34 @@ def test_conversations_and_budgets_are_settings_of_a_file(workers: WorkerPool, f
     assert refused.code == 2 and "RolloutBudget(tokens=0) must be at least 1" in refused.errors
 
 
+def test_groups_of_settings_are_mappings_of_a_file(workers: WorkerPool, folder: Path) -> None:
+    model = json.loads(json.dumps(CONFIG["model"]))
+    model["init_args"] |= {
+        "kl": {"coef": 0.1, "estimator": "k1"},
+        "policy_loss": {"clip_high": 0.28, "loss_average": "token"},
+        "generation": {"speculation": {"num_draft_tokens": 2}, "rollout_budget": {"tokens": 100}},
+    }  # fmt: skip
+    (folder / "groups.yaml").write_text(yaml.safe_dump(CONFIG | {"model": model}))
+    line = ["fit", "--config", "groups.yaml"]
+    fitted, printed, refused, misspelt = _run(
+        workers,
+        folder,
+        [*line, "--model.kl.place", "reward"],
+        [*line, "--print_config"],
+        [*line, "--model.kl_coef", "0.2"],
+        [*line, "--model.generation.gpu_memory_utilization", "1"],
+    )
+    assert fitted.code == 0, fitted.errors
+    settings = yaml.safe_load(printed.output)["model"]["init_args"]
+    assert settings["kl"] == {"coef": 0.1, "estimator": "k1", "place": None, "target": None, "gain": None}
+    assert settings["kl_coef"] == 0.04  # the default, which the group replaces
+    assert settings["generation"]["engine"] == "native" and settings["generation"]["rollout_budget"]["tokens"] == 100
+    assert refused.code == 2
+    assert "kl_coef=0.2 and kl=KLOptions(coef=0.1) contradict each other; leave one of them out" in refused.errors
+    assert misspelt.code == 2
+    assert "GenerationOptions has no setting gpu_memory_utilization; here it is max_cache_bytes=" in misspelt.errors
+
+
 DESCENT = """
 import torch
 

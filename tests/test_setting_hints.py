@@ -22,8 +22,11 @@ from lightning_realloc import (
     Conversation,
     EngineCorrection,
     GenerationEngine,
+    GenerationOptions,
+    KLOptions,
     OnlineDPO,
     OnPolicyDistillation,
+    PolicyLossOptions,
     ProcessReward,
     ReallocStrategy,
     ReinforcePlusPlus,
@@ -39,6 +42,9 @@ from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.setting_hints import (
     ALGORITHM_HINTS,
     ENGINE_HINTS,
+    GENERATION_HINTS,
+    KL_HINTS,
+    POLICY_LOSS_HINTS,
     SAMPLING_HINTS,
     SPECULATION_HINTS,
     TRAIN_OPTIONS_HINTS,
@@ -93,6 +99,10 @@ def test_a_name_that_is_also_ours_is_a_setting() -> None:
         (lambda: SamplingParams(temprature=0.2), "did you mean temperature=?"),
         (lambda: Speculation(draftr="ngram"), "did you mean drafter=?"),
         (lambda: Speculation(num_speculative_tokens=4), "here it is num_draft_tokens="),
+        (lambda: KLOptions(beta=0.1), "KLOptions has no setting beta; here it is coef="),
+        (lambda: PolicyLossOptions(epsilon=0.1), "here it is clip_low= and clip_high="),
+        (lambda: GenerationOptions(speculativ=None), "did you mean speculation=?"),
+        (lambda: GenerationOptions(gpu_memory_utilization=0.9), "here it is max_cache_bytes="),
         (lambda: Conversation(turns=4), "did you mean max_turns=?"),
         (lambda: RolloutBudget(token=4), "did you mean tokens=?"),
         (lambda: EngineCorrection(zzz=4), "EngineCorrection has no setting zzz; it has "),
@@ -116,7 +126,9 @@ def test_settings_are_found_through_all_classes_that_take_them(algorithm: type) 
 
 def test_every_hint_of_options_names_a_field() -> None:
     classes = ((SAMPLING_HINTS, SamplingParams), (TRAIN_OPTIONS_HINTS, TrainOptions), (SPECULATION_HINTS, Speculation))
-    for hints, cls in (*classes, (ENGINE_HINTS, GenerationEngine)):
+    classes += ((KL_HINTS, KLOptions), (GENERATION_HINTS, GenerationOptions), (ENGINE_HINTS, GenerationEngine))
+    classes += ((POLICY_LOSS_HINTS, PolicyLossOptions),)
+    for hints, cls in classes:
         settings = {hint.partition("=")[0] for hint in hints.values()}
         assert {setting for setting in settings if " " not in setting} <= settings_of(cls)
     known = set().union(*map(settings_of, ALGORITHMS))

@@ -6,9 +6,10 @@ from torch import Tensor
 
 from lightning_realloc.algorithms.base.role import ModelSource
 from lightning_realloc.algorithms.losses.functional import KLEstimator, group_advantages
+from lightning_realloc.algorithms.losses.loss_options import KLPlace
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage
 from lightning_realloc.algorithms.losses.policy_losses import RatioLevel
-from lightning_realloc.algorithms.rollout.policy_gradient import KLPlace, PolicyGradient, PolicyGradientSettings
+from lightning_realloc.algorithms.rollout.policy_gradient import PolicyGradient, PolicyGradientSettings
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.rollout.rewarded import check_group
 from lightning_realloc.algorithms.settings import Unpack
@@ -26,13 +27,12 @@ class GRPO(PolicyGradient):
         reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
         sampling: Of the rollout; ``n`` is the group size.
         normalize_by_std: Divide advantages by the group's standard deviation.
-        kl_coef: Weight of the divergence from the reference; 0 leaves the reference out altogether.
+        kl_coef: Weight of the divergence; 0 leaves the reference out.
         kl_estimator: k1, k2 or k3, in the loss.
         kl_place: ``"loss"`` adds the divergence to every token's loss; ``"reward"`` subtracts it (k1) from rewards.
-        ratio_level: Probability ratios of a ``"token"``, of a ``"sequence"`` (geometric mean over its tokens), or the
-            ``"product"`` over them.
-        loss_average: ``"sequence"`` averages over each response's tokens, then over responses; ``"token"`` over all
-            tokens. ``"constant"`` divides responses' sums by ``sampling.max_new_tokens``; ``"sum"`` leaves the sums.
+        ratio_level: Probability ratio of a ``"token"``, a ``"sequence"`` (geometric mean), or their ``"product"``.
+        loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``; ``"constant"``:
+            sums over ``sampling.max_new_tokens``; ``"sum"``: sums of responses.
         settings: Settings of :class:`PolicyGradient` (ratios, loss), :class:`RewardedModule` (reward weights,
             reference, tokenizer), :class:`PolicyModule` (evaluation, environment, conversation, rollout budget) and
             :class:`MultiModelModule` (learning rate, optimizer, schedule, training options, seed).
@@ -55,9 +55,16 @@ class GRPO(PolicyGradient):
         **settings: Unpack[PolicyGradientSettings],
     ) -> None:
         super().__init__(
-            actor, reward, sampling=sampling or SamplingParams(n=8), kl_coef=kl_coef, kl_estimator=kl_estimator,
-            kl_place=kl_place, ratio_level=ratio_level, loss_average=loss_average, **settings,
-        )  # fmt: skip
+            actor,
+            reward,
+            sampling=sampling or SamplingParams(n=8),
+            kl_coef=kl_coef,
+            kl_estimator=kl_estimator,
+            kl_place=kl_place,
+            ratio_level=ratio_level,
+            loss_average=loss_average,
+            **settings,
+        )
         check_group(self.sampling.n)
         self.normalize_by_std = normalize_by_std
 

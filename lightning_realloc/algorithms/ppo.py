@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -33,6 +33,7 @@ from lightning_realloc.algorithms.losses.functional import (
     kl_estimate,
     masked_sum,
 )
+from lightning_realloc.algorithms.losses.loss_options import KLOptions, KLPlace
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
 from lightning_realloc.algorithms.rollout.policy import PolicyModule, PolicySettings
 from lightning_realloc.algorithms.rollout.reward_sources import (
@@ -47,9 +48,11 @@ from lightning_realloc.algorithms.rollout.token_advantages import TokenAdvantage
 from lightning_realloc.algorithms.settings import (
     Unpack,
     check_choice,
+    check_kind,
     check_minibatches,
     check_not_negative,
     check_positive,
+    given,
 )
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Samples
@@ -58,8 +61,6 @@ from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.runtime.parallel.packed_forward import packed_logits, token_logprobs
-
-KLPlace = Literal["reward", "loss"]
 
 
 class PPO(PolicyModule):
@@ -81,7 +82,7 @@ class PPO(PolicyModule):
         missing_eos_penalty: What the score of a response that is cut off at the most tokens is lowered by, while
             training; None: nothing.
         sampling: Of the rollout.
-        kl_coef: Weight of the divergence from the reference; 0 leaves the reference out altogether.
+        kl_coef: Weight of the divergence; 0 leaves the reference out.
         kl_place: ``"reward"`` takes it (k1) from each token's reward, ``"loss"`` adds it to the actor's loss.
         kl_estimator: k1, k2 or k3, in the loss.
         kl_target: Divergence in nats per response that ``kl_coef`` is steered towards; None keeps ``kl_coef``.
@@ -100,6 +101,7 @@ class PPO(PolicyModule):
         critic_warmup: Iterations in which the critic learns alone.
         critic_learning_rate: By default the actor's; ``optimizers`` tells more of the critic's optimizer.
         critic_train_options: Epochs, mini-batches, clipping and limits of the critic; by default the actor's.
+        kl: Group of the settings ``kl_*``; its fields take precedence.
         settings: Of :class:`PolicyModule`: environment, conversation, rollout budget; of :class:`MultiModelModule`:
             learning rate, optimizer, schedule, training options, seed.
     """
@@ -139,19 +141,11 @@ class PPO(PolicyModule):
         critic_warmup: int = 0,
         critic_learning_rate: float | None = None,
         critic_train_options: TrainOptions | None = None,
+        kl: KLOptions | None = None,
         **settings: Unpack[PolicySettings],
     ) -> None:
         super().__init__(sampling=sampling or SamplingParams(), **settings)
         self.role_optimizers = with_learning_rate(self.role_optimizers, "critic", critic_learning_rate)
-        if self.sampling.temperature == 0:
-            raise ConfigError("sampling.temperature=0 explores nothing: no token is drawn; set it above 0")
-        check_choice("kl_estimator", kl_estimator, get_args(KLEstimator))
-        check_choice("loss_average", loss_average, get_args(LossAverage))
-        check_not_negative(
-            clip_low=clip_low, clip_high=clip_high, entropy_coef=entropy_coef, critic_warmup=critic_warmup
-        )
-        check_positive(value_clip=value_clip)
-        self.kl_estimator = kl_estimator
         self.clip_low = clip_low
         self.clip_high = clip_high
         self.value_clip = value_clip
@@ -165,24 +159,40 @@ class PPO(PolicyModule):
         self.critic_train_options = critic_train_options or self.train_options
         self.tokenizer = tokenizer
         self.return_moments = RunningMoments()
-        self._set_divergence(kl_coef, kl_place, target=kl_target, gain=kl_gain)
-        check_positive(missing_eos_penalty=missing_eos_penalty)
         self.missing_eos_penalty = missing_eos_penalty
+        self._check_loss()
+        check_kind(KLOptions, kl=kl)
+        divergence = kl or KLOptions()
+        self.kl_estimator = given(divergence.estimator, kl_estimator)
+        self.kl_place = given(divergence.place, kl_place)
+        self._set_divergence(
+            given(divergence.coef, kl_coef), given(divergence.target, kl_target), given(divergence.gain, kl_gain)
+        )
         self._set_reward(reward, reward_weights, reward_tokenizer)
-        judges = self._judges
+        self._set_sources(actor, critic, reference)
+
+    def _check_loss(self) -> None:
+        if self.sampling.temperature == 0:
+            raise ConfigError("sampling.temperature=0 explores nothing: no token is drawn; set it above 0")
+        check_choice("loss_average", self.loss_average, get_args(LossAverage))
+        for name in ("clip_low", "clip_high", "entropy_coef", "critic_warmup"):
+            check_not_negative(**{name: getattr(self, name)})
+        check_positive(value_clip=self.value_clip, missing_eos_penalty=self.missing_eos_penalty)
+
+    def _set_sources(self, actor: ModelSource, critic: ModelSource | None, reference: ModelSource | None) -> None:
         self.sources["actor"] = actor
-        self.sources["critic"] = critic or (self.sources["reward"] if judges.reads_actor_tokens else actor)
+        self.sources["critic"] = critic or (self.sources["reward"] if self._judges.reads_actor_tokens else actor)
         if reference is not None:
             self.sources["reference"] = reference
 
-    def _set_divergence(self, coef: float, place: KLPlace, *, target: float | None, gain: float) -> None:
-        check_choice("kl_place", place, get_args(KLPlace))
+    def _set_divergence(self, coef: float, target: float | None, gain: float) -> None:
+        check_choice("kl_estimator", self.kl_estimator, get_args(KLEstimator))
+        check_choice("kl_place", self.kl_place, get_args(KLPlace))
         check_not_negative(kl_coef=coef, kl_gain=gain)
         check_positive(kl_target=target)
         if target is not None and coef == 0:
             raise ConfigError(f"kl_target={target} steers kl_coef, which is 0 and leaves the reference out; raise it")
         self.has_reference = coef > 0
-        self.kl_place = place
         self.kl_controller = KLController(coef, target=target, gain=gain)
 
     def _set_reward(self, reward: RewardSource, weights: Sequence[float] | None, tokenizer: RewardTokenizer) -> None:

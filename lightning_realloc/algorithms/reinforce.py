@@ -17,9 +17,10 @@ from lightning_realloc.algorithms.losses.functional import (
     spread_tokens,
     whiten,
 )
+from lightning_realloc.algorithms.losses.loss_options import KLPlace
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage
 from lightning_realloc.algorithms.losses.policy_losses import RatioLevel
-from lightning_realloc.algorithms.rollout.policy_gradient import KLPlace, PolicyGradient, PolicyGradientSettings
+from lightning_realloc.algorithms.rollout.policy_gradient import PolicyGradient, PolicyGradientSettings
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.rollout.rewarded import check_group
 from lightning_realloc.algorithms.settings import Unpack, check_choice, check_share
@@ -41,14 +42,13 @@ class ReinforcePlusPlus(PolicyGradient):
         baseline: ``"batch"``: returns are normalised over all tokens of the batch; ``"group"``: first each reward has
             the mean of its group taken away.
         discount: Of a reward one token later.
-        kl_coef: Weight of the divergence from the reference; 0 leaves the reference out altogether.
+        kl_coef: Weight of the divergence; 0 leaves the reference out.
         kl_place: ``"reward"`` takes the divergence from the reward of every token, ``"loss"`` adds it there; by default
             the first with ``baseline="batch"`` and the second with ``"group"``.
         kl_estimator: k1, k2 or k3, in the loss.
-        loss_average: ``"sequence"`` averages over each response's tokens, then over responses; ``"token"`` over all
-            tokens. ``"constant"`` divides responses' sums by ``sampling.max_new_tokens``; ``"sum"`` leaves the sums.
-        ratio_level: Probability ratios of a ``"token"``, of a ``"sequence"`` (geometric mean over its tokens), or the
-            ``"product"`` over them.
+        loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``; ``"constant"``:
+            sums over ``sampling.max_new_tokens``; ``"sum"``: sums of responses.
+        ratio_level: Probability ratio of a ``"token"``, a ``"sequence"`` (geometric mean), or their ``"product"``.
         settings: Of :class:`PolicyGradient` and its bases; see :class:`GRPO`.
     """
 

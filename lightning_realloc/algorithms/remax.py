@@ -13,9 +13,10 @@ from lightning_realloc.algorithms.base.missing_rewards import estimate_scored
 from lightning_realloc.algorithms.base.role import ModelSource
 from lightning_realloc.algorithms.base.rollout_columns import model_mask
 from lightning_realloc.algorithms.losses.functional import KLEstimator, spread_tokens
+from lightning_realloc.algorithms.losses.loss_options import KLPlace
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage
 from lightning_realloc.algorithms.losses.policy_losses import RatioLevel
-from lightning_realloc.algorithms.rollout.policy_gradient import KLPlace, PolicyGradient, PolicyGradientSettings
+from lightning_realloc.algorithms.rollout.policy_gradient import PolicyGradient, PolicyGradientSettings
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.settings import Unpack
 from lightning_realloc.batch.samples import Column, Samples
@@ -34,12 +35,11 @@ class ReMax(PolicyGradient):
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
         sampling: Of the rollout.
-        kl_coef: Weight of the divergence from the reference; 0 leaves the reference out altogether.
+        kl_coef: Weight of the divergence; 0 leaves the reference out.
         kl_place: ``"reward"`` takes from the reward of every token the divergence of that token and of those behind it,
             ``"loss"`` adds it there.
         kl_estimator: k1, k2 or k3, in the loss.
-        ratio_level: Probability ratios of a ``"token"``, of a ``"sequence"`` (geometric mean over its tokens), or the
-            ``"product"`` over them.
+        ratio_level: Probability ratio of a ``"token"``, a ``"sequence"`` (geometric mean), or their ``"product"``.
         loss_average: As in :class:`PolicyGradient`. The authors' code means all tokens, too: what is not compared with
             a baseline, as the divergence, would tell the policy about lengths if each response had its own divisor.
         settings: Of :class:`PolicyGradient` and its bases; see :class:`GRPO`.

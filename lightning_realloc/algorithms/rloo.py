@@ -6,9 +6,10 @@ from torch import Tensor
 
 from lightning_realloc.algorithms.base.role import ModelSource
 from lightning_realloc.algorithms.losses.functional import KLEstimator, leave_one_out_advantages
+from lightning_realloc.algorithms.losses.loss_options import KLPlace
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage
 from lightning_realloc.algorithms.losses.policy_losses import RatioLevel
-from lightning_realloc.algorithms.rollout.policy_gradient import KLPlace, PolicyGradient, PolicyGradientSettings
+from lightning_realloc.algorithms.rollout.policy_gradient import PolicyGradient, PolicyGradientSettings
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.rollout.rewarded import check_group
 from lightning_realloc.algorithms.settings import Unpack
@@ -25,12 +26,12 @@ class RLOO(PolicyGradient):
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
         sampling: Of the rollout; ``n`` is the group size.
-        kl_coef: Weight of the divergence from the reference; 0 leaves the reference out altogether.
+        kl_coef: Weight of the divergence; 0 leaves the reference out.
         kl_place: ``"reward"`` takes the divergence of the whole response from its reward, ``"loss"`` adds it there.
         kl_estimator: k1, k2 or k3, in the loss.
         ratio_level: Probability ratios of the whole response (``"product"``), of a ``"token"``, or of a ``"sequence"``.
-        loss_average: ``"sequence"`` averages over each response's tokens, then over responses; ``"token"`` over all
-            tokens. ``"constant"`` divides responses' sums by ``sampling.max_new_tokens``; ``"sum"`` leaves the sums.
+        loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``; ``"constant"``:
+            sums over ``sampling.max_new_tokens``; ``"sum"``: sums of responses.
         settings: Of :class:`PolicyGradient` and its bases; see :class:`GRPO`.
     """
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_realloc.batch.training import TrainOptions, group_name
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.generation import Speculation
 from lightning_realloc.generation.core.sampling import is_of_kind
+from lightning_realloc.setting_hints import setting_defaults
 
 if TYPE_CHECKING:
     from typing import Unpack as Unpack
@@ -19,16 +19,15 @@ else:
     class Unpack:
         """Type ``**settings`` for editors and type checkers only (PEP 692).
 
-        A TypedDict has no defaults. So at run time jsonargparse shall see plain ``**settings``, and read defaults and
-        documentation from the base class that takes them.
+        A TypedDict has no defaults. So jsonargparse has to see plain ``**settings`` at run time: then it reads types,
+        defaults and documentation from the base class that takes them.
         """
 
         def __class_getitem__(cls, item: object) -> object:
             return Any
 
 
-EngineName = Literal["native", "hf"]
-"""Generation engine: ``native`` is continuous batching, ``hf`` the model's own ``generate``."""
+_T = TypeVar("_T")
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -69,26 +68,32 @@ def _example_of(kind: type) -> str:
     return {Real: "a number", bool: "True or False"}.get(kind, f"{kind.__name__}(...)")
 
 
-def check_engine(
-    engine: str, speculation: Speculation | None, *, max_cache_bytes: int | None, sample_reallocation: bool
-) -> None:
-    """Raise ConfigError for an engine that there is not, or that cannot do what it is asked for."""
-    check_choice("engine", engine, get_args(EngineName))
-    if engine == "hf" and speculation is not None:
-        raise ConfigError("engine='hf' does not draft; leave speculation out, or use engine='native'")
-    if engine == "hf" and sample_reallocation:
-        raise ConfigError(
-            "engine='hf' cannot hand samples over in the middle; leave sample_reallocation out, or use engine='native'"
-        )
-    if max_cache_bytes is None:
-        return
-    if engine == "hf":
-        raise ConfigError(
-            f"engine='hf' does not bound its cache, as max_cache_bytes={max_cache_bytes} asks; leave max_cache_bytes "
-            "out, or use engine='native'"
-        )
-    if not 1 <= max_cache_bytes < math.inf:
-        raise ConfigError(f"max_cache_bytes={max_cache_bytes} must be at least 1 and finite; leave it out for no bound")
+def given(value: _T | None, default: _T) -> _T:
+    """Return a group's field, or the default where the field is None."""
+    return default if value is None else value
+
+
+OPTION_GROUPS = {"generation": "", "kl": "kl_", "policy_loss": ""}
+"""Setting that takes a group of options -> prefix of the same options as settings of their own."""
+
+
+def refuse_contradictions(cls: type, settings: Mapping[str, object]) -> None:
+    """Raise ConfigError for an option that a group and a setting of its own give different values.
+
+    A setting at its default does not count: the command line passes all of them.
+    """
+    defaults = setting_defaults(cls)
+    for name, prefix in OPTION_GROUPS.items():
+        group = settings.get(name)
+        for field in fields(group) if is_dataclass(group) and not isinstance(group, type) else ():
+            inside, single = getattr(group, field.name), f"{prefix}{field.name}"
+            if single not in settings or inside == field.default:
+                continue
+            if settings[single] not in (inside, defaults.get(single)):
+                raise ConfigError(
+                    f"{single}={settings[single]!r} and {name}={type(group).__name__}({field.name}={inside!r}) "
+                    f"contradict each other; leave one of them out"
+                )
 
 
 def check_minibatches(num_samples: int, options: TrainOptions, *, group_size: int = 1) -> None:

@@ -1,6 +1,6 @@
 """The LightningModule that every algorithm extends: it names its models and calls.
 
-It builds plain modules with full weights; sharding, moving, running calls and stepping are the strategy's.
+It builds plain modules with full weights. The strategy shards and moves them, runs the calls and takes the steps.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from numbers import Real
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -21,11 +20,12 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from lightning_realloc.algorithms.base.adapters import AdapterSource
 from lightning_realloc.algorithms.base.calls import declared_calls
 from lightning_realloc.algorithms.base.evaluation import EvaluatedModule
+from lightning_realloc.algorithms.base.generation_options import EngineName, GenerationOptions
 from lightning_realloc.algorithms.base.optimizers import NoDecay, Parameters, RoleOptimizer, chosen_for, state_bytes
 from lightning_realloc.algorithms.base.role import ModelSource, Role, without_weights
 from lightning_realloc.algorithms.base.sample_rows import sample_rows
 from lightning_realloc.algorithms.base.vocabulary import check_token_ids
-from lightning_realloc.algorithms.settings import EngineName, check_engine, check_kind
+from lightning_realloc.algorithms.settings import check_kind, refuse_contradictions
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.data.chat import load_tokenizer
@@ -60,36 +60,38 @@ class ModuleSettings(TypedDict, total=False):
     allow_missing: bool
     liger_kernels: bool
     seed: int | None
+    generation: GenerationOptions | None
 
 
 class MultiModelModule(SuggestsSettings, EvaluatedModule):
-    """A LightningModule of several models whose calls are declared, and run by ``strategy="realloc"``.
+    """A LightningModule of several models that declares its calls and leaves running them to ``strategy="realloc"``.
 
     A subclass decorates its methods with ``@generate``, ``@infer``, ``@compute`` and ``@train`` and returns its models
     from :meth:`roles`. Every model becomes an attribute with the role's name in :meth:`configure_model`.
 
     Args:
-        learning_rate: Of the default optimizer, AdamW without weight decay. By default ``default_learning_rate`` of the
-            algorithm, and ten times that for a role's adapters.
-        optimizer: Makes an optimizer from parameters; overrides ``learning_rate``.
-        lr_scheduler: Makes a learning-rate schedule from an optimizer; it steps once per iteration.
-        weight_decay: Of all weights that ``no_decay`` does not name; None leaves it to ``optimizer``, for all weights.
-        no_decay: Of ``norms``, ``biases`` and ``embeddings`` what does not decay; by default the first two.
-        optimizers: Trained role -> what is to be different for it.
+        learning_rate: Learning rate of AdamW without weight decay, the default optimizer. None:
+            ``default_learning_rate`` of the algorithm, ten times that for adapters.
+        optimizer: Function of the parameters that makes an optimizer; overrides ``learning_rate``.
+        lr_scheduler: Function of an optimizer that makes a learning-rate schedule, which steps once per iteration.
+        weight_decay: Weight decay of all but ``no_decay``; None leaves it to ``optimizer``.
+        no_decay: Kinds of weights that do not decay: ``norms``, ``biases``, ``embeddings``; None: the first two.
+        optimizers: Trained role -> settings that differ for it.
         train_options: Epochs, mini-batches, micro-batches and clipping of a training call.
-        engine: What generates: ``"native"``, continuous batching; ``"hf"``, the model's own ``generate``, for models
-            whose attention the native engine refuses.
-        speculation: How generating calls draft tokens ahead and verify several at once; None: one token at a time.
-        max_cache_bytes: Most bytes of keys and values per rank while it generates; samples beyond that wait. None: as
-            many as ``max_slots`` samples of the longest one's length take.
-        sample_reallocation: Whether samples move between data-parallel ranks while they are generated, so that all of
-            them end together. Tokens stay the same; log-probabilities are rounded as the other rank's batches are.
-        peft_config: Adapters to train in place of whole weights: a ``LoraConfig``, the same as a mapping with
-            ``peft_type: LORA``, or a folder of saved ones, for every trained role; or role -> one of these.
-        allow_missing: Whether a model's folder may lack weights that its config asks for, which are then random, or
-            hold more of them. A new head needs no permission.
+        engine: ``"native"``: continuous batching; ``"hf"``: the model's own ``generate``, for models that the native
+            engine refuses.
+        speculation: Speculative decoding: draft several tokens, verify them at once; None: one token at a time.
+        max_cache_bytes: Bound on the bytes of keys and values per rank; further samples wait. None: room for
+            ``max_slots`` of the longest sample.
+        sample_reallocation: Whether samples move between data-parallel ranks so that all finish together. Tokens stay
+            the same; log-probabilities are rounded as in the other rank's batches.
+        peft_config: Adapters to train: a ``LoraConfig``, a mapping with ``peft_type: LORA``, or a folder of saved ones,
+            for every trained role; or role -> one of these.
+        allow_missing: Whether a model's folder may lack weights of its config (then random) or hold more. A new head
+            needs no permission.
         liger_kernels: Whether models run Liger's kernels, on CUDA and with the package liger-kernel.
-        seed: Of random weights, sampling, dropout and mini-batch order; by default that of ``seed_everything``, else 0.
+        seed: Seed of random weights, sampling, dropout and mini-batch order; None: that of ``seed_everything``, else 0.
+        generation: Group of the settings of generation; its fields take precedence.
     """
 
     names_elsewhere = ALGORITHM_HINTS
@@ -107,6 +109,8 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
     """Calls that no iteration runs from here on: what they would produce comes with the batch."""
     default_learning_rate: float = 1e-6
     """Of whole weights, where none is given."""
+    supports_rollout_budget: bool = False
+    """Whether unfinished responses can continue in the next iteration, as a ``rollout_budget`` asks."""
     dropout: bool = False
     """Whether dropout is active in training; policies are trained on the distribution that they were sampled from."""
 
@@ -128,22 +132,22 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         allow_missing: bool = False,
         liger_kernels: bool = False,
         seed: int | None = None,
+        generation: GenerationOptions | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         check_kind(TrainOptions, train_options=train_options)
-        check_kind(Speculation, speculation=speculation)
-        check_kind(Real, max_cache_bytes=max_cache_bytes)
-        check_kind(
-            bool, sample_reallocation=sample_reallocation, allow_missing=allow_missing, liger_kernels=liger_kernels
-        )
+        check_kind(GenerationOptions, generation=generation)
+        check_kind(bool, allow_missing=allow_missing, liger_kernels=liger_kernels)
         self.learning_rate = learning_rate
         self.train_options = train_options or TrainOptions()
-        check_engine(engine, speculation, max_cache_bytes=max_cache_bytes, sample_reallocation=sample_reallocation)
-        self.engine = engine
-        self.speculation = speculation
-        self.max_cache_bytes = max_cache_bytes
-        self.sample_reallocation = sample_reallocation
+        options = GenerationOptions(
+            engine=engine,
+            speculation=speculation,
+            max_cache_bytes=max_cache_bytes,
+            sample_reallocation=sample_reallocation,
+        )
+        self._set_generation(options if generation is None else generation.over(options))
         self.peft_config = peft_config
         self.allow_missing = allow_missing
         self.liger_kernels = liger_kernels
@@ -156,6 +160,24 @@ class MultiModelModule(SuggestsSettings, EvaluatedModule):
         self.sources: dict[str, ModelSource] = {}
         """Role -> where its weights come from. In a dict a model that was given as a module becomes no child of this
         module. Once all roles are built, only its shapes are kept."""
+
+    def _set_generation(self, options: GenerationOptions) -> None:
+        if options.rollout_budget is not None and not self.supports_rollout_budget:
+            raise ConfigError(
+                f"{options.rollout_budget} continues responses in the next iteration, and {type(self).__name__} has "
+                f"none that could; leave rollout_budget out of generation"
+            )
+        self.generation_options = options
+        self.engine = options.engine
+        self.speculation = options.speculation
+        self.max_cache_bytes = options.max_cache_bytes
+        self.sample_reallocation = options.sample_reallocation
+
+    @classmethod
+    def check_settings(cls, settings: Mapping[str, object]) -> None:
+        """Refuse unknown settings, and options given twice with different values."""
+        super().check_settings(settings)
+        refuse_contradictions(cls, settings)
 
     @property
     def seed(self) -> int:

@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
 
 from lightning_realloc.algorithms.base.adapters import Adapters, AdapterSource, check_complete, check_trainable
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.renamed_settings import rename_settings
 from lightning_realloc.runtime.model.adapter_layers import (
     adapted_layers,
     adapter_config,
@@ -35,7 +36,6 @@ from lightning_realloc.runtime.model.adapter_layers import (
 )
 from lightning_realloc.runtime.model.loaded_weights import record_untied_weights, unused_weights
 from lightning_realloc.runtime.model.structure import copy_model, copy_without_weights
-from lightning_realloc.setting_hints import rename_settings
 
 ModelSource = str | Path | PreTrainedConfig | nn.Module
 """A Hugging Face name or folder, a config (random weights), or a module that is already built."""

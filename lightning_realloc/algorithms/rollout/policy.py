@@ -1,4 +1,4 @@
-"""What do algorithms have in common whose actor answers prompts? The rollout: how it is sampled, and with whom."""
+"""Base of algorithms whose actor answers prompts: sampling, environment and budget of the rollout."""
 
 from __future__ import annotations
 
@@ -37,19 +37,18 @@ class PolicySettings(ModuleSettings, total=False):
 
 
 class PolicyModule(MultiModelModule):
-    """A MultiModelModule with the roles ``actor``, which answers prompts, and perhaps ``reference``.
+    """A MultiModelModule with a role ``actor`` that answers prompts, and perhaps a role ``reference``.
 
     Args:
-        sampling: Of the rollout.
-        evaluation_sampling: Of ``validate`` and ``test``; by default one greedy response per prompt.
-        accuracy: When a response counts as right, for ``val/accuracy`` and ``val/pass@k``; None: neither is logged.
-        environment: Who speaks after each of the actor's turns: a function ``f(turn) -> token ids``, None where the
-            response is over; a class of such, made from the tokenizer; or the import path of either. Its tokens are
-            read, and never learnt. None: a response is one turn.
-        conversation: How many turns a response may have, and how long the environment may take.
-        rollout_budget: What an iteration may spend on generating before it learns from what is finished; the rest goes
-            on in the next one. None: every response is finished in its iteration.
-        settings: Of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+        sampling: Sampling of the rollout.
+        evaluation_sampling: Sampling of ``validate`` and ``test``; None: one greedy response per prompt.
+        accuracy: Rule by which a response counts as right, for ``val/accuracy`` and ``val/pass@k``; None: not logged.
+        environment: Function ``f(turn) -> token ids`` that answers the actor's turns, None where the response is
+            finished; a class of such, made from the tokenizer; or an import path. Its tokens are not learnt. None: a
+            response is one turn.
+        conversation: Bounds on the turns of a response and on the environment's time.
+        rollout_budget: Tokens or seconds of an iteration's generation; the rest continues in the next. None: no bound.
+        settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
 
     optional_roles: tuple[str, ...] = ("reference",)
@@ -57,6 +56,7 @@ class PolicyModule(MultiModelModule):
     data_module = "PromptDataModule"
     learns_whole_groups = False
     """Whether responses to one prompt are learnt from together."""
+    supports_rollout_budget = True
     reward_column: str | None = None
     """What holds the rewards of whole responses; None: there are none."""
 
@@ -73,7 +73,9 @@ class PolicyModule(MultiModelModule):
     ) -> None:
         super().__init__(**settings)
         check_kind(SamplingParams, sampling=sampling, evaluation_sampling=evaluation_sampling)
-        check_kind(RolloutBudget, rollout_budget=rollout_budget)
+        if self.generation_options.rollout_budget is None and rollout_budget is not None:
+            self._set_generation(replace(self.generation_options, rollout_budget=rollout_budget))
+        self.rollout_budget = self.generation_options.rollout_budget
         check_kind(Conversation, conversation=conversation)
         self.sampling = sampling
         self.evaluation_sampling = evaluation_sampling or replace(sampling, n=1, temperature=0.0)
@@ -86,18 +88,11 @@ class PolicyModule(MultiModelModule):
         """All prompts of the iteration under way, less those of earlier ones."""
         self._conversation = conversation or Conversation()
         self._set_environment(environment, conversation)
-        self.rollout_budget = rollout_budget
         self._carried: PartialRollouts | None = None
         self._worked_on: Samples | None = None
         """What the iteration under way began with: the loader's batch behind what was carried on."""
         self._num_expected = 0
         """Samples that it would come to without a budget."""
-        if rollout_budget is not None and (self.engine == "hf" or self.sample_reallocation):
-            kind = "engine='hf'" if self.engine == "hf" else "sample_reallocation=True"
-            raise ConfigError(
-                f"rollout_budget cannot be used with {kind}: ranks of the native engine stop on their own, and keep "
-                f"their samples until then; leave one of the two out"
-            )
 
     def _set_environment(self, environment: EnvironmentSource | None, conversation: Conversation | None) -> None:
         if environment is None:

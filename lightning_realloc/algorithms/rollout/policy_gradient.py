@@ -1,13 +1,13 @@
-"""What do GRPO, RLOO, REINFORCE++ and ReMax have in common? Everything but how a reward becomes an advantage.
+"""Base of GRPO, RLOO, REINFORCE++ and ReMax: all but how a reward becomes an advantage.
 
-Left out here, because it is the runtime's: micro-batches, backward, clipping of gradients, optimizer steps, layouts.
+The runtime does micro-batches, backward, clipping of gradients, optimizer steps and layouts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from lightning_realloc.algorithms.losses.functional import (
     sequence_sums,
     token_rewards,
 )
+from lightning_realloc.algorithms.losses.loss_options import KLOptions, KLPlace, PolicyLossOptions
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
 from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss, PolicyLossName, RatioLevel
 from lightning_realloc.algorithms.losses.proximal import (
@@ -38,7 +39,7 @@ from lightning_realloc.algorithms.losses.proximal import (
 from lightning_realloc.algorithms.rollout.dynamic_sampling import DynamicSampling, Refill
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, RewardedSettings
-from lightning_realloc.algorithms.settings import Unpack, check_choice, check_not_negative
+from lightning_realloc.algorithms.settings import Unpack, check_choice, check_kind, check_not_negative, given
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
@@ -47,7 +48,6 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
-KLPlace = Literal["loss", "reward"]
 _CHECKPOINT_KEY = "dynamic_sampling"
 
 
@@ -68,39 +68,42 @@ class PolicyGradientSettings(RewardedSettings, total=False):
     entropy_coef: float
     learn_truncated: bool
     dynamic_sampling: DynamicSampling | None
+    kl: KLOptions | None
+    policy_loss: PolicyLossOptions | None
 
 
 class PolicyGradient(RewardedModule):
-    """A RewardedModule whose actor learns from how much better each response was than expected.
+    """A RewardedModule whose actor learns from the advantage of each response over an expected reward.
 
-    A subclass says what was expected, in :meth:`advantages`.
+    A subclass computes the advantages in :meth:`advantages`.
 
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
-        kl_coef: Weight of the divergence from the reference; 0 leaves the reference out altogether.
+        sampling: Sampling of the rollout.
+        kl_coef: Weight of the divergence; 0 leaves the reference out.
         kl_estimator: k1, k2 or k3, in the loss.
-        kl_place: ``"loss"`` adds the divergence to every token's loss; ``"reward"`` takes it (k1) from rewards.
-        loss: ``"clip"``, ``"cispo"``, ``"sapo"`` or ``"vespo"``; see ``policy_losses.py``.
-        ratio_level: Whose probability ratios are of: a ``"token"``; a ``"sequence"``: the geometric mean over its
-            tokens; or the ``"product"`` over them.
+        kl_place: ``"loss"`` adds the divergence to every token's loss; ``"reward"`` subtracts it (k1) from rewards.
+        loss: Formula of the policy loss; see ``policy_losses.py``.
+        ratio_level: Probability ratio of a ``"token"``, a ``"sequence"`` (geometric mean), or their ``"product"``.
         clip_low: How far a ratio may fall below 1 and still be pushed down.
-        clip_high: How far it may rise above 1 and still be pushed up.
-        clip_most: The largest ratio that a bad response is pushed down by; None: any.
-        sapo_temperatures: Of ``"sapo"``: for positive advantages, and for the others.
-        vespo_shapes: Of ``"vespo"``: k and lambda for advantages from 0 on, and for the others.
-        ratio_to: ``"behaviour"``: ratios are over the probability with which a token was drawn; ``"proximal"``: over
-            the trained model's own before the iteration's first step, in one more inference call (``actor.infer``)
-            where there are several steps. How the engine rounds then makes no difference.
-        engine_correction: Weights that make up for the engine's other distribution, with ``ratio_to="proximal"``.
-        loss_average: ``"sequence"`` means each response's tokens, then the responses; ``"token"`` means all tokens;
-            ``"constant"`` means responses' sums over ``sampling.max_new_tokens``, ``"sum"`` these sums as they are.
-        entropy_coef: Weight of the entropy that the actor is rewarded for.
-        learn_truncated: False: responses that were cut off at the most tokens are judged, and not learnt from.
-        dynamic_sampling: Leave out groups whose rewards are all equal, and fill the batch up from further prompts.
-        settings: Of :class:`RewardedModule`: reward weights, reference, tokenizer; of
-            :class:`PolicyModule`: sampling, environment, rollout budget; of :class:`MultiModelModule`: learning rate,
-            optimizer, schedule, training options, seed.
+        clip_high: How far a ratio may rise above 1 and still be pushed up.
+        clip_most: Largest ratio that a bad response is pushed down by; None: no bound.
+        sapo_temperatures: For ``"sapo"``: temperature for positive advantages, and for the others.
+        vespo_shapes: For ``"vespo"``: k and lambda for advantages from 0 on, and for the others.
+        ratio_to: Denominator of ratios: ``"behaviour"``: the probability at the rollout; ``"proximal"``: the trained
+            model's before its first step, by a call ``actor.infer`` where there are several.
+        engine_correction: Importance weights for the engine, with ``ratio_to="proximal"``.
+        loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``; ``"constant"``:
+            sums over ``sampling.max_new_tokens``; ``"sum"``: sums of responses.
+        entropy_coef: Weight of the entropy bonus.
+        learn_truncated: Whether to learn from responses that were cut off.
+        dynamic_sampling: Replace groups whose rewards are all equal by further prompts.
+        kl: Group of the settings ``kl_*``; its fields take precedence.
+        policy_loss: Group of the settings of the loss; its fields take precedence.
+        settings: Settings of :class:`RewardedModule` (reward weights, reference, tokenizer), :class:`PolicyModule`
+            (evaluation, environment, rollout budget) and :class:`MultiModelModule` (learning rate, optimizer,
+            schedule, training options, seed).
     """
 
     def __init__(
@@ -125,38 +128,59 @@ class PolicyGradient(RewardedModule):
         entropy_coef: float = 0.0,
         learn_truncated: bool = True,
         dynamic_sampling: DynamicSampling | None = None,
+        kl: KLOptions | None = None,
+        policy_loss: PolicyLossOptions | None = None,
         **settings: Unpack[RewardedSettings],
     ) -> None:
         super().__init__(actor, reward, sampling=sampling, **settings)
-        check_choice("kl_estimator", kl_estimator, get_args(KLEstimator))
-        check_choice("kl_place", kl_place, get_args(KLPlace))
-        check_choice("loss_average", loss_average, get_args(LossAverage))
-        check_choice("ratio_to", ratio_to, get_args(RatioTo))
-        check_not_negative(kl_coef=kl_coef, entropy_coef=entropy_coef)
-        self.kl_coef = kl_coef
-        self.kl_estimator = kl_estimator
-        self.kl_place = kl_place
-        self.policy_loss = PolicyLoss(
-            loss=loss, ratio_level=ratio_level, clip_low=clip_low, clip_high=clip_high, clip_most=clip_most,
-            sapo_temperatures=sapo_temperatures, vespo_shapes=vespo_shapes,
+        check_kind(KLOptions, kl=kl)
+        check_kind(PolicyLossOptions, policy_loss=policy_loss)
+        divergence, options = kl or KLOptions(), policy_loss or PolicyLossOptions()
+        self.kl_coef = given(divergence.coef, kl_coef)
+        self.kl_estimator = given(divergence.estimator, kl_estimator)
+        self.kl_place = given(divergence.place, kl_place)
+        self.policy_loss = options.over(
+            PolicyLoss(
+                loss=loss, ratio_level=ratio_level, clip_low=clip_low, clip_high=clip_high, clip_most=clip_most,
+                sapo_temperatures=sapo_temperatures, vespo_shapes=vespo_shapes,
+            )
         )  # fmt: skip
-        self.ratio_to = ratio_to
-        if ratio_to == "proximal" and self.rollout_budget is not None:
+        self.ratio_to = given(options.ratio_to, ratio_to)
+        self.engine_correction = given(options.engine_correction, engine_correction)
+        self.loss_average = given(options.loss_average, loss_average)
+        self.entropy_coef = given(options.entropy_coef, entropy_coef)
+        self.learn_truncated = learn_truncated
+        self._refill = None if dynamic_sampling is None else Refill(dynamic_sampling, group_size=self.sampling.n)
+        self._check_divergence(divergence)
+        self._check_loss()
+
+    def _check_divergence(self, given_options: KLOptions) -> None:
+        check_choice("kl_estimator", self.kl_estimator, get_args(KLEstimator))
+        check_choice("kl_place", self.kl_place, get_args(KLPlace))
+        check_not_negative(kl_coef=self.kl_coef)
+        for name in ("target", "gain"):
+            if (value := getattr(given_options, name)) is not None:
+                raise ConfigError(
+                    f"kl=KLOptions({name}={value}) steers the coefficient of PPO; {type(self).__name__} keeps "
+                    f"kl_coef={self.kl_coef}: leave {name} out"
+                )
+
+    def _check_loss(self) -> None:
+        check_choice("loss_average", self.loss_average, get_args(LossAverage))
+        check_choice("ratio_to", self.ratio_to, get_args(RatioTo))
+        check_not_negative(entropy_coef=self.entropy_coef)
+        if self.ratio_to == "proximal" and self.rollout_budget is not None:
             raise ConfigError(
                 f"ratio_to='proximal' leaves out what was learnt since a token was drawn, and {self.rollout_budget} "
                 f"goes on with responses of older weights; use ratio_to='behaviour', or leave rollout_budget out"
             )
-        self.engine_correction = engine_correction
-        if engine_correction is not None and (ratio_to == "behaviour" or loss == "vespo"):
+        loss = self.policy_loss.loss
+        if self.engine_correction is not None and (self.ratio_to == "behaviour" or loss == "vespo"):
             raise ConfigError(
-                f"engine_correction with ratio_to={ratio_to!r} and loss={loss!r}: ratios to the behaviour hold what it "
-                f"corrects already, and vespo's weights take them; use ratio_to='proximal' and another loss, or leave "
-                f"engine_correction out"
+                f"engine_correction with ratio_to={self.ratio_to!r} and loss={loss!r}: ratios to the behaviour hold "
+                f"what it corrects already, and vespo's weights take them; use ratio_to='proximal' and another loss, "
+                f"or leave engine_correction out"
             )
-        self.loss_average = loss_average
-        self.entropy_coef = entropy_coef
-        self.learn_truncated = learn_truncated
-        self._refill = None if dynamic_sampling is None else Refill(dynamic_sampling, group_size=self.sampling.n)
 
     def setup(self, stage: str) -> None:
         """Begin a fit without groups that wait."""

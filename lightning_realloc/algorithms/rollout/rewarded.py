@@ -1,8 +1,8 @@
-"""What do algorithms have in common whose responses are rewarded? Judging, and choosing what is learnt from.
+"""Base of algorithms whose responses are rewarded, and of those that choose the responses to learn from.
 
-Most learn from all responses. Some choose among them once they are judged: the best of a group, pairs, groups that
-differ. These take two walks through their calls: the first one generates and judges, and all ranks get everything that
-came of it; the second one does the rest with what was chosen, as if the loader had supplied it.
+Most algorithms learn from all responses. Some choose among the judged ones: the best of a group, pairs, groups that
+differ. These run their calls in two passes. The first one generates and judges, and all ranks get its results. The
+second one runs the other calls on the chosen samples, as if the loader had supplied them.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ class RewardedSettings(PolicySettings, total=False):
 
 
 class RewardedModule(PolicyModule):
-    """A PolicyModule whose responses are judged by reward models, reward functions, or both.
+    """A PolicyModule whose responses are rewarded by reward models, reward functions, or both.
 
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reward: Functions ``f(prompts, completions, **columns) -> list[float]``, or their import paths; models that
             score sequences, as names, folders, configs or modules, which are roles ``reward``, ``reward_2``, ...; or
             a list of either.
-        reward_weights: One for each of them; by default all count 1.
-        reward_tokenizer: ``"actor"``: reward models read the actor's tokens; ``"retokenize"``: the texts, as their own
-            tokenizers encode them; a tokenizer: as that one does.
-        missing_eos_penalty: What the reward of a response that is cut off at the most tokens is lowered by, while
-            training; None: nothing.
-        reference: What the policy is kept close to; by default the actor as it was loaded, or without its adapters.
-        tokenizer: By default the actor's.
-        settings: Of :class:`PolicyModule`: sampling, environment, conversation, rollout budget; of
-            :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+        sampling: Sampling of the rollout.
+        reward_weights: Weight of each reward; None: all count 1.
+        reward_tokenizer: ``"actor"``: reward models read the actor's tokens; ``"retokenize"``: texts by their own
+            tokenizers; a tokenizer: texts by that one.
+        missing_eos_penalty: Subtracted in training from the reward of a response that is cut off; None: nothing.
+        reference: Model that the policy is kept close to; None: the actor as it was loaded, or without its adapters.
+        tokenizer: Tokenizer of the actor; None: the one next to its weights.
+        settings: Settings of :class:`PolicyModule` (evaluation, environment, conversation, rollout budget) and
+            :class:`MultiModelModule` (learning rate, optimizer, schedule, training options, seed).
     """
 
     optional_roles = ("reference", "reward")

@@ -1,0 +1,78 @@
+"""Group of settings for generation: engine, drafting, memory and budget of the rollout."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from numbers import Real
+from typing import Literal, get_args
+
+from lightning_realloc.algorithms.settings import check_choice, check_kind
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation import RolloutBudget, Speculation
+from lightning_realloc.setting_hints import GENERATION_HINTS, suggest_settings
+
+EngineName = Literal["native", "hf"]
+"""Generation engine: ``native`` is continuous batching, ``hf`` the model's own ``generate``."""
+
+
+@suggest_settings(GENERATION_HINTS)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationOptions:
+    """How an algorithm's generating calls run. Responses are chosen by ``sampling``, not here.
+
+    Example:
+        ``GRPO(actor, reward, generation=GenerationOptions(speculation=Speculation(), max_cache_bytes=8 << 30))``
+    """
+
+    engine: EngineName = "native"
+    """``"native"``: continuous batching; ``"hf"``: the model's own ``generate``, for models that the native engine
+    refuses."""
+    speculation: Speculation | None = None
+    """Speculative decoding: draft several tokens, verify them at once; None: one token at a time."""
+    max_cache_bytes: int | None = None
+    """Bound on the bytes of keys and values per rank; further samples wait. None: room for ``max_slots`` of the
+    longest sample."""
+    sample_reallocation: bool = False
+    """Whether samples move between data-parallel ranks so that all of them finish together. Tokens stay the same."""
+    rollout_budget: RolloutBudget | None = None
+    """Tokens or seconds of an iteration's generation; the rest continues in the next one. None: no bound."""
+
+    def __post_init__(self) -> None:
+        check_kind(Speculation, speculation=self.speculation)
+        check_kind(RolloutBudget, rollout_budget=self.rollout_budget)
+        check_kind(Real, max_cache_bytes=self.max_cache_bytes)
+        check_kind(bool, sample_reallocation=self.sample_reallocation)
+        check_choice("engine", self.engine, get_args(EngineName))
+        if self.engine == "hf":
+            self._check_hf()
+        if self.max_cache_bytes is not None and not 1 <= self.max_cache_bytes < math.inf:
+            raise ConfigError(
+                f"max_cache_bytes={self.max_cache_bytes} must be at least 1 and finite; leave it out for no bound"
+            )
+        if self.rollout_budget is not None and (self.engine == "hf" or self.sample_reallocation):
+            kind = "engine='hf'" if self.engine == "hf" else "sample_reallocation=True"
+            raise ConfigError(
+                f"rollout_budget cannot be used with {kind}: ranks of the native engine stop on their own, and keep "
+                f"their samples until then; leave one of the two out"
+            )
+
+    def _check_hf(self) -> None:
+        if self.speculation is not None:
+            raise ConfigError("engine='hf' does not draft; leave speculation out, or use engine='native'")
+        if self.sample_reallocation:
+            raise ConfigError(
+                "engine='hf' cannot hand samples over in the middle; leave sample_reallocation out, or use "
+                "engine='native'"
+            )
+        if self.max_cache_bytes is not None:
+            raise ConfigError(
+                f"engine='hf' does not bound its cache, as max_cache_bytes={self.max_cache_bytes} asks; leave "
+                f"max_cache_bytes out, or use engine='native'"
+            )
+
+    def over(self, others: GenerationOptions) -> GenerationOptions:
+        """Return these options, with the others' value of every field that is at its default."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        defaults = {field.name: field.default for field in fields(self)}
+        return replace(others, **{name: value for name, value in given.items() if value != defaults[name]})

@@ -1,0 +1,162 @@
+"""Groups of settings: KLOptions, PolicyLossOptions and GenerationOptions, next to the single settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_realloc import (
+    GRPO,
+    PPO,
+    RLOO,
+    SFT,
+    ConfigError,
+    EngineCorrection,
+    GenerationOptions,
+    KLOptions,
+    PolicyLossOptions,
+    ReinforcePlusPlus,
+    RolloutBudget,
+    Speculation,
+)
+from tests.algorithms import test_grpo
+from tests.models import byte_tokenizer, tiny_model
+from tests.strategies import runs
+
+
+def made(kind: type = GRPO, **settings: Any) -> Any:
+    """Return an algorithm on a tiny model."""
+    settings = {"sampling": runs.SAMPLING, "tokenizer": byte_tokenizer(), **settings}
+    return kind(tiny_model("llama"), test_grpo.fixed, **settings)
+
+
+DIVERGENCE = ("kl_coef", "kl_estimator", "kl_place")
+LOSS = ("policy_loss", "loss_average", "entropy_coef", "ratio_to", "engine_correction")
+GENERATION = ("generation_options", "engine", "speculation", "max_cache_bytes", "sample_reallocation", "rollout_budget")
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "single", "attributes"),
+    [
+        (GRPO, {"kl": KLOptions(coef=0.0)}, {"kl_coef": 0.0}, DIVERGENCE),
+        (
+            RLOO,
+            {"kl": KLOptions(coef=0.1, place="loss", estimator="k2")},
+            {"kl_coef": 0.1, "kl_place": "loss", "kl_estimator": "k2"},
+            DIVERGENCE,
+        ),
+        (RLOO, {"kl": KLOptions(coef=0.1)}, {"kl_coef": 0.1}, DIVERGENCE),
+        (ReinforcePlusPlus, {"kl": KLOptions(place="loss")}, {"kl_place": "loss"}, DIVERGENCE),
+        (
+            RLOO,
+            {"policy_loss": PolicyLossOptions(loss="sapo", sapo_temperatures=(1.0, 2.0), entropy_coef=0.1)},
+            {"loss": "sapo", "sapo_temperatures": (1.0, 2.0), "entropy_coef": 0.1},
+            LOSS,
+        ),
+        (
+            GRPO,
+            {
+                "policy_loss": PolicyLossOptions(
+                    ratio_to="proximal", engine_correction=EngineCorrection(), clip_low=0.1, clip_high=0.3,
+                    clip_most=3.0, ratio_level="sequence", loss_average="token",
+                )
+            },
+            {
+                "ratio_to": "proximal", "engine_correction": EngineCorrection(), "clip_low": 0.1, "clip_high": 0.3,
+                "clip_most": 3.0, "ratio_level": "sequence", "loss_average": "token",
+            },
+            LOSS,
+        ),
+        (
+            GRPO,
+            {"generation": GenerationOptions(speculation=Speculation(), max_cache_bytes=1 << 20)},
+            {"speculation": Speculation(), "max_cache_bytes": 1 << 20},
+            GENERATION,
+        ),
+        (PPO, {"generation": GenerationOptions(sample_reallocation=True)}, {"sample_reallocation": True}, GENERATION),
+        (
+            GRPO,
+            {"generation": GenerationOptions(rollout_budget=RolloutBudget(tokens=9))},
+            {"rollout_budget": RolloutBudget(tokens=9)},
+            GENERATION,
+        ),
+    ],
+)  # fmt: skip
+def test_a_group_sets_the_same_as_single_settings_and_keeps_other_defaults(
+    kind: type, group: dict[str, Any], single: dict[str, Any], attributes: tuple[str, ...]
+) -> None:
+    by_group, by_settings = made(kind, **group), made(kind, **single)
+    for name in attributes:
+        assert getattr(by_group, name) == getattr(by_settings, name), name
+
+
+def test_ppo_steers_the_divergence_by_a_group() -> None:
+    module = made(PPO, kl=KLOptions(coef=0.2, target=6.0, gain=0.5, place="loss", estimator="k1"))
+    controller = module.kl_controller
+    assert (float(controller.coefficient), controller.target, controller.gain) == (0.2, 6.0, 0.5)
+    assert (module.kl_place, module.kl_estimator, made(PPO).kl_place) == ("loss", "k1", "reward")
+
+
+def test_a_group_and_single_settings_add_up() -> None:
+    module = made(generation=GenerationOptions(max_cache_bytes=1 << 20), speculation=Speculation(), kl_coef=0.5,
+                  kl=KLOptions(estimator="k1"))  # fmt: skip
+    assert module.generation_options == GenerationOptions(speculation=Speculation(), max_cache_bytes=1 << 20)
+    assert (module.kl_coef, module.kl_estimator) == (0.5, "k1")
+
+
+def test_a_setting_given_twice_must_be_the_same_unless_it_is_the_default() -> None:
+    # The command line passes every default, RLOO's kl_coef=0.05 among them.
+    assert made(RLOO, kl=KLOptions(coef=0.2), kl_coef=0.05).kl_coef == 0.2
+    assert made(RLOO, kl=KLOptions(coef=0.2), kl_coef=0.2).kl_coef == 0.2
+    for group, single, message in (
+        ({"kl": KLOptions(coef=0.2)}, {"kl_coef": 0.04}, r"kl_coef=0.04 and kl=KLOptions\(coef=0.2\) contradict each"),
+        ({"policy_loss": PolicyLossOptions(clip_low=0.1)}, {"clip_low": 0.3}, "clip_low=0.3 and policy_loss="),
+        ({"generation": GenerationOptions(max_cache_bytes=9)}, {"max_cache_bytes": 8}, "leave one of them out"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            made(RLOO, **group, **single)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (GRPO, {"kl": KLOptions(coef=-1.0)}, "kl_coef=-1.0 may not be negative"),
+        (GRPO, {"kl": {"coef": 0.1}}, r"kl=\{'coef': 0.1\} is a dict; write KLOptions\(...\)"),
+        (GRPO, {"kl": KLOptions(target=6.0)}, r"target=6.0\) steers the coefficient of PPO; GRPO keeps kl_coef=0.04"),
+        (PPO, {"kl": KLOptions(target=6.0, coef=0.0)}, "kl_target=6.0 steers kl_coef, which is 0"),
+        (GRPO, {"policy_loss": PolicyLossOptions(loss="none")}, "loss='none' must be one of clip"),
+        (GRPO, {"policy_loss": "clip"}, r"policy_loss='clip' is a str; write PolicyLossOptions\(...\)"),
+        (GRPO, {"policy_loss": PolicyLossOptions(clip_most=1.1)}, r"clip_most=1.1 must lie above 1 \+ clip_high=1.2"),
+        (GRPO, {"generation": "hf"}, r"generation='hf' is a str; write GenerationOptions\(...\)"),
+    ],
+)
+def test_values_of_a_group_are_checked_by_the_algorithm(kind: type, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        made(kind, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine": "vllm"}, "engine='vllm' must be one of native, hf"),
+        ({"engine": "hf", "speculation": Speculation()}, "engine='hf' does not draft"),
+        ({"engine": "hf", "sample_reallocation": True}, "engine='hf' cannot hand samples over"),
+        ({"engine": "hf", "max_cache_bytes": 9}, "engine='hf' does not bound its cache, as max_cache_bytes=9 asks"),
+        ({"max_cache_bytes": 0}, "max_cache_bytes=0 must be at least 1 and finite"),
+        ({"speculation": "ngram"}, "speculation='ngram' is a str; write Speculation"),
+        ({"rollout_budget": RolloutBudget(tokens=9), "engine": "hf"}, "cannot be used with engine='hf'"),
+        ({"rollout_budget": RolloutBudget(tokens=9), "sample_reallocation": True}, "with sample_reallocation=True"),
+    ],
+)
+def test_generation_options_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GenerationOptions(**settings)
+    with pytest.raises(ConfigError, match=message):
+        made(**settings)
+
+
+def test_a_rollout_budget_needs_an_algorithm_that_generates() -> None:
+    options = GenerationOptions(rollout_budget=RolloutBudget(tokens=9))
+    with pytest.raises(ConfigError, match="SFT has none that could; leave rollout_budget out of generation"):
+        SFT("x", generation=options)
