@@ -28,12 +28,12 @@ class BestOfN(RewardedModule):
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
-        sampling: Of the rollout; ``n`` responses are compared.
+        sampling: Sampling of the rollout; ``n`` responses are compared.
         keep: How many of them are learnt from.
         min_reward: Responses below it are not learnt from, even if they are the best; None takes any.
         loss_average: ``"token"`` means all tokens; ``"sequence"`` each response's, then the responses; see
             :class:`PolicyGradient`.
-        settings: Of :class:`RewardedModule` and its bases.
+        settings: Settings of :class:`RewardedModule` and its bases.
     """
 
     def __init__(

@@ -47,8 +47,8 @@ class OnPolicyDistillation(PolicyModule):
     Args:
         actor: The student: a Hugging Face name or folder, a config, or a module.
         teacher: What it is to be like; it reads the student's tokens, so both need the same vocabulary.
-        tokenizer: By default the actor's.
-        sampling: Of the rollout.
+        tokenizer: Tokenizer of the actor; None: the one next to its weights.
+        sampling: Sampling of the rollout.
         divergence: ``"sampled"``: the reverse KL as a policy gradient of the tokens that were drawn, for which the
             teacher sends one number a token; ``"reverse_kl"``, ``"forward_kl"`` or ``"js"``: over the whole
             vocabulary, for which it sends its last hidden states, and every training rank keeps a copy of its head: on
@@ -59,8 +59,8 @@ class OnPolicyDistillation(PolicyModule):
         clip_high: How far it may rise above 1 and still be pushed up.
         loss_average: ``"token"`` means all tokens; ``"sequence"`` each response's, then the responses; see
             :class:`PolicyGradient`.
-        settings: Of :class:`PolicyModule`: environment, rollout budget; of :class:`MultiModelModule`: learning rate,
-            optimizer, schedule, training options, seed.
+        settings: Settings of :class:`PolicyModule` (evaluation, environment, rollout budget) and
+            :class:`MultiModelModule` (learning rate, optimizer, schedule, training options, seed).
     """
 
     optional_roles = ()

@@ -76,8 +76,8 @@ class DPO(ReferencedModule, PairwiseModule):
         tail_weight: What tokens of the longer response count that lie behind the length of the shorter one.
         weighting: ``"wpo"`` lets a pair count in training the less, the less likely its responses are to be the
             policy's own (arXiv:2406.11827); not in ``"sft"``, and not in what is measured of held-out pairs.
-        settings: Of :class:`ReferencedModule`: reference, tokenizer, whether the reference is asked once; of
-            :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+        settings: Settings of :class:`ReferencedModule` (reference, tokenizer, precomputing) and
+            :class:`MultiModelModule` (learning rate, optimizer, schedule, training options, seed).
     """
 
     totals_of = ("chosen_tokens",)

@@ -25,7 +25,7 @@ class GRPO(PolicyGradient):
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
-        sampling: Of the rollout; ``n`` is the group size.
+        sampling: Sampling of the rollout; ``n`` is the group size.
         normalize_by_std: Divide advantages by the group's standard deviation.
         kl_coef: Weight of the divergence; 0 leaves the reference out.
         kl_estimator: k1, k2 or k3, in the loss.

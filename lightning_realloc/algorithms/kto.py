@@ -49,8 +49,8 @@ class KTO(ReferencedModule):
         beta: How fast gains and losses saturate; larger keeps closer to the reference.
         desirable_weight: Of the loss of desirable responses.
         undesirable_weight: Of the others. The paper balances both: weight times count, within 1 : 1 and 4 : 3.
-        settings: Of :class:`ReferencedModule`: reference, tokenizer, whether the reference is asked once; of
-            :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+        settings: Settings of :class:`ReferencedModule` (reference, tokenizer, precomputing) and
+            :class:`MultiModelModule` (learning rate, optimizer, schedule, training options, seed).
     """
 
     batch_columns = ("prompt_ids", "response_ids", "label")

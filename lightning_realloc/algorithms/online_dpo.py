@@ -39,11 +39,11 @@ class OnlineDPO(RewardedModule):
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
-        sampling: Of the rollout; a pair is made of ``n`` responses.
+        sampling: Sampling of the rollout; a pair is made of ``n`` responses.
         loss: Of pairs: ``"sigmoid"``, or another of ``PairLossName`` that needs no ranks.
         beta: How dear it is to leave the reference.
         label_smoothing: The share of pairs that are taken to be the wrong way round, in losses that know it.
-        settings: Of :class:`RewardedModule` and its bases.
+        settings: Settings of :class:`RewardedModule` and its bases.
     """
 
     group_size = 2

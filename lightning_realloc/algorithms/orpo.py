@@ -34,9 +34,9 @@ class ORPO(PairwiseModule):
 
     Args:
         actor: The model: a Hugging Face name or folder, a config, or a module.
-        tokenizer: By default the actor's.
+        tokenizer: Tokenizer of the actor; None: the one next to its weights.
         beta: Weight of the odds ratio beside the chosen responses' likelihood; lambda in the paper.
-        settings: Of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+        settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
 
     evaluation_calls = ("actor.infer", "measure")

@@ -1,6 +1,6 @@
 """Proximal policy optimisation with a critic: an actor, a critic, a reference and a reward.
 
-Left out here, because it is the runtime's: micro-batches, backward, clipping of gradients, optimizer steps, layouts.
+The runtime does micro-batches, backward, clipping of gradients, optimizer steps and layouts.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from lightning_realloc.runtime.parallel.packed_forward import packed_logits, tok
 
 
 class PPO(PolicyModule):
-    """Train an actor on rewards, each token's compared with what a critic expected.
+    """Train an actor on rewards, by each token's advantage over a critic's estimate.
 
     Source: Schulman et al., arXiv:1707.06347; for language models: Ziegler et al., arXiv:1909.08593.
 
@@ -72,38 +72,37 @@ class PPO(PolicyModule):
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reward: Models that score sequences, functions ``f(prompts, completions, **columns) -> list[float]``, their
             import paths (``package.module:name``), or a list of any of them.
-        critic: A token classifier of one label; by default the first reward model with a value for every token, or,
-            where there is none or it reads other tokens, the actor's layers below a new head.
-        reference: What the policy is kept close to; by default the actor as it was loaded.
-        reward_weights: One for each of the rewards; by default all count 1.
-        tokenizer: By default the actor's.
-        reward_tokenizer: ``"actor"``: reward models read the actor's tokens; ``"retokenize"``: the texts, as their own
-            tokenizers encode them; a tokenizer: as that one does.
-        missing_eos_penalty: What the score of a response that is cut off at the most tokens is lowered by, while
-            training; None: nothing.
-        sampling: Of the rollout.
+        critic: Token classifier of one label. None: the first reward model with a value for every token; where there is
+            none or it reads other tokens, the actor's layers below a new head.
+        reference: Model that the policy is kept close to; None: the actor as it was loaded.
+        reward_weights: Weight of each reward; None: all count 1.
+        tokenizer: Tokenizer of the actor; None: the one next to its weights.
+        reward_tokenizer: ``"actor"``: reward models read the actor's tokens; ``"retokenize"``: texts by their own
+            tokenizers; a tokenizer: texts by that one.
+        missing_eos_penalty: Subtracted in training from the score of a response that is cut off; None: nothing.
+        sampling: Sampling of the rollout.
         kl_coef: Weight of the divergence; 0 leaves the reference out.
-        kl_place: ``"reward"`` takes it (k1) from each token's reward, ``"loss"`` adds it to the actor's loss.
+        kl_place: ``"reward"`` subtracts it (k1) from each token's reward, ``"loss"`` adds it to the actor's loss.
         kl_estimator: k1, k2 or k3, in the loss.
         kl_target: Divergence in nats per response that ``kl_coef`` is steered towards; None keeps ``kl_coef``.
-        kl_gain: How fast it is steered.
-        clip_low: How far a token's probability ratio may fall below 1 and still be pushed down.
-        clip_high: How far it may rise above 1 and still be pushed up.
+        kl_gain: Share of the divergence's relative error, at most 20 %, by which ``kl_coef`` changes in an iteration.
+        clip_low: How far a ratio may fall below 1 and still be pushed down.
+        clip_high: How far a ratio may rise above 1 and still be pushed up.
         value_clip: How far a value may move from that at the rollout and still be pushed on; None never clips.
-        discount: Of a reward one token later.
-        gae_lambda: 0 trusts the critic after one token, 1 never.
-        normalize_advantages: To mean 0 and deviation 1 over all tokens of an iteration.
-        normalize_values: Let the critic learn returns less their running mean, over their running deviation.
+        discount: Discount of a reward per token.
+        gae_lambda: Weight of later rewards over the critic's values: 0 trusts the critic after one token, 1 never.
+        normalize_advantages: Whether advantages get mean 0 and deviation 1 over all tokens of an iteration.
+        normalize_values: Whether the critic learns returns less their running mean, over their running deviation.
         reward_scale: Factor of every score.
-        reward_clip: Largest absolute score after that; None does not clip.
-        entropy_coef: Weight of the entropy that the actor is rewarded for.
-        loss_average: ``"sequence"`` means each response's tokens, then the responses; ``"token"`` means all tokens.
+        reward_clip: Largest absolute score after scaling; None does not clip.
+        entropy_coef: Weight of the entropy bonus.
+        loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``.
         critic_warmup: Iterations in which the critic learns alone.
-        critic_learning_rate: By default the actor's; ``optimizers`` tells more of the critic's optimizer.
-        critic_train_options: Epochs, mini-batches, clipping and limits of the critic; by default the actor's.
+        critic_learning_rate: Learning rate of the critic; None: the actor's. See ``optimizers`` for other settings.
+        critic_train_options: Epochs, mini-batches, clipping and limits of the critic; None: the actor's.
         kl: Group of the settings ``kl_*``; its fields take precedence.
-        settings: Of :class:`PolicyModule`: environment, conversation, rollout budget; of :class:`MultiModelModule`:
-            learning rate, optimizer, schedule, training options, seed.
+        settings: Settings of :class:`PolicyModule` (evaluation, environment, conversation, rollout budget) and
+            :class:`MultiModelModule` (learning rate, optimizer, schedule, training options, seed).
     """
 
     optional_roles = ("reference", "reward")

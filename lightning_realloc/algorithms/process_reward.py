@@ -31,8 +31,8 @@ class ProcessReward(MultiModelModule):
     Args:
         reward: The model: a Hugging Face name or folder, a config, or a module. It gets a head of one label per token
             where it has none; ``s(score)`` is the probability that a step is right.
-        tokenizer: By default the model's.
-        settings: Of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+        tokenizer: Tokenizer of the model; None: the one next to its weights.
+        settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
 
     evaluation_calls = ("reward.infer", "measure")

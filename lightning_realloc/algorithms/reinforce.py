@@ -38,10 +38,10 @@ class ReinforcePlusPlus(PolicyGradient):
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
-        sampling: Of the rollout; with ``baseline="group"``, ``n`` is the group size.
-        baseline: ``"batch"``: returns are normalised over all tokens of the batch; ``"group"``: first each reward has
-            the mean of its group taken away.
-        discount: Of a reward one token later.
+        sampling: Sampling of the rollout; with ``baseline="group"``, ``n`` is the group size.
+        baseline: ``"batch"``: returns are normalised over all tokens of the batch; ``"group"``: the mean of its group
+            is first subtracted from each reward.
+        discount: Discount of a reward per token.
         kl_coef: Weight of the divergence; 0 leaves the reference out.
         kl_place: ``"reward"`` takes the divergence from the reward of every token, ``"loss"`` adds it there; by default
             the first with ``baseline="batch"`` and the second with ``"group"``.
@@ -49,7 +49,7 @@ class ReinforcePlusPlus(PolicyGradient):
         loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``; ``"constant"``:
             sums over ``sampling.max_new_tokens``; ``"sum"``: sums of responses.
         ratio_level: Probability ratio of a ``"token"``, a ``"sequence"`` (geometric mean), or their ``"product"``.
-        settings: Of :class:`PolicyGradient` and its bases; see :class:`GRPO`.
+        settings: Settings of :class:`PolicyGradient` and its bases; see :class:`GRPO`.
     """
 
     def __init__(

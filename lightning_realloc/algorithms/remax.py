@@ -34,15 +34,15 @@ class ReMax(PolicyGradient):
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
-        sampling: Of the rollout.
+        sampling: Sampling of the rollout.
         kl_coef: Weight of the divergence; 0 leaves the reference out.
-        kl_place: ``"reward"`` takes from the reward of every token the divergence of that token and of those behind it,
-            ``"loss"`` adds it there.
+        kl_place: ``"reward"`` subtracts the divergence of every token and of those after it from its reward;
+            ``"loss"`` adds it to the loss.
         kl_estimator: k1, k2 or k3, in the loss.
         ratio_level: Probability ratio of a ``"token"``, a ``"sequence"`` (geometric mean), or their ``"product"``.
         loss_average: As in :class:`PolicyGradient`. The authors' code means all tokens, too: what is not compared with
             a baseline, as the divergence, would tell the policy about lengths if each response had its own divisor.
-        settings: Of :class:`PolicyGradient` and its bases; see :class:`GRPO`.
+        settings: Settings of :class:`PolicyGradient` and its bases; see :class:`GRPO`.
     """
 
     def __init__(

@@ -32,9 +32,9 @@ class RewardModel(PairwiseModule):
     Args:
         reward: The model: a Hugging Face name or folder, a config, or a module. It gets a head of one label where it
             has none. The last token of a response is read, its end token.
-        tokenizer: By default the model's.
+        tokenizer: Tokenizer of the model; None: the one next to its weights.
         centre_coef: Weight of the squared sum of a pair's scores, which keeps scores around zero; 0 leaves it out.
-        settings: Of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+        settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
 
     evaluation_calls = ("reward.infer", "measure")

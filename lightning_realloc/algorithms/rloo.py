@@ -25,14 +25,14 @@ class RLOO(PolicyGradient):
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
         reward: Reward functions, reward models, or a list of either; see :class:`RewardedModule`.
-        sampling: Of the rollout; ``n`` is the group size.
+        sampling: Sampling of the rollout; ``n`` is the group size.
         kl_coef: Weight of the divergence; 0 leaves the reference out.
         kl_place: ``"reward"`` takes the divergence of the whole response from its reward, ``"loss"`` adds it there.
         kl_estimator: k1, k2 or k3, in the loss.
         ratio_level: Probability ratios of the whole response (``"product"``), of a ``"token"``, or of a ``"sequence"``.
         loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``; ``"constant"``:
             sums over ``sampling.max_new_tokens``; ``"sum"``: sums of responses.
-        settings: Of :class:`PolicyGradient` and its bases; see :class:`GRPO`.
+        settings: Settings of :class:`PolicyGradient` and its bases; see :class:`GRPO`.
     """
 
     learns_whole_groups = True

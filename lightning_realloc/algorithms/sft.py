@@ -26,8 +26,8 @@ class SFT(MultiModelModule):
 
     Args:
         actor: The model: a Hugging Face name or folder, a config, or a module.
-        tokenizer: By default the actor's.
-        settings: Of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+        tokenizer: Tokenizer of the actor; None: the one next to its weights.
+        settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
 
     evaluation_calls = ("actor.infer", "measure")

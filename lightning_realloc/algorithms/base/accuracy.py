@@ -1,4 +1,4 @@
-"""How often does a policy answer right: with one response, and with the best of k?"""
+"""Accuracy of a policy with one response, and with the best of k (pass@k)."""
 
 from __future__ import annotations
 

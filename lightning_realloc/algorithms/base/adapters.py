@@ -1,4 +1,4 @@
-"""Which adapters does a role train, and do they fit its model? All that is known of PEFT's files and configurations."""
+"""Adapters of a role: read PEFT's files and configurations, and check that they fit its model."""
 
 from __future__ import annotations
 

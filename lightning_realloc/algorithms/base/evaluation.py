@@ -1,8 +1,8 @@
-"""What do held-out samples say? It is asked once about all of them together, when an evaluation has seen the last one.
+"""Evaluate held-out samples once, all of them together, after the last batch.
 
-Every rank is given every sample of a batch, so every rank works out the same numbers and none has to be merged: means
-are over all samples, tokens or steps of the set as they are named, whatever the batches hold, and what is no mean at
-all, as an area under a curve, is right too. The mean of batches' values is neither.
+Every rank has every sample, so all ranks compute the same numbers and none has to be merged. Means are over all
+samples, tokens or steps of the set, whatever the batches hold. Metrics that are no means, such as the area under a
+curve, are right too; the mean of batches' values would be neither.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is learnt from a response that nobody could judge? Nothing: its reward is NaN, and is never made a number."""
+"""Leave out responses without a reward: it is NaN, and is never made a number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How is each trained role optimized? Its learning rate, its optimizer and schedule, and which of its weights decay."""
+"""Optimizer of each trained role: learning rate, schedule, and the weights that decay."""
 
 from __future__ import annotations
 

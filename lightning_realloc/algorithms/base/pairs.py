@@ -1,4 +1,4 @@
-"""What do algorithms share that learn from pairs? A chosen response at every even place, the rejected one behind it."""
+"""Base of algorithms that learn from pairs: chosen responses at even rows, rejected ones after them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What do algorithms share that compare an actor with a reference on given responses? Both models, and their scores.
+"""Base of algorithms that compare an actor with a reference on given responses: both models and their scores.
 
-What the reference says of given responses never changes. So it may be asked once, before the first step, instead of in
-every iteration: what it said is kept with the rows, and its weights go.
+The reference's scores of given responses never change. So they can be computed once before the first step and kept
+with the rows, and the reference's weights are released.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class ReferencedModule(MultiModelModule):
 
     Args:
         actor: The policy: a Hugging Face name or folder, a config, or a module.
-        reference: What log-probabilities are compared with; by default the actor as it was loaded.
-        tokenizer: By default the actor's.
-        precompute_reference: Whether the reference is asked once about all rows of the data module, when training
-            begins, and leaves memory then; else in every iteration. Losses are the same.
-        settings: Of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
+        reference: Model that log-probabilities are compared with; None: the actor as it was loaded.
+        tokenizer: Tokenizer of the actor; None: the one next to its weights.
+        precompute_reference: Whether the reference scores all rows of the data module once, when training begins, and
+            is then released; else it scores every batch. Losses are the same.
+        settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
 
     evaluation_calls: tuple[str, ...] = (_CALL, "actor.infer", "measure")

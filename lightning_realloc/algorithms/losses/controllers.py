@@ -1,4 +1,4 @@
-"""What does an algorithm remember between iterations? Small modules whose buffers are part of every checkpoint.
+"""Modules that keep state between iterations, whose buffers are part of every checkpoint.
 
 They are updated from per-sample columns that every rank has, and so hold the same on every rank.
 """

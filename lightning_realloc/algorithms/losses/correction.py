@@ -1,7 +1,7 @@
-"""How is it made up for that an engine draws tokens from another distribution than training computes?
+"""Importance weights that correct for the difference between the engine's and the training's log-probabilities.
 
 The same weights give other log-probabilities in an engine that multiplies other shapes, or in 16 bit. Where ratios are
-taken to the trained model's own log-probabilities, weights correct for that, bounded so that no token rules the batch.
+to the trained model's own log-probabilities, these weights correct for that. Bounds keep single tokens from dominating.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is minimised? Formulas over packed tokens, without models, ranks or settings.
+"""Formulas over packed tokens, without models, ranks or settings.
 
-Losses come per token and are added up, never averaged, here: a caller divides by the totals of the whole mini-batch,
-so the parts of micro-batches and data-parallel ranks sum to the same loss however the samples were split.
+Losses are per token and are summed here, never averaged. A caller divides by the totals of the whole mini-batch, so
+the parts of micro-batches and data-parallel ranks sum to the same loss however the samples were split.
 Shapes: N packed tokens, B sequences.
 """
 

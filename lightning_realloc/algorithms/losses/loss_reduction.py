@@ -1,4 +1,4 @@
-"""Which mean of its tokens' values is a mini-batch's loss? As parts that add up over micro-batches and ranks."""
+"""Average token losses into a mini-batch's loss, as parts that sum over micro-batches and ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How well do scores tell good responses from bad ones, and how well do they know it? Of a whole set of responses.
+"""Ranking and calibration metrics of scores, over a whole set of responses.
 
-The curves are torchmetrics'. It takes what lies between 0 and 1, and large scores are all 1 in a sigmoid: ranks keep
+The curves are torchmetrics'. It takes values between 0 and 1, and large scores are all 1 in a sigmoid: ranks keep
 them apart.
 """
 

@@ -1,7 +1,7 @@
-"""How is a policy moved towards responses that did better than expected? One formula per name, over packed tokens.
+"""Policy losses over packed tokens, one formula per name: ``clip``, ``cispo``, ``sapo`` and ``vespo``.
 
-All of them see how a token's probability has changed since it was drawn, and how good its response was; they differ in
-what becomes of tokens that have changed much. Averaging is the caller's, see ``averages.py``.
+All of them take the change of a token's probability since it was drawn, and the advantage of its response. They differ
+in how they treat tokens that have changed much. The caller averages, see ``loss_reduction.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What is learnt from answers that people compared or judged? Formulas over sequences, without models or settings.
+"""Losses on compared or judged responses: formulas over sequences, without models or settings.
 
-Losses come per pair or per sequence and are added up by their callers, which divide by the totals of a mini-batch.
+Losses are per pair or per sequence. Callers sum them and divide by the totals of a mini-batch.
 Shapes: P pairs of a chosen and a rejected response to the same prompt, B sequences. A log-ratio is the log-probability
 of a whole response less the reference's.
 """

@@ -1,8 +1,8 @@
-"""Which policy are probability ratios taken to? That which drew the tokens, or the trained model before it learns.
+"""Denominator of probability ratios: the policy that drew the tokens, or the trained model before it learns.
 
-Both have the same weights, but not the same arithmetic: the engine that draws tokens multiplies other shapes, perhaps
-in another dtype or layout. Ratios to its log-probabilities correct for that, and are rounded as its batches happened to
-be; ratios to the trained model's own are 1 before the first optimizer step, whatever the engine did.
+Both have the same weights, but not the same arithmetic. The engine that draws tokens multiplies other shapes, perhaps
+in another dtype or layout. Ratios to its log-probabilities correct for that, and carry the rounding of its batches.
+Ratios to the trained model's own are 1 before the first optimizer step.
 """
 
 from __future__ import annotations

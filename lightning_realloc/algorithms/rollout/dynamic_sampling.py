@@ -1,8 +1,8 @@
-"""Which groups of responses say anything? Those whose rewards differ; others are replaced from further prompts.
+"""Dynamic sampling: replace groups whose rewards are all equal by further prompts.
 
-A group in which all responses earn the same has no advantages: it fills a batch, and teaches nothing. What differs is
-kept until there are as many groups as a batch was meant to have. Every batch of the loader is one more round, so the
-loader goes on as it always does, and a step is taken in the last round alone.
+A group whose responses all earn the same has no advantages. Groups with different rewards are kept until there are as
+many as a batch was meant to have. Every further batch of the loader is one more round. The loader goes on as always,
+and only the last round takes a step.
 """
 
 from __future__ import annotations

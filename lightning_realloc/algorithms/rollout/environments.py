@@ -1,4 +1,4 @@
-"""Whom does the actor talk to? An environment as settings name it, made into the one that an engine asks."""
+"""Make the environment that an engine asks from a setting: a function, a class or an import path."""
 
 from __future__ import annotations
 

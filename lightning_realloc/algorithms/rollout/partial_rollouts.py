@@ -1,7 +1,7 @@
-"""Which responses of an iteration are learnt from now, and which go on in the next one?
+"""Split responses into those to learn from now and those to continue in the next iteration.
 
-What goes on is known on every rank, with its prompts: so it may be generated on any rank in any layout, and one rank's
-checkpoint holds all of it.
+Every rank knows the unfinished responses with their prompts. So any rank in any layout may continue them, and one
+rank's checkpoint holds all of them.
 """
 
 from __future__ import annotations

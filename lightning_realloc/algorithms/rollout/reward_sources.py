@@ -1,6 +1,6 @@
-"""Who judges responses? Reward models, each a role with an inference call, and functions on the host, added by weight.
+"""Rewards from reward models, each a role with an inference call, and from functions on the host, summed by weight.
 
-A run of several judges has a call ``judge`` that adds up what they say; models score before it, wherever the plan puts
+A run of several judges has a call ``judge`` that sums their rewards. Models score before it, wherever the plan puts
 them.
 """
 

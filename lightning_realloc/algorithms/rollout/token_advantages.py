@@ -1,4 +1,4 @@
-"""What does PPO learn from? Every token's advantage and return, from scores of responses and a critic's values."""
+"""Advantages and returns of tokens for PPO, from scores of responses and a critic's values."""
 
 from __future__ import annotations
 
