@@ -22,19 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_realloc.batch.samples import Samples
-from lightning_realloc.callbacks.phase import dispatch
-from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.layout.dims import Layout
 from lightning_realloc.runtime.measure.host_memory import (
     InfrequentCollection,
     collect_garbage,
     give_back_freed_memory,
 )
-from lightning_realloc.runtime.messages.mailbox import Mailbox
-from lightning_realloc.runtime.parallel.shards import reshard
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.setting_hints import STRATEGY_HINTS, suggest_settings
 from lightning_realloc.strategies.calls.call_runner import CallRunner
@@ -48,14 +43,11 @@ from lightning_realloc.strategies.lightning.schedules import check_schedules
 from lightning_realloc.strategies.measure.estimation import lengths_of, make_plan_evaluator, profile_of
 from lightning_realloc.strategies.measure.profile_subject import Machine
 from lightning_realloc.strategies.measure.profiling import Profile
-from lightning_realloc.strategies.pool.builder import PoolBuilder
+from lightning_realloc.strategies.placed_roles import PlacedRoles, PlacementOptions
 from lightning_realloc.strategies.pool.model_pool import ModelPool
-from lightning_realloc.strategies.pool.offloader import Offloader
 from lightning_realloc.strategies.pool.plan_source import PlanSource, read_plan_source
 from lightning_realloc.strategies.pool.precision import check_precision
-from lightning_realloc.strategies.pool.replica import Replica
 from lightning_realloc.tuning.candidates import PlanEvaluator
-from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
 from lightning_realloc.tuning.memory.parts import parse_bytes
 from lightning_realloc.tuning.shapes.lengths import Lengths
 from lightning_realloc.tuning.timeline.simulator import Overlap
@@ -137,22 +129,21 @@ class ReallocStrategy(DataParallelStrategy):
             self, save_frozen_roles=save_frozen_roles, load_weights_only=load_weights_only
         )
         self._optimizer_hooks = LightningOptimizers(self)
-        self._plan_source = read_plan_source(plan)
-        self._transport: TransportName = transport
-        self._tp_plans = dict(tp_plans or {})
-        self._memory_budget = None if memory_per_device is None else parse_bytes(memory_per_device)
-        self._pool: ModelPool | None = None
-        self._runner: CallRunner | None = None
-        self._offloader: Offloader | None = None
+        options = PlacementOptions(
+            plan=read_plan_source(plan),
+            overlap=self._overlap,
+            transport=transport,
+            tp_plans=dict(tp_plans or {}),
+            memory_budget=None if memory_per_device is None else parse_bytes(memory_per_device),
+        )
+        self._placed = PlacedRoles(self, self._optimizer_hooks, options)
         self._collection = InfrequentCollection()
-        self._placed_module: nn.Module | None = None
         self.num_shown = 0
         """Of how many samples of an iteration every rank is to be told the responses."""
         self.shown: tuple[Samples, ...] = ()
         """These samples, of each batch that the last iteration trained on."""
         self.lengths: Lengths | None = None
         """Of the latest iteration's sequences; None before it, and where it has no prompts with responses."""
-        self._reallocation: ParameterReallocation | None = None
 
     # ---- what users and callbacks read
     @property
@@ -174,9 +165,7 @@ class ReallocStrategy(DataParallelStrategy):
     @property
     def pool(self) -> ModelPool:
         """The replicas of every role. Raises ConfigError before the models are set up."""
-        if self._pool is None:
-            raise ConfigError("the models are not set up yet; read strategy.pool from on_fit_start on")
-        return self._pool
+        return self._placed.pool
 
     @property
     def plan(self) -> ExecutionPlan:
@@ -185,10 +174,8 @@ class ReallocStrategy(DataParallelStrategy):
 
     @property
     def runner(self) -> CallRunner:
-        """What runs the calls; holds the seconds that each took."""
-        if self._runner is None:
-            raise ConfigError("the models are not set up yet; read strategy.runner from on_fit_start on")
-        return self._runner
+        """The call runner, with the seconds of each call. Raises ConfigError before the models are set up."""
+        return self._placed.runner
 
     def profile(
         self, iterations: Sequence[Lengths], *, cache: Path | None, seconds: float = math.inf
@@ -197,19 +184,20 @@ class ReallocStrategy(DataParallelStrategy):
 
         Measuring takes about ``seconds`` at most; None where that is too little. A cached profile takes none.
         """
-        options = self._builder().options
+        builder = self._placed.builder()
+        options = builder.options
         machine = Machine(
             meshes=self.pool.meshes, device=self.root_device, rank=self.global_rank, world_size=self.world_size,
             cluster=self.cluster, copy_dtype=options.copy_dtype, mixed_precision=options.mixed_precision,
             forward_context=lambda wrapped: self._optimizer_hooks.forward_context(wrapped=wrapped),
         )  # fmt: skip
-        return profile_of(self._builder(), machine, iterations, cache=cache, seconds=seconds)
+        return profile_of(builder, machine, iterations, cache=cache, seconds=seconds)
 
     def plan_evaluator(self, iterations: Sequence[Lengths], profile: Profile | None = None) -> PlanEvaluator:
         """Return what other plans are judged by, for iterations of such lengths. Collective over all ranks."""
         callbacks = self.lightning_module.trainer.callbacks  # type: ignore[union-attr]
         return make_plan_evaluator(
-            self._builder(), self.plan, iterations, callbacks=callbacks, overlap=self._overlap.overlap,
+            self._placed.builder(), self.plan, iterations, callbacks=callbacks, overlap=self._overlap.overlap,
             generation_parts=self.generation_chunks, profile=profile,
         )  # fmt: skip
 
@@ -217,10 +205,9 @@ class ReallocStrategy(DataParallelStrategy):
     def setup_environment(self) -> None:
         """Start the process group; free the models of earlier fits before this one's are built."""
         super().setup_environment()
-        if self._placed_module is self.lightning_module:
+        if self._placed.holds(self.lightning_module):
             return
-        if self._placed_module is not None:
-            self._placed_module = self._pool = self._runner = None
+        if self._placed.forget():
             self.optimizers, self.lr_scheduler_configs = [], []
         collect_garbage()
 
@@ -230,7 +217,7 @@ class ReallocStrategy(DataParallelStrategy):
         module: Any = self.lightning_module
         fits_models = module.trainer.state.fn == TrainerFn.FITTING and self.dataflow is not None
         if fits_models and not module.models():
-            self._builder().check_memory(self._plan_source, module.trainer.callbacks)
+            self._placed.check_memory()
         with super().model_sharded_context():
             yield
 
@@ -244,7 +231,7 @@ class ReallocStrategy(DataParallelStrategy):
         if flow is None:
             super().setup(trainer)
         else:
-            self._set_up_roles(trainer)
+            self._placed.set_up(trainer)
             self.model_to_device()
         self.barrier("realloc.setup")
         if trainer.state.fn == TrainerFn.FITTING:
@@ -254,63 +241,9 @@ class ReallocStrategy(DataParallelStrategy):
         self.setup_precision_plugin()
         give_back_freed_memory()  # of the whole models that were divided
 
-    def _set_up_roles(self, trainer: Trainer) -> None:
-        module: Any = self.lightning_module
-        self._reallocation = ParameterReallocation.from_trainer(trainer)
-        if self._placed_module is module and self._pool is not None:
-            if not self.runner.can_go_on():
-                self._runner = self._make_runner(module, self._pool)
-        else:
-            self._pool = self._builder().build(self._plan_source)
-            self._placed_module = module
-            self._runner = self._make_runner(module, self._pool)
-        self._offloader = self._make_offloader(self._pool)
-
-    def _builder(self) -> PoolBuilder:
-        assert self.dataflow is not None
-        return PoolBuilder(
-            module=self.lightning_module,
-            dataflow=self.dataflow,
-            cluster=self.cluster,
-            device=self.root_device,
-            rank=self.global_rank,
-            world_size=self.world_size,
-            precision=str(self.precision_plugin.precision),
-            transport=self._transport,
-            tp_plans=self._tp_plans,
-            memory_budget=self._memory_budget or self.cluster.device_memory_bytes,
-        )
-
-    def _make_offloader(self, pool: ModelPool) -> Offloader:
-        schedule = OffloadSchedule(pool.dataflow, pool.plan, self.global_rank, pool.leaders, pool.sharers)
-        return Offloader(pool, schedule, self.root_device)
-
-    def _make_runner(self, module: Any, pool: ModelPool) -> CallRunner:
-        mailbox = Mailbox(self.global_rank, self.world_size, pool.meshes.new_host_group())
-        reallocation = self._reallocation
-        return CallRunner(
-            module,
-            pool,
-            mailbox,
-            self.phase_replica,
-            self._optimizer_hooks,
-            layout_of=self._layout_of,
-            options=self._overlap,
-            frees_copies=reallocation is not None and reallocation.free_after,
-            stop=self.stop,
-            device=self.root_device,
-            rank=self.global_rank,
-        )
-
     def is_running(self) -> bool:
-        """Whether calls are under way."""
-        return self._runner is not None and self._runner.is_running
-
-    def _layout_of(self, call: str) -> Layout:
-        """Return the layout in which a call will find its model."""
-        moves = self._reallocation is not None and self._reallocation.enabled
-        role = str(self.pool.dataflow.call(call).role)
-        return (self.pool.target(call) if moves else self.pool.home(role)).layout
+        """Whether calls are running."""
+        return self._placed.is_running
 
     def set_plan(self, plan: PlanSource) -> None:
         """Run the following iterations under another plan: weights and optimizer state move, training goes on.
@@ -322,28 +255,7 @@ class ReallocStrategy(DataParallelStrategy):
                 cannot be moved to; the one before stays.
             ConfigError: while calls are under way.
         """
-        if self.runner.is_running:
-            raise ConfigError(
-                "set_plan moves all models, and calls are under way; use it between iterations, in "
-                "on_train_batch_end or on_train_batch_start"
-            )
-        if self.runner.is_ahead:
-            raise ConfigError(
-                "set_plan cannot move responses that wait to be trained on, and with max_staleness=1 there are some "
-                "after every iteration but an epoch's last; use max_staleness=0 where plans change"
-            )
-        source = read_plan_source(plan)
-        wanted = self._builder().plan(source, self.pool.specs)
-        if wanted == self.plan:
-            return
-        callbacks = self.lightning_module.trainer.callbacks  # type: ignore[union-attr]
-        self._builder().check_memory(wanted, callbacks, running=self.plan)
-        self.runner.finish()
-        self.pool.meshes.create(wanted.layouts)
-        if self._offloader is not None:
-            self._offloader.close()
-        self.pool.apply_plan(wanted, self.optimizers_by_role())
-        self._models_replaced()
+        self._placed.apply_plan(read_plan_source(plan))
 
     def check_release(self, role: str) -> None:
         """Raise ConfigError where a role's weights are needed after its last call."""
@@ -359,39 +271,13 @@ class ReallocStrategy(DataParallelStrategy):
         Raises:
             PlanError: for a role that is trained, or whose weights another role needs.
         """
-        self.runner.finish()
-        if self._offloader is not None:
-            self._offloader.close()
-        self.pool.release(role)
-        self._models_replaced()
-        give_back_freed_memory()
-
-    def _models_replaced(self) -> None:
-        """Let the module, and what remembers models, have those that the pool holds now."""
-        for role in self.pool.roles:
-            setattr(self.lightning_module, role, self.pool.home(role).model)
-        self._offloader = self._make_offloader(self.pool)
-        self.runner.plan_changed()
+        self._placed.release(role)
 
     # ---- running calls
     @contextmanager
-    def phase_replica(self, call: str) -> Iterator[Replica]:
-        """Announce a call to callbacks, and yield the replica that it works on."""
-        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
-        assert self._offloader is not None
-        self._offloader.begin(call, self.optimizers)
-        dispatch(trainer, "on_phase_start", call)
-        replica = self.pool.active(call)
-        yield replica
-        if self.pool.dataflow.call(call).kind != "train":
-            reshard(replica.model)  # without a backward pass nothing else lets go of what FSDP gathered
-        dispatch(trainer, "on_phase_end", call)
-        self._offloader.end(call)
-
-    @contextmanager
     def phase(self, call: str) -> Iterator[nn.Module]:
         """Announce a call to callbacks, and yield its model in that call's layout; for a hand-written training_step."""
-        with self.phase_replica(call) as replica, self.pool.adapted_for(self.pool.dataflow.call(call), replica.model):
+        with self._placed.phase(call) as replica, self.pool.adapted_for(self.pool.dataflow.call(call), replica.model):
             yield replica.model
 
     def run_iteration(self, batch: Samples) -> tuple[Samples, ...]:
@@ -444,20 +330,16 @@ class ReallocStrategy(DataParallelStrategy):
 
     def on_train_end(self) -> None:
         """Take in what ranks sent each other last."""
-        if self._runner is not None:
-            self._runner.finish()
+        self._placed.finish()
 
     def bring_back(self) -> None:
         """Have everything that the plan offloads on the device until the next call begins."""
-        if self._offloader is not None:
-            self._offloader.bring_back()
+        self._placed.bring_back()
 
     def teardown(self) -> None:
         """Leave whole models behind."""
         self._collection.stop()
-        if self._offloader is not None:
-            self._offloader.close()
-            self._offloader = None
+        self._placed.close()
         module: Any = self.lightning_module
         if hasattr(module, "release"):
             module.release()

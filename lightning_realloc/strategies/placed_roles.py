@@ -1,0 +1,233 @@
+"""Place an algorithm's roles for a run: build the pool, the call runner and the offloader, and apply other plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Trainer
+from torch import nn
+
+from lightning_realloc.callbacks.phase import dispatch
+from lightning_realloc.callbacks.reallocation import ParameterReallocation
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.layout.dims import Layout
+from lightning_realloc.runtime.measure.host_memory import give_back_freed_memory
+from lightning_realloc.runtime.messages.mailbox import Mailbox
+from lightning_realloc.runtime.parallel.shards import reshard
+from lightning_realloc.runtime.transfer.agreement import TransportName
+from lightning_realloc.strategies.calls.call_runner import CallRunner
+from lightning_realloc.strategies.calls.overlap_options import OverlapOptions
+from lightning_realloc.strategies.calls.train_call import OptimizerHooks
+from lightning_realloc.strategies.pool.builder import PoolBuilder
+from lightning_realloc.strategies.pool.model_pool import ModelPool
+from lightning_realloc.strategies.pool.offloader import Offloader
+from lightning_realloc.strategies.pool.plan_source import NamedPlan
+from lightning_realloc.strategies.pool.replica import Replica
+from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
+
+if TYPE_CHECKING:
+    from lightning_realloc.strategies.realloc import ReallocStrategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementOptions:
+    """Settings of a run that its models are placed by."""
+
+    plan: NamedPlan
+    """The execution plan, or the name of the way to make one."""
+    overlap: OverlapOptions
+    """Calls that may run at the same time."""
+    transport: TransportName
+    """How weights travel."""
+    tp_plans: Mapping[str, Mapping[str, str]]
+    """Role -> tensor-parallel styles, for models without a plan of their own."""
+    memory_budget: int | None
+    """Bytes of one device that a plan may use; None: the device's memory."""
+
+
+class PlacedRoles:
+    """The pool of models of one LightningModule, with all that runs on it.
+
+    Args:
+        strategy: The running strategy: ranks, device, optimizers, callbacks.
+        optimizers: Lightning's side of training calls.
+        options: Settings of the run.
+    """
+
+    def __init__(self, strategy: ReallocStrategy, optimizers: OptimizerHooks, options: PlacementOptions) -> None:
+        self._strategy = strategy
+        self._optimizers = optimizers
+        self._options = options
+        self._pool: ModelPool | None = None
+        self._runner: CallRunner | None = None
+        self._offloader: Offloader | None = None
+        self._module: nn.Module | None = None
+        self._reallocation: ParameterReallocation | None = None
+
+    @property
+    def pool(self) -> ModelPool:
+        """The replicas of every role. Raises ConfigError before the models are set up."""
+        if self._pool is None:
+            raise ConfigError("the models are not set up yet; read strategy.pool from on_fit_start on")
+        return self._pool
+
+    @property
+    def runner(self) -> CallRunner:
+        """The call runner. Raises ConfigError before the models are set up."""
+        if self._runner is None:
+            raise ConfigError("the models are not set up yet; read strategy.runner from on_fit_start on")
+        return self._runner
+
+    @property
+    def is_running(self) -> bool:
+        """Whether calls are running."""
+        return self._runner is not None and self._runner.is_running
+
+    def builder(self) -> PoolBuilder:
+        """Return the builder for the module that is trained now."""
+        strategy = self._strategy
+        assert strategy.dataflow is not None
+        return PoolBuilder(
+            module=strategy.lightning_module,
+            dataflow=strategy.dataflow,
+            cluster=strategy.cluster,
+            device=strategy.root_device,
+            rank=strategy.global_rank,
+            world_size=strategy.world_size,
+            precision=str(strategy.precision_plugin.precision),
+            transport=self._options.transport,
+            tp_plans=self._options.tp_plans,
+            memory_budget=self._options.memory_budget or strategy.cluster.device_memory_bytes,
+        )
+
+    # ---- a run's beginning and end
+    def holds(self, module: nn.Module | None) -> bool:
+        """Return whether the models of ``module`` are placed already."""
+        return self._module is module
+
+    def forget(self) -> bool:
+        """Drop the models of an earlier module; return whether there were any."""
+        had_models = self._module is not None
+        self._module = self._pool = self._runner = None
+        return had_models
+
+    def check_memory(self) -> None:
+        """Refuse a plan that does not fit into memory, before models are built. Raises PlanError."""
+        self.builder().check_memory(self._options.plan, self._callbacks)
+
+    def set_up(self, trainer: Trainer) -> None:
+        """Shard every role into its home layout, and make what runs on the pool. Collective over all ranks."""
+        module = self._strategy.lightning_module
+        self._reallocation = ParameterReallocation.from_trainer(trainer)
+        if not self.holds(module) or self._pool is None:
+            self._pool = self.builder().build(self._options.plan)
+            self._module = module
+            self._runner = self._make_runner(module, self._pool)
+        elif not self.runner.can_go_on():
+            self._runner = self._make_runner(module, self._pool)
+        self._offloader = self._make_offloader(self._pool)
+
+    def finish(self) -> None:
+        """Wait for the last messages between ranks."""
+        if self._runner is not None:
+            self._runner.finish()
+
+    def bring_back(self) -> None:
+        """Fetch everything that the plan offloads to the device until the next call begins."""
+        if self._offloader is not None:
+            self._offloader.bring_back()
+
+    def close(self) -> None:
+        """Fetch everything that the plan offloads for good."""
+        if self._offloader is not None:
+            self._offloader.close()
+            self._offloader = None
+
+    # ---- calls
+    @contextmanager
+    def phase(self, call: str) -> Iterator[Replica]:
+        """Announce a call to callbacks, and yield the replica that it works on."""
+        trainer = self._strategy.lightning_module.trainer  # type: ignore[union-attr]
+        assert self._offloader is not None
+        self._offloader.begin(call, self._strategy.optimizers)
+        dispatch(trainer, "on_phase_start", call)
+        replica = self.pool.active(call)
+        yield replica
+        if self.pool.dataflow.call(call).kind != "train":
+            reshard(replica.model)  # without a backward pass nothing else frees the weights that FSDP gathered
+        dispatch(trainer, "on_phase_end", call)
+        self._offloader.end(call)
+
+    def layout_of(self, call: str) -> Layout:
+        """Return the layout in which a call will find its model."""
+        moves = self._reallocation is not None and self._reallocation.enabled
+        role = str(self.pool.dataflow.call(call).role)
+        return (self.pool.target(call) if moves else self.pool.home(role)).layout
+
+    # ---- changes between iterations
+    def apply_plan(self, plan: NamedPlan) -> None:
+        """See `ReallocStrategy.set_plan`."""
+        if self.runner.is_running:
+            raise ConfigError(
+                "set_plan moves all models, and calls are running; use it between iterations, in on_train_batch_end "
+                "or on_train_batch_start"
+            )
+        if self.runner.is_ahead:
+            raise ConfigError(
+                "set_plan cannot move responses that wait to be trained on, and with max_staleness=1 there are some "
+                "after every iteration except an epoch's last; use max_staleness=0 where plans change"
+            )
+        builder, running = self.builder(), self.pool.plan
+        wanted = builder.plan(plan, self.pool.specs)
+        if wanted == running:
+            return
+        builder.check_memory(wanted, self._callbacks, running=running)
+        self.runner.finish()
+        self.pool.meshes.create(wanted.layouts)
+        self.close()
+        self.pool.apply_plan(wanted, self._strategy.optimizers_by_role())
+        self._replace_models()
+
+    def release(self, role: str) -> None:
+        """See `ReallocStrategy.release`."""
+        self.runner.finish()
+        self.close()
+        self.pool.release(role)
+        self._replace_models()
+        give_back_freed_memory()
+
+    def _replace_models(self) -> None:
+        """Give the module, the offloader and the runner the models that the pool holds now."""
+        for role in self.pool.roles:
+            setattr(self._strategy.lightning_module, role, self.pool.home(role).model)
+        self._offloader = self._make_offloader(self.pool)
+        self.runner.plan_changed()
+
+    @property
+    def _callbacks(self) -> list[Any]:
+        module: Any = self._strategy.lightning_module
+        callbacks: list[Any] = module.trainer.callbacks
+        return callbacks
+
+    def _make_offloader(self, pool: ModelPool) -> Offloader:
+        rank, device = self._strategy.global_rank, self._strategy.root_device
+        return Offloader(pool, OffloadSchedule(pool.dataflow, pool.plan, rank, pool.leaders, pool.sharers), device)
+
+    def _make_runner(self, module: Any, pool: ModelPool) -> CallRunner:
+        strategy, reallocation = self._strategy, self._reallocation
+        return CallRunner(
+            module,
+            pool,
+            Mailbox(strategy.global_rank, strategy.world_size, pool.meshes.new_host_group()),
+            self.phase,
+            self._optimizers,
+            layout_of=self.layout_of,
+            options=self._options.overlap,
+            frees_copies=reallocation is not None and reallocation.free_after,
+            stop=strategy.stop,
+            device=strategy.root_device,
+            rank=strategy.global_rank,
+        )
