@@ -43,7 +43,7 @@ from lightning_realloc.setting_hints import describe_unknown_settings, hint_for
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint
 from lightning_realloc.strategies.checkpoints.hf_folder import parse_dtype
-from lightning_realloc.strategies.lightning.failures import OUR_ERRORS, end_started_ranks, told_in_a_line
+from lightning_realloc.strategies.lightning.failures import CALLER_ERRORS, end_started_ranks, one_line_message
 from lightning_realloc.strategies.pool.precision import refuse_precision
 
 SHORT_NAMES = (
@@ -127,14 +127,14 @@ class _Instantiator(_InstantiatorFn):
         try:
             links = applied_instantiation_links
             return super().__call__(class_type, *args, applied_instantiation_links=links, **kwargs)
-        except OUR_ERRORS as error:
+        except CALLER_ERRORS as error:
             raise _Refusal(error) from error
 
 
 def _construct(class_type: type, *args: Any, **kwargs: Any) -> Any:
     try:
         return class_type(*args, **kwargs)
-    except OUR_ERRORS as error:
+    except CALLER_ERRORS as error:
         raise _Refusal(error) from error
 
 
@@ -172,7 +172,7 @@ class ReallocCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         try:
             super()._run_subcommand(subcommand)
-        except OUR_ERRORS:
+        except CALLER_ERRORS:
             end_started_ranks(self.trainer.strategy.launcher)  # they fail alike; report the error last
             raise
 
@@ -230,9 +230,9 @@ def main() -> int:
         sys.path.insert(0, os.getcwd())
     try:
         return run(sys.argv[1:])
-    except OUR_ERRORS as error:
+    except CALLER_ERRORS as error:
         rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
-        sys.stderr.write(told_in_a_line(error, rank))
+        sys.stderr.write(one_line_message(error, rank))
         sys.stderr.flush()
         return 2
 

@@ -38,8 +38,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint import optimizer_settin
 from lightning_realloc.strategies.lightning.checkpoint_hooks import RoleCheckpoints
 from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 from lightning_realloc.strategies.lightning.failures import dismiss_observer
-from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
-from lightning_realloc.strategies.lightning.schedules import check_schedules
+from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers, check_schedules
 from lightning_realloc.strategies.measure.estimation import lengths_of, make_plan_evaluator, profile_of
 from lightning_realloc.strategies.measure.profile_subject import Machine
 from lightning_realloc.strategies.measure.profiling import Profile

@@ -1,4 +1,4 @@
-"""What cannot work is refused on every rank, before any training step, with the rule, the values and the way out."""
+"""Invalid input is refused on every rank before any training step, with the rule, the values and the way out."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WORLD_SIZE = 2
 
 
 def refusal(make: Callable[[], Any]) -> str:
-    """Return what ``make`` was refused with, and after how many iterations."""
+    """Return the error of a run of ``make``, and the iterations before it."""
     record = runs.Record()
     try:
         make_and_fit(make, record)
@@ -46,7 +46,7 @@ def refusal(make: Callable[[], Any]) -> str:
 
 
 def make_and_fit(make: Callable[[], Any], record: runs.Record) -> None:
-    """Fit what ``make`` returns: a module, a strategy or plan, and batches."""
+    """Fit with the module, strategy or plan, and batches that ``make`` returns."""
     module, strategy, batches = make()
     if not isinstance(strategy, ReallocStrategy):
         strategy = ReallocStrategy(strategy)
@@ -54,12 +54,12 @@ def make_and_fit(make: Callable[[], Any], record: runs.Record) -> None:
 
 
 def refusals(cases: Sequence[Callable[[], Any]]) -> list[str]:
-    """Return what each case was refused with on this rank."""
+    """Return the error of each case on this rank."""
     return [refusal(case) for case in cases]
 
 
 def expect(workers: WorkerPool, expected: dict[Callable[[], Any], str]) -> None:
-    """Run all cases on two ranks; each must be refused with this text, before any step, on both."""
+    """Run all cases on two ranks. Each must be refused with its text on both, before any step."""
     everyone = workers.run(refusals, list(expected), world_size=WORLD_SIZE, init_process_group=False, deadline_s=120.0)
     for rank, texts in enumerate(everyone):
         for (case, text), found in zip(expected.items(), texts, strict=True):
@@ -102,7 +102,7 @@ def call_without_layout() -> Any:
 
 
 def unknown_call() -> Any:
-    """A layout for a critic that there is not."""
+    """A layout for a critic that does not exist."""
     return runs.sft(), calls(actor_train="fsdp2", critic_train="fsdp2"), Batches(1, responses=True)
 
 
@@ -112,12 +112,12 @@ def unknown_option() -> Any:
 
 
 def missing_plan_file() -> Any:
-    """A path that leads nowhere."""
+    """A path that does not exist."""
     return runs.sft(), "no/such/plan.yaml", Batches(1, responses=True)
 
 
 def no_tensor_parallel_plan() -> Any:
-    """A model that transformers cannot cut."""
+    """A model that transformers cannot shard."""
     return runs.sft(actor=tiny_model("gpt2")), calls(actor_train="tp2"), Batches(1, responses=True)
 
 
@@ -154,7 +154,7 @@ def test_plans_that_do_not_fit_are_refused(workers: WorkerPool) -> None:
 
 
 def different_plans() -> Any:
-    """One plan per rank, of which the second rank's fits no run at all."""
+    """A plan per rank; the second rank's fits no run."""
     layout = "fsdp2" if os.environ["LOCAL_RANK"] == "0" else "fsdp4"
     return runs.sft(), calls(actor_train=layout), Batches(1, responses=True)
 
@@ -163,7 +163,7 @@ def different_plans() -> Any:
 
 
 def shouting(prompts: Sequence[object], **columns: object) -> list[float]:
-    """A reward function that one prompt breaks."""
+    """A reward function that fails on one prompt."""
     if "prompt 3" in prompts:
         raise ValueError("no digits allowed")
     return [0.0] * len(prompts)
@@ -175,7 +175,7 @@ def forgetful(prompts: Sequence[object], **columns: object) -> list[float]:
 
 
 def undefined(prompts: Sequence[object], **columns: object) -> list[float]:
-    """A reward function that divides nothing by nothing for one prompt."""
+    """A reward function that divides zero by zero for one prompt."""
     return [float("nan") if prompt == "prompt 3" else 0.0 for prompt in prompts]
 
 
@@ -195,7 +195,7 @@ def undefined_reward() -> Any:
 
 
 class LongPrompt(Batches):
-    """Six short prompts, of which the last is longer than the model's context."""
+    """Six prompts; the last one is longer than the model's context."""
 
     def __iter__(self) -> Any:
         for samples in super().__iter__():
@@ -209,7 +209,7 @@ def long_prompt() -> Any:
 
 
 class StrangePrompt(Batches):
-    """Six prompts, of which the last has a token that the model does not know."""
+    """Six prompts; the last one has a token outside the model's vocabulary."""
 
     def __iter__(self) -> Any:
         for samples in super().__iter__():
@@ -218,17 +218,17 @@ class StrangePrompt(Batches):
 
 
 def strange_prompt() -> Any:
-    """An engine's refusal, on one rank."""
+    """An error of the engine on one rank."""
     return runs.grpo(), "heuristic", StrangePrompt(1)
 
 
 def strange_prompt_in_lockstep() -> Any:
-    """The same where the other rank waits for this one's steps."""
+    """The same error while the other rank waits for this rank's steps."""
     return runs.grpo(), "static", StrangePrompt(1)
 
 
 def model_that_cannot_be_generated_from() -> Any:
-    """Refused by the engine of the only rank that generates."""
+    """An error of the engine on the only rank that generates."""
     sizes = {"vocab_size": 128, "n_layer": 1, "hidden_size": 16, "n_head": 2}
     bloom = AutoModelForCausalLM.from_config(AutoConfig.for_model("bloom", **sizes))
     module = GRPO(bloom, runs.low_tokens, sampling=runs.SAMPLING, tokenizer=byte_tokenizer(), kl_coef=0.0)
@@ -254,10 +254,10 @@ def failing_inference() -> Any:
 
 
 class AfterwardsFailing(runs.RecordedGRPO):
-    """An algorithm that fails on one rank after it generated in step with the others."""
+    """An algorithm that fails on one rank after generating in lockstep with the others."""
 
     def roll_out(self, actor: GenerationEngine, prompts: Samples) -> Samples:
-        """Generate, then fail where prompt 3 is."""
+        """Generate, then fail on the rank with prompt 3."""
         made = super().roll_out(actor, prompts)
         if 3 in prompts.ids.tolist():
             raise PlanError("too late")
@@ -265,7 +265,7 @@ class AfterwardsFailing(runs.RecordedGRPO):
 
 
 def failing_after_lockstep() -> Any:
-    """The other rank no longer waits for a step."""
+    """An error while the other rank no longer waits for a step."""
     module = AfterwardsFailing(
         tiny_model("llama"), runs.low_tokens, sampling=runs.SAMPLING, tokenizer=byte_tokenizer(), kl_coef=0.0
     )
@@ -273,12 +273,12 @@ def failing_after_lockstep() -> Any:
 
 
 def reward_with_another_vocabulary() -> Any:
-    """A reward model that would read other tokens than the actor writes."""
+    """A reward model with another vocabulary than the actor's."""
     return runs.ppo(reward=tiny_scorer("llama", vocab_size=64)), "static", Batches(1)
 
 
 def limit_of_nothing() -> Any:
-    """A limit of a metric that no loss measures."""
+    """A limit of a metric that no loss reports."""
     return runs.ppo(train_options=runs.options(stop_above={"surprise": 1.0})), "static", Batches(1)
 
 
@@ -319,7 +319,7 @@ def test_what_fails_on_one_rank_is_raised_on_all(workers: WorkerPool) -> None:
 
 
 def fit_again_after_a_failure() -> list[float]:
-    """Return the rewards of a run whose reward function failed at first and was then mended."""
+    """Return the rewards of a run after its reward function failed and was repaired."""
     broken = [True]
 
     def mended_later(prompts: Sequence[object], **columns: Any) -> list[float]:
@@ -343,7 +343,7 @@ def test_a_run_can_go_on_once_its_reward_function_is_mended(workers: WorkerPool)
 
 
 def failing_elsewhere() -> str:
-    """Return what an error of the user's own code becomes on this rank."""
+    """Return the error that an exception of user code becomes on this rank."""
     try:
         make_and_fit(failing_inference, runs.Record())
     except Exception as error:
@@ -398,7 +398,7 @@ def test_settings_that_are_misspelt_are_refused_when_they_are_given() -> None:
 
 
 def too_many_minibatches() -> Any:
-    """More optimizer steps than samples: known before any is made."""
+    """More optimizer steps than samples, which is known before any sample is made."""
     return runs.grpo(train_options=runs.options(num_minibatches=100)), "heuristic", Batches(1)
 
 
@@ -410,7 +410,7 @@ def test_more_minibatches_than_samples_are_refused_before_generation(workers: Wo
 
 
 def rows_in_place_of_batches() -> Any:
-    """A list of rows, as other trainers take."""
+    """A list of rows, which other trainers accept."""
     return runs.sft(), "heuristic", [{"prompt": "a", "completion": "b"}] * 2
 
 
@@ -428,7 +428,7 @@ def test_what_is_no_batch_of_the_algorithm_is_refused_with_its_data_module(worke
 
 
 def other_callbacks(folder: str) -> tuple[str, list[str]]:
-    """Return what is said of a callback of transformers, and the files of a reward model that names no role."""
+    """Return the error for a callback of transformers, and the files of a reward model that names no role."""
     try:
         runs.trainer(ReallocStrategy(), 1, callbacks=[TrainerCallback()]).fit(runs.sft(), Batches(1, responses=True))
         said = "not refused"
@@ -444,12 +444,12 @@ def test_callbacks_of_transformers_are_refused_and_a_lone_model_needs_no_name(
     workers: WorkerPool, tmp_path: Path
 ) -> None:
     ((said, files),) = workers.run(other_callbacks, str(tmp_path), world_size=1, init_process_group=False)
-    assert "takes callbacks of Lightning, and a TrainerCallback is one of transformers.trainer_callback" in said
+    assert "and a TrainerCallback is one of transformers.trainer_callback without their hooks; write a light" in said
     assert {"config.json", "model.safetensors"} <= set(files)
 
 
 def loader_as_datamodule() -> str:
-    """Return what is said of a loader that is given as a data module."""
+    """Return the error for a loader that is given as a data module."""
     loader: Any = torch.utils.data.DataLoader([{"prompt": "a", "completion": "b"}])
     try:
         runs.trainer(ReallocStrategy(), 1).fit(runs.sft(), datamodule=loader)
@@ -464,7 +464,7 @@ def test_a_loader_as_a_data_module_is_refused(workers: WorkerPool) -> None:
 
 
 def seeds() -> tuple[int, int, list[int]]:
-    """Return the seeds that a run goes by whose ranks seed themselves apart, and its order of rows."""
+    """Return the seeds and the order of rows of a run whose ranks are seeded differently."""
     L.seed_everything(7 + int(os.environ["RANK"]), verbose=False)
     rows = [{"prompt": str(number), "completion": "b"} for number in range(8)]
     module, data = runs.sft(), SFTDataModule(rows, batch_size=8)

@@ -306,7 +306,7 @@ class CallRunner:
 
     def _receive_report(self, data: IterationData) -> IterationReport:
         report = data.receive_report()
-        self._stop.take_from(report.metrics)
+        self._stop.pop_from(report.metrics)
         return report
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""How do adapters leave a run? As the folder that PEFT writes and reads, or merged into their base."""
+"""Write adapters as the folder that PEFT reads, or merge them into their base model's weights."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from transformers import PreTrainedModel
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.runtime.model.adapter_layers import FILE_PREFIX, merge_permanently, saved_names
-from lightning_realloc.strategies.checkpoints.checkpoint_files import reading
+from lightning_realloc.strategies.checkpoints.checkpoint_files import name_read_errors
 
 CONFIG_FILE = "config.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 _MODEL_FILES = (CONFIG_FILE, "generation_config.json", "buffers.safetensors")
-"""What is the base's, not the adapters'."""
+"""Files that describe the base model, and are not copied next to the adapters."""
 
 
 def read_config(model_class: type[PreTrainedModel], description: Path) -> Any:
     """Return a model's config.
 
     Raises:
-        CheckpointError: for a file that is missing or cannot be read.
+        CheckpointError: if the file is missing or cannot be read.
     """
-    with reading(description / CONFIG_FILE):
-        (description / CONFIG_FILE).stat()  # where it is missing, transformers takes the class's defaults
+    with name_read_errors(description / CONFIG_FILE):
+        (description / CONFIG_FILE).stat()  # without a file, transformers silently uses the class's defaults
         return model_class.config_class.from_pretrained(description)  # type: ignore[union-attr]
 
 
@@ -43,12 +43,14 @@ def write_adapters(
     *,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write adapters, and a classifier's head, as ``PeftModel.from_pretrained`` reads them.
+    """Write adapters, and a classifier's head, in the format that ``PeftModel.from_pretrained`` reads.
 
     Args:
-        description: Where the model's config and the adapters' lie, and perhaps a tokenizer, which goes with them.
-        weights: At least those of the adapters, under the model's names.
-        dtype: By default as they are.
+        model_class: Class of the model.
+        description: Folder with the configs of model and adapters. A tokenizer in it is copied.
+        weights: Weights by the model's parameter names; must contain those of the adapters.
+        folder: Folder to write to.
+        dtype: Dtype of the written weights; None keeps their dtypes.
     """
     names = saved_names(_with_adapters(model_class, description))
     tensors = {FILE_PREFIX + saved: weights[local].contiguous() for saved, local in names.items()}
@@ -64,15 +66,17 @@ def write_adapters(
 def merged_weights(
     model_class: type[PreTrainedModel], description: Path, weights: Mapping[str, Tensor], base: str | Path | None
 ) -> dict[str, Tensor]:
-    """Return all weights of a model without adapters that computes what the one with them does.
+    """Return the weights of an equivalent model without adapters.
 
     Args:
-        description: Where the model's config and the adapters' lie.
-        weights: Of the adapters, and perhaps of the base, which is overwritten.
-        base: What the base is loaded from where ``weights`` lack it; by default what the adapters' config names.
+        model_class: Class of the model.
+        description: Folder with the configs of model and adapters.
+        weights: Weights of the adapters, and optionally of the base; base weights may be overwritten.
+        base: Path or name of the base model, loaded if ``weights`` lack the base. None uses the name in the adapters'
+            config.
 
     Raises:
-        CheckpointError: for a base that is unknown, cannot be loaded, or does not fit.
+        CheckpointError: if the base is unknown, cannot be loaded, or has other parameters or shapes.
     """
     model = _with_adapters(model_class, description)
     needed = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -80,14 +84,14 @@ def merged_weights(
         weights = _base_weights(model_class, description, needed, base) | dict(weights)
     if missing := sorted(needed - weights.keys()):
         raise CheckpointError(
-            f"the base {base or '(what the adapters name)'} has no weights for {', '.join(missing[:4])}; give the one "
-            f"that the adapters were trained over as base"
+            f"the base {base or '(named by the adapters)'} has no weights for {', '.join(missing[:4])}; give the one "
+            f"that the adapters were trained on as base"
         )
     for name, parameter in model.named_parameters():
         if weights[name].shape != parameter.shape:
             raise CheckpointError(
-                f"{name} has shape {tuple(weights[name].shape)} in the base, and the adapters were trained over one "
-                f"of shape {tuple(parameter.shape)}; give that one as base"
+                f"{name} has shape {tuple(weights[name].shape)} in the base, but the adapters were trained on a base "
+                f"with shape {tuple(parameter.shape)}; give that one as base"
             )
     model.load_state_dict({name: weights[name].float() for name in needed}, strict=False, assign=True)
     merge_permanently(model)
@@ -97,7 +101,7 @@ def merged_weights(
 
 
 def _with_adapters(model_class: type[PreTrainedModel], description: Path) -> PreTrainedModel:
-    """Return the model on the meta device."""
+    """Return the model with adapters, on the meta device."""
     config: Any = _adapter_config(description)
     config.modules_to_save, config.inference_mode = None, False
     from peft import inject_adapter_in_model
@@ -114,21 +118,21 @@ def _adapter_config(description: Path) -> Any:
         from peft import PeftConfig
     except ImportError as error:
         raise CheckpointError(
-            "adapters are written with the package peft; pip install 'lightning-realloc[peft]'"
+            "writing adapters needs the package peft; pip install 'lightning-realloc[peft]'"
         ) from error
-    with reading(description / ADAPTER_CONFIG_FILE):
+    with name_read_errors(description / ADAPTER_CONFIG_FILE):
         return PeftConfig.from_pretrained(str(description))
 
 
 def _base_weights(
     model_class: type[PreTrainedModel], description: Path, needed: set[str], base: str | Path | None
 ) -> dict[str, Tensor]:
-    """Return the base's weights under the names that they have beside adapters."""
+    """Return the base's weights under their names in the model with adapters."""
     source = base or _adapter_config(description).base_model_name_or_path
     if not source:
         raise CheckpointError(
-            "the base of these adapters was no folder or name, and is not in the checkpoint; give one as base, or save "
-            "checkpoints with ReallocStrategy(save_frozen_roles=True)"
+            "these adapters do not name their base as a folder or model name, and it is not in the checkpoint; give "
+            "one as base, or save checkpoints with ReallocStrategy(save_frozen_roles=True)"
         )
     try:
         loaded: Any = model_class.from_pretrained(source, dtype=torch.float32, output_loading_info=True)

@@ -1,14 +1,15 @@
-"""What a checkpoint of several models holds, and how it comes back into any layout and any number of ranks.
+"""Write a checkpoint of several models, and read it into any layout and any number of ranks.
 
-A folder:
+A checkpoint is a folder:
 
 - ``realloc.json``: every role's parameters, layout and class; the plan; the number of ranks; size and checksum of all
   other files (see ``checkpoint_files``). Readable by people.
 - ``meta.pt``: Lightning's loops, callbacks, schedules and optimizer settings, and the random states of all ranks.
-- ``*.distcp``: every rank's regions of weights and optimizer state (see ``distributed_checkpoint``).
-- ``huggingface/<role>/``: config and tokenizer, so that ``lightning-realloc export`` needs nothing but the folder.
+- ``*.distcp``: every rank's regions of weights and optimizer state (see ``sharded_tensors``).
+- ``huggingface/<role>/``: config and tokenizer, so that ``lightning-realloc export`` needs only the folder.
 
-Of a role with adapters the base comes from its source again, as frozen roles do.
+Frozen roles, and the base of a role with adapters, are not stored by default: a resumed run loads them from their
+source again.
 """
 
 from __future__ import annotations
@@ -29,24 +30,23 @@ from lightning_realloc.errors import CheckpointError
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.adapter_layers import adapter_config
 from lightning_realloc.runtime.parallel.shards import reshard
-from lightning_realloc.strategies.checkpoints import hf_folder as huggingface
-from lightning_realloc.strategies.checkpoints import sharded_tensors as distributed
+from lightning_realloc.strategies.checkpoints import hf_folder, sharded_tensors
 from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     FORMAT,
     META_FILE,
     MODELS_FOLDER,
     DamagedCheckpoint,
-    agreed,
     check_files,
     file_records,
     is_checkpoint,
+    name_read_errors,
+    raise_on_all_ranks,
     read_description,
-    reading,
     write_description,
 )
 from lightning_realloc.strategies.checkpoints.rng_state import set_random_state
 from lightning_realloc.strategies.checkpoints.sharded_state import (
-    not_finite,
+    non_finite_parameters,
     optimizer_key,
     optimizer_state,
     prepare_optimizer_state,
@@ -59,41 +59,50 @@ from lightning_realloc.strategies.pool.model_pool import ModelPool
 log = logging.getLogger(__name__)
 
 RANDOM_STATES = "realloc_random_states"
+"""Key of ``meta.pt`` for the random states of all ranks."""
 
 Broadcast = Callable[[Any], Any]
-"""Gives every rank the first rank's object. Collective."""
+"""Function that returns the first rank's object on every rank. Collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModels:
-    """What a checkpoint is made of, and read back into."""
+    """Models, optimizers and ranks that a checkpoint is written from or read into."""
 
     pool: ModelPool
-    """All roles."""
+    """Models of all roles."""
     algorithm: str
-    """The class whose roles they are."""
+    """Class name of the algorithm."""
     optimizers: Mapping[str, torch.optim.Optimizer]
-    """Role -> optimizer; {} where ``fit`` has not trained these weights."""
+    """Role -> optimizer; {} if ``fit`` has not trained these weights."""
     tokenizer: Any
-    """Saved with the roles that are trained; None where there is none."""
+    """Tokenizer that is saved with the trained roles; None if there is none."""
     rank: int
-    """This process."""
+    """This rank."""
     world_size: int
-    """All processes."""
+    """Number of ranks."""
     broadcast: Broadcast
-    """Between them."""
+    """Broadcast from the first rank."""
 
 
 # ---- writing
-def save(folder: Path, meta: dict[str, Any], models: TrainedModels, *, include_frozen: bool) -> None:
-    """Write a checkpoint folder, or replace an earlier one as a whole. Collective over all ranks.
+def write_checkpoint(folder: Path, meta: dict[str, Any], models: TrainedModels, *, include_frozen: bool) -> None:
+    """Write a checkpoint folder. Collective over all ranks.
+
+    An earlier checkpoint at ``folder`` is replaced only once the new one is complete.
+
+    Args:
+        folder: Path of the checkpoint.
+        meta: Lightning's part, written to ``meta.pt``.
+        models: Models and optimizers to write.
+        include_frozen: Whether to write roles that are never trained.
 
     Raises:
-        CheckpointError: on every rank, when trained weights are not finite, ``folder`` is something else, or the first
-            rank cannot write. An earlier checkpoint at ``folder`` is then left as it is.
+        CheckpointError: on every rank, if trained weights are not finite, ``folder`` holds something else, or the
+            first rank cannot write. An earlier checkpoint at ``folder`` then stays unchanged.
     """
     for role in models.pool.changing_roles:
-        refuse_not_finite(models.pool, role, models.rank, folder)
+        require_finite_weights(models.pool, role, models.rank, folder)
     roles = [role for role in models.pool.roles if include_frozen or role in models.pool.changing_roles]
     state: dict[str, ShardedTensor] = {}
     for role in roles:
@@ -102,38 +111,38 @@ def save(folder: Path, meta: dict[str, Any], models: TrainedModels, *, include_f
         if "optimizer_states" in meta and role in models.optimizers:
             state |= optimizer_state(home, models.optimizers[role], models.rank)
     partial = folder.with_name(folder.name + ".partial")
-    on_first_rank(lambda: _make_room(folder, partial), models)
-    distributed.save(state, partial)
-    with agreed(folder, rank=models.rank, world_size=models.world_size):
-        written = file_records(partial, distributed.files_of(partial, models.rank))
+    run_on_first_rank(lambda: _create_partial(folder, partial), models)
+    sharded_tensors.save(state, partial)
+    with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
+        written = file_records(partial, sharded_tensors.files_of(partial, models.rank))
     shards = {name: record for records in gather_objects(written) for name, record in records.items()}
-    on_first_rank(lambda: _finish(folder, partial, meta, models, roles, shards), models)
+    run_on_first_rank(lambda: _complete_folder(folder, partial, meta, models, roles, shards), models)
 
 
-def refuse_not_finite(pool: ModelPool, role: str, rank: int, folder: Path) -> None:
-    """Refuse to write a trained role whose weights hold NaN or infinity. Collective over all ranks.
+def require_finite_weights(pool: ModelPool, role: str, rank: int, folder: Path) -> None:
+    """Require that a trained role's weights are finite. Collective over all ranks.
 
     Raises:
-        CheckpointError: on every rank, naming the first such parameter.
+        CheckpointError: on every rank, naming the first parameter with NaN or infinity.
     """
     home = pool.home(role)
     names = pool.saved_parameters(role, include_frozen=False)
-    bad = {name for found in gather_objects(not_finite(home, rank, names)) for name in found}
+    bad = {name for found in gather_objects(non_finite_parameters(home, rank, names)) for name in found}
     if bad:
         params = [param.name for param in home.model_layout.model.params]
         first = min(bad, key=params.index)
         raise CheckpointError(
             f"the weights of {role} are not finite, and {folder} is not written: {first} holds NaN or infinity "
-            f"({len(bad)} of {len(params)} parameters do); go on from an earlier checkpoint with a lower learning rate "
-            f"or gradient clipping"
+            f"({len(bad)} of {len(params)} parameters do); resume from an earlier checkpoint with a lower learning "
+            f"rate or gradient clipping"
         )
 
 
-def on_first_rank(action: Callable[[], None], models: TrainedModels) -> None:
-    """Do something on the first rank while the others wait; what it raises is raised everywhere. Collective.
+def run_on_first_rank(action: Callable[[], None], models: TrainedModels) -> None:
+    """Run an action on the first rank while the others wait. Collective.
 
     Raises:
-        CheckpointError: on every rank.
+        CheckpointError: on every rank, if the action raises.
     """
     problem: Exception | None = None
     if models.rank == 0:
@@ -150,23 +159,27 @@ def on_first_rank(action: Callable[[], None], models: TrainedModels) -> None:
         raise CheckpointError(message) from problem
 
 
-def _make_room(folder: Path, partial: Path) -> None:
+def _create_partial(folder: Path, partial: Path) -> None:
     if folder.is_dir() and not folder.is_symlink() and any(folder.iterdir()) and not is_checkpoint(folder):
         raise CheckpointError(
-            f"{folder} is a folder, but not a checkpoint, and would be replaced by one; choose another path"
+            f"{folder} is a folder but not a checkpoint, and writing one would replace it; choose another path"
         )
     _remove(partial)
     partial.mkdir(parents=True)
 
 
-def _finish(
-    folder: Path, partial: Path, meta: dict[str, Any], models: TrainedModels, roles: list[str],
+def _complete_folder(
+    folder: Path,
+    partial: Path,
+    meta: dict[str, Any],
+    models: TrainedModels,
+    roles: list[str],
     shards: Mapping[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     torch.save(meta, partial / META_FILE)
     for role in roles:
         tokenizer = models.tokenizer if role in models.pool.changing_roles else None
-        huggingface.describe(models.pool.home(role).model, tokenizer, partial / MODELS_FOLDER / role)
+        hf_folder.write_configs(models.pool.home(role).model, tokenizer, partial / MODELS_FOLDER / role)
     description = {
         "format": FORMAT,
         "algorithm": models.algorithm,
@@ -174,9 +187,11 @@ def _finish(
         "plan": models.pool.plan.to_mapping(),
         "roles": {role: _describe_role(models.pool, role, saved=role in roles) for role in models.pool.roles},
     }
-    others = (path for path in sorted(partial.rglob("*")) if path.is_file() and path.suffix != distributed.SHARD_SUFFIX)
+    others = (
+        path for path in sorted(partial.rglob("*")) if path.is_file() and path.suffix != sharded_tensors.SHARD_SUFFIX
+    )
     write_description(partial, description, {**shards, **file_records(partial, others)})
-    # The folder is whole before it takes the other's place: whoever is killed here still has one of them.
+    # Rename only complete folders: if the process is killed here, one complete checkpoint remains.
     previous = folder.with_name(folder.name + ".previous")
     _remove(previous)
     if folder.exists() or folder.is_symlink():
@@ -188,7 +203,7 @@ def _finish(
 def _describe_role(pool: ModelPool, role: str, *, saved: bool) -> dict[str, Any]:
     home = pool.home(role)
     return {
-        "class": huggingface.class_path(home.model),
+        "class": hf_folder.class_path(home.model),
         "layout": str(home.layout),
         "saved": saved,
         "parameters": {param.name: list(param.shape) for param in home.model_layout.model.params},
@@ -204,32 +219,43 @@ def _remove(path: Path) -> None:
 
 
 # ---- reading
-def load(
-    folder: Path, models: TrainedModels, *, weights_only: bool, device: torch.device, resuming: bool,
+def read_checkpoint(
+    folder: Path,
+    models: TrainedModels,
+    *,
+    weights_only: bool,
+    device: torch.device,
+    resuming: bool,
     averages_of: Set[str] = frozenset(),
-) -> dict[str, Any]:  # fmt: skip
-    """Fill models, and optimizers where ``resuming``, in place, and return Lightning's part. Collective.
+) -> dict[str, Any]:
+    """Read a checkpoint into models and optimizers in place, and return Lightning's part. Collective.
 
-    Roles in ``averages_of`` are filled with the averages that an ``EMA`` kept, as far as there are any.
+    Args:
+        folder: Path of the checkpoint.
+        models: Models and optimizers to fill.
+        weights_only: Refuse a ``meta.pt`` that holds more than plain data.
+        device: This rank's device.
+        resuming: Whether to read optimizers and random states, too.
+        averages_of: Roles that are filled with the averages that an ``EMA`` kept, if the checkpoint has any.
 
     Raises:
-        CheckpointError: on every rank, for what is not a checkpoint of these models, naming the first difference, and
-            for a damaged one, naming the file and the newest whole checkpoint next to it.
+        CheckpointError: on every rank. If the checkpoint is of other models, names the first difference. If it is
+            damaged, names the file and the newest intact checkpoint next to it.
     """
-    with agreed(folder, rank=models.rank, world_size=models.world_size):
+    with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
         description = read_description(folder)
         check_roles(description, models, folder, resuming=resuming)
         check_files(folder, description, rank=models.rank, world_size=models.world_size)
-    with agreed(folder, rank=models.rank, world_size=models.world_size):
+    with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
         meta = _read_meta(folder, weights_only=weights_only)
-        stored = distributed.stored_tensors(folder)
+        stored = sharded_tensors.stored_tensors(folder)
     adapted = {role for role in models.pool.roles if adapter_config(models.pool.home(role).model) is not None}
     state: dict[str, ShardedTensor] = {}
     for role, entry in description["roles"].items():
         if entry["saved"] and role in models.pool.roles:
             weights = weights_state(models.pool.home(role), models.rank)
             weights = {key: tensor for key, tensor in weights.items() if key in stored or role not in adapted}
-            state |= weights if role not in averages_of else _averages_of(role, weights, stored, folder)
+            state |= weights if role not in averages_of else _weights_from_averages(role, weights, stored, folder)
             models.pool.weights_changed(role)
     if resuming:
         settings = _optimizer_settings(folder, meta, models)
@@ -237,8 +263,8 @@ def load(
             for group, saved in zip(optimizer.param_groups, settings[role]["param_groups"], strict=True):
                 group.update(saved)
             state |= prepare_optimizer_state(models.pool.home(role), optimizer, stored, models.rank)
-    with agreed(folder, rank=models.rank, world_size=models.world_size):
-        distributed.load(state, folder)
+    with raise_on_all_ranks(folder, rank=models.rank, world_size=models.world_size):
+        sharded_tensors.load(state, folder)
     for role in models.pool.roles:
         reshard(models.pool.home(role).model)
     if resuming:
@@ -246,36 +272,36 @@ def load(
     return meta
 
 
-def _averages_of(
+def _weights_from_averages(
     role: str, weights: dict[str, ShardedTensor], stored: Mapping[str, StoredTensor], folder: Path
 ) -> dict[str, ShardedTensor]:
-    """Return a role's weights under the names of what is to be read into them: averages, where there are any."""
+    """Return a role's weights by the stored name that is read into each: its average, or itself without one."""
     start = weight_key(role, "")
     averages = {key: optimizer_key(role, key.removeprefix(start), AVERAGE) for key in weights}
     if not any(average in stored for average in averages.values()):
-        log.warning("%s holds no averages of %r: its weights are evaluated instead", folder, role)
+        log.warning("%s holds no averages of %r; evaluating its weights instead", folder, role)
     return {average if (average := averages[key]) in stored else key: tensor for key, tensor in weights.items()}
 
 
 def refuse_folder(path: Path) -> None:
-    """Refuse a folder where a single file is read.
+    """Refuse a folder as the checkpoint of a module without calls.
 
     Raises:
         CheckpointError: for a checkpoint of several models, or any other folder.
     """
     if path.is_dir():
-        what = "a checkpoint of several models" if is_checkpoint(path) else "a folder"
+        kind = "a checkpoint of several models" if is_checkpoint(path) else "a folder"
         raise CheckpointError(
-            f"{path} is {what}, and this LightningModule, which declares no calls, is read from the single file that "
-            f"trainer.save_checkpoint wrote for it; give that file"
+            f"{path} is {kind}, but this LightningModule declares no calls and is read from a single file; give the "
+            f"file that trainer.save_checkpoint wrote for it"
         )
 
 
 def check_roles(description: Mapping[str, Any], models: TrainedModels, folder: Path, *, resuming: bool) -> None:
-    """Refuse a checkpoint of other models, naming the first difference.
+    """Require a checkpoint of the same models.
 
     Raises:
-        CheckpointError: for an algorithm, a role, a parameter or a shape that differs.
+        CheckpointError: if the algorithm, a role, a parameter or a shape differs; names the first difference.
     """
     if resuming and description["algorithm"] != models.algorithm:
         raise CheckpointError(
@@ -288,10 +314,12 @@ def check_roles(description: Mapping[str, Any], models: TrainedModels, folder: P
                 raise CheckpointError(f"{folder} has no role {role!r}, only {', '.join(description['roles'])}")
             continue
         ours = {p.name: list(p.shape) for p in models.pool.home(role).model_layout.model.params}
-        _compare(role, ours, description["roles"][role]["parameters"], folder)
+        _compare_parameters(role, ours, description["roles"][role]["parameters"], folder)
 
 
-def _compare(role: str, ours: Mapping[str, list[int]], theirs: Mapping[str, list[int]], folder: Path) -> None:
+def _compare_parameters(
+    role: str, ours: Mapping[str, list[int]], theirs: Mapping[str, list[int]], folder: Path
+) -> None:
     way_out = "resume with the model that it was saved from"
     for name in [*ours, *theirs]:
         if name not in ours or name not in theirs:
@@ -306,27 +334,29 @@ def _compare(role: str, ours: Mapping[str, list[int]], theirs: Mapping[str, list
 
 def _read_meta(folder: Path, *, weights_only: bool) -> dict[str, Any]:
     file = folder / META_FILE
-    with reading(file, if_refused="if you trust this checkpoint, use ReallocStrategy(load_weights_only=False)"):
+    with name_read_errors(
+        file, if_refused="if you trust this checkpoint, use ReallocStrategy(load_weights_only=False)"
+    ):
         meta: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
     if not isinstance(meta, dict):
-        raise DamagedCheckpoint(f"{file} holds a {type(meta).__name__}, and Lightning's state is a dict")
+        raise DamagedCheckpoint(f"{file} holds a {type(meta).__name__}, but Lightning's state is a dict")
     return meta
 
 
 def _optimizer_settings(folder: Path, meta: Mapping[str, Any], models: TrainedModels) -> dict[str, Any]:
-    """Return role -> stored settings of its optimizer, which fit the optimizer that it has now."""
+    """Return role -> stored settings of its optimizer, after checking that they match the current optimizer."""
     settings = {state["param_groups"][0]["name"]: state for state in meta.get("optimizer_states", ())}
     for role, optimizer in models.optimizers.items():
         if role not in settings:
             raise CheckpointError(
                 f"{folder} holds no optimizer state for {role!r} (saved with save_weights_only?), so training cannot "
-                f"go on from it; to start anew from its weights, write them with 'lightning-realloc export'"
+                f"resume from it; to start anew from its weights, write them with 'lightning-realloc export'"
             )
         theirs = (settings[role]["class"], len(settings[role]["param_groups"]))
         ours = (type(optimizer).__name__, len(optimizer.param_groups))
         if ours != theirs:
             raise CheckpointError(
-                f"{role} was trained by {theirs[0]} with {theirs[1]} parameter groups in {folder}, and is by {ours[0]} "
+                f"{role} was trained by {theirs[0]} with {theirs[1]} parameter groups in {folder}, but is by {ours[0]} "
                 f"with {ours[1]} here; resume with the same optimizer"
             )
     return settings
@@ -337,18 +367,20 @@ def _restore_random_state(meta: Mapping[str, Any], models: TrainedModels, device
     if len(states) == models.world_size:
         set_random_state(states[models.rank], device)
     elif models.rank == 0:
-        log.info("%d ranks saved their random states, and %d are here: they are left as they are", len(states),
-                 models.world_size)  # fmt: skip
+        log.info("%d ranks saved random states and %d are running; not restored", len(states), models.world_size)
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what ``meta.pt`` holds of an optimizer: its class and its groups' settings, no tensors per parameter."""
+    """Return an optimizer's entry in ``meta.pt``: its class and its groups' settings, without per-parameter state."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return {"class": type(optimizer).__name__, "param_groups": groups}
 
 
-def other_state(module: nn.Module, pool: ModelPool) -> dict[str, Tensor]:
-    """Return what of a module's state the shards leave out: all but the weights of roles, and frozen roles whole."""
+def unsharded_state(module: nn.Module, pool: ModelPool) -> dict[str, Tensor]:
+    """Return the part of a module's state that shards do not hold.
+
+    It has all parameters outside of roles, and all persistent buffers except those of frozen roles.
+    """
     roles = tuple(f"{role}." for role in pool.roles)
     frozen = tuple(f"{role}." for role in pool.roles if role not in pool.changing_roles)
     state: dict[str, Tensor] = {}

@@ -1,7 +1,7 @@
 """Describe a checkpoint folder in ``realloc.json``, with size and checksum of every file, and verify it.
 
-Checksums find damage: a flipped bit, a lost page, a file cut short. They do not show who wrote a file; nothing that
-is read from a checkpoint runs code for that reason.
+Checksums find damage: a flipped bit, a lost page, a truncated file. They do not authenticate the author. Therefore
+nothing that is read from a checkpoint runs code.
 """
 
 from __future__ import annotations
@@ -25,30 +25,34 @@ ROLES_FILE = "realloc.json"
 META_FILE = "meta.pt"
 MODELS_FOLDER = "huggingface"
 FORMAT = 1
+"""Version of the checkpoint format."""
 
 _FILES, _CHECKSUM = "files", "checksum"
 _ROLE_KEYS = {"class", "saved", "parameters", "tied"}
 _RECORD_KEYS = {"bytes", "crc32"}
 _READ_BYTES = 1 << 20
-"""Of a file at a time: small enough to stay in the processor's cache between the copy and the checksum."""
+"""Bytes of a file read at a time: few enough to stay in the processor's cache between the copy and the checksum."""
 _REFUSED_CLASS = re.compile(r"GLOBAL (\S+)")
-"""The name in the message of torch's ``weights_only`` loader."""
+"""Class name in the error of torch's ``weights_only`` loader."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A file of a checkpoint that is missing, or is not what was written."""
+    """A file of a checkpoint is missing or differs from the file that was written."""
 
 
 # ---- errors
 @contextmanager
-def reading(file: Path, *, if_refused: str = "use a checkpoint from a source that you trust") -> Iterator[None]:
-    """Turn whatever reading a file raises into an error that names the file and the cause.
+def name_read_errors(
+    file: Path, *, if_refused: str = "use a checkpoint from a source that you trust"
+) -> Iterator[None]:
+    """Convert errors from reading a file into a CheckpointError that names the file and the cause.
 
     Args:
-        if_refused: The way out where the file asks for more than plain data.
+        file: File that is read inside.
+        if_refused: Advice in the error if the file needs classes other than plain data.
 
     Raises:
-        CheckpointError: for what is raised inside.
+        CheckpointError: for any exception inside.
     """
     try:
         yield
@@ -58,20 +62,20 @@ def reading(file: Path, *, if_refused: str = "use a checkpoint from a source tha
         refused = _REFUSED_CLASS.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if refused:
             raise CheckpointError(
-                f"{file} holds {refused[1]}, which is no plain data and could run code; {if_refused}"
+                f"{file} holds {refused[1]}, which is not plain data and could run code; {if_refused}"
             ) from error
         cause = str(error).partition("\n")[0]
         raise DamagedCheckpoint(f"{file} cannot be read: {type(error).__name__}: {cause}") from error
 
 
 @contextmanager
-def agreed(folder: Path, *, rank: int = 0, world_size: int = 1) -> Iterator[None]:
-    """Raise on every rank what one of them raises inside; damage with the newest whole checkpoint next to ``folder``.
+def raise_on_all_ranks(folder: Path, *, rank: int = 0, world_size: int = 1) -> Iterator[None]:
+    """Raise one rank's CheckpointError on every rank. Collective over all ranks if there are several.
 
-    Collective over all ranks, where there are several.
+    For a damaged file, the error also names the newest intact checkpoint next to ``folder``.
 
     Raises:
-        CheckpointError: on every rank, the one of the lowest rank.
+        CheckpointError: on every rank, the one of the lowest rank that failed.
     """
     problem: CheckpointError | None = None
     try:
@@ -81,8 +85,8 @@ def agreed(folder: Path, *, rank: int = 0, world_size: int = 1) -> Iterator[None
     problems = [problem] if world_size == 1 else gather_objects(problem)
     first = next((one for one in problems if one is not None), None)
     if isinstance(first, DamagedCheckpoint):
-        whole = newest_whole(folder, rank=rank, world_size=world_size)
-        way_out = "no whole checkpoint lies" if whole is None else f"{whole} is the newest whole checkpoint"
+        intact = newest_intact(folder, rank=rank, world_size=world_size)
+        way_out = "there is no intact checkpoint" if intact is None else f"{intact} is the newest intact checkpoint"
         raise CheckpointError(f"{first}; {way_out} next to it") from problem
     if first is not None:
         raise first
@@ -90,7 +94,7 @@ def agreed(folder: Path, *, rank: int = 0, world_size: int = 1) -> Iterator[None
 
 # ---- the description
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is one of ours."""
+    """Return whether a folder is a checkpoint of this package."""
     return (folder / ROLES_FILE).is_file()
 
 
@@ -102,18 +106,18 @@ def write_description(folder: Path, description: Mapping[str, Any], files: Mappi
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """Return what ``realloc.json`` says.
+    """Return the content of ``realloc.json``, checked.
 
     Raises:
-        CheckpointError: for a path that is no checkpoint folder, with what it is instead, or a damaged description.
+        CheckpointError: if the path is not a checkpoint folder (names its kind), or the description is damaged.
     """
     file = folder / ROLES_FILE
     if not file.is_file():
         _refuse_other(folder)
-    with reading(file):
+    with name_read_errors(file):
         description: dict[str, Any] = json.loads(file.read_text())
     if not isinstance(description, dict):
-        raise DamagedCheckpoint(f"{file} holds a {type(description).__name__}, and describes no checkpoint")
+        raise DamagedCheckpoint(f"{file} holds a {type(description).__name__}, which describes no checkpoint")
     checksum = description.pop(_CHECKSUM, None)
     if checksum is not None and checksum != _text_checksum(description):
         raise DamagedCheckpoint(
@@ -122,7 +126,7 @@ def read_description(folder: Path) -> dict[str, Any]:
         )
     if description.get("format") != FORMAT:
         raise CheckpointError(
-            f"{folder} has format {description.get('format')!r}, this version reads {FORMAT}; "
+            f"{folder} has format {description.get('format')!r}, but this version reads {FORMAT}; "
             f"read it with the version of lightning-realloc that wrote it"
         )
     roles: Any = description.get("roles")
@@ -143,7 +147,7 @@ def _refuse_other(folder: Path) -> None:
     if (folder / "config.json").is_file():
         hint = "it is a Hugging Face model: give it as a model's path (actor=...) instead"
     elif (folder / META_FILE).is_file():
-        hint = "it was written by another strategy: use the one that wrote it"
+        hint = "another strategy wrote it: use that strategy"
     else:
         kind = "a file" if folder.is_file() else "a folder without it" if folder.is_dir() else "missing"
         hint = f"it is {kind}: give the folder that ModelCheckpoint or trainer.save_checkpoint wrote"
@@ -167,15 +171,17 @@ def file_records(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any
 
 
 def check_files(folder: Path, description: Mapping[str, Any], *, rank: int = 0, world_size: int = 1) -> None:
-    """Verify this rank's share of a checkpoint's files: each file is read by one rank, its writer where it is here.
+    """Verify this rank's share of a checkpoint's files.
+
+    Each file is read by one rank: the one that wrote it, if the number of ranks is the same.
 
     Raises:
-        CheckpointError: for a file that is missing, has another size, or another checksum.
+        CheckpointError: if a file is missing or has another size or checksum.
     """
     records: Mapping[str, Mapping[str, Any]] | None = description.get(_FILES)
     if records is None:
         if rank == 0:
-            log.warning("%s has no checksums, an earlier version wrote it: damaged weights would not be seen", folder)
+            log.warning("%s has no checksums, since an earlier version wrote it; damage cannot be detected", folder)
         return
     for name in list(records)[rank::world_size]:
         file = folder / name
@@ -183,34 +189,34 @@ def check_files(folder: Path, description: Mapping[str, Any], *, rank: int = 0, 
             raise DamagedCheckpoint(f"{file} is missing")
         size = file.stat().st_size
         if size != records[name]["bytes"]:
-            raise DamagedCheckpoint(f"{file} has {size} bytes, and {records[name]['bytes']} were written")
+            raise DamagedCheckpoint(f"{file} has {size} bytes, but {records[name]['bytes']} were written")
         checksum = _record(file)["crc32"]
         if checksum != records[name]["crc32"]:
             raise DamagedCheckpoint(
-                f"{file} is not as it was written: its checksum is {checksum}, and was {records[name]['crc32']}"
+                f"{file} is not as it was written: its checksum is {checksum}, but was {records[name]['crc32']}"
             )
 
 
-def newest_whole(folder: Path, *, rank: int = 0, world_size: int = 1) -> Path | None:
-    """Return the newest checkpoint next to ``folder`` whose files are all as they were written. Collective."""
+def newest_intact(folder: Path, *, rank: int = 0, world_size: int = 1) -> Path | None:
+    """Return the newest undamaged checkpoint next to ``folder``; None if there is none. Collective."""
     siblings = _siblings(folder)
     if world_size > 1:
         siblings = gather_objects(siblings)[0]
     for sibling in siblings:
-        is_whole = False
+        is_intact = False
         try:
             description = read_description(sibling)
             check_files(sibling, description, rank=rank, world_size=world_size)
-            is_whole = _FILES in description
+            is_intact = _FILES in description
         except CheckpointError as error:
-            log.info("%s is not whole either: %s", sibling, error)
-        if is_whole if world_size == 1 else all(gather_objects(is_whole)):
+            log.info("%s is damaged, too: %s", sibling, error)
+        if is_intact if world_size == 1 else all(gather_objects(is_intact)):
             return sibling
     return None
 
 
 def _siblings(folder: Path) -> list[Path]:
-    """Return the checkpoints next to a path, the newest first."""
+    """Return the checkpoints next to a path, newest first."""
     try:
         found = [path for path in folder.parent.iterdir() if path.name != folder.name and is_checkpoint(path)]
         return sorted(found, key=lambda path: (path / ROLES_FILE).stat().st_mtime, reverse=True)
@@ -219,9 +225,9 @@ def _siblings(folder: Path) -> list[Path]:
 
 
 def _record(file: Path) -> dict[str, Any]:
-    # Of the standard library's checksums crc32 is the fastest, several GB/s, and the file is read again by the load.
+    # crc32 is the fastest checksum of the standard library (several GB/s). The load reads the file again.
     checksum, size, buffer = 0, 0, memoryview(bytearray(_READ_BYTES))
-    with reading(file), file.open("rb", buffering=0) as stream:
+    with name_read_errors(file), file.open("rb", buffering=0) as stream:
         while count := stream.readinto(buffer):
             checksum, size = zlib.crc32(buffer[:count], checksum), size + count
     return {"bytes": size, "crc32": _hex(checksum)}

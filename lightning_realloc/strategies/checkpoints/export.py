@@ -1,4 +1,4 @@
-"""From a checkpoint folder to a Hugging Face folder: one process, no training run, one role's weights only."""
+"""Export one role of a checkpoint folder as a Hugging Face folder, in one process without a training run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from torch import Tensor
 
 from lightning_realloc.callbacks.ema import AVERAGE
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.strategies.checkpoints import hf_folder as huggingface
-from lightning_realloc.strategies.checkpoints import sharded_tensors as distributed_checkpoint
+from lightning_realloc.strategies.checkpoints import hf_folder, sharded_tensors
 from lightning_realloc.strategies.checkpoints.adapter_files import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     MODELS_FOLDER,
-    agreed,
     check_files,
+    raise_on_all_ranks,
     read_description,
 )
 from lightning_realloc.strategies.checkpoints.sharded_state import optimizer_key, weight_key
@@ -34,37 +33,37 @@ def export_checkpoint(
 ) -> Path:
     """Write one role of a checkpoint as a folder that ``from_pretrained`` reads, and return that folder.
 
-    Of a role with adapters it is the folder of adapters that PEFT reads, or, with ``merge``, the merged model.
+    A role with adapters is written as the folder of adapters that PEFT reads or, with ``merge``, as the merged model.
 
     Args:
-        checkpoint: What ModelCheckpoint or ``trainer.save_checkpoint`` wrote.
-        folder: New, empty, or an earlier export, which is overwritten.
-        role: Which model.
-        dtype: Of its floating-point weights; by default as they were trained.
+        checkpoint: Folder that ModelCheckpoint or ``trainer.save_checkpoint`` wrote.
+        folder: Folder to write to: new, empty, or an earlier export, which is overwritten.
+        role: Name of the role.
+        dtype: Dtype of the written floating-point weights; None keeps the dtype of training.
         merge: Whether adapters are merged into their base.
-        averaged: Whether to write the averages that an ``EMA`` kept, in place of the weights they are of.
-        base: Where the base lies now; by default what the role was loaded from.
+        averaged: Whether to write the averages that an ``EMA`` kept instead of the weights.
+        base: Path or name of the base of adapters; None uses the one that the role was loaded from.
 
     Raises:
-        CheckpointError: for what is no checkpoint or a damaged one, a role without weights or averages in it, or a
-            folder with other files.
+        CheckpointError: if ``checkpoint`` is not a checkpoint or is damaged, has no weights or averages of the role,
+            or ``folder`` holds other files.
     """
     checkpoint, folder = Path(checkpoint), Path(folder)
-    with agreed(checkpoint):
+    with raise_on_all_ranks(checkpoint):
         description = read_description(checkpoint)
         entry = _role_entry(checkpoint, description["roles"], role)
-        model_class = huggingface.import_model_class(entry["class"], role, checkpoint=checkpoint)
+        model_class = hf_folder.import_model_class(entry["class"], role, checkpoint=checkpoint)
         check_output(folder)
         check_files(checkpoint, description)
         weights = _read_weights(checkpoint, role, entry, averaged=averaged)
-        huggingface.write_model(
+        hf_folder.write_model(
             model_class, checkpoint / MODELS_FOLDER / role, weights, folder, dtype=dtype, merge=merge, base=base
         )
     return folder
 
 
 def check_output(folder: Path) -> None:
-    """Refuse to write among other files.
+    """Refuse to write into a folder with other files.
 
     Raises:
         CheckpointError: unless ``folder`` is new, empty or an earlier export.
@@ -74,7 +73,7 @@ def check_output(folder: Path) -> None:
     earlier = (CONFIG_FILE, ADAPTER_CONFIG_FILE)
     if folder.is_dir() and any(folder.iterdir()) and not any((folder / name).is_file() for name in earlier):
         raise CheckpointError(
-            f"{folder} holds files, and no earlier export that could be overwritten; give a new or empty folder"
+            f"{folder} holds files but no earlier export that could be overwritten; give a new or empty folder"
         )
 
 
@@ -88,7 +87,7 @@ def _role_entry(checkpoint: Path, roles: dict[str, Any], role: str) -> dict[str,
 
 
 def _read_weights(checkpoint: Path, role: str, entry: dict[str, Any], *, averaged: bool) -> dict[str, Tensor]:
-    stored = distributed_checkpoint.stored_tensors(checkpoint)  # of adapters' base perhaps nothing
+    stored = sharded_tensors.stored_tensors(checkpoint)  # may lack the base of adapters
     names = {weight_key(role, name): name for name in entry["parameters"] if weight_key(role, name) in stored}
     if averaged:
         keys = {name: optimizer_key(role, name, AVERAGE) for name in names.values()}
@@ -97,7 +96,7 @@ def _read_weights(checkpoint: Path, role: str, entry: dict[str, Any], *, average
                 f"{checkpoint} holds no averages of {role!r}: it was trained without the callback EMA, or saved before "
                 f"its first update; leave --averaged out to write the weights"
             )
-        # A weight that never had a gradient, or is frozen, is its own average.
+        # A weight that is frozen or never had a gradient has no average.
         names = {keys[name] if keys[name] in stored else key: name for key, name in names.items()}
-    weights = {names[key]: tensor for key, tensor in distributed_checkpoint.read_whole(checkpoint, names).items()}
+    weights = {names[key]: tensor for key, tensor in sharded_tensors.read_whole(checkpoint, names).items()}
     return weights | {alias: weights[owner] for alias, owner in entry["tied"].items() if owner in weights}

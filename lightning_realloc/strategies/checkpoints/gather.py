@@ -1,4 +1,4 @@
-"""A role's full weights in one place: the reallocation to the layout of a single rank, a few parameters at a time."""
+"""Gather a role's full weights on rank 0, by reallocating a few parameters at a time to the layout of one rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_realloc.runtime.transfer.executor import Reallocation
 from lightning_realloc.strategies.pool.replica import Replica
 
 WINDOW_ELEMENTS = 1 << 28
-"""How many elements are gathered at a time: what the first rank's device must hold besides its own share."""
+"""Elements gathered at a time. Raising it makes fewer reallocations, and needs more memory on rank 0's device."""
 
 
 def gather_weights(
@@ -30,7 +30,13 @@ def gather_weights(
 ) -> dict[str, Tensor]:
     """Return name -> full tensor in host memory on rank 0, {} elsewhere, tied names included. Collective.
 
-    Of all parameters, or of some ``names``, the same on all ranks.
+    Args:
+        replica: Replica whose weights are gathered.
+        rank: This rank.
+        world_size: Number of ranks.
+        device: This rank's device.
+        names: Parameters to gather, the same on all ranks; None gathers all.
+        window_elements: See `WINDOW_ELEMENTS`.
     """
     spec = replica.model_layout.model
     if names is not None:
@@ -38,7 +44,7 @@ def gather_weights(
     dtypes = _agree_on_dtypes(replica)
     held = local_tensors(replica.model) if rank in replica.layout else {}
     full: dict[str, Tensor] = {}
-    for window in _windows(spec, window_elements, dtypes):
+    for window in _make_windows(spec, window_elements, dtypes):
         inside = {param.name for param in window.params}
         reallocation = Reallocation(
             ModelLayout(window, replica.layout),
@@ -56,22 +62,22 @@ def gather_weights(
 
 
 def _agree_on_dtypes(replica: Replica) -> dict[str, torch.dtype]:
-    """Return every parameter's dtype, also of those on other stages of a pipeline. Collective."""
+    """Return the dtype of every parameter, including those on other pipeline stages. Collective."""
     mine = {name: parameter.dtype for name, parameter in replica.model.named_parameters()}
     return {name: dtype for theirs in gather_objects(mine) for name, dtype in theirs.items()}
 
 
-def _windows(spec: ModelSpec, most_elements: int, dtypes: Mapping[str, torch.dtype]) -> Iterator[ModelSpec]:
-    """Cut a model into parts of one dtype, each of at most so many elements or of a single parameter."""
+def _make_windows(spec: ModelSpec, max_elements: int, dtypes: Mapping[str, torch.dtype]) -> Iterator[ModelSpec]:
+    """Cut a model into windows of one dtype, each of at most ``max_elements`` or of a single parameter."""
     for dtype in dict.fromkeys(dtypes[param.name] for param in spec.params):
         alike = tuple(param for param in spec.params if dtypes[param.name] == dtype)
-        yield from _runs(replace(spec, params=alike, aliases=()), most_elements)
+        yield from _windows_of_one_dtype(replace(spec, params=alike, aliases=()), max_elements)
 
 
-def _runs(spec: ModelSpec, most_elements: int) -> Iterator[ModelSpec]:
+def _windows_of_one_dtype(spec: ModelSpec, max_elements: int) -> Iterator[ModelSpec]:
     begin, elements = 0, 0
     for index, param in enumerate(spec.params):
-        if index > begin and elements + param.numel > most_elements:
+        if index > begin and elements + param.numel > max_elements:
             yield replace(spec, params=spec.params[begin:index], aliases=())
             begin, elements = index, 0
         elements += param.numel

@@ -1,7 +1,7 @@
-"""How does a role leave as an ordinary Hugging Face folder?
+"""Write a role as a Hugging Face folder that ``from_pretrained`` reads.
 
-In two halves. What the model is (its config, generation config and tokenizer) is written into every checkpoint; the
-full weights join it when they are exported, from a checkpoint or from a running strategy.
+Every checkpoint already holds the model's config, generation config and tokenizer (`write_configs`). An export, from
+a checkpoint or from a running strategy, adds the full weights (`write_model`).
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from lightning_realloc.strategies.checkpoints.adapter_files import (
     read_config,
     write_adapters,
 )
-from lightning_realloc.strategies.checkpoints.checkpoint_files import reading
+from lightning_realloc.strategies.checkpoints.checkpoint_files import name_read_errors
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 BUFFERS_FILE = "buffers.safetensors"
 
 
 def class_path(model: nn.Module) -> str:
-    """Return ``module:name`` of the class that a model had before sharding gave it a new one."""
+    """Return ``module:name`` of the class that a model had before FSDP replaced it."""
     original = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
     return f"{original.__module__}:{original.__qualname__}"
 
 
 def import_model_class(path: str, role: str, *, checkpoint: Path | None = None) -> type[PreTrainedModel]:
-    """Return the class that :func:`class_path` named.
+    """Return the class that `class_path` named.
 
     Raises:
-        CheckpointError: when it cannot be imported here, is no transformers model, or lies in the ``checkpoint`` that
-            names it, which would run code that came with a checkpoint.
+        CheckpointError: if the class cannot be imported or is not a transformers model. Also if its module lies inside
+            ``checkpoint``: importing it would run code of the checkpoint.
     """
     module_name, _, name = path.partition(":")
-    if checkpoint is not None and _lies_in(module_name, checkpoint.resolve()):
+    if checkpoint is not None and _is_inside(module_name, checkpoint.resolve()):
         raise CheckpointError(
-            f"{role} is a {path}, whose module lies in the checkpoint {checkpoint} itself; if you trust it, move the "
+            f"{role} is a {path}, whose module lies inside the checkpoint {checkpoint}; if you trust it, move the "
             f"module to another folder on PYTHONPATH"
         )
     try:
@@ -61,18 +61,18 @@ def import_model_class(path: str, role: str, *, checkpoint: Path | None = None) 
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{role} is a {path}, which cannot be imported here ({error}); put its module on PYTHONPATH, or write the "
-            f"model while it is trained, with the callback SaveHuggingFace"
+            f"model during training, with the callback SaveHuggingFace"
         ) from error
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise CheckpointError(
-            f"{role} is a {path}, no transformers PreTrainedModel, and has no Hugging Face form; read its weights with "
-            f"lightning_realloc.strategies.checkpoints.sharded_tensors.read_whole"
+            f"{role} is a {path}, which is no transformers PreTrainedModel and cannot be written as a Hugging Face "
+            f"folder; read its weights with lightning_realloc.strategies.checkpoints.sharded_tensors.read_whole"
         )
     return found
 
 
-def _lies_in(module_name: str, folder: Path) -> bool:
-    """Return whether importing a module would read a file of ``folder``; nothing is imported to find out."""
+def _is_inside(module_name: str, folder: Path) -> bool:
+    """Return whether importing a module would read a file of ``folder``. Imports nothing itself."""
     parents: list[str] | None = None
     names = module_name.split(".")
     for depth in range(1, len(names) + 1):
@@ -86,14 +86,17 @@ def _lies_in(module_name: str, folder: Path) -> bool:
     return False
 
 
-def describe(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    """Write what a model is, without its weights; nothing for what is no transformers model."""
+def write_configs(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+    """Write a model's configs, tokenizer and persistent buffers, but no parameters.
+
+    Writes nothing if the model is not a transformers model.
+    """
     if not isinstance(model, PreTrainedModel):
         return
     folder.mkdir(parents=True, exist_ok=True)
     _config_with_padding(model, tokenizer).save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
-        # Not save_pretrained, which refuses settings that published models do have.
+        # save_pretrained refuses settings that some published models have
         model.generation_config.to_json_file(folder / GENERATION_CONFIG_FILE)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
@@ -108,10 +111,10 @@ def describe(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, folder
 
 
 def _config_with_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedConfig:
-    """Return a model's config, of a sequence classifier with the padding token of the tokenizer next to it.
+    """Return a model's config; for a sequence classifier with the tokenizer's padding token.
 
-    transformers scores the last token that is no padding, and without a padding token refuses batches. An end token
-    that also pads would be skipped, although its score is the one that was trained; so it is not written.
+    transformers scores the last token that is not padding, and refuses batches without a padding token. It would skip
+    an end token that is also the padding token, although training trains its score. So that is not written.
     """
     config: PreTrainedConfig = model.config
     name = class_path(model).rpartition(":")[2]
@@ -124,8 +127,8 @@ def _config_with_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     elif text.pad_token_id is None or text.pad_token_id == end:
         rank_zero_warn(
             f"the written {name} cannot score batches with padding: pad_token={tokenizer.pad_token!r} of the tokenizer "
-            f"must be neither missing, nor its end token, nor outside the model's {text.vocab_size} embeddings; give "
-            f"the tokenizer another one"
+            f"must not be missing, its end token, or outside the model's {text.vocab_size} embeddings; give the "
+            f"tokenizer another one"
         )
     return config
 
@@ -140,15 +143,21 @@ def write_model(
     merge: bool = False,
     base: str | Path | None = None,
 ) -> None:
-    """Write a folder that ``from_pretrained`` reads: full weights with the files that :func:`describe` wrote.
+    """Write a folder that ``from_pretrained`` reads: full weights and the files that `write_configs` wrote.
 
-    Of a model with adapters it is the folder that PEFT reads, or, with ``merge``, that of a model without them.
+    A model with adapters is written as the folder that PEFT reads or, with ``merge``, as a model without adapters.
 
     Args:
-        weights: All parameters by name, tied ones under each of their names; of a base with adapters none or all.
-        dtype: Of the floating-point weights; by default as they are.
+        model_class: Class of the model.
+        description: Folder that `write_configs` wrote.
+        weights: All parameters by name, tied ones under each of their names. The base of adapters may be missing.
+        folder: Folder to write to.
+        dtype: Dtype of the written floating-point weights; None keeps their dtypes.
         merge: Whether adapters are merged into the weights.
-        base: Where ``weights`` lack the base, what it is loaded from; by default what it came from.
+        base: Path or name of the base, used if ``weights`` lack it; None uses the one it was loaded from.
+
+    Raises:
+        CheckpointError: if the weights do not fit the config.
     """
     if (description / ADAPTER_CONFIG_FILE).is_file() and not merge:
         write_adapters(model_class, description, weights, folder, dtype=dtype)
@@ -159,7 +168,7 @@ def write_model(
     with torch.device("meta"):
         model = model_class(config)
     if (description / BUFFERS_FILE).is_file():
-        with reading(description / BUFFERS_FILE):
+        with name_read_errors(description / BUFFERS_FILE):
             weights = {**weights, **load_file(description / BUFFERS_FILE)}
     if dtype is not None:
         weights = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
@@ -174,7 +183,7 @@ def write_model(
             f"the weights do not fit {model_class.__name__}: missing {left[:4]}, unknown {list(unknown)[:4]}; "
             f"use the version of transformers that they were saved with"
         )
-    _part_weights(model)
+    _separate_shared_memory(model)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     for file in description.iterdir():
@@ -192,10 +201,10 @@ def write_running_model(
     dtype: torch.dtype | None = None,
     merge: bool = False,
 ) -> None:
-    """Write the same folder from a model that is laid out over ranks, and its full ``weights``."""
+    """Write the same folder as `write_model`, from a model that is laid out over ranks and its full ``weights``."""
     model_class = import_model_class(class_path(model), role)
     with tempfile.TemporaryDirectory() as description:
-        describe(model, tokenizer, Path(description))
+        write_configs(model, tokenizer, Path(description))
         write_model(model_class, Path(description), weights, folder, dtype=dtype, merge=merge)
 
 
@@ -203,7 +212,7 @@ def parse_dtype(text: str | None) -> torch.dtype | None:
     """Return ``torch.bfloat16`` for ``"bfloat16"``; None stays None.
 
     Raises:
-        CheckpointError: for a name that is no floating-point dtype.
+        CheckpointError: if the name is not a floating-point dtype.
     """
     if text is None:
         return None
@@ -213,13 +222,13 @@ def parse_dtype(text: str | None) -> torch.dtype | None:
     return dtype
 
 
-def _part_weights(model: nn.Module) -> None:
-    """Give parameters that share memory memory of their own, unless the model's config ties them.
+def _separate_shared_memory(model: nn.Module) -> None:
+    """Copy parameters that share memory but are not tied by the model's config.
 
-    ``save_pretrained`` would write one of them, and ``from_pretrained`` would not know that it stands for both.
+    ``save_pretrained`` would write only one of them, and ``from_pretrained`` would not restore the other.
     """
     seen: set[int] = set()
-    for parameter in model.parameters():  # each tied one once
+    for parameter in model.parameters():  # yields tied parameters once
         if parameter.data_ptr() in seen:
             parameter.data = parameter.data.clone()
         seen.add(parameter.data_ptr())

@@ -1,7 +1,7 @@
-"""Where do the random generators of a process stand? As plain tensors and numbers, which any checkpoint may hold.
+"""Save and restore the states of a process's random generators, as plain tensors and numbers.
 
-The package itself draws from what is keyed by seeds, samples and iterations: no draw depends on the ones before it.
-States are kept for what users draw, in reward functions and callbacks.
+The package's own draws are keyed by seed, sample and iteration, and depend on no earlier draw. The states are kept
+for draws of users, in reward functions and callbacks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of python's, numpy's and torch's generators, and the device's."""
+    """Return the states of the generators of Python, numpy, torch and the device."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -28,7 +28,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Put the generators back to where :func:`random_state` found them."""
+    """Restore the states that `random_state` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     keys, position, has_gauss, cached = state["numpy"]
@@ -40,7 +40,7 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Let torch draw from ``seed`` inside, and afterwards go on where it was."""
+    """Seed torch inside the context, and restore its state afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

@@ -1,7 +1,7 @@
-"""What of a role goes into a checkpoint's shards? Its weights, and its optimizer's state per parameter.
+"""Describe a role's weights and optimizer state as sharded tensors of a checkpoint.
 
-Both are described by regions of global tensors, the same way, so either is read into any other layout. Nothing is
-stepped or initialised to look at an optimizer: saving never changes training.
+Both are described by regions of global tensors, so both can be read into any other layout. Reading an optimizer's
+state neither steps nor initializes it: saving never changes training.
 """
 
 from __future__ import annotations
@@ -22,21 +22,29 @@ from lightning_realloc.strategies.pool.replan import state_room
 from lightning_realloc.strategies.pool.replica import Replica
 
 _SCALAR = Piece(Region((0,), (1,)), (0,))
-_SEPARATOR = "//"  # between a parameter's name, which has dots, and a key of its optimizer state
+"""Region of a scalar, which is stored as a tensor of one element."""
+_SEPARATOR = "//"
+"""Separates a parameter's name, which contains dots, from a key of its optimizer state."""
 
 
 def weight_key(role: str, name: str) -> str:
-    """Return the name under which a checkpoint stores a weight."""
+    """Return a weight's name in a checkpoint."""
     return f"model/{role}/{name}"
 
 
 def optimizer_key(role: str, name: str, key: str, *, kind: str = "optimizer") -> str:
-    """Return the name under which a checkpoint stores an entry of an optimizer's state of a weight."""
+    """Return the name in a checkpoint of one entry of a weight's optimizer state."""
     return f"{kind}/{role}/{name}{_SEPARATOR}{key}"
 
 
 def weights_state(replica: Replica, rank: int, names: Set[str] | None = None) -> dict[str, ShardedTensor]:
-    """Return a role's weights, or those of some ``names``, as this rank holds them, to be written or read in place."""
+    """Return this rank's shards of a role's weights, to write or to fill in place.
+
+    Args:
+        replica: The role's model in one layout.
+        rank: This rank.
+        names: Parameters to return; None returns all.
+    """
     locals_ = local_tensors(replica.model) if rank in replica.layout else {}
     return {
         weight_key(replica.role, param.name): ShardedTensor(
@@ -50,8 +58,8 @@ def weights_state(replica: Replica, rank: int, names: Set[str] | None = None) ->
     }
 
 
-def not_finite(replica: Replica, rank: int, names: Set[str] | None = None) -> list[str]:
-    """Return which parameters, all or of some ``names``, hold NaN or infinity in what this rank holds of them."""
+def non_finite_parameters(replica: Replica, rank: int, names: Set[str] | None = None) -> list[str]:
+    """Return the parameters, out of ``names`` or of all, whose shards on this rank hold NaN or infinity."""
     start = weight_key(replica.role, "")
     return [
         key.removeprefix(start)
@@ -61,24 +69,24 @@ def not_finite(replica: Replica, rank: int, names: Set[str] | None = None) -> li
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:  # neither is implemented for 8-bit floats
+    if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:  # aminmax and isfinite do not support 8-bit floats
         return True
-    # NaN is both the least and the greatest, so two numbers tell; isfinite would take a mask of the tensor's shape.
+    # aminmax propagates NaN; isfinite on the whole tensor would allocate a mask of its shape.
     return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
 
 
 def optimizer_state(replica: Replica, optimizer: torch.optim.Optimizer, rank: int) -> dict[str, ShardedTensor]:
-    """Return an optimizer's per-parameter tensors, ready to be written or read in place.
+    """Return this rank's shards of an optimizer's per-parameter state, to write or to fill in place.
 
     Raises:
-        CheckpointError: for a state entry that is neither a tensor of the parameter's shape, a scalar, nor None.
+        CheckpointError: for an entry that is not None, a scalar, or a tensor of the parameter's shape.
     """
     state = {}
-    for name, parameter in _optimized(replica, optimizer):
+    for name, parameter in _optimized_parameters(replica, optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is not None:
                 kind = "optimizer_scalar" if _is_scalar(value) else "optimizer"
-                state[optimizer_key(replica.role, name, key, kind=kind)] = _sharded(
+                state[optimizer_key(replica.role, name, key, kind=kind)] = _shard_entry(
                     replica, name, parameter, key, value, rank
                 )
     return state
@@ -87,24 +95,24 @@ def optimizer_state(replica: Replica, optimizer: torch.optim.Optimizer, rank: in
 def prepare_optimizer_state(
     replica: Replica, optimizer: torch.optim.Optimizer, stored: Mapping[str, StoredTensor], rank: int
 ) -> dict[str, ShardedTensor]:
-    """Give ``optimizer`` room for what a checkpoint holds of its state, and return that room, to be read in place.
+    """Allocate the optimizer state that a checkpoint holds, and return its shards, to fill in place.
 
-    An optimizer that had not stepped when the checkpoint was written is left without state.
+    An optimizer that had not stepped when the checkpoint was written has no state afterwards.
     """
     optimizer.state.clear()
     if rank not in replica.layout:
         return {}
-    entries = _entries(replica.role, stored)
+    entries = _stored_entries(replica.role, stored)
     options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in _optimized(replica, optimizer):
+    for name, parameter in _optimized_parameters(replica, optimizer):
         for key, kind, dtype in entries.get(name, ()):
             scalar = None if kind == "optimizer" else 0.0
             optimizer.state[parameter][key] = state_room(parameter, options[id(parameter)], dtype=dtype, scalar=scalar)
     return optimizer_state(replica, optimizer, rank)
 
 
-def _entries(role: str, stored: Mapping[str, StoredTensor]) -> dict[str, list[tuple[str, str, torch.dtype]]]:
-    """Return parameter name -> (key, kind, dtype) of what is stored of the role's optimizer."""
+def _stored_entries(role: str, stored: Mapping[str, StoredTensor]) -> dict[str, list[tuple[str, str, torch.dtype]]]:
+    """Return parameter name -> (key, kind, dtype) of each stored entry of the role's optimizer."""
     entries: defaultdict[str, list[tuple[str, str, torch.dtype]]] = defaultdict(list)
     for stored_name, tensor in stored.items():
         for kind in ("optimizer", "optimizer_scalar"):
@@ -115,8 +123,8 @@ def _entries(role: str, stored: Mapping[str, StoredTensor]) -> dict[str, list[tu
     return entries
 
 
-def _optimized(replica: Replica, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
-    reshard(replica.model)  # a gathered root shows other parameters than the optimizer's
+def _optimized_parameters(replica: Replica, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+    reshard(replica.model)  # while FSDP's root is gathered, its parameters are not the optimizer's
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return ((name, p) for name, p in replica.model.named_parameters() if id(p) in known)
 
@@ -125,14 +133,16 @@ def _is_scalar(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
 
 
-def _sharded(replica: Replica, name: str, parameter: nn.Parameter, key: str, value: Any, rank: int) -> ShardedTensor:
+def _shard_entry(
+    replica: Replica, name: str, parameter: nn.Parameter, key: str, value: Any, rank: int
+) -> ShardedTensor:
     if _is_scalar(value):
         return ShardedTensor((1,), value.dtype, (_SCALAR,), value.view(1))
     if isinstance(value, Tensor) and value.shape == parameter.shape:
         shape = replica.model_layout.model.param(name).shape
         return ShardedTensor(shape, value.dtype, replica.model_layout.pieces(name, rank), local_tensor(value))
-    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+    kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
     raise CheckpointError(
         f"optimizer state {key!r} of {replica.role} parameter {name}, which has shape {tuple(parameter.shape)}, is "
-        f"{what}, and cannot be divided like the parameter; use an optimizer whose state is per element or a scalar"
+        f"{kind} and cannot be sharded like the parameter; use an optimizer whose state is per element or a scalar"
     )

@@ -1,8 +1,8 @@
-"""Sharded tensors in a distributed checkpoint, described by the package's own regions.
+"""Write and read sharded tensors with torch's distributed checkpoint, described by the package's own regions.
 
-Torch's planners know DTensors only; a rank here may hold several boxes of a fused weight, or a plain tensor that is a
-tensor-parallel slice. Two small planners write and read exactly the regions that a rank holds, so a checkpoint can be
-read into any other layout and any other number of ranks.
+Torch's planners support only DTensors. A rank here may hold several boxes of a fused weight, or a plain tensor that is
+a tensor-parallel slice. Two small planners write and read exactly the regions that a rank holds. So a checkpoint can
+be read into any other layout and any other number of ranks.
 """
 
 from __future__ import annotations
@@ -43,32 +43,34 @@ from torch.futures import Future
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.layout.region import Region
 from lightning_realloc.layout.sharding import Piece
-from lightning_realloc.strategies.checkpoints.checkpoint_files import agreed, reading
+from lightning_realloc.strategies.checkpoints.checkpoint_files import name_read_errors, raise_on_all_ranks
 from lightning_realloc.strategies.checkpoints.stored_metadata import METADATA_FILE, read_metadata
 
 
 class StoredTensor(NamedTuple):
-    """What a checkpoint says of a tensor without reading it."""
+    """Global shape and dtype of a tensor in a checkpoint."""
 
     shape: tuple[int, ...]
+    """Shape of the global tensor."""
     dtype: torch.dtype
+    """Dtype of its elements."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedTensor:
-    """What one rank holds of a global tensor."""
+    """One rank's shard of a global tensor."""
 
     shape: tuple[int, ...]
-    """Of the global tensor."""
+    """Shape of the global tensor."""
     dtype: torch.dtype
-    """Of every shard."""
+    """Dtype of every shard."""
     pieces: tuple[Piece, ...]
-    """The regions that this rank holds; () on a rank that holds nothing."""
+    """Regions that this rank holds; () on a rank that holds nothing."""
     local: Tensor | None
-    """The rank's local tensor, in which each piece begins at its offset."""
+    """This rank's local tensor, in which each piece begins at its offset; None on a rank that holds nothing."""
 
     def view(self, starts: tuple[int, ...]) -> Tensor:
-        """Return the view of the local tensor that holds the region beginning at ``starts``."""
+        """Return the view of the local tensor with the region that begins at ``starts``."""
         piece = next(piece for piece in self.pieces if piece.region.starts == starts)
         if self.local is None:
             raise KeyError(f"this rank holds no tensor for its region at {starts}")
@@ -78,7 +80,7 @@ class ShardedTensor:
         return view
 
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """Return the regions in the checkpoint format's words, empty ones left out."""
+        """Return the nonempty regions as torch's chunks."""
         return [
             ChunkStorageMetadata(torch.Size(piece.region.starts), torch.Size(piece.region.shape))
             for piece in self.pieces
@@ -87,12 +89,14 @@ class ShardedTensor:
 
 
 State = Mapping[str, ShardedTensor]
+"""Name in the checkpoint -> this rank's shard."""
 SHARD_SUFFIX = ".distcp"
+"""Suffix of the files with tensors."""
 _MISSING = "{folder} holds no tensor {name!r}; read it with the version of lightning-realloc that wrote it"
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Writes every region once; replicas of a region are written by one of their holders."""
+    """Writes every region once: one of the ranks that hold the same region writes it."""
 
     def __init__(self, state: State) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -114,7 +118,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Reads whatever overlaps this rank's regions straight into its local tensors."""
+    """Reads stored regions that overlap this rank's regions directly into its local tensors."""
 
     def __init__(self, state: State, folder: Path) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -144,11 +148,11 @@ class _LoadPlanner(DefaultLoadPlanner):
         return view
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing: the view that was resolved is the destination."""
+        """Do nothing: `resolve_tensor` returned the destination itself."""
 
 
 class _Reader(FileSystemReader):
-    """Reads shards, without unpickling classes that ``.metadata`` names; errors name the file."""
+    """Reads shards without unpickling classes named by ``.metadata``; errors name the file."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -161,21 +165,21 @@ class _Reader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
-            with reading(self._folder / METADATA_FILE):
+            with name_read_errors(self._folder / METADATA_FILE):
                 by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in by_file.items():
-            with reading(self._folder / name):
+            with name_read_errors(self._folder / name):
                 super().read_data(LoadPlan(items), planner)
         return super().read_data(LoadPlan([]), planner)
 
 
 def files_of(folder: Path, rank: int) -> list[Path]:
-    """Return the files that :func:`save` wrote on a rank."""
+    """Return the files that `save` wrote on a rank."""
     return sorted(folder.glob(f"__{rank}_*{SHARD_SUFFIX}"))
 
 
 def save(state: State, folder: Path) -> None:
-    """Write every rank's regions under ``folder``. Collective over all ranks, where there are several."""
+    """Write every rank's regions under ``folder``. Collective over all ranks if there are several."""
     writer = FileSystemWriter(folder, single_file_per_rank=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to save in a single process")
@@ -186,17 +190,17 @@ def load(state: State, folder: Path, *, alone: bool = False) -> None:
     """Fill every local tensor from ``folder``. Collective over all ranks unless ``alone``.
 
     Raises:
-        CheckpointError: on every rank, for a file that cannot be read on one of them.
+        CheckpointError: on every rank, if one of them cannot read a file.
     """
     no_dist = alone or not dist.is_initialized()
     rank, world_size = (0, 1) if no_dist else (dist.get_rank(), dist.get_world_size())
-    with agreed(folder, rank=rank, world_size=world_size):
+    with raise_on_all_ranks(folder, rank=rank, world_size=world_size):
         reader = _Reader(folder)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
             load_state({}, storage_reader=reader, planner=_LoadPlanner(state, folder), no_dist=no_dist)
-    except CheckpointException as failed:  # no Exception, but a BaseException: it would pass by every handler
+    except CheckpointException as failed:  # a BaseException, which `except Exception` does not catch
         error = next(iter(failed.failures.values()))[0]
         if isinstance(error, CheckpointError) or not isinstance(error, Exception):
             raise error from failed
@@ -204,10 +208,10 @@ def load(state: State, folder: Path, *, alone: bool = False) -> None:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return the name, global shape and dtype of everything under ``folder``.
+    """Return the name, global shape and dtype of every tensor under ``folder``.
 
     Raises:
-        CheckpointError: for a ``.metadata`` that is missing, damaged, or names classes that do not belong there.
+        CheckpointError: if ``.metadata`` is missing, damaged, or names unexpected classes.
     """
     return {
         name: StoredTensor(tuple(entry.size), entry.properties.dtype)
@@ -217,10 +221,10 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_whole(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return whole tensors by name, in this process alone; no others are read.
+    """Return full tensors by name, in this process alone, reading no others.
 
     Raises:
-        CheckpointError: for a name that ``folder`` does not hold.
+        CheckpointError: if ``folder`` does not hold one of the names.
     """
     stored = stored_tensors(folder)
     state: dict[str, ShardedTensor] = {}

@@ -1,7 +1,7 @@
 """Read the ``.metadata`` file of a distributed checkpoint without running code from it.
 
-Torch pickles that file and reads it with ``pickle.load``, which calls any function that the file names. Here only the
-classes that torch puts there itself can be named.
+Torch pickles that file and reads it with ``pickle.load``, which calls any function that the file names. The unpickler
+here allows only the classes that torch itself writes.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.strategies.checkpoints.checkpoint_files import DamagedCheckpoint, reading
+from lightning_realloc.strategies.checkpoints.checkpoint_files import DamagedCheckpoint, name_read_errors
 
 METADATA_FILE = ".metadata"
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return what a checkpoint folder says of its tensors and of where each region is stored.
+    """Return the description of a checkpoint's tensors and of the file that stores each region.
 
     Raises:
-        CheckpointError: for a file that is missing or damaged, or names a class that does not belong there.
+        CheckpointError: if the file is missing or damaged, or names an unexpected class.
     """
     file = folder / METADATA_FILE
-    with reading(file), file.open("rb") as stream:
+    with name_read_errors(file), file.open("rb") as stream:
         metadata = _MetadataUnpickler(stream, file).load()
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise DamagedCheckpoint(f"{file} holds no description of tensors; it was written by something else")
+        raise DamagedCheckpoint(f"{file} holds no description of tensors; another program wrote it")
     for stored in metadata.storage_data.values():
         if Path(stored.relative_path).name != stored.relative_path:
             raise CheckpointError(
-                f"{file} names {stored.relative_path!r}, and the files of a checkpoint lie in its own folder; it was "
-                f"not written by torch, use another checkpoint"
+                f"{file} names {stored.relative_path!r}, but the files of a checkpoint lie in its own folder; torch "
+                f"did not write it, use another checkpoint"
             )
     return metadata
 
@@ -55,29 +55,35 @@ def _memory_format(owner: object, name: str) -> _MEM_FORMAT_ENCODING:
 
 
 _CLASSES = (
-    _MEM_FORMAT_ENCODING, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties,
-    TensorStorageMetadata, _StorageInfo,
-)  # fmt: skip
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+    _StorageInfo,
+)
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(one.__module__, one.__qualname__): one for one in _CLASSES},
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("builtins", "getattr"): _memory_format,  # how Python before 3.11.4 pickles an Enum
-    # The folder that torch wrote to; Python 3.13 names another module than the others.
+    # The folder that torch wrote to. Python 3.13 pickles paths under another module name.
     **{(module, "PosixPath"): PurePosixPath for module in ("pathlib", "pathlib._local")},
     **{(module, "WindowsPath"): PureWindowsPath for module in ("pathlib", "pathlib._local")},
 }
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles what torch writes into ``.metadata`` and refuses everything else before it is imported."""
+    """Unpickles classes that torch writes into ``.metadata``, and refuses all others before importing them."""
 
     def __init__(self, stream: Any, file: Path) -> None:
         super().__init__(stream)
         self._file = file
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class of the format.
+        """Return a class that the format needs.
 
         Raises:
             CheckpointError: for any other name.
@@ -86,7 +92,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         found = dtype if isinstance(dtype, torch.dtype) else _ALLOWED.get((module, name))
         if found is None:
             raise CheckpointError(
-                f"{self._file} names {module}.{name}, which no checkpoint needs and which could run code; it is "
-                f"refused, use a checkpoint from a source that you trust"
+                f"{self._file} names {module}.{name}, which no checkpoint needs and which could run code; use a "
+                f"checkpoint from a source that you trust"
             )
         return found

@@ -1,4 +1,4 @@
-"""Fill in Lightning's Strategy: processes, launchers, signals, optimizer and checkpoint hooks.
+"""Implement Lightning's Strategy: processes, launchers, signals, optimizer and checkpoint hooks.
 
 Start with `DataParallelStrategy`.
 """

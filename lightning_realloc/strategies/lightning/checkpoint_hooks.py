@@ -1,11 +1,15 @@
 """Save, load and export the roles of a running strategy.
 
-`checkpoints.checkpoint` decides what is in the folder. This module collects its parts from Lightning and from the pool.
+This module collects the parts of a checkpoint from Lightning and from the pool of models. `checkpoints.checkpoint`
+defines the folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+import logging
+import threading
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,16 +21,28 @@ from torch import Tensor
 
 from lightning_realloc.callbacks.ema import evaluated_averages
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.strategies.checkpoints import checkpoint as checkpoints
 from lightning_realloc.strategies.checkpoints import hf_folder
+from lightning_realloc.strategies.checkpoints.checkpoint import (
+    RANDOM_STATES,
+    TrainedModels,
+    read_checkpoint,
+    require_finite_weights,
+    run_on_first_rank,
+    unsharded_state,
+    write_checkpoint,
+)
 from lightning_realloc.strategies.checkpoints.gather import gather_weights
 from lightning_realloc.strategies.checkpoints.rng_state import random_state
-from lightning_realloc.strategies.lightning.stall_warning import warn_if_stalled
 from lightning_realloc.strategies.pool.model_pool import ModelPool
+
+_log = logging.getLogger(__name__)
+
+STALL_WARNING_S = 60.0
+"""Seconds of waiting for other ranks after which a rank warns. Ranks may be a whole training call apart."""
 
 
 class RunningStrategy(Protocol):
-    """The members of a strategy that its checkpoints are made of."""
+    """The members of a strategy that `RoleCheckpoints` uses."""
 
     optimizers: list[torch.optim.Optimizer]
 
@@ -75,37 +91,39 @@ class RoleCheckpoints:
         self._load_weights_only = load_weights_only
 
     def module_state(self) -> dict[str, Any]:
-        """Return the state that rank 0 writes: everything but the parameters of roles, which are sharded."""
-        return checkpoints.other_state(self._strategy.lightning_module, self._strategy.pool)
+        """Return the part of the module's state that rank 0 writes; see `unsharded_state`."""
+        return unsharded_state(self._strategy.lightning_module, self._strategy.pool)
 
     def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        """Write a folder of shards. Collective over all ranks.
+        """Write a checkpoint folder. Collective over all ranks.
 
         Raises:
-            ConfigError: for ``storage_options``.
+            ConfigError: if ``storage_options`` is given.
         """
         if storage_options is not None:
-            raise ConfigError("storage_options cannot be used: a folder of shards is not written by a CheckpointIO")
+            raise ConfigError(
+                "storage_options cannot be used, since no CheckpointIO writes a folder of shards; leave it out"
+            )
         strategy = self._strategy
         strategy.bring_back()
         with warn_if_stalled("save_checkpoint", strategy.global_rank):
-            checkpoint[checkpoints.RANDOM_STATES] = self._gather_random_states()
+            checkpoint[RANDOM_STATES] = self._gather_random_states()
         folder, models = Path(strategy.broadcast(str(filepath))), self._trained_models()
         if "optimizer_states" in checkpoint and strategy.pool.dataflow.trained_roles and not models.optimizers:
             rank_zero_warn(
-                f"no run can go on from {folder}: it holds weights alone, since trainer.fit has not trained those that "
-                f"are here now; to go on later, save after fit, and before another model or ckpt_path= is evaluated"
+                f"no run can be resumed from {folder}: it holds only weights, since trainer.fit has not trained the "
+                f"current ones; to resume later, save after fit, before evaluating another model or with ckpt_path="
             )
-        checkpoints.save(folder, checkpoint, models, include_frozen=self.save_frozen_roles)
+        write_checkpoint(folder, checkpoint, models, include_frozen=self.save_frozen_roles)
 
     def load(self, checkpoint_path: Any, weights_only: bool | None) -> dict[str, Any]:
-        """Fill sharded roles in place, whatever layout and number of ranks the checkpoint was written with.
+        """Read a checkpoint into the sharded roles, in place. It may have another layout and number of ranks.
 
         Raises:
-            CheckpointError: for something that is not a checkpoint of this strategy, or is one of other models.
+            CheckpointError: if it is not a checkpoint of this strategy, or is one of other models.
         """
         strategy = self._strategy
-        # Lightning drops the argument of fit(weights_only=...) for strategies that restore after their setup.
+        # Lightning drops the argument of fit(weights_only=...) for strategies that restore after setup.
         weights_only = self._load_weights_only if weights_only is None else weights_only
         strategy.bring_back()
         folder = Path(strategy.broadcast(str(checkpoint_path)))
@@ -113,9 +131,9 @@ class RoleCheckpoints:
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         averaged = frozenset[str]()
         if not is_fitting:
-            strategy.optimizers = []  # their state belongs to the weights that are replaced now
+            strategy.optimizers = []  # their state belongs to the replaced weights
             averaged = evaluated_averages(trainer.callbacks, strategy.pool.dataflow.trained_roles)
-        return checkpoints.load(
+        return read_checkpoint(
             folder,
             self._trained_models(),
             weights_only=weights_only,
@@ -132,9 +150,9 @@ class RoleCheckpoints:
         with warn_if_stalled("save_huggingface", strategy.global_rank):
             strategy.bring_back()
             if role in pool.changing_roles:
-                checkpoints.refuse_not_finite(pool, role, strategy.global_rank, Path(folder))
+                require_finite_weights(pool, role, strategy.global_rank, Path(folder))
             weights = self.full_weights(role, names)
-        checkpoints.on_first_rank(
+        run_on_first_rank(
             lambda: hf_folder.write_running_model(
                 pool.home(role).model, weights, models.tokenizer, Path(folder), role=role, dtype=parsed, merge=merge
             ),
@@ -147,7 +165,7 @@ class RoleCheckpoints:
         hf_folder.import_model_class(hf_folder.class_path(self._strategy.pool.home(role).model), role)
 
     def full_weights(self, role: str, names: Set[str] | None = None) -> dict[str, Tensor]:
-        """Return a role's full weights, all or some, on rank 0, {} elsewhere. Collective over all ranks."""
+        """Return a role's full weights on rank 0, {} elsewhere; ``names=None`` means all. Collective over all ranks."""
         strategy = self._strategy
         strategy.bring_back()
         home = strategy.pool.home(role)
@@ -160,14 +178,14 @@ class RoleCheckpoints:
             state |= {f"{role}.{name}": tensor.cpu() for name, tensor in self.full_weights(role).items()}
         return state
 
-    def _trained_models(self) -> checkpoints.TrainedModels:
+    def _trained_models(self) -> TrainedModels:
         strategy = self._strategy
         module = strategy.lightning_module
         try:
             tokenizer = module.tokenizer
-        except (AttributeError, ConfigError):  # models that were given as modules may come without one
+        except (AttributeError, ConfigError):  # models that are given as modules may have no tokenizer
             tokenizer = None
-        return checkpoints.TrainedModels(
+        return TrainedModels(
             pool=strategy.pool,
             algorithm=type(module).__name__,
             optimizers=strategy.optimizers_by_role(),
@@ -183,3 +201,19 @@ class RoleCheckpoints:
         if world_size > 1:
             dist.all_gather_object(states, own)
         return states
+
+
+@contextmanager
+def warn_if_stalled(name: str, rank: int) -> Iterator[None]:
+    """Log a warning if a collective inside takes longer than `STALL_WARNING_S`, since some ranks may never join it."""
+    message = (
+        "rank %d has waited in %s for %g s until all ranks call it. If some never call it, for example under "
+        "rank_zero_only or `if trainer.is_global_zero`, it waits forever: call it on every rank"
+    )
+    timer = threading.Timer(STALL_WARNING_S, _log.warning, (message, rank, name, STALL_WARNING_S))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,6 +1,6 @@
 """Train any LightningModule data-parallel: one process per device, equal weights, averaged gradients.
 
-`ReallocStrategy` extends this class by roles and layouts. Here nothing is known of either.
+This class handles neither roles nor layouts; `ReallocStrategy` adds both.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from lightning_realloc.strategies.pool.precision import for_samples
 
 
 class DataParallelStrategy(ModelParallelStrategy):
-    """Lightning's model-parallel strategy, without its assumption that there is one mesh for one model.
+    """Lightning's model-parallel strategy, without its assumption of one model on one mesh.
 
     Args:
-        cluster: Nodes, devices and memory; by default what this machine shows.
-        start_method: How processes start where nobody started them: ``popen``, ``spawn`` or ``fork``.
+        cluster: Nodes, devices and memory; None detects those of this machine.
+        start_method: How to start processes that no external launcher started: ``popen``, ``spawn`` or ``fork``.
         load_weights_only: Refuse checkpoints that hold more than plain data, which could run code.
-        process_group_backend: By default nccl on CUDA, gloo elsewhere.
-        timeout: Of every collective.
+        process_group_backend: Backend of ``torch.distributed``; None uses nccl on CUDA, gloo elsewhere.
+        timeout: Timeout of every collective.
     """
 
-    is_distributed = True  # Lightning asks only its own classes; without it samplers and sync_dist are silently skipped
+    is_distributed = True  # without it, Lightning silently skips samplers and sync_dist for classes not its own
 
     def __init__(
         self,
@@ -72,11 +72,11 @@ class DataParallelStrategy(ModelParallelStrategy):
         self._sync_blocked = False
         self._is_watched = False
         self.stop = StopRequest()
-        """Whether a rank received SIGTERM, and the run ends."""
+        """Request to end the run, set by SIGTERM."""
 
-    @abstractmethod  # abstract, so that LightningCLI does not offer this class; and Lightning's own would wipe weights
+    @abstractmethod  # so that LightningCLI does not offer this class; Lightning's own setup would wipe weights
     def setup(self, trainer: Trainer) -> None:
-        """Move the module to its device with the weights of rank 0."""
+        """Move the module to its device, with the weights of rank 0."""
         assert self.model is not None
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -88,20 +88,31 @@ class DataParallelStrategy(ModelParallelStrategy):
         flow = getattr(self.lightning_module, "dataflow", None)
         return flow if isinstance(flow, Dataflow) else None
 
+    @property
+    def connected_module(self) -> LightningModule:
+        """The LightningModule, which exists from `connect` on."""
+        assert self.lightning_module is not None, "Lightning connects the module before it calls this"
+        return self.lightning_module
+
     # ---- launching and processes
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self.cluster_environment.creates_processes_externally:
             return
         if self.num_processes * self.num_nodes == 1:
-            return  # no launcher: works in notebooks, and no observer thread delays the end of the process
+            return  # one process works in notebooks without a launcher, and ends without waiting for an observer thread
         if self._start_method == "popen":
             super()._configure_launcher()
         else:
             self._launcher = FullStateLauncher(self, start_method=self._start_method)
 
     def connect(self, model: LightningModule) -> None:
-        """Take the module; refuse settings of its Trainer, where it has one, that have no effect or fail later."""
+        """Connect the module, and refuse Trainer settings that would have no effect or fail later.
+
+        Raises:
+            ConfigError: for callbacks or data of other libraries, and for weight averaging of an algorithm.
+            MisconfigurationException: for gradient clipping or accumulation by the Trainer of an algorithm.
+        """
         super().connect(model)
         trainer: Any = model._trainer
         if trainer is None:
@@ -118,17 +129,20 @@ class DataParallelStrategy(ModelParallelStrategy):
             )
 
     def setup_environment(self) -> None:
-        """Start the process group; with external launchers also check what they started."""
+        """Start the process group; with an external launcher, also check the number of processes.
+
+        Raises:
+            MisconfigurationException: if the launcher started another number of processes than the Trainer needs.
+        """
         assert self.cluster_environment is not None
-        assert self.lightning_module is not None
         if self.cluster_environment.creates_processes_externally:
             self._check_external_processes()
         if not dist.is_initialized():
             atexit.register(_end_process_group)
         self._setup_distributed()
-        # Ranks that seed themselves apart still draw, shuffle and build alike.
+        # Ranks may be seeded differently, but must draw, shuffle and build alike.
         self.run_seed = self.broadcast(global_seed())
-        self.stop.handle_sigterm(self.lightning_module.trainer)
+        self.stop.handle_sigterm(self.connected_module.trainer)
         if self.world_size > 1:
             report_failures(rank=self.global_rank, launcher=self._launcher)
             clear_failure(self.global_rank)
@@ -140,7 +154,7 @@ class DataParallelStrategy(ModelParallelStrategy):
         self._device_mesh = init_device_mesh(
             self.root_device.type, (self.world_size,), mesh_dim_names=("data_parallel",)
         )
-        self.lightning_module._device_mesh = self._device_mesh
+        self.connected_module._device_mesh = self._device_mesh
 
     def is_running(self) -> bool:
         """Whether calls are under way."""
@@ -148,7 +162,7 @@ class DataParallelStrategy(ModelParallelStrategy):
 
     @property
     def _is_started_by_a_rank(self) -> bool:
-        """Whether Lightning's launcher started this process, from the script that its parent runs as a rank."""
+        """Whether another rank started this process, with Lightning's subprocess launcher."""
         environment = self.cluster_environment
         is_started = isinstance(environment, LightningEnvironment) and environment.creates_processes_externally
         return is_started and self.local_rank > 0
@@ -163,14 +177,14 @@ class DataParallelStrategy(ModelParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """A loader's share: everything for an algorithm with calls, which take theirs; else a part per rank."""
+        """Sampler arguments: all rows on every rank for an algorithm with calls, a share per rank for other modules."""
         if self.dataflow is not None:
             return {"num_replicas": 1, "rank": 0}
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     def precision_plugin(self) -> Precision:
-        """Lightning's plugin; where that would take samples apart, one that does not."""
+        """Lightning's precision plugin, replaced if it would cast the tensors of samples."""
         return self._precision_plugin if self._precision_plugin is not None else Precision()
 
     @precision_plugin.setter
@@ -179,43 +193,43 @@ class DataParallelStrategy(ModelParallelStrategy):
 
     @property
     def cluster(self) -> ClusterSpec:
-        """Nodes, devices and memory: what was given, else what this machine shows."""
+        """Nodes, devices and memory, as given or detected on this machine."""
         if self._cluster is None:
             base = ClusterSpec.local(self.num_processes, "h100" if self.root_device.type == "cuda" else "cpu")
             self._cluster = _with_memory(base, self.num_nodes, self.root_device)
         return self._cluster
 
-    # An algorithm's calls choose their precision themselves. And an FSDP2 module whose first forward runs under
-    # inference_mode, as Lightning's evaluation loops use with NCCL, cannot be trained afterwards.
+    # An algorithm's calls choose their precision themselves. Lightning's evaluation loops use inference_mode with NCCL;
+    # an FSDP2 module whose first forward runs under it cannot be trained afterwards.
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step, in the context of the precision only where it declares no calls."""
+        """Run the module's step, under the precision's context only if the module declares no calls."""
         if self.dataflow is None:
             return super().training_step(*args, **kwargs)
-        return self.lightning_module.training_step(*args, **kwargs)  # type: ignore[union-attr]
+        return self.connected_module.training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run under ``no_grad``, in the context of the precision only where the module declares no calls."""
+        """Run the step under ``no_grad``, and the precision's context only if the module declares no calls."""
         with torch.inference_mode(False), torch.no_grad():
             if self.dataflow is None:
                 return super().validation_step(*args, **kwargs)
-            return self.lightning_module.validation_step(*args, **kwargs)  # type: ignore[union-attr]
+            return self.connected_module.validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run under ``no_grad``, in the context of the precision only where the module declares no calls."""
+        """Run the step under ``no_grad``, and the precision's context only if the module declares no calls."""
         with torch.inference_mode(False), torch.no_grad():
             if self.dataflow is None:
                 return super().test_step(*args, **kwargs)
-            return self.lightning_module.test_step(*args, **kwargs)  # type: ignore[union-attr]
+            return self.connected_module.test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run under ``no_grad``, in the context of the precision only where the module declares no calls."""
+        """Run the step under ``no_grad``, and the precision's context only if the module declares no calls."""
         with torch.inference_mode(False), torch.no_grad():
             if self.dataflow is None:
                 return super().predict_step(*args, **kwargs)
-            return self.lightning_module.predict_step(*args, **kwargs)  # type: ignore[union-attr]
+            return self.connected_module.predict_step(*args, **kwargs)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Let the other ranks know, and this one, where all it knows is that another one is gone."""
+        """Publish the error for other ranks; to a broken connection, add the errors of the ranks that caused it."""
         super().on_exception(exception)
         set_exit_code(exception)
         forget_groups()
@@ -224,15 +238,15 @@ class DataParallelStrategy(ModelParallelStrategy):
             explain_broken_connection(exception, self.global_rank, self.world_size)
 
     def teardown(self) -> None:
-        """Let a SIGTERM end this process that came too late to end the run."""
+        """Tear down, and end this process if its SIGTERM came after the last iteration."""
         super().teardown()
         if self.stop.is_requested:
-            self.stop.resend_if_unanswered(self.lightning_module.trainer)  # type: ignore[union-attr]
+            self.stop.resend_if_unanswered(self.connected_module.trainer)
 
     # ---- checkpoints: one file that rank 0 writes
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """False: weights are read before they are sent to all ranks."""
+        """False: weights are read before `setup` broadcasts them."""
         return False
 
     @property
@@ -242,8 +256,7 @@ class DataParallelStrategy(ModelParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state."""
-        assert self.lightning_module is not None
-        return self.lightning_module.state_dict()
+        return self.connected_module.state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return an optimizer's state."""
@@ -259,7 +272,7 @@ class DataParallelStrategy(ModelParallelStrategy):
         """Read a checkpoint.
 
         Raises:
-            CheckpointError: for a folder, which holds several models.
+            CheckpointError: for a folder, since a module without calls has a checkpoint of one file.
         """
         refuse_folder(Path(checkpoint_path))
         weights_only = self._load_weights_only if weights_only is None else weights_only
@@ -267,8 +280,7 @@ class DataParallelStrategy(ModelParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the module's state."""
-        assert self.lightning_module is not None
-        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        self.connected_module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of all optimizers."""
@@ -277,14 +289,13 @@ class DataParallelStrategy(ModelParallelStrategy):
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the module's state with full tensors on rank 0. Collective over all ranks."""
-        assert self.lightning_module is not None
-        return self.lightning_module.state_dict()
+        return self.connected_module.state_dict()
 
     # ---- gradients
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Average gradients over all ranks: once per optimizer step, or at each backward pass that is called by hand.
+        """Average gradients over all ranks, once per optimizer step or after each manual backward pass.
 
-        What earlier backward passes left is equal everywhere by then, and stays as it is.
+        Gradients of earlier manual passes are already equal on all ranks, so averaging again does not change them.
         """
         if self.dataflow is None and not self._sync_blocked:
             assert self.model is not None
@@ -292,7 +303,7 @@ class DataParallelStrategy(ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Leave gradients unreduced inside, for accumulation."""
+        """Skip gradient averaging inside, for accumulation."""
         self._sync_blocked = True
         sharded = [m for m in self.model.modules() if isinstance(m, FSDPModule)] if self.model is not None else []
         for module in sharded:
@@ -306,7 +317,7 @@ class DataParallelStrategy(ModelParallelStrategy):
 
 
 def broadcast_module(module: nn.Module) -> None:
-    """Give every rank the first rank's parameters and buffers. Collective over all ranks."""
+    """Copy the first rank's parameters and buffers to every rank. Collective over all ranks."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     with torch.no_grad():
@@ -317,8 +328,8 @@ def broadcast_module(module: nn.Module) -> None:
 def average_gradients(module: nn.Module) -> None:
     """Replace every gradient by its mean over all ranks. Collective over all ranks.
 
-    A parameter that took no part in this rank's step but did in another's counts as zero here, so that all ranks
-    reduce the same tensors.
+    A parameter with a gradient on some ranks only counts as zero on the others, so that all ranks reduce the same
+    tensors.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -328,8 +339,8 @@ def average_gradients(module: nn.Module) -> None:
     used = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8, device=trained[0].device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX)
     by_kind: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for parameter, anybody in zip(trained, used.tolist(), strict=True):
-        if anybody:
+    for parameter, is_used in zip(trained, used.tolist(), strict=True):
+        if is_used:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             by_kind[parameter.grad.dtype].append(parameter.grad)
@@ -342,14 +353,14 @@ def average_gradients(module: nn.Module) -> None:
 
 
 def _end_process_group() -> None:
-    """End what this process started of ``torch.distributed``; Lightning does so for NCCL alone.
+    """Destroy the process groups that this process created; Lightning does so only for NCCL.
 
-    A thread of gloo may still hold the last reference to a tensor. Where it lets go only while the interpreter shuts
-    down, it cannot take the interpreter's lock any more, and aborts the process.
+    A gloo thread may hold the last reference to a tensor. If it released that during interpreter shutdown, it could no
+    longer acquire the GIL and would abort the process.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-        gc.collect()  # a group's threads end with the last reference to it, and models have circular ones
+        gc.collect()  # a group's threads end with its last reference, and models have reference cycles
 
 
 def _with_memory(base: ClusterSpec, num_nodes: int, device: torch.device) -> ClusterSpec:
@@ -366,22 +377,22 @@ def _refuse_foreign_callbacks(trainer: Trainer) -> None:
     foreign = [callback for callback in callbacks if not isinstance(callback, Callback)]
     if not foreign:
         return
-    # Lightning asks all callbacks to take note of an error, and these would hide it by another one.
+    # Lightning calls hooks of all callbacks on an error; on these that would raise another error and hide this one.
     trainer.callbacks = [callback for callback in callbacks if callback not in foreign]  # type: ignore[attr-defined]
     kind = type(foreign[0])
     raise ConfigError(
-        f"Trainer(callbacks=[...]) takes callbacks of Lightning, and a {kind.__name__} is one of {kind.__module__}: it "
-        f"has none of their hooks; write a lightning.pytorch.Callback, whose on_train_batch_end(trainer, pl_module, "
-        f"outputs, batch, batch_idx) comes after every step, or leave it out"
+        f"Trainer(callbacks=[...]) takes callbacks of Lightning, and a {kind.__name__} is one of {kind.__module__} "
+        f"without their hooks; write a lightning.pytorch.Callback, whose on_train_batch_end(trainer, pl_module, "
+        f"outputs, batch, batch_idx) runs after every step, or leave it out"
     )
 
 
 def _refuse_foreign_data(trainer: Any) -> None:
-    """Raise ConfigError for rows or a loader where a data module is to be given. Of a list Lightning itself says it."""
+    """Raise ConfigError for a datamodule= that is not a data module. Lightning itself refuses a list."""
     given = trainer.datamodule
     if given is None or isinstance(given, LightningDataModule):
         return
-    trainer.datamodule = None  # Lightning has it take note of errors, too
+    trainer.datamodule = None  # else Lightning calls its on_exception, and fails
     raise ConfigError(
         f"datamodule= takes a LightningDataModule, and this is a {type(given).__name__}; give rows as "
         f"PromptDataModule(rows, batch_size=...), or another data module of lightning_realloc, and a loader as "

@@ -1,7 +1,7 @@
-"""How does a run of several processes end when it cannot go on? With one clear message, and with nobody left behind.
+"""End a failed run of several processes with one clear message, and leave no process behind.
 
-What a caller got wrong is mostly found by all ranks alike: rank 0 tells it last, the others in one line each, which is
-also enough of a rank that fails alone. What nobody expected keeps its traceback on every rank.
+Mistakes of the caller are mostly found by all ranks alike. Rank 0 prints such an error last, with the caller's frames
+only; other ranks print one line each. Any other exception keeps its traceback on every rank.
 """
 
 from __future__ import annotations
@@ -25,24 +25,23 @@ from lightning_realloc.errors import ReallocError
 
 log = logging.getLogger(__name__)
 
-OUR_ERRORS = (ReallocError, MisconfigurationException)
-"""What a caller can get wrong: its message is enough. Anything else is a bug, and keeps its traceback."""
+CALLER_ERRORS = (ReallocError, MisconfigurationException)
+"""Exceptions for mistakes of the caller, whose message is enough. Any other is a bug and keeps its traceback."""
 PARENT_WATCH_S = 1.0
-"""How often a rank looks whether the process that started it is still there."""
+"""Seconds between a rank's checks that the process that started it still exists."""
 GRACE_S = 3.0
-"""How long the others may take to say what they failed with, once the process that started them has failed."""
+"""Seconds that started ranks get to print their errors and exit, after the process that started them has failed."""
 
 
-def told_in_a_line(error: BaseException, rank: int) -> str:
-    """Return the line in which a rank tells what it was refused with."""
+def one_line_message(error: BaseException, rank: int) -> str:
+    """Return the line that a rank prints for a mistake of the caller."""
     return f"error{f' on rank {rank}' if rank else ''}: {' '.join(str(error).split())}\n"
 
 
 def dismiss_observer(launcher: object) -> None:
-    """Let this process, which has failed, end by itself.
+    """Detach Lightning's observer of the ranks that this process started, so that this process can report its failure.
 
-    Lightning's observer of the ranks that it started would kill it, with all it has still to tell, as soon as it sees
-    one of them end.
+    The observer kills this process as soon as one of those ranks ends.
     """
     if isinstance(launcher, _SubprocessScriptLauncher):
         ranks = list(launcher.procs)
@@ -51,13 +50,13 @@ def dismiss_observer(launcher: object) -> None:
 
 
 def end_started_ranks(launcher: object) -> dict[int, int]:
-    """End the ranks that this process has started, after they had time to end by themselves.
+    """Kill the ranks that this process started, after `GRACE_S` for them to end by themselves.
 
-    For a process that is about to end: without it they would wait in a collective, and die of a lost connection, each
-    with a traceback that says nothing.
+    Called by a process that is about to end. Otherwise those ranks would wait in a collective and fail with a broken
+    connection, whose traceback hides the cause.
 
     Returns:
-        Which of them, counted from this one, failed by themselves, and their exit codes.
+        Exit codes of the ranks that failed by themselves, by their offset from this rank.
     """
     if not isinstance(launcher, _SubprocessScriptLauncher):
         return {}
@@ -75,14 +74,15 @@ def end_started_ranks(launcher: object) -> dict[int, int]:
 
 
 def end_with_parent(strategy: object, is_running: Callable[[Any], bool]) -> None:
-    """From here on, let this process end if the one that started it is gone while calls are under way.
+    """Start a thread that ends this process if the parent process dies while calls are running.
 
-    Nobody else would end it: one that was killed, perhaps for its memory, tells nobody, and who waits to receive from
-    whoever sends first does not hear of a lost connection.
+    A parent that is killed, for example for lack of memory, reports nothing. A rank that waits to receive from any
+    sender does not notice the lost connection, and would wait forever.
 
     Args:
-        strategy: While it is there, the process is watched over.
-        is_running: Whether its calls are under way, so that the parent cannot have come to its own end.
+        strategy: The running strategy, held by a weak reference; the thread ends once it is gone.
+        is_running: Function that returns whether the strategy's calls are running, so that the parent cannot have
+            ended normally.
     """
     thread = threading.Thread(
         target=_watch_parent, args=(weakref.ref(strategy), is_running), name="parent of this rank", daemon=True
@@ -98,9 +98,9 @@ def _watch_parent(strategy: weakref.ref[Any], is_running: Callable[[Any], bool])
             return
     while (watched := strategy()) is not None:
         if is_running(watched):
-            _tell(
-                f"error: process {parent}, which started this rank and was one itself, ended in the middle of a call; "
-                f"it was killed, or left by os._exit: see its own log, and the system's for want of memory\n"
+            _write_stderr(
+                f"error: process {parent}, which started this rank and was a rank itself, ended during a call; it was "
+                f"killed or called os._exit: see its log, and the system's log for an out-of-memory kill\n"
             )
             os._exit(1)
         del watched
@@ -108,15 +108,15 @@ def _watch_parent(strategy: weakref.ref[Any], is_running: Callable[[Any], bool])
 
 
 def report_failures(*, rank: int, launcher: object) -> None:
-    """From here on, let an exception that nobody catches end this process as the module says."""
+    """Install an exception hook that ends this process as described in the module's docstring."""
     previous = sys.excepthook
-    if isinstance(previous, _Report):
+    if isinstance(previous, _ExceptionHook):
         previous = previous.previous
-    sys.excepthook = _Report(previous, rank, launcher)
+    sys.excepthook = _ExceptionHook(previous, rank, launcher)
 
 
-class _Report:
-    """Takes the place of ``sys.excepthook``."""
+class _ExceptionHook:
+    """Replacement of ``sys.excepthook``."""
 
     def __init__(self, previous: Callable[..., Any], rank: int, launcher: object) -> None:
         self.previous = previous
@@ -125,30 +125,30 @@ class _Report:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         failed = end_started_ranks(self._launcher)
-        if not isinstance(error, OUR_ERRORS):
+        if not isinstance(error, CALLER_ERRORS):
             self.previous(kind, error, trace)
-            for number, code in failed.items():  # a lost connection, for one, is not what went wrong
-                _tell(f"rank {self._rank + number} ended with exit code {code}; what it said of that is above\n")
+            for number, code in failed.items():  # this rank's error may be only a broken connection
+                _write_stderr(f"rank {self._rank + number} ended with exit code {code}; see its error above\n")
             return
-        log.debug("what ends this run was raised here", exc_info=(kind, error, trace))
+        log.debug("the error that ends this run was raised here", exc_info=(kind, error, trace))
         if self._rank:
-            _tell(told_in_a_line(error, self._rank))
+            _write_stderr(one_line_message(error, self._rank))
             return
         error.__cause__, error.__suppress_context__ = None, True
-        outer = _frames_of_the_caller(trace)
+        outer = _caller_frames(trace)
         self.previous(kind, error.with_traceback(outer), outer)
 
 
-def _tell(line: str) -> None:
+def _write_stderr(line: str) -> None:
     sys.stderr.write(line)
     sys.stderr.flush()
 
 
-def _frames_of_the_caller(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback down to where a user's code called Lightning or this package."""
+def _caller_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback up to the user's call of Lightning or this package."""
     if trace is None or _package(trace) in ("lightning", "lightning_realloc"):
         return None
-    return TracebackType(_frames_of_the_caller(trace.tb_next), trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+    return TracebackType(_caller_frames(trace.tb_next), trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
 def _package(trace: TracebackType) -> str:

@@ -1,4 +1,4 @@
-"""Starting one process per device from a notebook or a test, and getting the weights back from them."""
+"""Start one process per device from a notebook or a test, and return the trained weights from them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,28 @@ from lightning_realloc.strategies.lightning.signals import SIGTERM_EXIT_CODE, si
 class FullStateLauncher(_MultiProcessingLauncher):
     """Lightning's spawn and fork launcher, for sharded models.
 
-    The stock one sends rank 0's ``state_dict()`` to the main process, which has no process group and cannot rebuild a
-    DTensor. This one sends full tensors; every rank takes part in gathering them.
+    Lightning's own launcher sends rank 0's ``state_dict()`` to the main process, which has no process group and cannot
+    rebuild a DTensor. This one sends full tensors, which all ranks gather.
     """
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Start the processes and wait for them; SIGTERM goes on to them, and they decide when to end."""
+        """Start the processes and wait for them. Forward SIGTERM to them; they decide when to end.
+
+        Raises:
+            SIGTERMException: if the processes ended because of SIGTERM.
+        """
         with sigterm_forwarded(self):
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
             except ProcessExitedException as error:
                 if error.exit_code != SIGTERM_EXIT_CODE:
                     raise
-                if trainer is not None:  # callbacks have saved what they save, in the processes that hold the models
+                if trainer is not None:  # callbacks have already run in the processes that hold the models
                     trainer.callbacks = []  # type: ignore[attr-defined]
                 raise SIGTERMException(SIGTERM_EXIT_CODE) from None
 
     def _wrapping_function(self, process_idx: int, trainer: Trainer | None, *args: Any, **kwargs: Any) -> None:
-        """Run in a started process; Lightning tells callbacks of exceptions in the process that called it alone."""
+        """Run in a started process. Lightning calls callbacks' ``on_exception`` only in the main process."""
         try:
             super()._wrapping_function(process_idx, trainer, *args, **kwargs)
         except SIGTERMException as error:
@@ -54,8 +58,7 @@ class FullStateLauncher(_MultiProcessingLauncher):
             del module.state_dict
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
-        # Models are built in the processes that were started; here they are still missing, and weights that find no
-        # parameter would be dropped silently.
+        # Models were built only in the started processes. Without models here, loading would silently drop the weights.
         if worker_output.weights_path is not None:
             trainer.lightning_module.configure_model()
         super()._recover_results_in_main_process(worker_output, trainer)

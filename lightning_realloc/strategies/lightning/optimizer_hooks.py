@@ -1,20 +1,22 @@
-"""Run optimizers, autocast and backward of a training call with Lightning's hooks."""
+"""Run optimizers, learning-rate schedules, autocast and backward of a training call with Lightning's hooks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
-from lightning_realloc.strategies.lightning.schedules import step_schedules
 
 
 class LightningOptimizers:
-    """Gives training calls the optimizers of their roles; a `Stepper`.
+    """The optimizers of all roles, for training calls; implements `OptimizerHooks`.
 
     Args:
         strategy: The running strategy, which holds the optimizers and Lightning's hooks.
@@ -25,7 +27,7 @@ class LightningOptimizers:
 
     @property
     def _trainer(self) -> Any:
-        return self._strategy.lightning_module.trainer  # type: ignore[union-attr]
+        return self._strategy.connected_module.trainer
 
     @property
     def iteration(self) -> int:
@@ -33,7 +35,7 @@ class LightningOptimizers:
         return int(self._trainer.global_step)
 
     def count_iteration(self) -> None:
-        """Count one step, however many optimizers stepped in it, and advance learning-rate schedules."""
+        """Count one step, however many optimizers stepped, and advance learning-rate schedules."""
         trainer = self._trainer
         progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         progress.increment_ready()
@@ -58,21 +60,51 @@ class LightningOptimizers:
         optimizers = self.by_role()
         if role not in optimizers:
             raise ConfigError(
-                f"no optimizer's parameter group is named {role!r}, there are {list(optimizers)}; "
-                f"name groups after roles"
+                f"no optimizer's parameter group is named {role!r}, only {list(optimizers)}; name groups after roles"
             )
         return optimizers[role]
 
     def forward_context(self, *, wrapped: bool) -> Any:
-        """Return autocast under ``bf16-mixed``, unless FSDP wraps the model and gathers bfloat16 weights already."""
+        """Return autocast under ``bf16-mixed``, unless FSDP wraps the model: then it gathers bfloat16 weights."""
         plugin = self._strategy.precision_plugin
         is_mixed = str(plugin.precision).endswith("-mixed")
         return plugin.forward_context() if is_mixed and not wrapped else nullcontext()
 
     def backward_loss(self, loss: Tensor) -> None:
         """Run backward with Lightning's hooks."""
-        self._strategy.lightning_module.manual_backward(loss)  # type: ignore[union-attr]
+        self._strategy.connected_module.manual_backward(loss)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step an optimizer with Lightning's hooks. `count_iteration` counts the iteration, once."""
+        """Step an optimizer with Lightning's hooks, without counting an iteration."""
         self._strategy.optimizer_step(optimizer, lambda: None)
+
+
+def check_schedules(configs: Sequence[LRSchedulerConfig]) -> None:
+    """Refuse schedules that step by a metric, since an iteration's metrics exist only after it.
+
+    Raises:
+        ConfigError: for such a schedule.
+    """
+    for config in configs:
+        if config.reduce_on_plateau or isinstance(config.scheduler, ReduceLROnPlateau):
+            raise ConfigError(
+                f"{type(config.scheduler).__name__} steps by a metric, which is not known inside an iteration; return "
+                f"another schedule from configure_optimizers(), or step this one in on_validation_epoch_end()"
+            )
+
+
+def step_schedules(configs: Sequence[LRSchedulerConfig], *, iteration: int, epoch: int, is_last_batch: bool) -> None:
+    """Step the schedules that are due after an iteration, as Lightning does after an optimizer step.
+
+    Args:
+        configs: Schedules, with their interval and frequency.
+        iteration: Iterations done, this one included.
+        epoch: Epochs done, this one included.
+        is_last_batch: Whether this was the epoch's last iteration.
+    """
+    for config in configs:
+        # Suppress torch's warning that the optimizer never stepped: its role may train on other ranks, or later.
+        config.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
+        count = iteration if config.interval == "step" else epoch if is_last_batch else None
+        if count is not None and count % config.frequency == 0:
+            config.scheduler.step()  # type: ignore[call-arg]

@@ -1,7 +1,7 @@
 """End a run on SIGTERM: the handler sets a flag, and all ranks stop at the end of the same iteration.
 
-Lightning's own handler broadcasts inside the signal handler. A rank that is elsewhere at that moment never joins in,
-and all of them hang. Here the flag travels with messages that ranks exchange in every iteration anyway.
+Lightning's own handler broadcasts inside the signal handler. If a rank is elsewhere at that moment, it never joins,
+and all ranks hang. Here the flag travels with messages that ranks exchange in every iteration anyway.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ _METRIC = "stop_requested"
 
 
 class StopRequest:
-    """Whether this run should end, as this rank and as all ranks know it."""
+    """Request to end the run after SIGTERM, first known to one rank and then to all."""
 
     def __init__(self) -> None:
         self.is_requested = False
         """Whether this rank received SIGTERM."""
         self.is_agreed = False
-        """Whether all ranks know that one of them received SIGTERM; the same on all ranks after an iteration."""
+        """Whether all ranks know that a rank received SIGTERM. Equal on all ranks after an iteration."""
         self.is_shared = False
-        """Whether messages of an iteration carried the request since the last call of :meth:`agree_before_batch`."""
+        """Whether messages of an iteration carried the request since the last call of `agree_before_batch`."""
 
     # ---- with the messages of an iteration
     def as_metrics(self) -> dict[str, float]:
-        """Return the request in the form that travels with a rank's metrics."""
+        """Return the request as a metric, to send with this rank's metrics."""
         self.is_shared = True
         return {_METRIC: 1.0} if self.is_requested else {}
 
-    def take_from(self, metrics: dict[str, float]) -> None:
-        """Remove the request from the merged metrics of all ranks, and remember it."""
+    def pop_from(self, metrics: dict[str, float]) -> None:
+        """Remove the request from the merged metrics of all ranks, and record it in `is_agreed`."""
         self.is_agreed |= metrics.pop(_METRIC, 0.0) > 0
 
     # ---- with Lightning
     def handle_sigterm(self, trainer: Any) -> None:
-        """Replace what Lightning does on SIGTERM in the coming run; handlers of the user's own are still called."""
+        """Replace Lightning's SIGTERM handling in the coming run. Handlers that users installed are still called."""
         self.is_requested = self.is_agreed = self.is_shared = False
 
         def request(*_: Any) -> None:  # runs between any two bytecodes: no logging, no collective
@@ -60,7 +60,7 @@ class StopRequest:
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: self.agree_before_batch(trainer)
 
     def end_run(self, trainer: Any) -> None:
-        """Let Lightning end the run after this batch."""
+        """End the run after this batch."""
         connector = trainer._signal_connector
         if not connector.received_sigterm:
             where = "this rank" if self.is_requested else "another rank"
@@ -68,12 +68,12 @@ class StopRequest:
             connector.received_sigterm = True
 
     def agree_before_batch(self, trainer: Any) -> None:
-        """Agree by a collective, where no message carried the request since the last batch.
+        """Agree on the request by an all-reduce, unless messages carried it since the last batch.
 
-        That is before the first batch, for modules without calls, and for training steps written by hand.
+        That is the case before the first batch, for modules without calls, and for hand-written training steps.
 
         Raises:
-            SIGTERMException: on all ranks, when one of them received SIGTERM.
+            SIGTERMException: on all ranks, if one of them received SIGTERM.
         """
         is_shared, self.is_shared = self.is_shared, False
         if is_shared:
@@ -86,22 +86,22 @@ class StopRequest:
             raise SIGTERMException
 
     def resend_if_unanswered(self, trainer: Any) -> None:
-        """End this process if its SIGTERM came after the last iteration; after an error, that error ends it."""
+        """End this process if its SIGTERM came after the last iteration. After an error, the error ends it."""
         if not trainer.interrupted:
-            trainer._signal_connector.teardown()  # puts the handlers from before the run back
+            trainer._signal_connector.teardown()  # restores the handlers from before the run
             if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
                 signal.raise_signal(signal.SIGTERM)
 
 
 def set_exit_code(error: BaseException) -> None:
-    """Let a process that ends by Lightning's SIGTERMException exit with 143; its own default is 0."""
+    """Make Lightning's SIGTERMException exit the process with 143; its default is 0."""
     if isinstance(error, SIGTERMException) and error.code is None:
         error.code = SIGTERM_EXIT_CODE
 
 
 @contextmanager
 def sigterm_forwarded(launcher: _MultiProcessingLauncher) -> Iterator[None]:
-    """Send SIGTERM on to the processes that a launcher started, and go on waiting for them."""
+    """Forward SIGTERM to the processes that a launcher started, and keep waiting for them."""
     if current_thread() is not main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""How do the tests of checkpoints run an algorithm? In parts, each with its own layout, one going on from the other."""
+"""Run an algorithm in parts for the tests of checkpoints, each with its own layout and resuming from another."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ BATCH_SIZE = 4
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of a run."""
+    """A part of a run."""
 
     plan: Any
-    """Of the strategy."""
+    """The strategy's plan."""
     max_steps: int
-    """Where it ends, counted from the beginning of the run."""
+    """Step at which it ends, counted from the beginning of the run."""
     resume: Path | None = None
-    """The checkpoint that it goes on from."""
+    """Checkpoint to resume from; None starts anew."""
     save: Path | None = None
-    """Where the end is written."""
+    """Path of the checkpoint at the end."""
     save_at: tuple[int, ...] = ()
-    """Also written after these steps, as ``<save>-<step>``."""
+    """Steps after which checkpoints ``<save>-<step>`` are written, too."""
     algorithm: str = "sft"
     optimizer: str = "adam"
     family: str = "llama"
     dropout: float = 0.0
     seed: int = 0
-    """Of the processes' generators, which stand elsewhere on every rank."""
+    """Seed of the processes' generators, whose states differ between ranks."""
 
 
 def table(*, responses: bool) -> Samples:
@@ -90,7 +90,7 @@ class SaveAt(Callback):
         self.on_train_batch_end(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Write where the part asks for it."""
+        """Write a checkpoint after the part's steps."""
         if trainer.global_step in self.part.save_at:
             assert self.part.save is not None
             trainer.save_checkpoint(f"{self.part.save}-{trainer.global_step}")
@@ -116,7 +116,7 @@ def run_parts(parts: Sequence[Part], world_size: int) -> list[list[dict[str, flo
 
 
 def save_after(what: str, folder: Path, world_size: int, *, ckpt_path: Path | None = None) -> str:
-    """Train for two iterations, evaluate, and save; return the warning about what is not in the checkpoint."""
+    """Train for two iterations, evaluate, and save; return the warning about state that the checkpoint lacks."""
     L.seed_everything(0, verbose=False)
     part = Part(runs.calls(actor_train="fsdp2"), 2)
     fitted = runs.trainer(ReallocStrategy(part.plan), world_size, max_steps=part.max_steps, max_epochs=-1)
@@ -127,11 +127,11 @@ def save_after(what: str, folder: Path, world_size: int, *, ckpt_path: Path | No
         warnings.simplefilter("always")
         getattr(fitted, what)(module, loader, ckpt_path=ckpt_path)
         fitted.save_checkpoint(folder / "evaluated")
-    return " ".join(str(warning.message) for warning in caught if "no run can go on" in str(warning.message))
+    return " ".join(str(warning.message) for warning in caught if "no run can be resumed" in str(warning.message))
 
 
 def replicated_weights(part: Part, world_size: int) -> dict[str, Tensor]:
-    """Run a part and return, on every rank, the weights that tensor parallelism does not cut."""
+    """Run a part and return, on every rank, the weights that tensor parallelism does not shard."""
     L.seed_everything(part.seed + int(os.environ["RANK"]), verbose=False)
     strategy = ReallocStrategy(part.plan)
     fitted = runs.trainer(strategy, world_size, max_steps=part.max_steps)
@@ -141,12 +141,12 @@ def replicated_weights(part: Part, world_size: int) -> dict[str, Tensor]:
 
 
 def contents(folder: Path) -> dict[str, Tensor]:
-    """Return every tensor of a checkpoint, whole."""
+    """Return every full tensor of a checkpoint."""
     return read_whole(folder, stored_tensors(folder))
 
 
 def differences(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return tensor name -> largest difference, for those that are not the same bit for bit."""
+    """Return tensor name -> largest difference, for tensors that are not bitwise equal."""
     assert ours.keys() == theirs.keys(), f"only in one: {sorted(ours.keys() ^ theirs.keys())}"
     return {
         name: float((ours[name] - theirs[name]).abs().max())
@@ -156,7 +156,7 @@ def differences(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dic
 
 
 def fit_with_model_checkpoint(folder: Path, world_size: int) -> tuple[list[str], list[str], list[int]]:
-    """Fit, go on from "last", test from "best"; return what lay in the folder after either fit, and the steps."""
+    """Fit, resume from "last", test from "best"; return the folder's files after each fit, and the steps."""
     names, steps = [], []
     for max_epochs in (3, 4):
         checkpoint = ModelCheckpoint(
@@ -175,7 +175,7 @@ def fit_with_model_checkpoint(folder: Path, world_size: int) -> tuple[list[str],
 
 
 def refusals(parts: Sequence[Part], world_size: int) -> list[str | None]:
-    """Run the parts and return, on every rank, what each is refused with; None for one that runs."""
+    """Run the parts and return, on every rank, the error of each; None for one that runs."""
     answers: list[str | None] = []
     for part in parts:
         try:
@@ -187,7 +187,7 @@ def refusals(parts: Sequence[Part], world_size: int) -> list[str | None]:
 
 
 def save_weights_only(folder: Path, world_size: int) -> str:
-    """Write a checkpoint without optimizers, validate from it, and return what resuming it is refused with."""
+    """Write a checkpoint without optimizers, validate from it, and return the error of resuming from it."""
     fitted = runs.trainer(ReallocStrategy("static"), world_size, max_steps=2)
     fitted.fit(runs.sft(), runs.Batches(2, responses=True))
     fitted.save_checkpoint(folder, weights_only=True)
@@ -196,7 +196,7 @@ def save_weights_only(folder: Path, world_size: int) -> str:
 
 
 def resume_with_hyperparameters(folder: Path, world_size: int) -> tuple[int, str]:
-    """Write a checkpoint whose metadata holds a dataclass, and resume it trustingly and not."""
+    """Write a checkpoint whose metadata holds a dataclass, and resume it with each ``load_weights_only``."""
     answers: list[Any] = []
     trusting: Any
     for resume, trusting in ((None, {}), (folder, {"load_weights_only": False}), (folder, {})):
@@ -215,7 +215,7 @@ def resume_with_hyperparameters(folder: Path, world_size: int) -> tuple[int, str
 
 
 class Linear(L.LightningModule):
-    """A LightningModule as anybody would write it: automatic optimization, a batch norm, a momentum."""
+    """An ordinary LightningModule: automatic optimization, a batch norm, momentum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class Linear(L.LightningModule):
 
 
 def run_plain_module(folder: Path, world_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Train a plain module for four steps, and for two and two; return both ends."""
+    """Train a plain module for four steps at once, and for two and two; return both results."""
     loader = torch.utils.data.DataLoader(torch.randn(32, 3, generator=torch.Generator().manual_seed(1)), batch_size=4)
     ends = []
     for name, max_steps, resume in (("straight", 4, None), ("half", 2, None), ("resumed", 4, folder / "half.ckpt")):
@@ -249,7 +249,7 @@ def run_plain_module(folder: Path, world_size: int) -> tuple[dict[str, Tensor], 
 
 
 class _Cycle:
-    """A loader's batches from a given one on."""
+    """A loader's batches from a given index on."""
 
     def __init__(self, loader: Any, *, start: int) -> None:
         self.batches = list(loader)[start:]
@@ -259,7 +259,7 @@ class _Cycle:
 
 
 def fit_in_forked_processes(folder: Path) -> tuple[dict[str, Tensor], float]:
-    """Fit on two ranks that the launcher forks, and return what comes back to the process that called fit."""
+    """Fit on two ranks that the launcher forks, and return the results in the process that called fit."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_PORT"):
         os.environ.pop(name, None)
     part = Part(runs.calls(actor_train="fsdp2"), 2, save=folder / "saved", save_at=(2,))
@@ -272,7 +272,7 @@ def fit_in_forked_processes(folder: Path) -> tuple[dict[str, Tensor], float]:
 
 
 def save_not_finite(folder: Path, world_size: int) -> list[str]:
-    """Save a checkpoint, spoil two weights on the last rank alone, and return what saving is refused with."""
+    """Save a checkpoint, put NaN into two weights on the last rank only, and return the errors of saving."""
     strategy = ReallocStrategy(runs.calls(actor_train=f"fsdp{world_size}"))
     fitted = runs.trainer(strategy, world_size, max_steps=1)
     fitted.fit(runs.sft(), runs.Batches(1, responses=True))
@@ -295,7 +295,7 @@ def save_not_finite(folder: Path, world_size: int) -> list[str]:
 
 
 def save_onto(paths: Sequence[Path], world_size: int) -> list[str | None]:
-    """Save a checkpoint to each path, and return what it is refused with."""
+    """Save a checkpoint to each path, and return the errors."""
     fitted = runs.trainer(ReallocStrategy("static"), world_size, max_steps=1)
     fitted.fit(runs.sft(), runs.Batches(1, responses=True))
     answers: list[str | None] = []

@@ -195,8 +195,8 @@ def test_a_folder_of_other_things_is_never_replaced(workers: WorkerPool, tmp_pat
 
     assert answers[0] == answers[1]
     home, below, *others = answers[0]
-    assert home == f"{tmp_path / 'home'} is a folder, but not a checkpoint, and would be replaced by one; " + (
-        "choose another path"
+    assert home == (
+        f"{tmp_path / 'home'} is a folder but not a checkpoint, and writing one would replace it; choose another path"
     )
     assert below is not None and str(tmp_path / "file") in below
     assert others == [None, None, None]
@@ -265,7 +265,7 @@ def test_weights_that_were_read_after_the_fit_are_saved_alone_and_it_is_said(
     save = partial(save_after, ckpt_path=tmp_path / "fitted")
     said = workers.run(save, "validate", tmp_path, 2, world_size=2, init_process_group=False)
 
-    assert "no run can go on from" in said[0] and "it holds weights alone" in said[0]
+    assert "no run can be resumed from" in said[0] and "it holds only weights" in said[0]
     assert not any("exp_avg" in name for name in contents(tmp_path / "evaluated"))
 
 
@@ -286,7 +286,9 @@ def test_a_plain_module_has_a_single_file_as_everywhere(workers: WorkerPool, tmp
 
 
 def test_a_plain_module_is_not_read_from_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="a folder, and this LightningModule, which declares no calls"):
+    with pytest.raises(
+        CheckpointError, match="a folder, but this LightningModule declares no calls and is read from a single file"
+    ):
         refuse_folder(tmp_path)
 
 

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.strategies.checkpoints.checkpoint_files import (
-    agreed,
     check_files,
     file_records,
-    newest_whole,
+    newest_intact,
+    raise_on_all_ranks,
     read_description,
     write_description,
 )
@@ -70,13 +70,13 @@ def _copy(folder: Path, name: str) -> Path:
 
 
 def _record_anew(folder: Path) -> None:
-    """Write the checksums of the files as they are now: as whoever changes a checkpoint on purpose does."""
+    """Update the checksums to the current files, like someone who changes a checkpoint on purpose."""
     description = read_description(folder)
     write_description(folder, description, file_records(folder, (folder / name for name in description.pop("files"))))
 
 
 def _resume(workers: WorkerPool, folders: list[Path], world_size: int = 1) -> list[str | None]:
-    """Return what each checkpoint is refused with, the same on every rank; None for one that is resumed."""
+    """Return the error of resuming from each checkpoint, the same on every rank; None for one that is resumed."""
     parts = [Part("static", 2, resume=folder) for folder in folders]
     answers = workers.run(refusals, parts, world_size, world_size=world_size, init_process_group=False)
     assert all(answer == answers[0] for answer in answers)
@@ -84,7 +84,7 @@ def _resume(workers: WorkerPool, folders: list[Path], world_size: int = 1) -> li
 
 
 def _export(folder: Path) -> str | None:
-    """Return what an export is refused with; errors of other kinds are raised."""
+    """Return the CheckpointError of an export; raise other errors."""
     target = folder.parent / "exported"
     shutil.rmtree(target, ignore_errors=True)
     try:
@@ -121,13 +121,13 @@ def test_no_file_of_a_checkpoint_runs_code(workers: WorkerPool, tmp_path: Path) 
     assert "names posix.system, which no checkpoint needs" in (resumed["recorded .metadata"] or "")
     assert "names posix.system, which no checkpoint needs" in (exported["recorded .metadata"] or "")
     for refusal in (resumed["zipped __0_0.distcp"], exported["zipped __0_0.distcp"], resumed["zipped meta.pt"]):
-        assert "holds posix.system, which is no plain data and could run code" in (refusal or "")
+        assert "holds posix.system, which is not plain data and could run code" in (refusal or "")
     assert "load_weights_only=False" in (resumed["zipped meta.pt"] or "")
     assert "load_weights_only" not in (resumed["zipped __0_0.distcp"] or "")
 
 
 def _poison_shards(folder: Path, marker: Path) -> None:
-    """Have every tensor read from the same poisoned bytes."""
+    """Replace every stored tensor by the same malicious bytes."""
     torch.save(Poison(marker), folder / "__0_0.distcp")
     metadata = FileSystemReader(folder).read_metadata()
     for stored in metadata.storage_data.values():
@@ -145,7 +145,7 @@ def test_an_export_imports_no_module_from_the_checkpoint(
     write_description(trap, description, description.pop("files"))
     monkeypatch.syspath_prepend(tmp_path)  # as for a python that is started in the folder around the checkpoint
 
-    assert "whose module lies in the checkpoint" in (_export(trap) or "")
+    assert "whose module lies inside the checkpoint" in (_export(trap) or "")
     assert not marker.exists()
 
 
@@ -154,7 +154,7 @@ def test_metadata_is_read_as_any_python_wrote_it(workers: WorkerPool, tmp_path: 
     metadata = FileSystemReader(folder).read_metadata()
 
     class EarlyPickler(pickle.Pickler):
-        """Pickles an Enum by its name, as Python before 3.11.4."""
+        """Pickles an Enum by its name, like Python before 3.11.4."""
 
         def reducer_override(self, value: Any) -> Any:
             return (getattr, (type(value), value.name)) if isinstance(value, _MEM_FORMAT_ENCODING) else NotImplemented
@@ -171,7 +171,7 @@ def test_metadata_is_read_as_any_python_wrote_it(workers: WorkerPool, tmp_path: 
     for foreign in ("../elsewhere", "/elsewhere"):
         next(iter(metadata.storage_data.values())).relative_path = foreign
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-        with pytest.raises(CheckpointError, match=f"names '{foreign}', and the files of a checkpoint lie in its own"):
+        with pytest.raises(CheckpointError, match=f"names '{foreign}', but the files of a checkpoint lie in its own"):
             read_metadata(folder)
 
 
@@ -221,7 +221,7 @@ def test_every_damage_of_every_file_is_named(workers: WorkerPool, tmp_path: Path
     for (name, kind), folder in damaged.items():
         refusal = _export(folder) or ""
         assert str(folder / name) in refusal, f"{name} {kind}: {refusal}"
-        assert refusal.endswith(f"; {whole} is the newest whole checkpoint next to it"), f"{name} {kind}: {refusal}"
+        assert refusal.endswith(f"; {whole} is the newest intact checkpoint next to it"), f"{name} {kind}: {refusal}"
     for key, refusal in zip(tried, _resume(workers, [damaged[key] for key in tried]), strict=True):
         assert refusal == _export(damaged[key])
 
@@ -245,7 +245,9 @@ def test_each_file_is_verified_by_one_rank(workers: WorkerPool, tmp_path: Path) 
         (folder / name).write_bytes(before)
 
 
-def test_damage_is_told_on_every_rank_with_the_newest_whole_checkpoint(workers: WorkerPool, tmp_path: Path) -> None:
+def test_damage_is_reported_on_every_rank_with_the_newest_intact_checkpoint(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
     older = _saved(workers, tmp_path / "older.ckpt", 2)
     last, unverified, newer = (_copy(older, f"{name}.ckpt") for name in ("last", "unverified", "newer"))
     for age, folder in enumerate((newer, unverified, older)):
@@ -257,10 +259,10 @@ def test_damage_is_told_on_every_rank_with_the_newest_whole_checkpoint(workers: 
     refusal = _resume(workers, [last], 2)[0] or ""
 
     assert refusal.startswith(f"{last / '__1_0.distcp'} is not as it was written: its checksum is")
-    assert refusal.endswith(f"; {older} is the newest whole checkpoint next to it")
+    assert refusal.endswith(f"; {older} is the newest intact checkpoint next to it")
     shutil.rmtree(older)
-    assert newest_whole(last) is None
-    with pytest.raises(CheckpointError, match="no whole checkpoint lies next to it"), agreed(last):
+    assert newest_intact(last) is None
+    with pytest.raises(CheckpointError, match="there is no intact checkpoint next to it"), raise_on_all_ranks(last):
         check_files(last, read_description(last))
 
 
@@ -298,4 +300,4 @@ def test_weights_that_are_not_finite_are_never_saved_over_others(workers: Worker
         assert "model.layers.0.mlp.up_proj.weight holds NaN or infinity (2 of 21 parameters do)" in refusal
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
     assert differences(contents(folder), contents(folder)) == {}  # and not NaN
-    assert newest_whole(tmp_path / "another") == folder
+    assert newest_intact(tmp_path / "another") == folder

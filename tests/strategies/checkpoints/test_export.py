@@ -30,7 +30,7 @@ from tests.workers import WorkerPool
 
 
 def _load(folder: Path) -> dict[str, Tensor]:
-    """The weights as anybody would read them."""
+    """Read the weights with transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
@@ -78,7 +78,7 @@ def test_an_export_may_be_cast_and_overwritten(workers: WorkerPool, tmp_path: Pa
 
 
 class Scorer(nn.Module):
-    """A model that no AutoModel knows."""
+    """A model without an AutoModel class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,12 +86,12 @@ class Scorer(nn.Module):
         self.config = self.inner.config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model inside."""
+        """Run the inner model."""
         return self.inner(*args, **kwargs)
 
 
 def _save_unusual(folder: Path, world_size: int) -> str:
-    """Save a model without a Hugging Face form, and return what SaveHuggingFace says to it before training."""
+    """Save a model that is no transformers model, and return SaveHuggingFace's error before training."""
     fitted = runs.trainer(ReallocStrategy("static"), world_size, max_steps=1)
     fitted.fit(runs.sft(actor=Scorer()), runs.Batches(1, responses=True))
     fitted.save_checkpoint(folder)
@@ -121,7 +121,7 @@ def test_what_cannot_be_exported_is_refused(workers: WorkerPool, tmp_path: Path)
         ((checkpoint, tmp_path / "new", "critic"), "no weights of 'critic': it has no such role"),
         ((checkpoint, tmp_path / "full", "actor"), "no earlier export that could be overwritten"),
         ((checkpoint, tmp_path / "file", "actor"), "is a file"),
-        ((unusual, tmp_path / "new", "actor"), "Scorer, no transformers PreTrainedModel"),
+        ((unusual, tmp_path / "new", "actor"), "Scorer, which is no transformers PreTrainedModel"),
         ((tmp_path / "full", tmp_path / "new", "actor"), "a folder without it"),
     ):
         source, target, role = arguments
@@ -181,7 +181,7 @@ def test_weights_are_gathered_a_few_at_a_time(workers: WorkerPool) -> None:
 
 
 def _train_two_heads(base: Path, out: Path) -> dict[str, dict[str, Tensor]]:
-    """Train a model that is tied by its config alone, whole and by adapters; write it; return the trained weights."""
+    """Train a model that only its config ties, fully and with adapters; write it; return the trained weights."""
     found = {}
     for kind, settings in (("whole", {}), ("adapted", {"peft_config": {**LORA, "exclude_modules": ["lm_head"]}})):
         strategy = ReallocStrategy("static")

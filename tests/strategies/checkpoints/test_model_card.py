@@ -1,4 +1,4 @@
-"""What SaveHuggingFace writes beside the weights: a card without claims, and nothing to the hub unless it was named."""
+"""SaveHuggingFace writes a model card without claims, and uploads to the hub only if a repository is named."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def test_a_card_of_somebody_else_stays_and_our_own_is_renewed(tmp_path: Path) ->
 
 # ---- a run, with a hub that notes what it is asked
 class Hub:
-    """Stands in for ``huggingface_hub.HfApi``."""
+    """Replacement of ``huggingface_hub.HfApi`` that records requests."""
 
     asked: list[tuple[Any, ...]]
     refuses = ""
 
     def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> None:
-        """Note it, or refuse."""
+        """Record the request, or refuse it."""
         self._note("make", repo_id, private, exist_ok)
 
     def upload_folder(self, *, repo_id: str, folder_path: Path, allow_patterns: list[str], commit_message: str) -> None:
-        """Note it, or refuse."""
+        """Record the request, or refuse it."""
         self._note("upload", repo_id, folder_path, tuple(allow_patterns), commit_message)
 
     def _note(self, what: str, *details: Any) -> None:
@@ -68,20 +68,20 @@ class Hub:
 
 
 def fit(folder: Path, refuses: str, **settings: Any) -> tuple[list[tuple[Any, ...]], str, int]:
-    """Train and write; return what was asked of the hub, the error, and the steps that were taken."""
+    """Train and write; return the requests to the hub, the error, and the number of steps."""
     Hub.asked, Hub.refuses = [], refuses
     real, huggingface_hub.HfApi = huggingface_hub.HfApi, Hub  # type: ignore[assignment, misc]
     trainer = runs.trainer(
         ReallocStrategy("static"), runs.world_size(), max_steps=2, callbacks=[SaveHuggingFace(folder, **settings)]
     )
-    told = ""
+    refusal = ""
     try:
         trainer.fit(runs.grpo(learning_rate=0.25, kl_coef=0.5), runs.Batches(2))
     except CheckpointError as error:
-        told = str(error)
+        refusal = str(error)
     finally:
         huggingface_hub.HfApi = real  # type: ignore[misc]
-    return Hub.asked, told, trainer.global_step
+    return Hub.asked, refusal, trainer.global_step
 
 
 def _fit(workers: WorkerPool, folder: Path, refuses: str = "", **settings: Any) -> list[Any]:
@@ -130,12 +130,12 @@ def test_the_files_that_were_written_are_uploaded_by_the_first_rank(workers: Wor
     ("make", 0, "cannot write to 'me/mine' on the hub; name it 'user/model' and log in with `hf auth login`, or leave"),
     ("upload", 2, "but not on the hub; try `hf upload me/mine"),
 ])  # fmt: skip
-def test_a_hub_that_refuses_is_told_on_every_rank(
+def test_a_hub_that_refuses_is_reported_on_every_rank(
     workers: WorkerPool, tmp_path: Path, refuses: str, steps: int, message: str
 ) -> None:
     everyone = _fit(workers, tmp_path / "out", refuses, push_to_hub="me/mine")
-    for _, told, taken in everyone:
-        assert message in told and "(OSError: no network)" in told
+    for _, refusal, taken in everyone:
+        assert message in refusal and "(OSError: no network)" in refusal
         assert taken == steps
     assert (tmp_path / "out/model.safetensors").exists() == (refuses == "upload")
 

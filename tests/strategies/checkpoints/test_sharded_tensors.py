@@ -24,7 +24,7 @@ LAYOUTS = ("fsdp4", "tp4", "fsdp2.tp2", "dp2.tp2@3,1,0,2", "tp2@2-3", "dp4", "fs
 
 
 def _held(layout: ModelLayout, full: dict[str, torch.Tensor], rank: int, *, empty: bool) -> dict[str, ShardedTensor]:
-    """What a rank writes, or the room that it reads into."""
+    """Return the shards that a rank writes, or empty ones to read into."""
     held = local_reference(full, layout, rank)
     state = {}
     for param in layout.model.params:

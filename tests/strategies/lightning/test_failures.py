@@ -26,7 +26,8 @@ SCRIPT = str(Path(__file__).with_name("failing.py"))
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 DEADLINE_S = 160.0
 PROMPT_S = 30.0
-"""From a rank's failure to the end of all processes: 5 s alone on two cores, where collectives wait for 30 minutes."""
+"""Seconds from a rank's failure to the end of all processes. It takes 5 s on two idle cores; collectives time out after
+30 minutes."""
 
 Raised = tuple[type[BaseException], BaseException, TracebackType | None]
 
@@ -35,7 +36,7 @@ Raised = tuple[type[BaseException], BaseException, TracebackType | None]
 
 
 def raised(function: Callable[[], Any]) -> Raised:
-    """Return what Python would hand to ``sys.excepthook``."""
+    """Return the arguments that Python passes to ``sys.excepthook``."""
     try:
         function()
     except Exception as error:
@@ -44,23 +45,23 @@ def raised(function: Callable[[], Any]) -> Raised:
 
 
 def refused() -> None:
-    """Read what is no data, as a script would."""
+    """Read invalid data, like a user's script."""
     read_rows([{"prompt": "a"}, {"promt": "b"}])
 
 
 def surprised() -> None:
-    """Fail as nobody expected."""
+    """Raise an unexpected error."""
     raise ArithmeticError("overflow")
 
 
 @pytest.fixture
 def previous_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put Python's own hook in place, and back what was there."""
+    """Install Python's own hook, and restore the previous one afterwards."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
 
 
 @pytest.mark.usefixtures("previous_hook")
-def test_rank_0_shows_where_the_script_called_and_other_ranks_tell_in_one_line(
+def test_rank_0_shows_where_the_script_called_and_other_ranks_print_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     report_failures(rank=0, launcher=None)
@@ -81,12 +82,16 @@ def test_what_nobody_expected_keeps_its_traceback_on_every_rank(capsys: pytest.C
     for rank in (0, 3):
         report_failures(rank=rank, launcher=None)
         sys.excepthook(*raised(surprised))
-        told = capsys.readouterr().err
-        assert told.startswith("Traceback") and "in surprised" in told and told.endswith("ArithmeticError: overflow\n")
+        printed = capsys.readouterr().err
+        assert (
+            printed.startswith("Traceback")
+            and "in surprised" in printed
+            and printed.endswith("ArithmeticError: overflow\n")
+        )
 
 
 def launcher_of(*codes: str) -> _SubprocessScriptLauncher:
-    """Return a launcher that has started processes which run this Python code."""
+    """Return a launcher that has started one process for each piece of Python code."""
     launcher = _SubprocessScriptLauncher(LightningEnvironment(), len(codes) + 1, 1)
     launcher.procs = [subprocess.Popen([sys.executable, "-S", "-c", code]) for code in codes]
     return launcher
@@ -104,14 +109,14 @@ def test_the_process_that_started_the_others_ends_them_and_names_those_that_fail
     sys.excepthook(*raised(surprised))
 
     assert capsys.readouterr().err.endswith(
-        "ArithmeticError: overflow\nrank 1 ended with exit code 7; what it said of that is above\n"
+        "ArithmeticError: overflow\nrank 1 ended with exit code 7; see its error above\n"
     )
     assert waiting.poll() is not None
     assert watched == launcher.procs == []
     assert end_started_ranks(launcher) == end_started_ranks(None) == {}
 
 
-def test_lightnings_observer_kills_no_process_that_has_yet_to_tell() -> None:
+def test_lightnings_observer_kills_no_process_that_has_yet_to_report() -> None:
     launcher = launcher_of("raise SystemExit(7)")
     observer = _ChildProcessObserver(os.getpid(), launcher.procs)
     [failed] = launcher.procs
@@ -134,7 +139,7 @@ class Ended(NamedTuple):
 
 
 def run_side_by_side(folder: Path, *commands: tuple[str, ...]) -> list[Ended]:
-    """Return how commands ended that a user gave in as many shells."""
+    """Run commands in separate shells, and return their exit codes and output."""
     files = [folder / f"{number}.log" for number in range(len(commands))]
     started = []
     try:
@@ -186,9 +191,9 @@ def test_runs_end_with_one_message_or_promptly_after_a_rank_fails_alone(tmp_path
         assert first in run.output
         assert run.at - float(note.read_text()) < PROMPT_S
     # The other rank, which knows of a broken collective alone, tells what broke it; torchrun may end it before that.
-    told = "[rank0]: lightning_realloc.errors.ReallocError: rank 1 failed with ArithmeticError: overflow"
+    expected = "[rank0]: lightning_realloc.errors.ReallocError: rank 1 failed with ArithmeticError: overflow"
     for run in (alone, *([] if "closing signal SIGTERM" in alone_under_torchrun.output else [alone_under_torchrun])):
-        assert run.output.index(first) < run.output.index(told)
+        assert run.output.index(first) < run.output.index(expected)
         assert "gloo/transport" not in run.output
 
 
@@ -196,12 +201,12 @@ def test_runs_end_with_one_message_or_promptly_after_a_rank_fails_alone(tmp_path
 def test_a_rank_ends_by_itself_once_the_one_that_started_it_was_killed(tmp_path: Path) -> None:
     (killed,) = run_side_by_side(tmp_path, (SCRIPT, "killed", "-"))
     assert killed.code == 9
-    give_up_at, told = time.monotonic() + PROMPT_S, ""
-    while "was one itself, ended in the middle of a call" not in told and time.monotonic() < give_up_at:
+    give_up_at, printed = time.monotonic() + PROMPT_S, ""
+    while "was a rank itself, ended during a call" not in printed and time.monotonic() < give_up_at:
         time.sleep(0.1)
-        told = (tmp_path / "0.log").read_text()
-    assert "was one itself, ended in the middle of a call; it was killed" in told
+        printed = (tmp_path / "0.log").read_text()
+    assert "was a rank itself, ended during a call; it was killed" in printed
 
 
 def test_errors_keep_their_text_in_a_line() -> None:
-    assert failures.told_in_a_line(DataError("a\n  b"), 0) == "error: a b\n"
+    assert failures.one_line_message(DataError("a\n  b"), 0) == "error: a b\n"

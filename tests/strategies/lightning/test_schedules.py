@@ -1,4 +1,4 @@
-"""Learning rates change when the configuration says so: every so many iterations, or epochs."""
+"""Learning-rate schedules step at their configured interval and frequency."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 
 from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.strategies.lightning.schedules import check_schedules, step_schedules
+from lightning_realloc.strategies.lightning.optimizer_hooks import check_schedules, step_schedules
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches
@@ -52,7 +52,7 @@ def test_a_schedule_that_waits_for_a_metric_is_refused() -> None:
 
 
 class Epochal(SFT):
-    """An algorithm with optimizers of its own, and Lightning's default interval."""
+    """An algorithm with its own optimizers, and Lightning's default interval."""
 
     def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[LRScheduler]]:
         """Halve the rate every epoch."""

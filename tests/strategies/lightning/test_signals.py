@@ -1,4 +1,4 @@
-"""SIGTERM, to one rank or to all, ends every rank after the same iteration, with a checkpoint where asked for."""
+"""SIGTERM to one rank or to all ends every rank after the same iteration, with a checkpoint if one is configured."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.workers import WorkerPool
 SCRIPT = str(Path(__file__).with_name("terminated.py"))
 SIGNALLED_AFTER = 3
 DEADLINE_S = 30.0
-"""From the signal to the end of all processes."""
+"""Seconds from the signal to the end of all processes."""
 
 
 class Signal(Callback):
-    """Sends SIGTERM to this process from a given hook, if it is one of ``ranks``."""
+    """Sends SIGTERM to this process in a given hook, if its rank is one of ``ranks``."""
 
     def __init__(self, ranks: tuple[int, ...], hook: str = "on_train_batch_end") -> None:
         self.ranks = ranks
@@ -51,7 +51,7 @@ class Plain(L.LightningModule):
         self.layer = torch.nn.Linear(2, 1)
 
     def configure_model(self) -> None:
-        """Have everything built already."""
+        """Do nothing; the model exists already."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         """Return a loss."""
@@ -69,7 +69,7 @@ class Stopped(NamedTuple):
 
 
 def fit_until_stopped(case: str, ranks: tuple[int, ...], folder: str, hook: str) -> Stopped:
-    """Fit until SIGTERM ends it; return where and how."""
+    """Fit until SIGTERM ends it; return the last step and the exception."""
     make, data, options = CASES[case]
     callbacks = [OnExceptionCheckpoint(folder), Signal(ranks, hook)]
     trainer = runs.trainer(
@@ -153,7 +153,7 @@ def test_the_request_is_no_metric() -> None:
     assert stop.as_metrics() == {}
     stop.is_requested = True
     merged = {"loss": 1.0, **stop.as_metrics()}
-    stop.take_from(merged)
+    stop.pop_from(merged)
     assert merged == {"loss": 1.0} and stop.is_agreed
 
 

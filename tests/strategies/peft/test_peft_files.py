@@ -1,4 +1,4 @@
-"""Adapters come and go as PEFT writes them, alone or merged; checkpoints hold them without their base."""
+"""Adapters are read and written in PEFT's format, alone or merged; checkpoints hold them without their base."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLAN = calls(actor_train="pp2", actor_generate="dp2", reference_infer="dp2")
 
 
 def _fit(folder: Path, base: Path, plan: Any, ckpt: Path | None, peft: Any, count: int) -> dict[str, Tensor]:
-    """Train adapters of a saved base; return all weights. The first run writes every kind of file."""
+    """Train adapters of a saved base; return all weights. The first run writes all kinds of files."""
     world_size, strategy = runs.world_size(), ReallocStrategy(plan)
     module = adapted_grpo(actor=str(base), peft_config=peft)
     writers = [SaveHuggingFace(folder / "adapters"), SaveHuggingFace(folder / "merged", merge=True)]
@@ -172,7 +172,7 @@ def _save(folder: Path) -> None:
 
 def test_a_base_that_is_nowhere_cannot_be_merged_into(workers: WorkerPool, tmp_path: Path) -> None:
     workers.run(_save, tmp_path / "run.ckpt", world_size=1, init_process_group=False, deadline_s=90.0)
-    with pytest.raises(CheckpointError, match="the base of these adapters was no folder or name, and is not in the ch"):
+    with pytest.raises(CheckpointError, match="do not name their base as a folder or model name, and it is not in the"):
         export_checkpoint(tmp_path / "run.ckpt", tmp_path / "merged", merge=True)
     tiny_model("qwen3").save_pretrained(tmp_path / "base")
     export_checkpoint(tmp_path / "run.ckpt", tmp_path / "merged", merge=True, base=tmp_path / "base")
