@@ -1,4 +1,4 @@
-"""What prices the plans of a running algorithm, and what else they are judged by."""
+"""Make the estimator and the plan evaluator of a running algorithm, from its models, lengths and measurements."""
 
 from __future__ import annotations
 
@@ -38,32 +38,54 @@ def make_estimator(
     device: torch.device,
     profile: Profile | None,
 ) -> Estimator:
-    """Return what prices calls and moves: from data sheets, and, where there is a profile, from that.
+    """Return an estimator of the seconds of calls and reallocations.
+
+    Args:
+        dataflow: The algorithm's calls.
+        cluster: Nodes, devices and memory of this run.
+        roles: Role -> its description.
+        settings: Bytes per element.
+        workload: Sequences and tokens of an iteration.
+        responses: Response lengths in tokens.
+        device: This rank's device.
+        profile: Measured passes; None estimates from data sheets alone.
 
     Raises:
         PlanError: for a role whose model has no decoder's config.
     """
     on_cpu = device.type == "cpu"
-    worked_out = RooflineEstimator(
-        dataflow, cluster, roles, settings, workload, responses=responses,
+    roofline = RooflineEstimator(
+        dataflow,
+        cluster,
+        roles,
+        settings,
+        workload,
+        responses=responses,
         efficiency=CPU_EFFICIENCY if on_cpu else Efficiency(),
         cores_per_node=max(1, num_cores() // torch.get_num_threads()) if on_cpu else None,
-    )  # fmt: skip
-    return worked_out if profile is None else MeasuredEstimator(worked_out, profile.table, profile.models)
+    )
+    return roofline if profile is None else MeasuredEstimator(roofline, profile.table, profile.models)
 
 
 def profile_of(
     builder: PoolBuilder, machine: Machine, iterations: Sequence[Lengths], *, cache: Path | None, seconds: float
 ) -> Profile | None:
-    """Return how long passes of the algorithm's models take on these ranks. Collective; takes seconds unless cached.
+    """Measure the passes of the algorithm's models on these ranks, or read them from the cache. Collective.
 
     Args:
-        seconds: About how long measuring may take; see `profile_models`.
+        builder: Builder of the algorithm's pool.
+        machine: This rank.
+        iterations: Lengths of some iterations.
+        cache: Folder of cached profiles; None always measures.
+        seconds: About the seconds that measuring may take; see `profile_models`.
+
+    Returns:
+        The profile; None if the time or a device's memory was too little.
 
     Raises:
         PlanError: for a role whose model has no decoder's config.
     """
-    typical, module, dataflow = TypicalLengths.of(iterations), builder.module, _what_runs(builder)
+    typical, module, dataflow = TypicalLengths.of(iterations), builder.module, _remaining_calls(builder)
     mean = max(1, round(sum(typical.responses) / len(typical.responses)))
     request = ProfileRequest(
         roles=module.roles(),
@@ -89,16 +111,21 @@ def make_plan_evaluator(
     generation_parts: int = 1,
     profile: Profile | None = None,
 ) -> PlanEvaluator:
-    """Return what other plans of the algorithm that runs under ``plan`` are judged by.
+    """Return an evaluator of other plans for the algorithm that runs under ``plan``.
 
     Args:
-        iterations: What some iterations were like; memory must have room for the longest that sampling allows.
-        profile: What was measured; without it, seconds are worked out from data sheets.
+        builder: Builder of the algorithm's pool.
+        plan: The plan in use.
+        iterations: Lengths of some iterations. Memory is checked for the longest response that sampling allows.
+        callbacks: The Trainer's callbacks.
+        overlap: Calls that may run at the same time.
+        generation_parts: Chunks in which a generating rank sends its samples on.
+        profile: Measured passes; None estimates seconds from data sheets alone.
 
     Raises:
         PlanError: see `make_estimator`.
     """
-    dataflow, module = _what_runs(builder), builder.module
+    dataflow, module = _remaining_calls(builder), builder.module
     cluster = cluster_of(builder.cluster, builder.world_size)
     roles = builder.describe_roles()
     _, settings = with_callbacks(callbacks, dataflow, plan, builder.memory_settings())
@@ -112,11 +139,18 @@ def make_plan_evaluator(
         )
         return make_estimator(dataflow, cluster, roles, settings, priced, lengths.responses, builder.device, profile)
 
-    estimate(typical)  # raises at once what it would raise later
+    estimate(typical)  # raises errors now, not in the first search
     return PlanEvaluator(
-        dataflow=dataflow, estimate=estimate, lengths=typical, roles=roles, settings=settings, workload=load,
-        memory_budget=usable_bytes(builder.memory_budget), overlap=overlap, generation_parts=generation_parts,
-    )  # fmt: skip
+        dataflow=dataflow,
+        estimate=estimate,
+        lengths=typical,
+        roles=roles,
+        settings=settings,
+        workload=load,
+        memory_budget=usable_bytes(builder.memory_budget),
+        overlap=overlap,
+        generation_parts=generation_parts,
+    )
 
 
 def _compiled(module: Any, dataflow: Dataflow) -> dict[str, str]:
@@ -124,13 +158,13 @@ def _compiled(module: Any, dataflow: Dataflow) -> dict[str, str]:
     return {role: backend for role, backend in options.items() if backend is not None}
 
 
-def _what_runs(builder: PoolBuilder) -> Dataflow:
-    """Return the calls without those that were answered ahead, whose models are gone."""
+def _remaining_calls(builder: PoolBuilder) -> Dataflow:
+    """Return the dataflow without calls that were precomputed, whose models are freed."""
     return builder.dataflow.without(builder.module.answered_ahead)
 
 
 def lengths_of(samples: Samples) -> Lengths | None:
-    """Return how long an iteration's sequences were; None where it has no prompts with responses."""
+    """Return the lengths of an iteration's prompts and responses; None if its samples do not have both."""
     if not len(samples) or "prompt_ids" not in samples or "response_ids" not in samples:
         return None
     prompts, responses = (samples.ragged(name).lengths.tolist() for name in ("prompt_ids", "response_ids"))
@@ -138,7 +172,7 @@ def lengths_of(samples: Samples) -> Lengths | None:
 
 
 def cluster_of(cluster: ClusterSpec, world_size: int) -> ClusterSpec:
-    """Return the part of a cluster that a run of so many ranks has."""
+    """Return the part of a cluster that a run of ``world_size`` ranks uses."""
     per_node = cluster.devices_per_node
     if cluster.num_devices == world_size:
         return cluster
@@ -164,7 +198,7 @@ def _workload(
 
 
 def _longest_allowed(module: Any, dataflow: Dataflow) -> int:
-    """Return how long a response may become, as far as the module's sampling says so."""
+    """Return the most tokens of a response that the module's sampling allows; 1 if it does not generate."""
     sampling = getattr(module, "sampling", None)
     generates = any(call.kind == "generate" for call in dataflow.iteration_calls)
     return int(sampling.max_new_tokens) if generates and sampling is not None else 1

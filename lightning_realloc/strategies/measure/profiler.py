@@ -1,7 +1,8 @@
-"""How long does a model's pass take on the ranks that are here, block by block? Measured, in seconds not minutes.
+"""Measure a model's passes on the ranks of this run, block by block, within seconds.
 
-A model of one block and one of a few more run through the same code as the real one; their difference is a block, what
-is left is everything else. Ranks outside a layout wait meanwhile, asleep: nobody is in the way of what is measured.
+Models of one block and of a few blocks run through the same code as the real model. Their difference gives the time of
+a block; the rest is everything else. Ranks outside the measured layout sleep meanwhile, so that they take no time from
+the measured ones.
 """
 
 from __future__ import annotations
@@ -45,109 +46,125 @@ from lightning_realloc.tuning.estimate.pass_samples import (
 )
 from lightning_realloc.tuning.estimate.profile import Curve, PassKey, PassKind, PassTimes
 
-DECODE_STEPS = 6
+NUM_DECODE_STEPS, NUM_SHARDED_DECODE_STEPS = 6, 2
+"""Decoding steps per measurement; fewer for FSDP shards, whose steps take long. The median is kept."""
 RESERVE_S = 0.7
-"""For what is measured after passes: the optimizer, moves and offload."""
-OFFLOADED_BYTES = (1 << 18, 1 << 22)
-LEAST_CROWDED_S = 0.01
-"""In which ranks are timed side by side: they do not begin at quite the same time."""
-MOVES = 2
-"""Timed reallocations, after one that is not."""
-MOST_BLOCKS, MOST_DECODING_BLOCKS = 3, 6
-"""Of a measured model: more divide the clock's noise by more, and take longer. Decoding reads weights again and again,
-and would find those of few blocks in the processor's cache."""
+"""Seconds reserved for measuring the optimizer, reallocations and offload after the passes."""
+OFFLOAD_SIZES_BYTES = (1 << 18, 1 << 22)
+"""Sizes of the tensors whose offload is measured."""
+MIN_CONTENTION_S = 0.01
+"""Least seconds of a measurement with several busy ranks. A longer one hides that they start at different moments."""
+NUM_REALLOCATIONS = 2
+"""Timed reallocations, after one for warm-up. The fastest is kept."""
+MAX_BLOCKS, MAX_DECODE_BLOCKS = 3, 6
+"""Most blocks of a measured model. More blocks divide the clock's noise by more, but take longer. Decoding reads all
+weights at each step, and those of few blocks would stay in the processor's cache."""
 
 
 class Profiler:
-    """Measures passes, the slowdown of crowded nodes, and reallocations. All methods are collective over all ranks.
+    """Measures passes, contention between busy ranks, and reallocations. All methods are collective over all ranks.
 
     Args:
-        seconds: After which no more degrees are measured; what is needed of every model is measured all the same.
+        machine: This rank.
+        seconds: Time after which no more degrees are measured. The unsharded passes of every model are always measured.
     """
 
     def __init__(self, machine: Machine, *, seconds: float = math.inf) -> None:
         self._machine = machine
-        self._wholes: dict[tuple[str, int], nn.Module] = {}
+        self._full_models: dict[tuple[str, int], nn.Module] = {}
         self._bases: dict[tuple[str, int], Readings] = {}
         self._probed: dict[str, Readings] = {}
-        """Of one rank, what additions are held against."""
+        """Probe passes on one rank, from which additions are computed; by the subject's key."""
         self._additions: dict[tuple[str, ParallelDims], Readings] = {}
         self._crowding: dict[int, Curve] = {}
         self._optimizers: dict[str, Curve] = {}
-        """By kind and settings."""
+        """Seconds by elements, for each kind and settings of optimizer."""
         self._seconds = seconds
-        self._watch = GroupTimer(
-            meshes=machine.meshes, device=machine.device, rank=machine.rank, world_size=machine.world_size,
+        self._timer = GroupTimer(
+            meshes=machine.meshes,
+            device=machine.device,
+            rank=machine.rank,
+            world_size=machine.world_size,
             clock=machine.clock,
-        )  # fmt: skip
+        )
 
-    def passes(self, wanted: Mapping[Subject, Sequence[ParallelDims]], grid: Grid) -> dict[PassKey, PassTimes]:
-        """Return how long models' passes take under some degrees, on the first ranks, all others waiting.
+    def measure_passes(self, wanted: Mapping[Subject, Sequence[ParallelDims]], grid: Grid) -> dict[PassKey, PassTimes]:
+        """Measure the passes of models under some degrees, on the first ranks while all others wait.
 
-        Tensor parallelism divides what is computed, and is measured at every size. What sharding and replicas add are
-        weights and gradients on their way, the same for every size: each pair of their degrees is measured at one size,
-        without tensor parallelism, and put on top of what that takes. What the time does not suffice for is left out:
-        the largest groups first, and tensor parallelism before all others.
+        Tensor parallelism divides the computation, so it is measured at every size. Sharding and replicas add the
+        communication of weights and gradients, which is the same for every size. So each pair of their degrees is
+        measured at one size, without tensor parallelism, and added to the tensor-parallel time. If the time is too
+        short, tensor parallelism is left out first, then shards and replicas; of each the largest groups first.
+
+        Args:
+            wanted: Model -> the degrees to measure.
+            grid: Sizes of the passes.
         """
         tasks: list[tuple[tuple[int, int, int], Callable[[], None]]] = []
-        speaks: dict[Subject | None, Subject] = {}
+        representatives: dict[Subject | None, Subject] = {}
         for number, (subject, dims) in enumerate(wanted.items()):
             self._measure_base(subject, 1, grid)
             for tp in sorted({one.tp for one in dims if one.tp > 1}):
                 tasks.append(((1, tp, number), partial(self._measure_base, subject, tp, grid)))
-            if speaks.setdefault(subject.bare, subject) is subject:
+            if representatives.setdefault(subject.bare, subject) is subject:
                 for one in {without_tp(each) for each in dims} - {ParallelDims()}:
                     tasks.append(((0, one.size, one.fsdp), partial(self._measure_addition, subject, one, grid)))
         for _, task in sorted(tasks, key=lambda task: task[0]):
             if not self.is_late:
                 task()
-        return {
-            PassKey(subject.key, kind, one): times
-            for subject, dims in wanted.items() for one in dims
-            for kind, times in self._assembled(subject, speaks[subject.bare], one, grid).items()
-        }  # fmt: skip
+        found: dict[PassKey, PassTimes] = {}
+        for subject, dims in wanted.items():
+            for one in dims:
+                passes = self._combine(subject, representatives[subject.bare], one, grid)
+                found |= {PassKey(subject.key, kind, one): times for kind, times in passes.items()}
+        return found
 
     @property
     def crowding(self) -> dict[int, Curve]:
-        """How many times longer passes take where groups of so many tensor-parallel ranks fill a node: degree ->
-        busy ranks -> factor."""
+        """Slowdown of passes by busy ranks of a node: tensor-parallel degree -> curve of factors over busy ranks."""
         return dict(self._crowding)
 
     @property
     def is_late(self) -> bool:
-        """Whether the time is over, on every rank alike."""
-        return self._watch.elapsed_s >= self._seconds - RESERVE_S
+        """Whether the time for measuring is used up; equal on all ranks."""
+        return self._timer.elapsed_s >= self._seconds - RESERVE_S
 
-    def _assembled(
-        self, subject: Subject, speaker: Subject, dims: ParallelDims, grid: Grid
+    def _combine(
+        self, subject: Subject, representative: Subject, dims: ParallelDims, grid: Grid
     ) -> dict[PassKind, PassTimes]:
-        """Return what is known under some degrees; nothing where a part of them was not measured.
+        """Return a model's passes under some degrees; {} if a part of them was not measured.
 
-        ``speaker`` has the same blocks; what shards and replicas add was measured with it.
+        Args:
+            subject: The model.
+            representative: A model with the same blocks, with which the additions of shards and replicas were measured.
+            dims: The degrees.
+            grid: Sizes of the passes.
         """
         base, alone = self._bases.get((subject.key, dims.tp)), without_tp(dims)
-        added = self._additions.get((speaker.key, alone), {} if alone.size == 1 else None)
+        added = self._additions.get((representative.key, alone), {} if alone.size == 1 else None)
         if base is None or added is None:
             return {}
-        outside = subject.num_outside / max(1, speaker.num_outside)
+        outside = subject.num_outside / max(1, representative.num_outside)
         return surfaces(put_on_top(base, dims, added, self._crowding, outside), grid)
 
     def _measure_base(self, subject: Subject, tp: int, grid: Grid) -> None:
-        """Time what tensor parallelism takes: blocks with the bare model, whose head does not hide them."""
+        """Measure a model under tensor parallelism alone; its blocks with the bare model, whose head is small."""
         layout, bare = Layout(ParallelDims(tp=tp), tuple(range(tp))), subject.bare or subject
         self._machine.meshes.create([layout])
         if tp not in self._crowding:
-            self._crowding[tp] = self._crowd(bare, tp, grid.micro_batches[-1])
+            self._crowding[tp] = self._measure_contention(bare, tp, grid.micro_batches[-1])
         if (bare.key, tp) not in self._bases:
             self._bases[bare.key, tp] = self._read(bare, layout, _passes(bare, grid))
         blocks, points = self._bases[bare.key, tp], _passes(subject, grid)
-        whole = self._passed(subject, 1, layout, points)
-        base = {point: (blocks[point][0], max(0.0, seconds - blocks[point][0]))
-                for point, seconds in zip(points, whole, strict=True)}  # fmt: skip
+        whole = self._pass_seconds(subject, 1, layout, points)
+        base = {
+            point: (blocks[point][0], max(0.0, seconds - blocks[point][0]))
+            for point, seconds in zip(points, whole, strict=True)
+        }
         self._bases[subject.key, tp] = base | self._read(subject, layout, _steps(subject, grid))
 
     def _measure_addition(self, subject: Subject, dims: ParallelDims, grid: Grid) -> None:
-        """Time what replicas and shards add to the base, to a block and to the rest; less than nothing is noise."""
+        """Measure the seconds that replicas and shards add to a block and to the rest. Negative ones are noise."""
         layout = Layout(dims, tuple(range(dims.size)))
         self._machine.meshes.create([layout])
         probes = [point for point in _probes(subject, grid) if dims.dp == 1 or point.kind.startswith("train")]
@@ -161,76 +178,75 @@ class Profiler:
             added[point] = max(0.0, block - crowding * without[0]), max(0.0, rest - crowding * without[1])
         self._additions[subject.key, dims] = added
 
-    def _crowd(self, subject: Subject, tp: int, size: Size) -> Curve:
-        """Return how many times longer a pass takes where groups of ``tp`` ranks do it side by side: by busy ranks."""
+    def _measure_contention(self, subject: Subject, tp: int, size: Size) -> Curve:
+        """Return the slowdown of a pass by busy ranks, in groups of ``tp`` ranks that run it at the same time."""
         busiest = min(self._machine.world_size, self._machine.cluster.devices_per_node)
         counts = sorted({tp, min(2 * tp, busiest), max(tp, busiest // 2 // tp * tp), busiest // tp * tp})
         layouts = [Layout(ParallelDims(dp=count // tp, tp=tp), tuple(range(count))) for count in counts]
         self._machine.meshes.create(layouts)
         point = Point("infer", size)
-        alone = self._passed(subject, 1, layouts[0], [point])[0]
-        count = max(1, math.ceil(LEAST_CROWDED_S / alone)) if alone else 1
-        taken = [self._passed(subject, 1, layout, [point], in_a_row=count)[0] for layout in layouts]
+        alone = self._pass_seconds(subject, 1, layouts[0], [point])[0]
+        count = max(1, math.ceil(MIN_CONTENTION_S / alone)) if alone else 1
+        taken = [self._pass_seconds(subject, 1, layout, [point], in_a_row=count)[0] for layout in layouts]
         return Curve.through((busy, max(1.0, took / taken[0])) for busy, took in zip(counts, taken, strict=True))
 
-    def moves(self, subject: Subject, *, transport: TransportName) -> tuple[str, Curve]:
-        """Return how weights travel, and seconds over the bytes that the busiest rank writes, or receives."""
+    def measure_reallocation(self, subject: Subject, *, transport: TransportName) -> tuple[str, Curve]:
+        """Return the transport that was used, and seconds over the bytes that the busiest rank writes or receives."""
         world = self._machine.world_size
         source = Layout(ParallelDims(fsdp=world), tuple(range(world)))
         target = Layout(ParallelDims(dp=world), tuple(range(world)))
         self._machine.meshes.create([source, target])
-        name, size, seconds = self._move(subject, self._depths(subject)[1], source, target, transport)
+        name, size, seconds = self._time_reallocation(subject, self._depths(subject)[1], source, target, transport)
         return name, Curve(((float(size), seconds),))
 
-    def offload(self) -> Curve:
-        """Return seconds until bytes that left the device are back, one rank at a time."""
+    def measure_offload(self) -> Curve:
+        """Return the seconds to copy offloaded bytes back to the device, one rank at a time."""
         layout, device = Layout(ParallelDims(), (0,)), self._machine.device
         points = []
-        for size in OFFLOADED_BYTES:
+        for size in OFFLOAD_SIZES_BYTES:
             here = torch.zeros(size, dtype=torch.uint8, device=device)
-            points.append(
-                (float(size), self._watch.time_slowest(layout, partial(_returns, here, make_copier(device)))[0])
-            )
+            seconds = self._timer.time_slowest(layout, partial(_copy_back_work, here, make_copier(device)))[0]
+            points.append((float(size), seconds))
         return Curve.through(points)
 
     # ---- one layout
     def _read(self, subject: Subject, layout: Layout, points: Sequence[Point]) -> Readings:
-        """Time passes with few and with more blocks."""
+        """Measure passes with few and with more blocks."""
         if not points:
             return {}
         shallow, deep = self._depths(subject, decodes=all(point.kind == "decode" for point in points))
-        few, many = (self._passed(subject, depth, layout, points) for depth in (shallow, deep))
+        few, many = (self._pass_seconds(subject, depth, layout, points) for depth in (shallow, deep))
         return {point: split(shallow, a, deep, b) for point, a, b in zip(points, few, many, strict=True)}
 
-    def _passed(
+    def _pass_seconds(
         self, subject: Subject, depth: int, layout: Layout, points: Sequence[Point], *, in_a_row: int = 1
     ) -> list[float]:
-        """Return the seconds of passes through so many blocks, or of some passes ``in_a_row``."""
+        """Return the seconds of passes through ``depth`` blocks, each of ``in_a_row`` repetitions together."""
 
         def works() -> Iterator[Callable[[], object] | float]:
-            for work in self._works(subject, depth, layout, points):
+            for work in self._work_items(subject, depth, layout, points):
                 yield work if in_a_row == 1 or isinstance(work, float) else partial(_repeat, work, in_a_row)
 
-        return self._watch.time_slowest(layout, works, count=len(points))
+        return self._timer.time_slowest(layout, works, count=len(points))
 
-    def _works(
+    def _work_items(
         self, subject: Subject, depth: int, layout: Layout, points: Sequence[Point]
     ) -> Iterator[Callable[[], object] | float]:
-        """Yield what is to be timed on this rank, or the time of decoding, which takes it itself."""
+        """Yield the work to time on this rank, or the seconds of decoding, which measures itself."""
         models: dict[bool, nn.Module] = {}
         for kind, size in points:
             trains = kind.startswith("train")
             if trains not in models:
-                models[trains] = self._laid_out(subject, depth, layout, trains=trains)
+                models[trains] = self._parallel_model(subject, depth, layout, trains=trains)
             pack = _pack(size, self._machine.device)
             if kind == "decode":
-                yield self._decoded(subject, models[False], layout, size)
+                yield self._decode_seconds(subject, models[False], layout, size)
             elif kind == "infer":
                 yield self._infer_pass(subject, models[False], pack)
             else:
                 yield self._train_pass(subject, models[True], pack, is_last=kind == "train_last")
         for model in models.values():
-            model.zero_grad(set_to_none=True)  # passes that reduce nothing keep adding to it
+            model.zero_grad(set_to_none=True)  # passes without gradient sync accumulate gradients
 
     def _infer_pass(self, subject: Subject, model: nn.Module, pack: Callable[[], PackedBatch]) -> Callable[[], object]:
         def run() -> object:
@@ -247,7 +263,7 @@ class Profiler:
         def run() -> None:
             if isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(is_last)
-            # Backward, too: it runs the forward pass of what recomputes.
+            # Backward runs inside, too, since activation checkpointing recomputes the forward pass in it.
             with compiled_blocks(model, subject.compile):
                 with self._machine.forward_context(is_wrapped):
                     loss = subject.forward(model, pack()).float().sum()
@@ -257,30 +273,30 @@ class Profiler:
 
         return run
 
-    def _decoded(self, subject: Subject, model: nn.Module, layout: Layout, size: Size) -> float:
-        assert subject.decode is not None, "points of decoding are for models that do"
+    def _decode_seconds(self, subject: Subject, model: nn.Module, layout: Layout, size: Size) -> float:
+        assert subject.decode is not None, "only models that generate have points of decoding"
         meshes = self._machine.meshes
-        self._watch.max_over_group(meshes.group(layout, *AXES))
-        num_steps = DECODE_STEPS if layout.dims.fsdp == 1 else 2  # sharded ones are long
+        self._timer.max_over_group(meshes.group(layout, *AXES))
+        num_steps = NUM_DECODE_STEPS if layout.dims.fsdp == 1 else NUM_SHARDED_DECODE_STEPS
         seconds = subject.decode(model, meshes.group(layout, "fsdp"), size, num_steps)
         return median(seconds)
 
     # ---- models
     def _depths(self, subject: Subject, *, decodes: bool = False) -> tuple[int, int]:
-        """Return two numbers of blocks to be compared, one and a few."""
-        return 1, max(2, min(subject.num_blocks, MOST_DECODING_BLOCKS if decodes else MOST_BLOCKS))
+        """Return the numbers of blocks of the two models whose times are compared."""
+        return 1, max(2, min(subject.num_blocks, MAX_DECODE_BLOCKS if decodes else MAX_BLOCKS))
 
-    def _whole(self, subject: Subject, depth: int) -> nn.Module:
-        """Return an undivided model, ready for a backward pass without dropout, which is as it should be for others."""
-        if (subject.key, depth) not in self._wholes:
+    def _full_model(self, subject: Subject, depth: int) -> nn.Module:
+        """Return an undivided model that is ready for training passes without dropout, and so for all others."""
+        if (subject.key, depth) not in self._full_models:
             model = subject.build(depth).requires_grad_(True)
             set_training_mode(model, dropout=False)
-            self._wholes[subject.key, depth] = model
-        return self._wholes[subject.key, depth]
+            self._full_models[subject.key, depth] = model
+        return self._full_models[subject.key, depth]
 
-    def _laid_out(self, subject: Subject, depth: int, layout: Layout, *, trains: bool) -> nn.Module:
-        """Return this rank's part of a model: the whole one itself where nothing divides it, else a copy."""
-        whole, dims, copy_dtype = self._whole(subject, depth), layout.dims, self._machine.copy_dtype
+    def _parallel_model(self, subject: Subject, depth: int, layout: Layout, *, trains: bool) -> nn.Module:
+        """Return this rank's part of a model: the undivided model itself, or a sharded or converted copy."""
+        whole, dims, copy_dtype = self._full_model(subject, depth), layout.dims, self._machine.copy_dtype
         is_divided = dims.tp * dims.fsdp > 1 or (trains and dims.dp > 1)
         if not is_divided and (trains or all(one.dtype == copy_dtype for one in whole.parameters())):
             return whole
@@ -304,38 +320,42 @@ class Profiler:
         return parallelize(model, target, machine.meshes, mixed_precision=policy, tp_plan=subject.tp_plan)
 
     # ---- reallocations and steps
-    def _move(
+    def _time_reallocation(
         self, subject: Subject, depth: int, source: Layout, target: Layout, transport: TransportName
     ) -> tuple[str, float, float]:
         machine = self._machine
-        model = copy.deepcopy(self._whole(subject, depth)).requires_grad_(False)
+        model = copy.deepcopy(self._full_model(subject, depth)).requires_grad_(False)
         spec = describe_model(model, tp_plan=subject.tp_plan)
         home, copied = ModelLayout(spec, source), ModelLayout(spec, target)
         if machine.world_size > 1:
             parallelize(model, home, machine.meshes, tp_plan=subject.tp_plan)
         reallocation = Reallocation(
-            home, local_tensors(model), copied, rank=machine.rank, world_size=machine.world_size,
-            dtype=machine.copy_dtype, device=machine.device, cluster=machine.cluster, transport=transport,
-        )  # fmt: skip
+            home,
+            local_tensors(model),
+            copied,
+            rank=machine.rank,
+            world_size=machine.world_size,
+            dtype=machine.copy_dtype,
+            device=machine.device,
+            cluster=machine.cluster,
+            transport=transport,
+        )
         reallocation.run()
-        took = min(reallocation.run().seconds for _ in range(MOVES))
+        took = min(reallocation.run().seconds for _ in range(NUM_REALLOCATIONS))
         size = spec.num_elements * machine.copy_dtype.itemsize
         reallocation.release()
-        by_push = reallocation.transport == "push"  # every rank writes its shard once, and receives all others
-        return (
-            reallocation.transport,
-            size / machine.world_size if by_push else size,
-            self._watch.max_over_ranks([took])[0],
-        )
+        by_push = reallocation.transport == "push"  # every rank writes only its shard, and others read it
+        busiest_bytes = size / machine.world_size if by_push else size
+        return reallocation.transport, busiest_bytes, self._timer.max_over_ranks([took])[0]
 
-    def optimizer(self, subject: Subject) -> Curve:
-        """Return seconds to clip and step over a rank's elements, one rank at a time; measured once of equal ones."""
-        layout, model = Layout(ParallelDims(), (0,)), self._whole(subject, self._depths(subject)[1])
+    def measure_optimizer(self, subject: Subject) -> Curve:
+        """Return the seconds of clipping and an optimizer step over a rank's elements, measured once per optimizer."""
+        layout, model = Layout(ParallelDims(), (0,)), self._full_model(subject, self._depths(subject)[1])
         chosen = subject.new_optimizer([nn.Parameter(torch.zeros(1))])
         kind = f"{type(chosen).__qualname__} {chosen.defaults}"
         if kind not in self._optimizers:
             elements = sum(parameter.numel() for parameter in model.parameters())
-            took = self._watch.time_slowest(layout, lambda: [self._optimizer_step(subject, copy.deepcopy(model))])[0]
+            took = self._timer.time_slowest(layout, lambda: [self._optimizer_step(subject, copy.deepcopy(model))])[0]
             self._optimizers[kind] = Curve(((float(elements), took),))
         return self._optimizers[kind]
 
@@ -359,8 +379,8 @@ def _repeat(work: Callable[[], object], count: int) -> None:
         work()
 
 
-def _returns(here: Tensor, copier: OffloadCopier) -> list[Callable[[], object]]:
-    """Return the way back of bytes that have been taken away."""
+def _copy_back_work(here: Tensor, copier: OffloadCopier) -> list[Callable[[], object]]:
+    """Offload a tensor's bytes, and return the work that copies them back."""
     pairs = [(here, copier.allocate(here.numel()))]
     copier.copy_out(pairs)
 
@@ -372,7 +392,7 @@ def _returns(here: Tensor, copier: OffloadCopier) -> list[Callable[[], object]]:
 
 
 def _pack(size: Size, device: torch.device) -> Callable[[], PackedBatch]:
-    """Return what packs equal sequences, as a call does before every forward pass."""
+    """Return a function that packs sequences of equal lengths, as a call does before every forward pass."""
     count = size.sequences
     prompts = torch.full((count, size.prompt), 3)
     responses = torch.full((count, size.response), 4)

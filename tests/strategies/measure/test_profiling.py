@@ -1,4 +1,4 @@
-"""Is everything measured that plans of a run can ask for, once, and only on the machine that it is read on?"""
+"""Profiles cover all passes that plans of a run need, are measured once, and are reused only on the same machine."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Profiles(Callback):
         self.found["again"] = strategy.profile(LENGTHS, cache=self.cache)
         self.found["no time"] = strategy.profile(LENGTHS, cache=None, seconds=1e-3)
         with MonkeyPatch.context() as patch:
-            patch.setattr(profiling, "LEAST_S", 0.0)
+            patch.setattr(profiling, "MIN_PROFILE_S", 0.0)
             self.found["in a hurry"] = strategy.profile(LENGTHS, cache=None, seconds=1e-3)
         self._pretend_another_machine(trainer)
-        with _Heard(self.warnings):
+        with _LogMessages(self.warnings):
             self.found["elsewhere"] = strategy.profile(LENGTHS, cache=self.cache)
         after = dict(trainer.lightning_module.named_parameters())
         assert all(bool((after[name] == value).all()) for name, value in before.items())
@@ -64,8 +64,8 @@ class Profiles(Callback):
         trainer.strategy.barrier()
 
 
-class _Heard(logging.Handler):
-    """Collects what the profile's logger says."""
+class _LogMessages(logging.Handler):
+    """Collects the messages of profiling's logger."""
 
     def __init__(self, messages: list[str]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _Heard(logging.Handler):
 
 
 def _profiles(cache: str) -> tuple[dict[str, str | None], dict[str, str], list[str]]:
-    """Return the tables, the shapes of the roles, and what was said."""
+    """Return the tables, the shapes of the roles, and the log messages."""
     profiles = Profiles(Path(cache))
     runs.trainer(ReallocStrategy(), 2, callbacks=[profiles], max_steps=1).fit(runs.grpo(), Batches(1))
     first = profiles.found["first"]
@@ -130,10 +130,10 @@ class _Profiled(Callback):
 
 
 class _Judged(Callback):
-    """Asks after the first iteration what should come of other plans, and installs one."""
+    """Evaluates other plans after the first iteration, and installs one."""
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Judge, propose, and install a plan."""
+        """Evaluate, propose, and install a plan."""
         strategy: Any = trainer.strategy
         if trainer.global_step > 1:
             return
@@ -149,7 +149,7 @@ class _Judged(Callback):
 
 
 def _judge_compiled() -> tuple[int, bool]:
-    """Return how many programs measuring makes of a model's blocks, and whether a frozen role shares its profile."""
+    """Return the number of compiled programs that measuring makes, and whether a frozen role shares a profile."""
     profiled = _Profiled()
     module = runs.grpo(train_options=runs.options(compile="eager"))
     trainer = runs.trainer(ReallocStrategy(), 1, callbacks=[profiled], max_steps=1)
@@ -170,7 +170,7 @@ def test_what_is_compiled_is_measured_compiled(workers: WorkerPool) -> None:
 
 
 def _judge_precomputed(precompute: bool) -> tuple[dict[str, float], int, list[Any], Any]:
-    """Return seconds by call, bytes, and the plans that are proposed beside the one that runs."""
+    """Return seconds by call, bytes, and the plans proposed besides the running one."""
     judged = _Judged()
     module = preferences.dpo(precompute_reference=precompute)
     trainer = runs.trainer(ReallocStrategy(), 2, callbacks=[judged], max_steps=2)
