@@ -1,4 +1,4 @@
-"""How do the tests of the strategy run an algorithm? Tiny models and batches, a few iterations, everything recorded."""
+"""Run algorithms for the tests of the strategy: tiny models and batches, few iterations, recorded results."""
 
 from __future__ import annotations
 
@@ -68,19 +68,19 @@ def low_tokens(completion_ids: Sequence[Sequence[int]], **columns: object) -> li
 
 @dataclass
 class Record(Callback):
-    """What a run logged after every iteration, less what depends on the clock."""
+    """Metrics of a run after every iteration, without those that depend on the clock."""
 
     logged: list[dict[str, float]] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Read what Lightning holds once the iteration is over."""
+        """Record Lightning's metrics after the iteration."""
         self.logged.append(numbers(trainer.logged_metrics))
         self.steps.append(trainer.global_step)
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as plain numbers, without those of the clock."""
+    """Return metrics as plain numbers, without those that depend on the clock."""
     clock = ("seconds/", "hidden_s/", "idle_share", "reallocation_", "tokens_per_s", "tokens_per_step/",
              "moved_samples/", "freed_ranks/")  # fmt: skip
     return {name: float(value) for name, value in metrics.items() if not name.startswith(clock)}
@@ -95,22 +95,22 @@ class Recorded:
         self.rewards: list[list[float]] = []
 
     def judge(self, samples: Samples) -> Mapping[str, Any]:
-        """Judge, and keep the tokens in a column that every rank gets whole."""
+        """Compute rewards, and keep the tokens in a column that every rank receives fully."""
         return {**super().judge(samples), "tokens": token_rows(samples)}  # type: ignore[misc]
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Record, and log what the algorithm logs."""
+        """Record results, and log the algorithm's metrics."""
         self.tokens.append(rows_of_tokens(samples))
         self.rewards.append(samples.tensor("rewards").tolist())
         return super().summarize(samples)  # type: ignore[misc, no-any-return]
 
 
 class RecordedGRPO(Recorded, GRPO):
-    """GRPO that keeps what it was rewarded for."""
+    """GRPO that keeps tokens and rewards."""
 
 
 def token_rows(samples: Samples) -> Tensor:
-    """Return (B, 64) tokens of the responses, -1 behind them: one value per sample, which travels to every rank."""
+    """Return the tokens of the responses (B, 64), padded with -1: one value per sample, which every rank receives."""
     responses = samples.ragged("response_ids")
     rows = torch.full((len(samples), 64), -1)
     for row, tokens in zip(rows, responses.split(), strict=True):
@@ -119,12 +119,12 @@ def token_rows(samples: Samples) -> Tensor:
 
 
 def rows_of_tokens(samples: Samples) -> list[list[int]]:
-    """Return the responses that :func:`token_rows` kept."""
+    """Return the responses that `token_rows` kept."""
     return [[token for token in row if token >= 0] for row in samples.tensor("tokens").tolist()]
 
 
 def grpo(**settings: Any) -> RecordedGRPO:
-    """Return GRPO on the tiny llama, learning fast enough for two iterations to differ."""
+    """Return GRPO on the tiny llama, with a learning rate at which two iterations differ."""
     settings = {"sampling": SAMPLING, "learning_rate": 1e-2, "tokenizer": byte_tokenizer(), **settings}
     reward = settings.pop("reward", low_tokens)
     model = settings.pop("actor", None) or tiny_model("llama")
@@ -141,18 +141,18 @@ class RecordedPPO(PPO):
         self.rewards: list[list[float]] = []
 
     def estimate_advantages(self, samples: Samples) -> Mapping[str, Any]:
-        """Estimate, and keep the tokens in a column that every rank gets whole."""
+        """Estimate values, and keep the tokens in a column that every rank receives fully."""
         return {**super().estimate_advantages(samples), "tokens": token_rows(samples)}
 
     def summarize(self, samples: Samples) -> dict[str, Tensor]:
-        """Record, and log what PPO logs."""
+        """Record results, and log PPO's metrics."""
         self.tokens.append(rows_of_tokens(samples) if "tokens" in samples else [])
         self.rewards.append(samples.tensor("scores").tolist())
         return super().summarize(samples)
 
 
 def ppo(**settings: Any) -> RecordedPPO:
-    """Return PPO on tiny llamas, of which only the actor and the critic look alike, learning fast."""
+    """Return PPO on tiny llamas with a high learning rate. Only the actor and the critic have the same shape."""
     settings = {"sampling": SAMPLING, "learning_rate": 1e-2, "tokenizer": byte_tokenizer(), **settings}
     reward = settings.pop("reward", low_tokens)
     model = settings.pop("actor", None) or tiny_model("llama")
@@ -167,7 +167,7 @@ def sft(**settings: Any) -> SFT:
 
 
 def world_size() -> int:
-    """Return the number of ranks; ask before a Trainer ran, Lightning clears the environment behind itself."""
+    """Return the number of ranks. Call it before a Trainer runs, since Lightning clears the environment afterwards."""
     return int(os.environ["WORLD_SIZE"])
 
 
@@ -182,18 +182,18 @@ def trainer(strategy: Any, world_size: int, **options: Any) -> L.Trainer:
 
 @dataclass
 class Outcome:
-    """What is left of a run on this rank."""
+    """Results of a run on this rank."""
 
     logged: list[dict[str, float]]
     steps: list[int]
     weights: dict[str, Tensor]
-    """The actor's full weights; {} on all ranks but the first."""
+    """Full weights of the actor on the first rank; {} on others."""
     tokens: list[list[list[int]]] = field(default_factory=list)
     rewards: list[list[float]] = field(default_factory=list)
 
 
 def train(module: Any, plan: Any, world_size: int, batches: Batches, **options: Any) -> Outcome:
-    """Fit under ``ReallocStrategy(plan)`` and return what came of it."""
+    """Fit under ``ReallocStrategy(plan)`` and return the outcome."""
     record = Record()
     options["callbacks"] = [*options.get("callbacks", ()), record]
     strategy = plan if isinstance(plan, ReallocStrategy) else ReallocStrategy(plan)
@@ -214,12 +214,12 @@ def options(**settings: Any) -> TrainOptions:
 
 
 def mean_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    """Return how far apart the entries of two sets of weights are on average."""
+    """Return the mean absolute difference between two sets of weights."""
     total = sum(float((ours[name] - theirs[name]).abs().sum()) for name in ours)
     return total / sum(weight.numel() for weight in ours.values())
 
 
 def largest_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    """Return how far apart two sets of weights are at most."""
+    """Return the largest absolute difference between two sets of weights."""
     assert ours.keys() == theirs.keys(), f"only in one: {ours.keys() ^ theirs.keys()}"
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)

@@ -1,7 +1,7 @@
-"""Does drafting tokens and moving samples change a single bit of what is learnt? Runs without either are the judges.
+"""Drafting tokens and moving samples leaves training bitwise unchanged, compared with runs without either.
 
-Tokens are the same in any case. Log-probabilities that the engine records are not, in their last bits, and weights
-learn from them unless ratios are taken to the trained model's own.
+Tokens are equal in any case. Log-probabilities recorded by the engine differ in their last bits, and change the weights
+unless ratios are taken to the trained model's own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LONGER = replace(runs.SAMPLING, n=3, max_new_tokens=16)
 
 
 def run_epochs(world_size: int, everything: bool, ratio_to: str, num_minibatches: int) -> tuple[Outcome, float]:
-    """Return what three epochs over the same prompts come to, and how many samples moved."""
+    """Train three epochs over the same prompts; return the outcome, and the number of moved samples."""
     features = {"speculation": Speculation(num_draft_tokens=3), "sample_reallocation": True} if everything else {}
     options = TrainOptions(num_minibatches=num_minibatches)
     module = runs.grpo(ratio_to=ratio_to, train_options=options, sampling=LONGER, learning_rate=1e-3, **features)
@@ -37,14 +37,14 @@ def run_epochs(world_size: int, everything: bool, ratio_to: str, num_minibatches
 
 
 def first_rank(workers: WorkerPool, world_size: int, *args: Any) -> tuple[Outcome, float]:
-    """Return what the first rank has to say."""
-    told = workers.run(run_epochs, world_size, *args, world_size=world_size, init_process_group=False)
-    outcome: tuple[Outcome, float] = told[0]
+    """Return the first rank's results."""
+    answers = workers.run(run_epochs, world_size, *args, world_size=world_size, init_process_group=False)
+    outcome: tuple[Outcome, float] = answers[0]
     return outcome
 
 
 def without_engine(logged: dict[str, float]) -> dict[str, float]:
-    """Return what was logged but for how far the engine's rounding is from the trained model's."""
+    """Return the metrics without the difference between the engine's and the trained model's rounding."""
     return {name: value for name, value in logged.items() if not name.startswith("actor/engine_")}
 
 
@@ -69,7 +69,7 @@ def test_with_ratios_to_what_the_engine_recorded_weights_are_the_same_up_to_roun
 
 
 def test_over_several_steps_ratios_are_to_the_weights_before_the_first(workers: WorkerPool) -> None:
-    """The engine's log-probabilities are of those weights, too."""
+    """The engine's log-probabilities are of the same weights."""
     by_engine, _ = first_rank(workers, 1, False, "behaviour", 3)
     by_trainer, _ = first_rank(workers, 1, False, "proximal", 3)
     assert by_trainer.tokens == by_engine.tokens

@@ -1,4 +1,4 @@
-"""Whatever the layouts, ranks and options: the same tokens, rewards, losses and weights as on one rank."""
+"""All layouts, ranks and options give the same tokens, rewards, losses and weights as one rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run_grpo(plans: Sequence[Any], settings: dict[str, Any], batches: Batches) -
 
 
 def run_switched(switches: Sequence[dict[str, Any]], plan: Any) -> list[tuple[Outcome, list[str], int]]:
-    """Train with each kind of reallocation; also return the calls it moved weights for, and the bytes moved."""
+    """Train with each kind of reallocation; also return the calls it moved weights for, and the bytes."""
     world_size = runs.world_size()
     found = []
     for settings in switches:
@@ -59,7 +59,7 @@ def on_ranks(
     batches: Batches,
     world_size: int,
 ) -> list[Outcome]:
-    """Return rank 0's outcomes, after checking that all ranks logged the same and stand at the same step."""
+    """Return rank 0's outcomes, after checking that all ranks have the same metrics and step."""
     everyone = workers.run(
         function, list(plans), settings, batches, world_size=world_size, init_process_group=False, deadline_s=120.0
     )
@@ -72,7 +72,7 @@ def on_ranks(
 
 
 def assert_same(ours: Outcome, theirs: Outcome, *, weights: float = WEIGHT_TOLERANCE) -> None:
-    """Compare everything that two runs left behind."""
+    """Compare all results of two runs."""
     assert ours.tokens == theirs.tokens
     assert ours.rewards == theirs.rewards
     assert ours.steps == theirs.steps
@@ -178,7 +178,7 @@ def test_a_static_layout_moves_nothing_and_samples_the_same(workers: WorkerPool)
 
 
 def read_registered_names() -> dict[str, list[str]]:
-    """Return, per registered name, the layouts that an untouched run chooses, and what it moved."""
+    """Return, per registered name, the layouts that a default run chooses, and the bytes it moved."""
     found = {}
     for name in ("realloc", "realloc-static"):
         moved = ParameterReallocation()

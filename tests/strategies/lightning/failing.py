@@ -1,4 +1,4 @@
-"""A user's script, for the tests of how runs end: training fails on all ranks alike, or one rank does, or is killed."""
+"""User script for the tests of failures: training fails on all ranks, one rank fails, or one rank is killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.strategies.runs import Batches
 
 
 class Overflow(Callback):
-    """Lets rank 1 fail in the middle of a forward pass for which all ranks gather weights, and notes when."""
+    """Makes rank 1 fail inside a forward pass for which all ranks gather weights, and records the time."""
 
     def __init__(self, note: Path) -> None:
         self.note = note
@@ -28,13 +28,13 @@ class Overflow(Callback):
             pl_module.actor.model.layers[-1].register_forward_pre_hook(self.fail)
 
     def fail(self, *_: Any) -> None:
-        """Note the time, and fail."""
+        """Record the time, and fail."""
         self.note.write_text(str(time.time()))
         raise ArithmeticError("overflow")
 
 
 def leave(completion_ids: Sequence[Sequence[int]], **columns: object) -> list[float]:
-    """End rank 0 as a kill does, while rank 1 judges and goes on to wait for it."""
+    """End rank 0 like a kill, while rank 1 computes rewards and then waits for it."""
     if not int(os.environ.get("LOCAL_RANK", "0")):
         time.sleep(1.0)
         os._exit(9)
@@ -44,7 +44,7 @@ def leave(completion_ids: Sequence[Sequence[int]], **columns: object) -> list[fl
 def main(mode: str, note: Path) -> None:
     """Fit on two devices: ``alike`` asks for more mini-batches than there are samples, ``alone`` fails on rank 1.
 
-    ``killed`` ends rank 0, which has started rank 1, without a word.
+    ``killed`` ends rank 0, which started rank 1, without any output.
     """
     if mode == "killed":
         runs.trainer("realloc", 2).fit(runs.grpo(reward=leave), Batches(1))

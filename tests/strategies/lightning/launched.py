@@ -1,6 +1,6 @@
-"""A user's script, for the tests of launchers: fits SFT on two devices, under each strategy it is told to.
+"""User script for the tests of launchers: fit SFT on two devices, under each strategy named on the command line.
 
-Every rank writes what it saw to a folder, and so does the process that called ``fit``, of the weights it is left with.
+Every rank writes its results to a folder. The process that called ``fit`` writes the weights that it has afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.strategies.runs import Batches
 
 
 class Witness(Callback):
-    """Writes what a rank saw of the run."""
+    """Writes a rank's results of the run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

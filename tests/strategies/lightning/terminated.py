@@ -1,4 +1,4 @@
-"""A user's script, for the tests of SIGTERM: fits GRPO on two devices and saves a checkpoint when it is interrupted.
+"""User script for the tests of SIGTERM: fit GRPO on two devices, and save a checkpoint on interruption.
 
 Its arguments are the strategy and a folder: rank 0 writes a file there once training is under way.
 """
@@ -18,7 +18,7 @@ from tests.strategies.runs import Batches
 
 
 class Pace(Callback):
-    """Tells when training is under way, and keeps iterations from ending before the signal comes."""
+    """Signals that training has started, and delays iterations until SIGTERM arrives."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""What is said of held-out samples is said of all of them, on two ranks and whatever the batches hold."""
+"""Evaluation metrics cover all held-out samples, on two ranks and for any batch sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DATA = {"reward_model": "pairs", "dpo": "pairs", "kto": "judged", "process_rewar
 
 
 class Uneven:
-    """Batches of six, six and two rows; where rows are pairs, of twice as many samples."""
+    """Batches of six, six and two rows; a row of a pair has two samples."""
 
     def __init__(self, name: str) -> None:
         batches = list(getattr(preferences, DATA[name])(3))
@@ -33,7 +33,7 @@ class Uneven:
 
 
 def measured(name: str) -> tuple[dict[str, float], list[dict[str, list[float]]]]:
-    """Return what ``validate`` says, and of each batch what ``predict`` gives for its samples."""
+    """Return the metrics of ``validate``, and the predictions of ``predict`` for each batch."""
     module = runs.sft() if name == "sft" else getattr(preferences, name)()
     trainer = runs.trainer(ReallocStrategy("heuristic"), runs.world_size())
     (validated,) = trainer.validate(module, Uneven(name), verbose=False)
@@ -57,12 +57,12 @@ def mean(values: list[float]) -> float:
 
 
 def area(good: list[float], bad: list[float]) -> float:
-    """Return the share of comparisons of a good with a bad score that are right, ties half."""
+    """Return the share of pairs of a good and a bad score that are ordered right; ties count half."""
     return mean([(one > other) + 0.5 * (one == other) for one in good for other in bad])
 
 
 def calibration(margins: list[float]) -> float:
-    """Return by how much the share ordered right differs from the confidence, in fifteenths of confidence."""
+    """Return the calibration error: confidence minus share ordered right, in 15 bins of confidence."""
     bins: dict[int, list[tuple[float, bool]]] = {}
     for margin in margins:
         confidence = 1 / (1 + math.exp(-abs(margin)))
@@ -71,7 +71,7 @@ def calibration(margins: list[float]) -> float:
 
 
 def run(workers: WorkerPool, name: str) -> tuple[dict[str, float], list[dict[str, list[float]]]]:
-    """Measure on two ranks, which must say the same."""
+    """Evaluate on two ranks, and require equal results."""
     first, second = workers.run(measured, name, world_size=2, init_process_group=False, deadline_s=60.0)
     assert first == second
     validated, rows = first
@@ -80,7 +80,7 @@ def run(workers: WorkerPool, name: str) -> tuple[dict[str, float], list[dict[str
 
 
 def rows_of(name: str) -> list[int]:
-    """Return how many samples each batch ends up with: KTO scores a mismatched one behind each."""
+    """Return the samples of each batch; KTO adds a mismatched sample after each."""
     return [12, 12, 4] if name == "kto" else [6, 6, 2]
 
 

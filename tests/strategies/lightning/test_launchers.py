@@ -1,4 +1,4 @@
-"""The same script runs under every way of starting processes, and learns the same."""
+"""One script trains to equal weights under every launcher."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from tests.strategies import runs
 from tests.strategies.runs import Batches
 from tests.workers import WorkerPool
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCRIPT = str(Path(__file__).with_name("launched.py"))
 DEADLINE_S = 160.0
 
 
 def shell_environment() -> dict[str, str]:
-    """Return the environment of a shell that knows of no other run."""
+    """Return the environment of a shell, without variables of other runs."""
     foreign = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "NODE_RANK", "TORCHELASTIC")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     return environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def launch(folder: Path, *commands: tuple[str, ...]) -> None:
-    """Run commands side by side, each as a user would from a shell."""
+    """Start commands in parallel, each as from a user's shell."""
     logs = [folder / f"{number}.log" for number in range(len(commands))]
     with contextlib.ExitStack() as stack:
         started = [
@@ -50,7 +50,7 @@ def launch(folder: Path, *commands: tuple[str, ...]) -> None:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End what a command has started, where it did not come to its own end."""
+    """Kill the processes of a command that are still running."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -61,7 +61,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return what both ranks saw, and what was left to the process that called ``fit``."""
+    """Return the results of both ranks, and of the process that called ``fit``."""
     ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
     caller = json.loads((folder / "caller.json").read_text())
     for rank in ranks:
@@ -72,7 +72,7 @@ def read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 def fit_here() -> tuple[dict[str, float], dict[str, float]]:
-    """Return what one rank logs, and the sums of its weights."""
+    """Return one rank's logged metrics, and the sums of its weights."""
     outcome = runs.train(runs.sft(), "heuristic", 1, Batches(2, responses=True))
     return outcome.logged[-1], {name: float(value.abs().sum()) for name, value in outcome.weights.items()}
 
@@ -103,7 +103,7 @@ def test_script_torchrun_spawn_and_fork_learn_the_same(tmp_path: Path, workers: 
 
 
 def start_too_many() -> list[str]:
-    """Return what a Trainer says that asks for other numbers of devices than torchrun started processes."""
+    """Return the errors of Trainers whose number of devices differs from torchrun's number of processes."""
     world_size, rank = runs.world_size(), os.environ["RANK"]
     texts = []
     for devices in (1, 4):

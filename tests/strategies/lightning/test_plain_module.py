@@ -1,4 +1,4 @@
-"""A LightningModule without calls trains under the strategy as under any other: data-parallel, to the same weights."""
+"""A LightningModule without calls trains data-parallel, to the same weights as under other strategies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_ROWS = 16
 
 
 class Regression(L.LightningModule):
-    """A small net with a parameter that is never used and one that a single row uses."""
+    """A small network with a parameter that is never used, and one that a single row uses."""
 
     def __init__(self, *, manual: bool = False) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Regression(L.LightningModule):
         return error.square().mean()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
-        """Count the rows, and return the loss or, by hand, descend."""
+        """Count the rows, and return the loss or optimize manually."""
         self.rows += batch[0].tolist()
         loss = self.loss(batch[0])
         self.log("loss", loss, sync_dist=True, on_epoch=True, on_step=False)
@@ -63,7 +63,7 @@ class Regression(L.LightningModule):
         return batch[0]
 
     def configure_optimizers(self) -> Any:
-        """Return momentum descent with a schedule per epoch."""
+        """Return SGD with momentum and a schedule per epoch."""
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)]
 

@@ -1,4 +1,4 @@
-"""How do the tests train adapters? GRPO and PPO on tiny models, fresh adapters that already matter, bytes recorded."""
+"""Train adapters of tiny models for the tests: GRPO and PPO, adapters that start nonzero, recorded bytes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-lin
 
 
 class CheckedGRPO(runs.RecordedGRPO):
-    """GRPO that compares what its models compute with what they ought to."""
+    """GRPO that compares its models' outputs with expected ones."""
 
     base: nn.Module
-    """The actor without adapters, whole."""
+    """The full actor without adapters."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -40,7 +40,7 @@ class CheckedGRPO(runs.RecordedGRPO):
         return logprobs
 
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
-        """Compare what generation took for the policy with the policy."""
+        """Compare the log-probabilities of generation with the policy's."""
         loss = super().actor_loss(actor, batch, totals)
         with torch.no_grad():
             logprobs = token_logprobs(actor, batch, temperature=1.0, only_responses=True).logprobs
@@ -65,7 +65,7 @@ class Moved(PhaseCallback):
 def adapted_grpo(
     family: str = "qwen3", module_class: type[runs.RecordedGRPO] = runs.RecordedGRPO, **settings: Any
 ) -> Any:
-    """Return GRPO that trains adapters and has no reference of its own."""
+    """Return GRPO that trains adapters, and uses the base as reference."""
     settings = {
         "sampling": runs.SAMPLING, "optimizer": partial(SGD, lr=0.5), "tokenizer": byte_tokenizer(),
         "peft_config": LORA, "kl_coef": 0.1, **settings,
@@ -74,7 +74,7 @@ def adapted_grpo(
 
 
 def train(plans: list[Any], settings: dict[str, Any], count: int = 3) -> list[tuple[runs.Outcome, list[Any]]]:
-    """Train under each plan; return what came of it and what moved."""
+    """Train under each plan; return the outcomes and the bytes moved."""
     found, world_size = [], runs.world_size()
     for plan in plans:
         moved = Moved()
@@ -86,7 +86,7 @@ def train(plans: list[Any], settings: dict[str, Any], count: int = 3) -> list[tu
 
 
 def train_checked(plan: Any, callbacks: list[Callback]) -> tuple[runs.Outcome, dict[str, list[float]], tuple[str, ...]]:
-    """Train; return what came of it, how far off models were on this rank, and the roles that have replicas."""
+    """Train; return the outcome, the largest errors of outputs on this rank, and the roles with replicas."""
     world_size, module = runs.world_size(), adapted_grpo(module_class=CheckedGRPO)
     vars(module)["base"] = tiny_model("qwen3")  # past Lightning, as no part of it
     outcome = runs.train(module, ReallocStrategy(plan), world_size, runs.Batches(3), callbacks=callbacks)
@@ -94,13 +94,13 @@ def train_checked(plan: Any, callbacks: list[Callback]) -> tuple[runs.Outcome, d
 
 
 class ChangeOfPlan(Callback):
-    """Goes over to another plan after the first iteration."""
+    """Changes to another plan after the first iteration."""
 
     def __init__(self, plan: Any) -> None:
         self.plan = plan
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Change."""
+        """Set the plan."""
         if trainer.global_step == 1:
             trainer.strategy.set_plan(self.plan)  # type: ignore[attr-defined]
 

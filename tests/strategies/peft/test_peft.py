@@ -1,4 +1,4 @@
-"""Adapters of a role under every plan: the same training as on one device, a base that moves once and is there once."""
+"""Adapters train under every plan like on one device, and their base moves once and is stored once."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _losses_of_sft() -> list[float]:
 
 
 def far_steps(parameters: Any) -> torch.optim.Optimizer:
-    """Return an optimizer that steps far."""
+    """Return an optimizer with large steps."""
     return torch.optim.SGD(parameters, lr=1.0)
 
 
@@ -129,10 +129,10 @@ def test_losses_are_those_of_peft_and_of_merged_weights(workers: WorkerPool) -> 
 
 
 class Sharing(runs.RecordedGRPO):
-    """GRPO whose reference shares the base of an actor that is trained whole."""
+    """GRPO whose reference shares the base of an actor that is trained without adapters."""
 
     def roles(self) -> tuple[Role, ...]:
-        """As GRPO's, but for the reference."""
+        """Return GRPO's roles with another reference."""
         actor, reference = super().roles()
         return actor, replace(reference, shares="actor")
 

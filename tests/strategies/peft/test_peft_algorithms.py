@@ -1,4 +1,4 @@
-"""Every algorithm trains adapters: the base keeps every bit, a reference that is not given is the base."""
+"""Every algorithm trains adapters, leaves the base bitwise unchanged, and by default uses it as the reference."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ Trained = tuple[list[dict[str, float]], dict[str, dict[str, Tensor]], dict[str, 
 
 
 def train_all() -> dict[str, Trained]:
-    """Train every case on one rank; return what was logged, weights before and after, roles with weights."""
+    """Train every case on one rank; return the metrics, weights before and after, and roles with weights."""
     found, world_size = {}, runs.world_size()
     for name, (make, data) in CASES.items():
         module, record, strategy = make(), runs.Record(), ReallocStrategy("heuristic")
@@ -79,7 +79,7 @@ def train_all() -> dict[str, Trained]:
 
 @pytest.fixture(scope="module")
 def trained(workers: WorkerPool) -> dict[str, Trained]:
-    """What comes of every case."""
+    """The results of every case."""
     found: dict[str, Trained] = workers.run(train_all, world_size=1, init_process_group=False, deadline_s=180.0)[0]
     return found
 

@@ -1,4 +1,4 @@
-"""Under bf16-mixed what stays frozen is held in the dtype it is computed in, and what is trained in fp32."""
+"""Under bf16-mixed frozen weights are stored in bfloat16, and trained ones in float32."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES = {"vocab_size": 256, "hidden_size": 64}
 
 
 def fine_tune(homes: tuple[str, ...], precision: str) -> list[tuple[list[float], dict[str, int], dict[str, Tensor]]]:
-    """Train adapters on given responses in each layout; return losses, this rank's bytes by dtype, all weights."""
+    """Train adapters on given responses in each layout; return losses, this rank's bytes by dtype, and all weights."""
     found, world_size = [], runs.world_size()
     for home in homes:
         record, strategy = runs.Record(), ReallocStrategy(calls(actor_train=home))
@@ -47,7 +47,7 @@ def fine_tune(homes: tuple[str, ...], precision: str) -> list[tuple[list[float],
 
 
 def _distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    """Return how far apart adapters are, as a norm."""
+    """Return the norm of the difference between adapters."""
     return math.hypot(*(float((ours[name] - theirs[name]).norm()) for name in theirs if "lora_" in name))
 
 
@@ -77,7 +77,7 @@ def test_a_base_takes_half_the_bytes_and_losses_are_those_of_fp32(workers: Worke
 
 
 def explore(plans: tuple[Any, ...]) -> list[tuple[list[dict[str, float]], dict[str, Tensor]]]:
-    """Run GRPO of adapters in mixed precision under each plan, and from the first to the last one while it runs."""
+    """Run GRPO with adapters in mixed precision under each plan, and with a change from the first to the last plan."""
     found, world_size = [], runs.world_size()
     for plan, callbacks in [*((plan, []) for plan in plans), (plans[0], [ChangeOfPlan(plans[-1])])]:
         outcome = runs.train(
@@ -104,7 +104,7 @@ def test_reference_and_generation_work_on_a_base_of_bf16(workers: WorkerPool) ->
 
 
 def criticise(layouts: tuple[str, ...]) -> list[list[dict[str, float]]]:
-    """Run PPO in mixed precision, of adapters and fp32 heads, and of whole models whose embeddings are frozen."""
+    """Run PPO in mixed precision, with adapters and float32 heads, and with full models whose embeddings are frozen."""
     found, world_size = [], runs.world_size()
     partly = tiny_model("llama")
     partly.get_input_embeddings().requires_grad_(False)

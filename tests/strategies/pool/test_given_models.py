@@ -24,11 +24,11 @@ from tests.strategies.peft.peft_runs import LORA
 from tests.strategies.runs import Batches
 
 STEPS_BYTES = 60_000
-"""More than the loops, metrics and random states in ``meta.pt`` take, and a fraction of one tiny model."""
+"""Bytes that are more than ``meta.pt`` needs, and a fraction of a tiny model."""
 
 
 def weight_bytes() -> int:
-    """Return the bytes of all parameters that modules in this process hold."""
+    """Return the bytes of all parameters of modules in this process."""
     gc.collect()
     modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
     held = {id(p): p.nbytes for m in modules for p in m._parameters.values() if p is not None and not p.is_meta}
@@ -36,18 +36,18 @@ def weight_bytes() -> int:
 
 
 class CountCopies(Callback):
-    """Notes how many bytes of weights there are once the models are set up."""
+    """Records the bytes of weights once the models are set up."""
 
     def __init__(self) -> None:
         self.noted = 0
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note."""
+        """Record the bytes."""
         self.noted = weight_bytes()
 
 
 def given(algorithm: str, **settings: Any) -> MultiModelModule:
-    """Return an algorithm whose models, in every role that may have one, are modules that nobody else refers to."""
+    """Return an algorithm whose roles are all given as modules, without other references to them."""
     if algorithm == "sft":
         return runs.sft(**settings)
     settings = {"reward": tiny_scorer("llama"), "reference": tiny_model("llama", seed=1), **settings}
@@ -99,14 +99,14 @@ def test_a_checkpoint_that_holds_given_models_still_loads(tmp_path: Path) -> Non
 
 
 class KeepsItself(SFT):
-    """A user's algorithm that keeps its model as an attribute."""
+    """An algorithm of a user that keeps its model as an attribute."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, tokenizer=None)
         self.mine = model
 
     def roles(self) -> tuple[Role, ...]:
-        """Return one role, of the attribute."""
+        """Return one role, whose model is the attribute."""
         return (Role(name="actor", source=self.mine, trained=True),)
 
 

@@ -1,4 +1,4 @@
-"""Check what fits leave behind in a process: no models, no optimizers, no threads that add up."""
+"""Check that fits leave no models, no optimizers and no growing number of threads in a process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ KINDS: dict[str, Callable[[], GRPO]] = {
 
 
 def fit(kind: str, plan: Any, world_size: int) -> list[weakref.ref[Any]]:
-    """Fit a module of this kind, and return weak references to what may not outlive its caller's variables."""
+    """Fit a module of this kind, and return weak references to objects that must not outlive the caller's variables."""
     module, strategy = KINDS[kind](), ReallocStrategy(plan)
     trainer = runs.trainer(strategy, world_size)
     try:
@@ -73,13 +73,13 @@ def fit(kind: str, plan: Any, world_size: int) -> list[weakref.ref[Any]]:
 
 
 def alive(references: Sequence[weakref.ref[Any]]) -> list[str]:
-    """Return the kinds of objects that are still there after a collection."""
+    """Return the kinds of objects that are alive after a garbage collection."""
     gc.collect()
     return sorted({type(kept()).__name__ for kept in references if kept() is not None})
 
 
 def num_modules() -> int:
-    """Return how many modules there are, those that were given to a fit or to a class included."""
+    """Return the number of live modules, including those given to a fit or to a class."""
     gc.collect()
     return sum(issubclass(type(found), nn.Module) for found in gc.get_objects())
 
@@ -92,7 +92,7 @@ def test_a_fit_leaves_nothing_behind(kind: str) -> None:
 
 
 def fit_all(plan: Any) -> tuple[list[str], list[int], list[int]]:
-    """Fit a module of every kind; return what was left of them, and modules and threads after each."""
+    """Fit a module of every kind; return the objects left of them, and modules and threads after each."""
     environment, world_size = dict(os.environ), runs.world_size()
     left, modules, threads = [], [], []
     for kind in ("plain", "local class", "draft model", "failure", "plain"):
@@ -114,7 +114,7 @@ def test_fits_on_several_ranks_leave_neither_models_nor_threads_behind(workers: 
 
 
 def take_turns() -> list[int]:
-    """Fit with two trainers, then go on with the first one; return the iterations of each of its parts."""
+    """Fit with two trainers, then continue with the first one; return the iterations of each of its parts."""
     environment, world_size = dict(os.environ), runs.world_size()
     first, second = (runs.trainer("realloc", world_size, max_epochs=1) for _ in range(2))
     module, steps = runs.grpo(), []
@@ -133,20 +133,20 @@ def test_a_trainer_goes_on_after_another_ones_fit(workers: WorkerPool) -> None:
 
 
 class LiveBytes(Callback):
-    """Notes how many bytes of tensors there are before each fit's models are built."""
+    """Records the bytes of tensors before each fit's models are built."""
 
     def __init__(self) -> None:
         self.noted: list[int] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Note."""
+        """Record the bytes."""
         tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
         self.noted.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
 
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """Let Python collect nothing by itself, as it seldom does between large fits."""
+    """Disable automatic garbage collection, which rarely runs between large fits."""
     gc.collect()
     gc.disable()
     yield

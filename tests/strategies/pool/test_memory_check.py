@@ -1,4 +1,4 @@
-"""Do calls take the memory that was worked out, and is a plan that cannot fit refused before a model is built?"""
+"""Predicted memory matches measured memory, and plans that do not fit are refused before a model is built."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class EvenBatches:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run's pool of models, what its memory depends on, and this rank's bytes in every call."""
+    """A run's pool of models, its memory settings, and this rank's bytes in every call."""
 
     pool: Any
     roles: dict[str, RoleMemory]
@@ -74,7 +74,7 @@ class Measured:
 def compare(
     plan: dict[str, Any], family: str = "llama", generation: dict[str, Any] | None = None, **given: Any
 ) -> Comparison:
-    """Train for two iterations and return what this rank needed beside what was worked out."""
+    """Train for two iterations; return this rank's measured and predicted bytes."""
     run = measure(plan, family, generation, **given)
     forecast = forecast_memory(run.pool.dataflow, run.pool.plan, run.roles, run.settings, LOAD, ranks=(run.rank,))
     return {call: (forecast.at(call, run.rank).total, peak) for call, peak in run.peaks.items()}
@@ -89,7 +89,7 @@ def measure(
     transport: TransportName = "auto",
     **sizes: Any,
 ) -> Measured:
-    """Train for two iterations and return what this rank needed."""
+    """Train for two iterations; return this rank's measured bytes."""
     world_size, monitor = runs.world_size(), MemoryMonitor()
     standing = _bytes_alive()  # what earlier tests left in this process
     config = tiny_model(family, **sizes).config
@@ -124,13 +124,13 @@ def _bytes_alive() -> int:
 
 
 def _mapped_bytes(folder: str) -> int:
-    """Return the bytes of weights that lie in memory which torch did not allocate, and the monitor does not count."""
+    """Return the bytes of weights in memory that torch did not allocate, which the monitor does not count."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder)
     return sum(weight.nbytes for weight in loaded.parameters() if not weight.untyped_storage().resizable())
 
 
 def check(found: list[Comparison], tolerance: float = TOLERANCE) -> None:
-    """Every call of every rank took what was predicted, within the tolerance."""
+    """Check that every call on every rank used the predicted bytes, within the tolerance."""
     for rank, comparison in enumerate(found):
         assert set(comparison) == {"actor.generate", "reference.infer", "actor.train"}
         for call, (predicted, measured) in comparison.items():
@@ -158,7 +158,7 @@ def test_peaks_are_predicted_where_ranks_share_many_logits(workers: WorkerPool) 
 
 
 def compare_many_logits(plan: dict[str, Any]) -> Comparison:
-    """Compare a model whose logits take more than all else."""
+    """Compare a model whose logits need the most memory."""
     return compare(plan, vocab_size=8192, hidden_size=32, intermediate_size=64)
 
 
@@ -178,7 +178,7 @@ def test_peaks_are_predicted_where_adapters_are_trained(
 
 
 def compare_adapted(plan: dict[str, Any], precision: str) -> Comparison:
-    """Compare what was worked out for adapters."""
+    """Compare predicted and measured bytes of adapters."""
     return compare(plan, "qwen3", precision=precision, **ADAPTED)
 
 
@@ -189,7 +189,7 @@ def test_a_search_counts_what_is_measured_where_two_roles_share_a_base(workers: 
 
 
 def compare_with_search(plan: dict[str, Any]) -> Comparison:
-    """Compare what a search counts: of each role its home, of a shared base its owner's, and each copy once."""
+    """Compare the bytes that a search counts: each role's home, a shared base once, and each copy once."""
     run = measure(plan, "qwen3", transport="direct", **ADAPTED)
     flow, chosen = run.pool.dataflow, run.pool.plan
     prices = RooflineEstimator(flow, ClusterSpec.local(2), run.roles, run.settings, LOAD)
@@ -230,15 +230,15 @@ def compare_medium(plan: dict[str, Any]) -> Comparison:
 
 
 class _Unbuilt(Role):
-    """A role whose weights may not be asked for."""
+    """A role whose weights must not be loaded."""
 
     def build(self, *, seed: int) -> Any:
-        """Fail: the plan is to be refused before."""
+        """Fail: the plan must be refused earlier."""
         raise AssertionError(f"{self.name} was built, seed {seed}")
 
 
 def refused(plan: str, budget: str) -> str:
-    """Return what a fit was refused with."""
+    """Return the error of a fit."""
     config: PreTrainedConfig = tiny_model("llama").config
     module = runs.grpo(actor=config, reference=config)
     roles = [_Unbuilt(name=role.name, source=role.source, trained=role.trained) for role in module.roles()]

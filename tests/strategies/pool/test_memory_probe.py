@@ -1,4 +1,4 @@
-"""A rank without room is heard of by all before anything moves."""
+"""All ranks raise an error if one of them lacks memory, before anything moves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GPU = torch.device("cuda")
 
 
 def full(num_bytes: int, device: torch.device) -> Any:
-    """Have no room, as a full device."""
+    """Fail like a full device."""
     raise torch.cuda.OutOfMemoryError("no room")
 
 

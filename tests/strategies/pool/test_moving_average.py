@@ -1,4 +1,4 @@
-"""A reference that follows the actor: a moving average, wherever the two of them lie."""
+"""A reference that is a moving average of the actor, under any layouts of the two."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ PLANS = (
 
 
 class Following(runs.RecordedGRPO):
-    """GRPO whose reference follows the actor."""
+    """GRPO whose reference is a moving average of the actor."""
 
     leader = "actor"
 
     def roles(self) -> tuple[Role, ...]:
-        """As GRPO's, but for the reference."""
+        """Return GRPO's roles with another reference."""
         actor, reference = super().roles()
         return actor, replace(reference, average_of=self.leader, average_rate=RATE)
 
@@ -46,7 +46,7 @@ class Weights(runs.Record):
         self.actors: list[dict[str, Tensor]] = []
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        """Gather them."""
+        """Gather the weights."""
         super().on_train_batch_end(trainer, *args)
         self.actors.append(trainer.strategy.full_weights("actor"))
 
@@ -61,7 +61,7 @@ def _make(module_class: type = Following) -> Any:
 
 
 def follow(plans: list[Any], folder: Path | None) -> list[tuple[list[dict[str, Tensor]], dict[str, Tensor], Any]]:
-    """Train under each plan; return the actor after every iteration, the reference at the end, and what was logged."""
+    """Train under each plan; return the actor after every iteration, the final reference, and the metrics."""
     found, world_size = [], runs.world_size()
     for plan in plans:
         strategy, weights = ReallocStrategy(plan), Weights()
@@ -102,7 +102,7 @@ def _resume(folder: Path) -> dict[str, Tensor]:
 
 
 class FollowingNobody(Following):
-    """Follows a role that is not trained."""
+    """An average of a role that is not trained."""
 
     leader = "critic"
 

@@ -1,4 +1,4 @@
-"""A run whose frozen roles and optimizer states leave between their calls is the same run, in less memory."""
+"""Offloading frozen roles and optimizer states between their calls saves memory, and changes no result."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ PLAN = calls(
     actor_generate="dp2.tp2@0-3", reference_infer="fsdp2@0-1", critic_infer="tp2@2-3", actor_train="fsdp2.tp2@0-3",
     critic_train="fsdp4@0-3",
 )  # fmt: skip
-"""As users write it, but for the reward, which is a function."""
+"""GRPO as users write it, with a reward function."""
 OFFLOAD = ["reference", "actor.optimizer", "critic.optimizer"]
 
 
 class Presence(PhaseCallback):
-    """Notes which roles' weights have memory in each call, and what happens to whoever reads others."""
+    """Records the roles with weights on the device in each call, and the errors of reading others."""
 
     def __init__(self) -> None:
         self.seen: dict[str, bool] = {}
         self.message = ""
 
     def on_phase_start(self, trainer: L.Trainer, pl_module: L.LightningModule, phase: str) -> None:
-        """Look at the reference."""
+        """Read the reference's weights."""
         reference: Any = pl_module.reference
         weight = next(reference.parameters())
         self.seen[phase] = local_tensor(weight).untyped_storage().nbytes() > 0
@@ -79,14 +79,14 @@ def test_a_run_is_the_same_with_everything_offloaded(workers: WorkerPool) -> Non
 
 
 class Save(Callback):
-    """Saves after the first iteration, and moves to another plan."""
+    """Saves after the first iteration, and changes to another plan."""
 
     def __init__(self, folder: Path, plan: Any) -> None:
         self.folder, self.plan = folder, plan
         self.reference: dict[str, Tensor] = {}
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Read what is away in three ways."""
+        """Read offloaded weights in three ways."""
         strategy: Any = trainer.strategy
         if trainer.global_step == 1:
             trainer.save_checkpoint(self.folder)
@@ -95,9 +95,9 @@ class Save(Callback):
 
 
 def fit_following(plans: list[Any], folder: Path) -> list[tuple[Any, Any]]:
-    """Train with a reference that follows, save and move on the way; return the last tokens and reference weights.
+    """Train with a reference that is a moving average; save and change the plan during training.
 
-    At last read the first checkpoint, and return the reference as it was before and is then.
+    Return the last tokens and the reference's weights at the end, and before and after reading the first checkpoint.
     """
     from tests.models import byte_tokenizer, tiny_model
 

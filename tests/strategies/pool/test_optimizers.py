@@ -1,4 +1,4 @@
-"""Optimizers with several groups, and different ones per role: the same on every layout, moved and resumed."""
+"""Optimizers with several groups, and different ones per role, train alike under every layout, moved and resumed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DECAYING = {"optimizer": partial(AdamW, lr=1e-2, eps=1e-4), "weight_decay": 5.0,
 
 
 def run_decaying(plans: list[Any], save: Path | None) -> list[Outcome]:
-    """Train three iterations under each plan, a tuple of the layouts of each iteration."""
+    """Train three iterations under each plan, which is a tuple of the layouts of each iteration."""
     found, world_size = [], runs.world_size()
     for layouts in plans:
         first, *later = [calls(actor_train=layout) for layout in layouts] or ["heuristic"]
@@ -65,7 +65,7 @@ class Rates(Callback):
         self.rates: list[dict[str, float]] = []
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        """Read them."""
+        """Read the learning rates."""
         groups = [group for optimizer in trainer.strategy.optimizers for group in optimizer.param_groups]
         self.rates.append({group["name"]: group["lr"] for group in groups})
 

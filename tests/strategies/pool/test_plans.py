@@ -1,4 +1,4 @@
-"""Any plan of PPO's seven calls learns what one rank learns, ends, and leaves every rank at the same step."""
+"""Any plan of PPO's seven calls trains like one rank, ends, and leaves every rank at the same step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ HAND_PICKED = {
 
 
 def run_ppo(plans: Sequence[Any]) -> list[tuple[runs.Outcome, dict[str, Tensor]]]:
-    """Train PPO for two iterations under each plan; return the critic's weights besides."""
+    """Train PPO for two iterations under each plan; also return the critic's weights."""
     found, world_size = [], runs.world_size()
     for plan in plans:
         strategy = ReallocStrategy(plan)
@@ -69,7 +69,7 @@ def run_ppo(plans: Sequence[Any]) -> list[tuple[runs.Outcome, dict[str, Tensor]]
 
 @pytest.fixture(scope="module")
 def alone(workers: WorkerPool) -> tuple[runs.Outcome, Mapping[str, Tensor]]:
-    """What one rank makes of it."""
+    """The outcome on one rank."""
     (found,) = workers.run(run_ppo, ["heuristic"], world_size=1, init_process_group=False, deadline_s=DEADLINE_S)
     return found[0]  # type: ignore[no-any-return]
 
@@ -97,7 +97,7 @@ def test_hand_picked_plans_learn_what_one_rank_learns(workers: WorkerPool, alone
 
 
 def _degrees(kind: str, most: int) -> list[ParallelDims]:
-    """Return the degrees that a call of the tiny models may have on at most so many ranks."""
+    """Return the degrees that a call of the tiny models may have on at most ``most`` ranks."""
     pipelines = (1, 2) if kind in ("infer", "train") else (1,)
     found = [
         ParallelDims(pp=pp, dp=dp, fsdp=fsdp, tp=tp)
@@ -107,7 +107,7 @@ def _degrees(kind: str, most: int) -> list[ParallelDims]:
 
 
 def _plans(world_size: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Return any degrees and ranks for every call, so that no rank is without one."""
+    """Draw degrees and ranks for every call, so that every rank has a call."""
 
     @st.composite
     def draw_plan(draw: st.DrawFn) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which precisions train, in which dtype every weight is held and read, and which are refused and why."""
+"""Supported precisions store and read every weight in the right dtype; others are refused with a reason."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
 class Dtypes(PhaseCallback):
-    """Notes the dtype of the weights that each call works on."""
+    """Records the dtype of the weights in each call."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
 
     def on_phase_start(self, trainer: L.Trainer, pl_module: L.LightningModule, phase: str) -> None:
-        """Look at one weight."""
+        """Read one weight."""
         replica = trainer.strategy.pool.active(phase)  # type: ignore[attr-defined]
         self.found[phase] = str(next(replica.model.parameters()).dtype).removeprefix("torch.")
 
@@ -55,7 +55,7 @@ def train_in_every_precision(train_layout: str, generate_layout: str) -> dict[st
 
 @pytest.fixture(scope="module")
 def one_rank(workers: WorkerPool) -> dict[str, Any]:
-    """What one rank finds, with generation in the training layout."""
+    """The results of one rank, with generation in the training layout."""
     found: dict[str, Any] = workers.run(
         train_in_every_precision, "fsdp1", "fsdp1", world_size=1, init_process_group=False, deadline_s=120.0
     )[0]
@@ -87,19 +87,19 @@ def test_mixed_precision_generates_in_the_very_replicas_that_it_trains(workers: 
 
 
 class Log(logging.Handler):
-    """Keeps what was logged about the dtypes of given models."""
+    """Keeps the messages about the dtypes of given models."""
 
     def __init__(self) -> None:
         super().__init__()
         self.of_dtypes: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
+        """Keep the message."""
         self.of_dtypes += [text for text in [record.getMessage()] if "weights, so these were cast" in text]
 
 
 def train_narrow_modules() -> list[Any]:
-    """Return by precision the dtypes of weights after a run of bfloat16 modules, and how far the smallest step goes."""
+    """Return by precision the dtypes of weights after a run of bfloat16 modules, and the size of the smallest step."""
     found = []
     for precision in PRECISIONS:
         narrow = {"actor": tiny_model("llama").bfloat16(), "reference": tiny_model("llama", seed=1).bfloat16()}
@@ -159,7 +159,7 @@ def test_a_model_without_gradients_keeps_the_one_dtype_that_it_has() -> None:
 
 
 def refusals() -> list[str]:
-    """Return what each precision that cannot work is refused with."""
+    """Return the error of each unsupported precision."""
     world_size, found = runs.world_size(), []
     scaler = torch.amp.GradScaler("cpu")
     for options in (

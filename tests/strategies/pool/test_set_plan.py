@@ -1,4 +1,4 @@
-"""A plan that changes while training goes on: weights and optimizer state move, and the run does not notice."""
+"""Changing the plan during training moves weights and optimizer state, and changes no result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Move(Callback):
         self.parameters: list[int] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Set the plan that is due."""
+        """Set the plan of this iteration."""
         if trainer.global_step in self.plans:
             strategy: Any = trainer.strategy
             strategy.set_plan(self.plans[trainer.global_step])
