@@ -121,7 +121,7 @@ def _ask_too_early() -> str:
 def test_a_plan_is_not_changed_under_a_running_call(workers: WorkerPool) -> None:
     answers = workers.run(_ask_too_early, world_size=2, init_process_group=False, deadline_s=60.0)
     assert answers == [answers[0]] * 2
-    assert "calls are under way; use it between iterations" in answers[0]
+    assert "calls are running; use it between iterations" in answers[0]
 
 
 def test_a_plan_that_does_not_fit_is_refused_and_the_old_one_stays(workers: WorkerPool) -> None:
