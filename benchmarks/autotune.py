@@ -1,13 +1,13 @@
-"""Does a run that tunes itself end with the fastest plan, what does that cost, and does it learn the same?
+"""Benchmark live tuning: the speed of the committed plan, the cost of tuning, and equality of the losses.
 
-Live PPO of four models on four ranks, from three plans (everything sharded, everything replicated, the heuristic's),
-with models of two sizes and responses of two kinds: all equally short, and longer ones of different lengths. For every
-setting, each start is tuned until it commits a plan, by a tuner that reckons with 200 iterations; an untuned run says
-what losses should be; then every static plan, the starts and what was committed take turns in one run, in blocks of a
-few iterations, so that a busy machine slows them alike.
+PPO with four models runs on four ranks from three start plans: all calls sharded, all calls replicated, and the
+heuristic plan. Models have two sizes, and responses are short and equal, or longer with different lengths. In every
+setting each start plan is tuned until the tuner commits, for a run of 200 iterations. A run without tuning has the
+expected losses. Then all static, start and committed plans take turns in one run, in blocks of a few iterations, so
+that load on the machine slows them equally.
 
-Overhead is what the tuner counts as its cost (measuring, searching, changing plans, and what iterations took beyond the
-start's) over all seconds of the tuned run: a faster plan makes the same seconds a larger share.
+Overhead is the tuner's cost (profiles, searches, changes of plans, and extra seconds of slower plans) over all seconds
+of the tuned run. A faster plan makes the same cost a larger fraction.
 """
 
 from __future__ import annotations
@@ -29,20 +29,18 @@ from benchmarks.autotune_runs import Setting, Tuned, take_turns, tiny, train_unt
 from benchmarks.harness import BenchmarkReport, make_parser
 from benchmarks.plan_turn import CALLS, WORLD_SIZE, Workload
 from benchmarks.ranks import answers_of_ranks
-from lightning_realloc.tuning.tuner import COUNTED, WARM_UP
+from lightning_realloc.tuning.tuner import COUNTED_ITERATIONS, WARM_UP_ITERATIONS
 
 ITERATIONS = 200
-"""Of the run that tuning is reckoned against."""
-MEASURED = WARM_UP + COUNTED
-"""Iterations of the start, before anything is tuned."""
+"""Iterations of the run that the overhead is computed for."""
+MEASURED = WARM_UP_ITERATIONS + COUNTED_ITERATIONS
+"""Iterations under the start plan before tuning."""
 SPEED_OF_BEST_STATIC, OVERHEAD, TOLERANCE = 0.98, 0.05, 1e-5
 STATIC_LAYOUTS = ("fsdp4", "dp4", "tp4", "dp2.tp2", "fsdp2.tp2", "dp2.fsdp2")
 STATIC: dict[str, Any] = {name: {"calls": dict.fromkeys(CALLS, f"{name}@0-3")} for name in STATIC_LAYOUTS}
 STARTS: dict[str, Any] = {"fsdp4": STATIC["fsdp4"], "dp4": STATIC["dp4"], "heuristic": "heuristic"}
 SMALL = Workload(hidden_size=128, intermediate_size=352, num_layers=4, vocabulary=4096, num_prompts=8, new_tokens=8)
-LARGE = Workload(
-    hidden_size=256, intermediate_size=704, num_layers=6, vocabulary=4096, num_prompts=8, new_tokens=8
-)  # fmt: skip
+LARGE = Workload(hidden_size=256, intermediate_size=704, num_layers=6, vocabulary=4096, num_prompts=8, new_tokens=8)
 SETTINGS = tuple(
     Setting(name=f"{size}, {kind}", work=Workload(**(asdict(work) | {"new_tokens": tokens})), share_of_stops=stops)
     for kind, tokens, stops in (("short", 8, 0.0), ("ragged", 24, 1 / 16))
@@ -52,39 +50,39 @@ SETTINGS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What all runs of one setting measured."""
+    """Measurements of all runs of one setting."""
 
     setting: Setting
     tuned: Mapping[str, Tuned]
-    """By the name of the start."""
+    """Name of the start plan -> its tuned run."""
     seconds: Mapping[str, Sequence[float]]
-    """Plan, as text -> iterations in turn with the others'."""
+    """Plan as text -> seconds of its iterations, in turn with other plans."""
     losses: Mapping[tuple[str, int], float]
-    """Of the untuned run."""
+    """Losses of the run without tuning."""
     scores: Sequence[Sequence[float]]
 
     def median_s(self, plan: Mapping[str, Any]) -> float:
-        """Return a plan's seconds."""
+        """Return the median seconds of a plan."""
         return median(self.seconds[key(plan)])
 
     @property
     def best_static(self) -> str:
-        """The fastest layout for everything."""
+        """Name of the fastest static plan."""
         return min(STATIC, key=lambda name: self.median_s(STATIC[name]))
 
     def difference(self, start: str) -> float:
-        """Return how far losses and scores of a tuned run are from the untuned one's, at most."""
+        """Return the largest difference of losses and scores between a tuned run and the untuned one."""
         run = self.tuned[start]
         both = run.losses.keys() & self.losses.keys()
         return max([*(abs(run.losses[one] - self.losses[one]) for one in both), *self.score_differences(start)])
 
     def score_differences(self, start: str) -> list[float]:
-        """Return how far every sample's score in a tuned run is from that in the untuned one."""
+        """Return the difference of every sample's score between a tuned run and the untuned one."""
         pairs = zip(self.tuned[start].scores, self.scores, strict=False)
         return [abs(a - b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True)]
 
     def num_scores_apart(self, start: str) -> int:
-        """Return how many samples of a tuned run have another score: another token was drawn, at the edge of two."""
+        """Return the number of samples of a tuned run with another score, since rounding changed a drawn token."""
         return sum(difference > TOLERANCE for difference in self.score_differences(start))
 
 
@@ -97,7 +95,7 @@ def key(plan: Mapping[str, Any]) -> str:
 
 
 def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None:
-    """Run the settings on this rank; rank 0 sends them on."""
+    """Run the settings on this rank; rank 0 sends the results."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     left = options.cells
@@ -111,7 +109,7 @@ def work_on(rank: int, options: argparse.Namespace, answers: Connection) -> None
 
 
 def measure(setting: Setting, starts: Sequence[str], options: argparse.Namespace) -> Found:
-    """Tune from every start, train without tuning, and let all plans take turns. Collective."""
+    """Tune every start plan, train without tuning, and run all plans in turns. Collective."""
     settings = {"max_overhead": 1.0, "search_seconds": 0.3} if options.tiny else {}
     tuned = {name: tune(setting, STARTS[name], iterations=ITERATIONS, settings=settings) for name in starts}
     longest = max(run.iterations for run in tuned.values())
@@ -126,7 +124,7 @@ def measure(setting: Setting, starts: Sequence[str], options: argparse.Namespace
 
 
 def fill(report: BenchmarkReport, found: Found) -> None:
-    """Add a row for every start of a setting."""
+    """Add a row for every start plan of a setting."""
     best = found.best_static
     for start, run in found.tuned.items():
         seconds = found.median_s(run.committed)
@@ -150,7 +148,7 @@ def fill(report: BenchmarkReport, found: Found) -> None:
 
 
 def overhead(found: Found, start: str) -> float:
-    """Return a tuning's cost as a share of all seconds of a run of 200 iterations, most of them under the new plan."""
+    """Return the cost of tuning as a fraction of a run of 200 iterations, most of them under the committed plan."""
     run = found.tuned[start]
     cost = sum(run.costs.values())
     before = MEASURED * found.median_s(run.start)
@@ -158,7 +156,7 @@ def overhead(found: Found, start: str) -> float:
 
 
 def describe(plan: Mapping[str, Any]) -> str:
-    """Return a plan's layouts in short, calls of one layout together."""
+    """Return a plan's layouts as short text, with calls of one layout together."""
     calls: dict[str, list[str]] = {}
     for name, entry in plan["calls"].items():
         layout = entry if isinstance(entry, str) else " ".join(map(str, entry.values()))
@@ -169,7 +167,7 @@ def describe(plan: Mapping[str, Any]) -> str:
 
 
 def judge(report: BenchmarkReport, everything: Sequence[Found]) -> None:
-    """Add the targets: the worst cell of each."""
+    """Check the targets by the worst cell."""
     cells = [(found, start) for found in everything for start in found.tuned]
     committed = {(f.setting.name, s): f.median_s(f.tuned[s].committed) for f, s in cells}
     of_static = [f.median_s(STATIC[f.best_static]) / committed[f.setting.name, s] for f, s in cells]

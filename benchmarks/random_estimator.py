@@ -1,4 +1,4 @@
-"""An estimator without rhyme or reason: what a search finds under it owes nothing to how machines behave."""
+"""Estimator with random prices, for tests of searches that must not depend on how machines behave."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from lightning_realloc.tuning.estimate.estimator import CallSeconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomEstimator:
-    """Prices drawn from a seed; equal for plans that differ in the names of machines alone."""
+    """Prices drawn from a seed, equal for plans that differ only in the names of machines."""
 
     dataflow: Dataflow
     cluster: ClusterSpec
     seed: int
     unit_bytes: int = 1000
     cores_per_node: int | None = None
-    """Which a node's ranks share; None: each has its own."""
+    """Cores that the ranks of a node share; None: each rank has its own."""
     sharers: Mapping[str, str] = field(default_factory=dict)
-    """Role without weights of its own -> the role whose base it is."""
+    """Role without weights of its own -> the role whose base it uses."""
 
     def owner(self, role: str) -> str:
-        """Return the role on whose replicas a role's calls work."""
+        """Return the role whose replicas a role's calls use."""
         return self.sharers.get(role, role)
 
     def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
-        """Return 1 to 10 s, divided by a share of the ranks; now and then it cannot run."""
+        """Return 1 to 10 s, divided by a power of the number of ranks; one call in ten cannot run."""
         draw = self._draw("seconds", call, *self._options(plan))
         if draw.random() < 0.1:
             return CallSeconds(compute=math.inf)
@@ -46,21 +46,21 @@ class RandomEstimator:
         return 0.0 if source == target else self._draw("move", *key).uniform(0, 2)
 
     def slowdown(self, busy: int) -> float:
-        """Return how many ranks there are for each core."""
+        """Return the number of busy ranks for each core, at least 1."""
         return 1.0 if self.cores_per_node is None else max(1.0, busy / self.cores_per_node)
 
     def offload_seconds(self, num_bytes: float) -> float:
-        """Return what the data sheet says."""
+        """Return the seconds at the host rate of the data sheet."""
         return num_bytes / self.cluster.host_bytes_per_s
 
     def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
-        """Return up to three units, divided among shards."""
+        """Return one to three times ``unit_bytes``, divided by the number of shards."""
         shards = layout.dims.tp * layout.dims.fsdp * layout.dims.pp
         draw = self._draw("resident", self.owner(role), layout.dims, is_home)
         return int(draw.uniform(1, 3) * self.unit_bytes / shards)
 
     def active_bytes(self, call: str, plan: CallPlan) -> int:
-        """Return up to three units."""
+        """Return up to three times ``unit_bytes``."""
         return int(self._draw("active", call, *self._options(plan)).uniform(0, 3) * self.unit_bytes)
 
     def _options(self, plan: CallPlan) -> tuple[object, ...]:

@@ -1,10 +1,12 @@
-"""Is the plan found the best there is, and how soon? On a toy estimator's seconds; no devices are needed.
+"""Benchmark the plan search for optimality and speed, with a toy estimator and without devices.
 
-(a) on spaces small enough to try everything, the best plan is found in each of 50 seeded instances; (b) PPO of a 70B
-and a 7B model on 128 devices: ten seconds come within 2 % of the best plan of a longer search; (c) 1,024 devices: one
-minute, one core, 2 GiB; (d) plain Metropolis-Hastings, given the same problem and seconds, finds nothing better.
-Seconds of searches are CPU seconds of one process with one thread: on a shared machine wall time says more about the
-neighbours. What these say holds for the estimator used: another one has other spaces, and deserves its own run.
+(a) In spaces small enough to try all plans, the search finds the best plan in each of 50 seeded instances. (b) For PPO
+of a 70B and a 7B model on 128 devices, ten seconds come within 2 % of the best plan of a longer search. (c) 1,024
+devices take one minute, one core and 2 GiB. (d) Plain Metropolis-Hastings with the same problem and seconds finds no
+better plan.
+
+Seconds of searches are CPU seconds of one process with one thread, since wall time on a shared machine depends on other
+processes. The results hold for the estimators used here.
 """
 
 from __future__ import annotations
@@ -24,17 +26,19 @@ from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.tuning.estimate.estimator import Estimator
+from lightning_realloc.tuning.search.local import SearchProgress
 from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
 from lightning_realloc.tuning.search.problem import Problem
-from lightning_realloc.tuning.search.progress import Progress
 from lightning_realloc.tuning.search.space import CallOptions
 
 ROUNDING = 1e-6
-"""Plans whose seconds differ by this share are equal."""
-WITHIN = 1.02
-MOST_BYTES = 2 << 30
-EVERY_LARGE = 24
-"""One space in so many has eight devices: its 10^5 plans take long to try."""
+"""Relative difference of seconds up to which plans count as equal."""
+MAX_RATIO = 1.02
+"""Largest seconds of a ten-second search relative to those of the best known plan."""
+MAX_BYTES = 2 << 30
+"""Most bytes of the process."""
+LARGE_SPACE_PERIOD = 24
+"""One space in this many has eight devices, whose 10^5 plans take long to try."""
 
 
 def _call(name: str, needs: str, produces: str = "") -> ModelFunctionCall:
@@ -71,17 +75,17 @@ SMALL = (
     *((PROXIMAL, shape) for shape in ((1, 4), (2, 2), (4, 1))),
     *((PPO, shape) for shape in ((1, 2), (2, 1))),
 )
-"""Dataflows, nodes and devices of each in the spaces that everything is tried in."""
+"""Dataflow, number of nodes and devices per node of the spaces in which all plans are tried."""
 
 
 # --- (a) small spaces -------------------------------------------------------------------------------------------------
 
 
 def small_instance(seed: int) -> tuple[Estimator, CallOptions, int]:
-    """Return an estimator, options and a memory budget; odd seeds have prices without rhyme or reason."""
+    """Return an estimator, options and a memory budget; odd seeds have random prices."""
     rng = random.Random(seed)
     flow, (nodes, devices) = SMALL[seed % len(SMALL)]
-    if seed % EVERY_LARGE >= EVERY_LARGE - 2:
+    if seed % LARGE_SPACE_PERIOD >= LARGE_SPACE_PERIOD - 2:
         flow, (nodes, devices) = GRPO, ((1, 8), (2, 4))[seed % 2]
     tokens = (1024, 4096) if flow is not PPO and nodes * devices <= 2 else (1024,)
     options = CallOptions(micro_batch_tokens=tokens, gradient_checkpointing=(False,), max_slots=(64,))
@@ -92,14 +96,18 @@ def small_instance(seed: int) -> tuple[Estimator, CallOptions, int]:
     cluster = replace(cluster, intra_node_bytes_per_s=10 ** rng.uniform(10, 12))
     models = {role: decoder(2, rng.choice((1024, 2048, 4096)), 4) for role in flow.roles}
     estimator = ToyEstimator(
-        dataflow=flow, cluster=cluster, models=models, num_sequences=rng.choice((8, 32, 256)),
-        prompt_tokens=rng.choice((64, 512)), response_tokens=rng.choice((64, 512)),
-    )  # fmt: skip
+        dataflow=flow,
+        cluster=cluster,
+        models=models,
+        num_sequences=rng.choice((8, 32, 256)),
+        prompt_tokens=rng.choice((64, 512)),
+        response_tokens=rng.choice((64, 512)),
+    )
     return estimator, options, rng.choice((4 << 30, 80 << 30))
 
 
 def run_small(report: BenchmarkReport, instances: int) -> None:
-    """Search and enumerate; add a row for each kind of space."""
+    """Search and enumerate each space; add a row for each kind of space."""
     optimal, seconds = 0, {}
     for seed in range(instances):
         estimator, options, budget = small_instance(seed)
@@ -116,9 +124,15 @@ def run_small(report: BenchmarkReport, instances: int) -> None:
         middle = time.monotonic()
         try:
             found = search_plan(
-                estimator.dataflow, models, estimator.cluster, estimator, seed=seed, seconds=30.0, options=options,
+                estimator.dataflow,
+                models,
+                estimator.cluster,
+                estimator,
+                seed=seed,
+                seconds=30.0,
+                options=options,
                 memory_budget=budget,
-            ).seconds  # fmt: skip
+            ).seconds
         except PlanError:
             found = float("inf")
         is_best = found <= best.seconds * (1 + ROUNDING) if best.is_legal else found == float("inf")
@@ -129,18 +143,28 @@ def run_small(report: BenchmarkReport, instances: int) -> None:
         seconds.setdefault(name, []).append((*took, is_best))
     for (calls, shape), rows in seconds.items():
         report.add_row(
-            part="a", problem=f"{calls} calls, {shape}", arm="branch and bound", runs=len(rows),
-            plans=max(row[0] for row in rows), everything_s=round(max(row[1] for row in rows), 2),
-            search_s=round(max(row[2] for row in rows), 2), optimal=sum(row[3] for row in rows),
-        )  # fmt: skip
+            part="a",
+            problem=f"{calls} calls, {shape}",
+            arm="branch and bound",
+            runs=len(rows),
+            plans=max(row[0] for row in rows),
+            everything_s=round(max(row[1] for row in rows), 2),
+            search_s=round(max(row[2] for row in rows), 2),
+            optimal=sum(row[3] for row in rows),
+        )
     report.require_at_least(f"(a) optimal, of {instances}", optimal, instances)
 
 
 def _problem(estimator: Estimator, models: dict, options: CallOptions, budget: int) -> Problem:
     return Problem(
-        estimator.dataflow, models, estimator, options=options, overlap="iterations", memory_budget=budget,
+        estimator.dataflow,
+        models,
+        estimator,
+        options=options,
+        overlap="iterations",
+        memory_budget=budget,
         is_late=lambda: False,
-    )  # fmt: skip
+    )
 
 
 # --- (b), (c), (d) large spaces ---------------------------------------------------------------------------------------
@@ -151,23 +175,34 @@ def ppo(num_nodes: int, *, large: str = "70B") -> ToyEstimator:
     actor = {"70B": decoder(80, 8192, 64), "13B": decoder(40, 5120, 40), "7B": decoder(32, 4096, 32)}[large]
     small = decoder(32, 4096, 32)
     return ToyEstimator(
-        dataflow=PPO, cluster=ClusterSpec.parse(f"a100-80g:{num_nodes}x8"), num_sequences=512, prompt_tokens=1024,
-        response_tokens=1024, models={"actor": actor, "reference": actor, "critic": small, "reward": small},
-    )  # fmt: skip
+        dataflow=PPO,
+        cluster=ClusterSpec.parse(f"a100-80g:{num_nodes}x8"),
+        num_sequences=512,
+        prompt_tokens=1024,
+        response_tokens=1024,
+        models={"actor": actor, "reference": actor, "critic": small, "reward": small},
+    )
 
 
 def search(report: BenchmarkReport, part: str, estimator: ToyEstimator, seconds: float, seed: int) -> SearchResult:
-    """Search, and add a row."""
+    """Run a search, and add a row."""
     begin, cpu = time.monotonic(), time.process_time()
     result = search_plan(
         PPO, estimator.models, estimator.cluster, estimator, seed=seed, seconds=seconds, clock=time.process_time
     )
     report.add_row(
-        part=part, problem=_name(estimator), arm="ours", seed=seed, wall_s=round(time.monotonic() - begin, 1),
-        search_s=round(time.process_time() - cpu, 1), plans=result.evaluations, iteration_s=round(result.seconds, 4),
-        bound_s=round(result.lower_bound, 4), gap=round(result.gap, 3),
+        part=part,
+        problem=_name(estimator),
+        arm="ours",
+        seed=seed,
+        wall_s=round(time.monotonic() - begin, 1),
+        search_s=round(time.process_time() - cpu, 1),
+        plans=result.evaluations,
+        iteration_s=round(result.seconds, 4),
+        bound_s=round(result.lower_bound, 4),
+        gap=round(result.gap, 3),
         last_better_s=round(result.history[-1].after_s, 1),
-    )  # fmt: skip
+    )
     sys.stderr.write(f"({part}) {_name(estimator)} seed {seed}: {result.seconds:.4f} s\n{result.plan.table()}\n")
     return result
 
@@ -177,17 +212,22 @@ def _name(estimator: ToyEstimator) -> str:
     return f"{blocks} blocks + 32, {estimator.cluster.num_nodes}x8"
 
 
-def walk(report: BenchmarkReport, estimator: ToyEstimator, seconds: float, seed: int) -> float:
-    """Let Metropolis-Hastings search, and add a row; return the iteration's seconds."""
-    progress = Progress(time.process_time, seconds)
+def random_walk(report: BenchmarkReport, estimator: ToyEstimator, seconds: float, seed: int) -> float:
+    """Run Metropolis-Hastings, and add a row; return the seconds of an iteration."""
+    progress = SearchProgress(time.process_time, seconds)
     problem = _problem(estimator, estimator.models, CallOptions(), estimator.cluster.device_memory_bytes)
     metropolis_hastings(problem, random.Random(seed), progress)
     best = progress.best
     found = best.seconds if best is not None and best.is_legal else float("inf")
     report.add_row(
-        part="d", problem=_name(estimator), arm="Metropolis-Hastings", seed=seed, search_s=round(progress.elapsed_s, 1),
-        plans=progress.evaluations, iteration_s=round(found, 4),
-    )  # fmt: skip
+        part="d",
+        problem=_name(estimator),
+        arm="Metropolis-Hastings",
+        seed=seed,
+        search_s=round(progress.elapsed_s, 1),
+        plans=progress.evaluations,
+        iteration_s=round(found, 4),
+    )
     return found
 
 
@@ -198,19 +238,19 @@ def run_large(report: BenchmarkReport, options: argparse.Namespace) -> None:
         short = [search(report, "b", ppo(16), 10.0, seed).seconds for seed in range(options.seeds)]
     if "b" in options.parts:
         long = search(report, "b", ppo(16), options.long_s, options.seeds).seconds
-        report.require_at_most("(b) ten seconds over the best found", max(short) / min(long, *short), WITHIN)
+        report.require_at_most("(b) ten seconds over the best found", max(short) / min(long, *short), MAX_RATIO)
     if "d" in options.parts:
-        ratios = [ours / walk(report, ppo(16), 10.0, seed) for seed, ours in enumerate(short)]
+        ratios = [ours / random_walk(report, ppo(16), 10.0, seed) for seed, ours in enumerate(short)]
         for large, nodes in (("7B", 1), ("7B", 2), ("13B", 4), ("70B", 8)):
             ours = search(report, "d", ppo(nodes, large=large), 5.0, 0).seconds
-            ratios.append(ours / walk(report, ppo(nodes, large=large), 5.0, 0))
+            ratios.append(ours / random_walk(report, ppo(nodes, large=large), 5.0, 0))
         report.require_at_most("(d) ours over Metropolis-Hastings, at worst", max(ratios), 1 + ROUNDING)
     if "c" in options.parts:
         begin = time.process_time()
         search(report, "c", ppo(128), 58.0, 0)
         report.require_at_most("(c) CPU seconds for 1,024 devices", time.process_time() - begin, 60.0)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        report.require_at_most("(c) peak bytes of the process", peak, MOST_BYTES)
+        report.require_at_most("(c) peak bytes of the process", peak, MAX_BYTES)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,9 +1,9 @@
-"""What a search of execution plans is compared with: trying everything, and plain Metropolis-Hastings.
+"""Baselines for the plan search: enumeration of all plans, and plain Metropolis-Hastings.
 
-The latter as ReaL does it (Mei et al., arXiv:2406.14088; constants of its released search): start from every call's
-fastest candidate; propose one call's change to any other candidate, uniformly over all pairs of a call and a candidate;
-accept what is better, else with probability exp(-beta * n), n the lost tenths of a second over five iterations; a plan
-that does not fit costs three times its seconds.
+Metropolis-Hastings follows ReaL (Mei et al., arXiv:2406.14088, with the constants of its released search). It starts
+with the fastest candidate of every call. A proposal changes one call to another candidate, uniformly over all pairs of
+a call and a candidate. A better plan is accepted, another one with probability exp(-beta * n), where n is the loss in
+tenths of a second over five iterations. A plan that does not fit costs three times its seconds.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from itertools import accumulate, chain, combinations, product
 
 from lightning_realloc.layout.dims import Layout
+from lightning_realloc.tuning.search.local import SearchProgress
 from lightning_realloc.tuning.search.options import Option
-from lightning_realloc.tuning.search.problem import Choice, Problem, Score
-from lightning_realloc.tuning.search.progress import Progress
+from lightning_realloc.tuning.search.problem import PlacedOption, Problem, Score
 from lightning_realloc.tuning.search.space import RankSet, legal_dims, node_counts, node_run, parts, rank_sets
 
 BETA = 0.001
@@ -26,8 +26,8 @@ ITERATIONS = 5
 MISFIT = 3.0
 
 
-def every_state(problem: Problem) -> Iterator[tuple[list[Choice], frozenset[str]]]:
-    """Yield every legal combination, without tables, dominance or symmetry."""
+def every_state(problem: Problem) -> Iterator[tuple[list[PlacedOption], frozenset[str]]]:
+    """Yield every legal state, without option tables, dominance or symmetry."""
     estimator, per_call = problem.estimator, []
     for i, call in enumerate(problem.calls):
         choices = []
@@ -39,18 +39,23 @@ def every_state(problem: Problem) -> Iterator[tuple[list[Choice], frozenset[str]
                     seconds = estimator.call_seconds(call.name, plan).total
                     if math.isfinite(seconds):
                         option = Option(dims, plan, seconds, estimator.active_bytes(call.name, plan), kept)
-                        choices.append(problem.choose(option, ranks))
+                        choices.append(problem.place(option, ranks))
         per_call.append(choices)
-    frozen = [role for role in problem.dataflow.roles if role not in problem.dataflow.trained_roles
-              and len(problem.dataflow.calls_of(role)) == 1 and estimator.owner(role) == role]  # fmt: skip
+    frozen = [
+        role
+        for role in problem.dataflow.roles
+        if role not in problem.dataflow.trained_roles
+        and len(problem.dataflow.calls_of(role)) == 1
+        and estimator.owner(role) == role
+    ]
     offloads = chain.from_iterable(combinations(frozen, count) for count in range(len(frozen) + 1))
     for offload in offloads:
         for state in product(*per_call):
             yield list(state), frozenset(offload)
 
 
-def metropolis_hastings(problem: Problem, rng: random.Random, progress: Progress) -> None:
-    """Walk until the effort is spent; the best plan is left in ``progress``."""
+def metropolis_hastings(problem: Problem, rng: random.Random, progress: SearchProgress) -> None:
+    """Walk until the effort is spent, and leave the best plan in ``progress``."""
     sets = _rank_sets(problem)
     weights = [[len(problem.tables[i].get(ranks.size, ())) for ranks in sets] for i in problem.numbers]
     flat = [(i, ranks) for i in problem.numbers for ranks in sets]
@@ -60,7 +65,7 @@ def metropolis_hastings(problem: Problem, rng: random.Random, progress: Progress
     while progress.share < 1.0:
         i, ranks = flat[bisect_right(ends, rng.randrange(ends[-1]))]
         old = state[i]
-        state[i] = problem.choose(rng.choice(problem.tables[i][ranks.size]), ranks)
+        state[i] = problem.place(rng.choice(problem.tables[i][ranks.size]), ranks)
         cost = _cost(progress.score(problem, state, frozenset()))
         lost = math.floor((cost - current) * ITERATIONS / GRAIN_S)
         if cost <= current or rng.random() < math.exp(-BETA * lost):
@@ -70,17 +75,20 @@ def metropolis_hastings(problem: Problem, rng: random.Random, progress: Progress
 
 
 def _rank_sets(problem: Problem) -> list[RankSet]:
-    """Return parts of nodes and runs of whole nodes: the meshes of the paper."""
+    """Return parts of nodes, and runs of whole nodes: the device meshes of the paper."""
     nodes = problem.cluster.num_nodes
-    runs = [node_run(problem.cluster, first, count) for count in node_counts(problem.cluster)
-            for first in range(nodes - count + 1)]  # fmt: skip
+    runs = [
+        node_run(problem.cluster, first, count)
+        for count in node_counts(problem.cluster)
+        for first in range(nodes - count + 1)
+    ]
     return [*parts(problem.cluster), *runs]
 
 
-def _fastest(problem: Problem, i: int, sets: list[RankSet]) -> Choice:
+def _fastest(problem: Problem, i: int, sets: list[RankSet]) -> PlacedOption:
     seconds = {size: min(options, key=lambda one: one.seconds) for size, options in problem.tables[i].items()}
     size = min(seconds, key=lambda size: seconds[size].seconds)
-    return problem.choose(seconds[size], next(ranks for ranks in sets if ranks.size == size))
+    return problem.place(seconds[size], next(ranks for ranks in sets if ranks.size == size))
 
 
 def _cost(score: Score) -> float:

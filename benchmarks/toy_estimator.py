@@ -1,6 +1,6 @@
-"""Seconds and bytes from a roofline of a few terms: enough for plans to differ as they do, and quick.
+"""Fast estimator of seconds and bytes from a roofline with a few terms, for benchmarks of searches.
 
-What is missing on purpose: kernels' efficiencies, length distributions, and the real planner's bytes.
+It deliberately omits efficiencies of kernels, distributions of lengths, and the exact bytes of moves.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from lightning_realloc.layout.sharding import TensorParallelCut
 from lightning_realloc.tuning.estimate.estimator import CallSeconds
 
 EFFICIENCY = 0.5
-"""Of matrix products on long inputs."""
+"""Fraction of peak flops in matrix products on long inputs."""
 HALF_EFFICIENT_TOKENS = 256
-"""Tokens of a micro-batch, per tensor-parallel rank, at which half of that is reached."""
+"""Tokens of a micro-batch, per tensor-parallel rank, at which half of `EFFICIENCY` is reached."""
 
 
 def decoder(num_blocks: int, hidden: int, heads: int) -> ModelSpec:
-    """Return a model of ``12 * hidden ** 2`` elements a block, cut along its heads."""
+    """Return a model with ``12 * hidden ** 2`` elements in each block, cut along its heads."""
     cut = TensorParallelCut(0, num_units=heads)
     blocks = (ParamSpec(f"block.{b}.weight", (12 * hidden, hidden), cut, "block", b) for b in range(num_blocks))
     return ModelSpec(tuple(blocks), num_blocks)
@@ -41,11 +41,11 @@ class ToyEstimator:
     response_tokens: int = 896
 
     def owner(self, role: str) -> str:
-        """Return the role itself: none shares another one's base."""
+        """Return the role itself, since roles do not share weights."""
         return role
 
     def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
-        """Return the terms of a roofline."""
+        """Return the seconds of a call by activity."""
         kind, role = self.dataflow.call(call).kind, str(self.dataflow.call(call).role)
         if kind == "generate":
             return self._generate(role, plan)
@@ -68,14 +68,17 @@ class ToyEstimator:
         exchanges = passes * 2 * spec.num_blocks / dims.pp * (added + batches * self._latency(dims.tp))
         busy = compute + exchanges + sharding
         return CallSeconds(
-            compute=compute, tensor_parallel=exchanges, sharding=sharding, data_parallel=reduced,
+            compute=compute,
+            tensor_parallel=exchanges,
+            sharding=sharding,
+            data_parallel=reduced,
             pipeline=busy * (dims.pp - 1) / batches,
             optimizer=8 * stage / dims.fsdp / self.cluster.device_memory_bytes_per_s if kind == "train" else 0.0,
             other=0.005,
-        )  # fmt: skip
+        )
 
     def move_seconds(self, role: str, source: Layout, target: Layout) -> float:
-        """Return the time of the rank that receives most; what it holds already is taken from the mean."""
+        """Return the seconds of the rank that receives most, with the mean of the elements that ranks already hold."""
         if source == target:
             return 0.0
         copy = 2 * _elements(self.models[role]) / _shards(target)
@@ -85,20 +88,20 @@ class ToyEstimator:
         return received / self._rate(len(nodes) * self.cluster.devices_per_node) + 0.002
 
     def slowdown(self, busy: int) -> float:
-        """Return 1: nobody is in the way."""
+        """Return 1, since ranks do not slow each other down."""
         return 1.0
 
     def offload_seconds(self, num_bytes: float) -> float:
-        """Return what the data sheet says."""
+        """Return the seconds at the host rate of the data sheet."""
         return num_bytes / self.cluster.host_bytes_per_s
 
     def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
-        """Return 16 bytes of a trained weight at home, 2 of any other."""
+        """Return 16 bytes for each trained weight at home, and 2 for any other."""
         each = 16 if is_home and role in self.dataflow.trained_roles else 2
         return each * _elements(self.models[role]) // _shards(layout)
 
     def active_bytes(self, call: str, plan: CallPlan) -> int:
-        """Return gathered weights, gradients, activations and caches."""
+        """Return the bytes of gathered weights, gradients, activations and caches."""
         kind, spec = self.dataflow.call(call).kind, self.models[str(self.dataflow.call(call).role)]
         dims, hidden = plan.layout.dims, _hidden(spec)
         gathered = 4 * _elements(spec) // spec.num_blocks // dims.tp if dims.fsdp > 1 else 0
@@ -126,9 +129,11 @@ class ToyEstimator:
         gather = weights * (1 - 1 / dims.fsdp) / self._rate(dims.tp * dims.fsdp)
         exchanges = 2 * spec.num_blocks * self._latency(dims.tp) * steps
         return CallSeconds(
-            compute=steps * max(read, slots * flops) + prefill, tensor_parallel=exchanges, sharding=steps * gather,
+            compute=steps * max(read, slots * flops) + prefill,
+            tensor_parallel=exchanges,
+            sharding=steps * gather,
             other=0.01 + 2e-5 * spec.num_blocks * steps,
-        )  # fmt: skip
+        )
 
     @property
     def _length(self) -> int:

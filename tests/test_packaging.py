@@ -69,8 +69,12 @@ def test_the_wheel_holds_the_package_and_the_autoload_module_and_no_more(tmp_pat
         "lightning_realloc",
         "lightning_realloc_autoload.py",
     }
-    assert {"lightning_realloc/py.typed", "lightning_realloc/layout/region.py"} <= names
-    assert "lightning_realloc/setting_hints.yaml" in names
+    assert {
+        "lightning_realloc/py.typed",
+        "lightning_realloc/layout/region.py",
+        "lightning_realloc/setting_hints.yaml",
+        "lightning_realloc/tuning/shapes/known_models.yaml",
+    } <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "realloc = lightning_realloc_autoload:_autoload" in entry_points
     assert "lightning-realloc = lightning_realloc.cli:main" in entry_points

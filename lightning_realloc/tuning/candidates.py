@@ -1,8 +1,8 @@
-"""What would other plans of a running algorithm take, and which few of them are worth a try?
+"""Price other plans of a running algorithm, and propose a few that are worth a trial.
 
-The best plan that a search finds is best by estimates, which are wrong in places. So what is proposed differs in kind:
-calls on ranks of their own, every call on all ranks, one layout for everything, and the heuristic's plan. Where an
-estimate misjudges one kind (moves, overlaps, small parts of work), another one wins on real iterations.
+The search's best plan is best by estimates, which have errors. The proposed plans therefore differ in kind: the best of
+all plans, the best with every call on all ranks, plans with one layout for all calls, and the heuristic plan. If an
+estimate misjudges one kind (its moves, its overlap, its small calls), another kind wins on real iterations.
 """
 
 from __future__ import annotations
@@ -26,54 +26,59 @@ from lightning_realloc.tuning.search.plan_search import search_plan
 from lightning_realloc.tuning.search.space import CallOptions, legal_dims
 from lightning_realloc.tuning.shapes.lengths import Lengths, TypicalLengths
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
-from lightning_realloc.tuning.timeline.simulator import Overlap, simulate
+from lightning_realloc.tuning.timeline.iteration_schedule import Overlap
+from lightning_realloc.tuning.timeline.simulator import simulate
 from lightning_realloc.tuning.tuner_actions import Candidate
 
-SHARE_OF_ALL_PLANS = 0.8
-"""Of a search's seconds, for plans of any kind; the rest is for plans whose calls all have all ranks."""
-SHORTEST_SEARCH = 16
-"""The first search takes this fraction of the seconds that there are."""
-LEAST_SEARCH_S = 0.25
-"""A first search that is shorter has seen little but plans of one kind, and twice the time would not change that."""
-WORTH_SEARCHING = 0.005
-"""What twice the time must save of an iteration for a search to go on."""
-NUM_STATIC = 2
-"""Layouts for everything that are proposed, the best ones by estimate."""
+ANY_PLAN_SHARE = 0.8
+"""Fraction of the search's seconds for plans of any kind; the rest is for plans with every call on all ranks."""
+FIRST_SEARCH_DIVISOR = 16
+"""The first search gets the available seconds divided by this. A larger value ends sooner on small clusters."""
+MIN_FIRST_SEARCH_S = 0.25
+"""Least seconds of the first search. A shorter one sees little but plans of one kind, even with twice the time."""
+MIN_IMPROVEMENT = 0.005
+"""Fraction of an iteration that a search with twice the time must save for the search to continue."""
+NUM_STATIC_PLANS = 2
+"""Number of proposed plans with one layout for all calls, the best ones by estimate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanEvaluator:
-    """What plans of one algorithm are judged by."""
+    """Estimates the seconds and the memory of plans for one algorithm, and proposes plans.
+
+    ``strategy.plan_evaluator()`` returns one for a running algorithm.
+    """
 
     dataflow: Dataflow
     estimate: Callable[[TypicalLengths], Estimator]
-    """Makes what prices plans for iterations of such lengths."""
+    """Lengths of iterations -> the estimator that prices plans for them."""
     lengths: TypicalLengths
-    """Of the iterations to come."""
+    """Expected lengths of the next iterations."""
     roles: dict[str, RoleMemory]
+    """Role -> the model that its memory depends on."""
     settings: MemorySettings
     workload: Workload
-    """What memory must have room for."""
+    """Largest workload that memory must have room for."""
     memory_budget: int
     """Bytes of a device that a plan may fill."""
     overlap: Overlap
     generation_parts: int = 1
-    """In how many portions samples go to inference on ranks of its own."""
+    """Number of chunks in which samples go to inference on other ranks."""
 
     @property
     def models(self) -> dict[str, ModelSpec]:
-        """Role -> its parameters."""
+        """Role -> its model."""
         return {name: role.model for name, role in self.roles.items()}
 
-    # ---- judging
+    # ---- estimates
     def seconds(self, plan: ExecutionPlan, estimator: Estimator | None = None) -> float:
-        """Return how long an iteration should take."""
+        """Return the estimated seconds of an iteration."""
         prices = estimator or self.estimate(self.lengths)
         timeline = simulate(self.dataflow, plan, prices, overlap=self.overlap, generation_parts=self.generation_parts)
         return timeline.seconds_per_iteration
 
     def call_seconds(self, plan: ExecutionPlan) -> dict[str, float]:
-        """Return how long every call should take, with the move of its weights where one comes before it."""
+        """Return the estimated seconds of every call, with the move of its weights."""
         prices = self.estimate(self.lengths)
         timeline = simulate(
             self.dataflow, plan, prices, iterations=2, overlap=self.overlap, generation_parts=self.generation_parts
@@ -86,19 +91,19 @@ class PlanEvaluator:
         return seconds
 
     def work(self, plan: ExecutionPlan, lengths: TypicalLengths) -> float:
-        """Return the seconds of all calls, one after the other, in iterations of other lengths."""
+        """Return the sum of the estimated seconds of all calls, in iterations of some lengths."""
         prices = self.estimate(lengths)
         calls = [call.name for call in self.dataflow.iteration_calls if call.role is not None]
         return sum(prices.call_seconds(name, plan.call(name)).total for name in calls)
 
     def peak_bytes(self, plan: ExecutionPlan) -> dict[tuple[int, ...], int]:
-        """Return the most bytes that ranks should need in the calls of an iteration, alike ranks together.
+        """Return the forecast peak bytes of ranks in an iteration, by group of interchangeable ranks.
 
         Raises:
             LayoutError: for a layout that does not fit its model.
         """
         groups = interchangeable_ranks(plan)
-        firsts = [ranks[0] for ranks in groups]  # shards are padded: no other one of the group holds more
+        firsts = [ranks[0] for ranks in groups]  # shards are padded, so that no other rank of the group holds more
         forecast = forecast_memory(self.dataflow, plan, self.roles, self.settings, self.workload, ranks=firsts)
         calls = {f"{arrow}{call.name}" for call in self.dataflow.iteration_calls for arrow in ("", "-> ")}
         return {
@@ -107,7 +112,7 @@ class PlanEvaluator:
         }
 
     def fits(self, plan: ExecutionPlan) -> bool:
-        """Whether a plan is legal and has room on every rank."""
+        """Whether a plan is legal and fits into the memory of every rank."""
         num_ranks = self.estimate(self.lengths).cluster.num_devices
         try:
             plan.check(self.dataflow, num_ranks)
@@ -116,13 +121,13 @@ class PlanEvaluator:
         except ReallocError:
             return False
 
-    # ---- proposing
+    # ---- proposals
     def propose(
         self, start: ExecutionPlan, *, seconds: float, seed: int, clock: Callable[[], float] = time.monotonic
     ) -> list[Candidate]:
-        """Return distinct plans that fit, the best of each kind first by estimate; ``start`` is none of them.
+        """Return distinct plans other than ``start`` that fit, fastest first by estimate.
 
-        Calls that no iteration runs any more stay where the start has them.
+        Calls that no iteration runs keep their plan from ``start``.
         """
         prices = self.estimate(self.lengths)
         found: dict[ExecutionPlan, float] = {}
@@ -137,45 +142,56 @@ class PlanEvaluator:
     ) -> Iterator[ExecutionPlan]:
         options = self._options(start)
         wholly = replace(options, num_ranks=prices.cluster.num_devices)
-        shares = ((options, SHARE_OF_ALL_PLANS), (wholly, 1 - SHARE_OF_ALL_PLANS))
+        shares = ((options, ANY_PLAN_SHARE), (wholly, 1 - ANY_PLAN_SHARE))
         for chosen, share in shares:
             try:
                 yield self._search(prices, chosen, share * seconds, seed, clock)
             except ReallocError:
-                break  # nothing fits; much less what is bound to all ranks
+                break  # no plan fits, and so none with every call on all ranks
         yield from self._static_plans(prices, options)
         try:
             yield heuristic_plan(
-                self.dataflow, self.models, prices.cluster, world_size=prices.cluster.num_devices,
+                self.dataflow,
+                self.models,
+                prices.cluster,
+                world_size=prices.cluster.num_devices,
                 element_bytes=self.settings.copy_bytes,
                 sharers={name: role.shares for name, role in self.roles.items() if role.shares is not None},
-            ).completed(self.dataflow)  # fmt: skip
+            ).completed(self.dataflow)
         except ReallocError:
             return
 
     def _search(
         self, prices: Estimator, options: CallOptions, seconds: float, seed: int, clock: Callable[[], float]
     ) -> ExecutionPlan:
-        """Return the best plan found, after as much of ``seconds`` as it is worth.
+        """Return the best plan found, in as much of ``seconds`` as improves it.
 
-        A search does not know that nothing better will come. So it is made again with twice the time, until that finds
-        nothing better by `WORTH_SEARCHING`: small clusters are done after a fraction of a second.
+        A search cannot know that no better plan exists. It is repeated with twice the time until that saves less than
+        `MIN_IMPROVEMENT`, so that small clusters take a fraction of a second.
         """
-        begin, allowed, best = clock(), min(seconds, max(LEAST_SEARCH_S, seconds / SHORTEST_SEARCH)), None
+        begin, allowed, best = clock(), min(seconds, max(MIN_FIRST_SEARCH_S, seconds / FIRST_SEARCH_DIVISOR)), None
         while True:
             found = search_plan(
-                self.dataflow, self.models, prices.cluster, prices, seed=seed, seconds=allowed,
-                memory_budget=self.memory_budget, overlap=self.overlap, options=options, clock=clock,
+                self.dataflow,
+                self.models,
+                prices.cluster,
+                prices,
+                seed=seed,
+                seconds=allowed,
+                memory_budget=self.memory_budget,
+                overlap=self.overlap,
+                options=options,
+                clock=clock,
                 generation_parts=self.generation_parts,
-            )  # fmt: skip
-            if best is not None and found.seconds > (1 - WORTH_SEARCHING) * best.seconds:
+            )
+            if best is not None and found.seconds > (1 - MIN_IMPROVEMENT) * best.seconds:
                 return min(best, found, key=lambda one: one.seconds).plan
             if found.gap == 0 or clock() - begin + 2 * allowed > seconds:
                 return found.plan
             best, allowed = found, 2 * allowed
 
     def _options(self, start: ExecutionPlan) -> CallOptions:
-        """Return what calls may choose: what the start has, and what takes less memory."""
+        """Return the options of calls: those of the start plan, and those that need less memory."""
         chosen = {plan.micro_batch_tokens for _, plan in start.calls}
         tokens = sorted({size for size in chosen if size is not None} | {max(1, self.workload.micro_batch_tokens // 4)})
         generating = [call.name for call in self.dataflow.model_calls if call.kind == "generate"]
@@ -183,7 +199,7 @@ class PlanEvaluator:
         return CallOptions(micro_batch_tokens=(None, *tokens), max_slots=tuple(slots))
 
     def _static_plans(self, prices: Estimator, options: CallOptions) -> list[ExecutionPlan]:
-        """Return the best plans of one layout for everything that fit."""
+        """Return the best plans with one layout for all calls that fit."""
         cluster, size = prices.cluster, prices.cluster.num_devices
         kinds = {(str(call.role), call.kind) for call in self.dataflow.model_calls}
         legal = [set(legal_dims(self.models[role], kind, size, cluster)) for role, kind in kinds]
@@ -191,10 +207,10 @@ class PlanEvaluator:
         plain = [self._static_plan(layout, options, recompute=False) for layout in layouts]
         plain.sort(key=lambda plan: self.seconds(plan, prices))
         fitting = (self._fitting(plan, options) for plan in plain)
-        return list(itertools.islice((plan for plan in fitting if plan is not None), NUM_STATIC))
+        return list(itertools.islice((plan for plan in fitting if plan is not None), NUM_STATIC_PLANS))
 
     def _fitting(self, plan: ExecutionPlan, options: CallOptions) -> ExecutionPlan | None:
-        """Return a static plan that fits: as it is, or with activations computed again."""
+        """Return a static plan as it is or with gradient checkpointing, whichever fits first; None if neither does."""
         variants = (plan, self._static_plan(plan.layouts[0], options, recompute=True))
         return next(filter(self.fits, variants), None)
 
@@ -207,26 +223,32 @@ class PlanEvaluator:
 
 
 class WorkUnit:
-    """Measures iterations by what their lengths should take under one plan; 1 for lengths like those given."""
+    """Measures the work of iterations: the estimated seconds of their lengths under a fixed plan.
 
-    def __init__(self, prospects: PlanEvaluator, plan: ExecutionPlan, iterations: Sequence[Lengths]) -> None:
+    Args:
+        evaluator: Estimates the seconds.
+        plan: The fixed plan.
+        iterations: Lengths that have a mean work of 1.
+    """
+
+    def __init__(self, evaluator: PlanEvaluator, plan: ExecutionPlan, iterations: Sequence[Lengths]) -> None:
         self.plan = plan
         self.iterations = tuple(iterations)
-        self._evaluator = prospects
-        self._unit = prospects.work(plan, TypicalLengths.of(iterations))
+        self._evaluator = evaluator
+        self._unit = evaluator.work(plan, TypicalLengths.from_iterations(iterations))
 
     def work(self, lengths: Lengths) -> float:
-        """Return an iteration's work."""
-        return self._evaluator.work(self.plan, TypicalLengths.of([lengths])) / self._unit
+        """Return the work of an iteration."""
+        return self._evaluator.work(self.plan, TypicalLengths.from_iterations([lengths])) / self._unit
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plan and the lengths, as plain values."""
+        """Return the plan and the lengths as plain values."""
         lengths = [[list(one.prompts), list(one.responses)] for one in self.iterations]
         return {"plan": self.plan.to_mapping(), "lengths": lengths}
 
 
 def interchangeable_ranks(plan: ExecutionPlan) -> list[tuple[int, ...]]:
-    """Return groups of ranks that take part in the same calls, in the same stages."""
+    """Return groups of ranks with the same calls and the same pipeline stages."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in sorted({rank for layout in plan.layouts for rank in layout.ranks}):
         place = tuple(layout.coordinate(rank).pp if rank in layout else -1 for layout in plan.layouts)

@@ -1,12 +1,11 @@
-"""What to do next, from what was measured: measure on, search, try a plan, commit one, watch, tune again.
+"""State machine that tunes the plan of a run: measure, search, try plans, commit the fastest, watch, and tune again.
 
-Pure: it reads no clock and moves nothing. Whoever runs it does what `Tuner.action` says and tells it what came of that;
-every rank of a run has one, tells it the same, and so does the same.
+It is pure: it reads no clock and moves no weights. The caller does what `Tuner.action` asks for and reports the result.
+Every rank has a tuner and reports the same values, so that all ranks decide the same.
 
-Iterations are compared by seconds over *work*: what their lengths should take under one and the same plan, 1 for those
-of the first measured iterations. Tokens would do for training, but a batch generates for as long as its longest
-response: by tokens, an iteration of short responses with one long one among them would count against the plan that it
-happened to run under.
+Iterations are compared by seconds over *work*, the estimated seconds of their lengths under one fixed plan, relative to
+the first measured iterations. Token counts would suit training only, since a batch generates for as long as its longest
+response. By tokens, a plan would look slow because one of its iterations had a single long response.
 """
 
 from __future__ import annotations
@@ -30,67 +29,69 @@ from lightning_realloc.tuning.tuner_actions import (
     Watch,
 )
 
-WARM_UP = 2
-"""Iterations before anything is counted: libraries load, buffers grow."""
-AFTER_SWITCH = 1
-"""Iterations after a change of plans, and after ranks met, that are not counted: copies are made, pipelines fill."""
-COUNTED = 3
-"""Iterations that count of each plan."""
-RECOUNTED = 2
-"""Iterations of the start that count once more, where it is beaten by little."""
-CLEARLY_SLOWER, CLEARLY_FASTER = 1.25, 0.85
-"""Times the best one's seconds: beyond it a plan is dropped after one iteration. Times the start's: below it no second
-look at the start is needed."""
-WINDOW = 8
-"""Iterations over which a median is watched."""
-COOL_DOWN = 24
-"""Iterations after a commit in which nothing is tuned again."""
+WARM_UP_ITERATIONS = 2
+"""Iterations that are not counted at the start of a run, when libraries load and buffers grow."""
+SETTLING_ITERATIONS = 1
+"""Iterations that are not counted after a change of plans, when replicas are filled and pipelines start."""
+COUNTED_ITERATIONS = 3
+"""Counted iterations of each plan. More of them reduce noise, and lengthen trials of slow plans."""
+RECOUNTED_ITERATIONS = 2
+"""Counted iterations of the second measurement of the start plan, if a plan beats it by little."""
+CLEARLY_SLOWER_RATIO = 1.25
+"""Seconds relative to the best plan's beyond which a plan is dropped after one iteration."""
+CLEARLY_FASTER_RATIO = 0.85
+"""Seconds relative to the start plan's below which the start plan is not measured again."""
+WINDOW_ITERATIONS = 8
+"""Iterations of the median that is watched for drift. More of them react later, and to less noise."""
+COOLDOWN_ITERATIONS = 24
+"""Iterations after a commit without another tuning."""
 SEARCH_SHARE = 0.03
-"""Of what tuning may still cost: a search takes no more. A faster plan shortens the run, and so what may be spent."""
+"""Most seconds of a search, as a fraction of the remaining budget. A faster plan shortens the run, and the budget."""
 PROFILE_SHARE = 0.05
-"""Of it, for measuring passes before the search, where they are not known from an earlier run; the least that is
-needed is measured all the same."""
-HOPELESS = 1.5
-"""Times the best one's seconds: a plan that is predicted to take longer is not tried."""
-SHARE_FOR_TRIALS = 0.8
-"""Of what tuning may cost, for trials to plan with; the rest is for what turns out to cost more than expected."""
-LEAST_SEARCH_S = 0.02
-FEWEST_ITERATIONS = 2 * (2 * AFTER_SWITCH + COUNTED)
-"""Iterations that must remain for another trial: else there is nobody to gain from it."""
+"""Most seconds of measuring passes, as a fraction of the remaining budget. The passes that a search cannot do without
+are measured in any case."""
+HOPELESS_RATIO = 1.5
+"""Predicted seconds relative to the best plan's beyond which a plan is not tried."""
+TRIAL_SHARE = 0.8
+"""Fraction of the budget that trials may be planned with; the rest is for trials that cost more than expected."""
+MIN_SEARCH_S = 0.02
+"""A search with fewer seconds is not started."""
+MIN_REMAINING_ITERATIONS = 2 * (2 * SETTLING_ITERATIONS + COUNTED_ITERATIONS)
+"""Iterations that must remain for another trial to pay off."""
 
 Phase = Literal["profile", "search", "trial", "confirm", "install", "commit", "watch"]
 
 
 class Tuner:
-    """Finds the fastest of a few plans while a run goes on.
+    """Finds the fastest of a few plans during a run.
 
     Args:
-        start: The plan that runs.
-        num_iterations: Of the whole run; None where nobody knows, and cost is not limited.
+        start: The plan that the run starts with.
+        num_iterations: Iterations of the whole run; None: unknown, which leaves the cost of tuning unlimited.
     """
 
     def __init__(self, start: ExecutionPlan, settings: TunerSettings, num_iterations: int | None) -> None:
         self.settings = settings
         self.num_iterations = num_iterations
         self.current = start
-        """The plan that runs."""
+        """The plan in use."""
         self.trials = [Trial(start)]
-        """Of the latest tuning, its start first."""
+        """Trials of the latest tuning, with its start plan first."""
         self.num_tunings = 0
-        """How often something was committed."""
+        """Number of commits."""
         self.num_tried = 0
-        """Plans tried in the latest tuning, those that failed among them."""
+        """Plans tried in the latest tuning, with those that failed."""
         self.done = 0
-        """Iterations that it was told of."""
+        """Iterations reported so far."""
         self.costs = {"search": 0.0, "switch": 0.0, "slower": 0.0}
-        """Seconds that tuning has cost: searches with their profiles, changes of plans, and what iterations took beyond
-        what the start would have taken."""
+        """Seconds that tuning has cost: searches with their profiles, changes of plans, and the extra seconds of
+        iterations under slower plans than the start plan."""
         self.reason = "the run begins"
-        """Why the latest tuning was begun."""
+        """Reason for the latest tuning."""
         self.stopped = ""
-        """Why the latest tuning tried no more; empty where it tried all."""
+        """Reason why the latest tuning did not try all plans; empty if it did."""
         self.phase: Phase = "profile"
-        self.action: Action = Measure(WARM_UP, COUNTED)
+        self.action: Action = Measure(WARM_UP_ITERATIONS, COUNTED_ITERATIONS)
         self._queue: list[Candidate] = []
         self._failed: set[str] = set()
         self._switch_s = self._trial_s = self._spent_before = 0.0
@@ -100,15 +101,15 @@ class Tuner:
         self._window: list[Reading] = []
         self._usual: Reading | None = None
 
-    # ---- what is known
+    # ---- results
     @property
     def start(self) -> Trial:
-        """The plan that the latest tuning began with."""
+        """The plan that the latest tuning started with."""
         return self.trials[0]
 
     @property
     def best(self) -> Trial:
-        """The fastest plan measured; the start where it is not beaten by the margin."""
+        """The fastest measured plan; the start plan unless another one beats it by the margin."""
         fastest = min(self.trials, key=lambda trial: trial.score)
         return fastest if fastest.score < (1 - self.settings.margin) * self.start.score else self.start
 
@@ -119,23 +120,25 @@ class Tuner:
 
     @property
     def budget_s(self) -> float:
-        """What all tuning may cost, in seconds."""
+        """Most seconds that all tuning may cost."""
         if self.num_iterations is None or math.isinf(self.best.score):
             return math.inf
         return self.settings.max_overhead * self.num_iterations * self.best.score * self._work
 
     @property
     def drift(self) -> float | None:
-        """How the seconds of the latest iterations compare with those after the commit; 1: unchanged. None: unknown."""
-        if self._usual is None or len(self._window) < WINDOW:
+        """Seconds of the latest iterations relative to those after the commit; None before enough iterations."""
+        if self._usual is None or len(self._window) < WINDOW_ITERATIONS:
             return None
         return self._typical().seconds / self._usual.seconds
 
-    # ---- what is told
+    # ---- reports
     def measured(self, readings: Sequence[Reading]) -> None:
-        """Take in the iterations that `Measure` asked for, those that do not count first."""
+        """Record the iterations that `Measure` asked for, starting with those that do not count."""
         asked = self.action
-        assert isinstance(asked, Measure) and len(readings) == asked.skip + asked.count, "told what was not asked"
+        assert isinstance(asked, Measure) and len(readings) == asked.skip + asked.count, (
+            "a report that no action asked for"
+        )
         self.done += len(readings)
         trial = self._running()
         scores = [reading.seconds / reading.work for reading in readings[asked.skip :]]
@@ -146,77 +149,87 @@ class Tuner:
             self.costs["slower"] += sum(max(0.0, reading.seconds - usual * reading.work) for reading in readings)
         if self.phase == "profile":
             self._work = median(reading.work for reading in readings)
-            self._begin_search()
+            self._start_search()
         elif self.phase == "confirm":
-            trial.scores = min(scores, trial.scores, key=median)  # in doubt the start stays
-            self._settle()
+            trial.scores = min(scores, trial.scores, key=median)  # in doubt the start plan stays
+            self._decide()
         elif len(trial.scores) == 1 and not self._is_clearly_slower(trial):
-            self.action = Measure(AFTER_SWITCH, COUNTED - 1)
+            self.action = Measure(SETTLING_ITERATIONS, COUNTED_ITERATIONS - 1)
         else:
-            self._explore()
+            self._try_next()
 
     def searched(
         self, candidates: Iterable[Candidate], *, predicted_start_s: float | None, seconds: float, problem: str = ""
     ) -> None:
-        """Take in what a search found, and how long it, with the profile before it, took; or why it found nothing."""
-        assert self.phase == "search", "told what was not asked"
+        """Record the result of a search.
+
+        Args:
+            candidates: The plans that it proposes.
+            predicted_start_s: Estimated seconds of an iteration under the start plan; None: unknown.
+            seconds: Seconds of the search, with the profile before it.
+            problem: Reason why it found nothing; empty otherwise.
+        """
+        assert self.phase == "search", "a report that no action asked for"
         self.costs["search"] += seconds
         self.start.predicted_s = predicted_start_s
         self.stopped = problem
-        fresh = {one.plan: one for one in reversed(list(candidates))
-                 if one.plan != self.start.plan and one.plan.digest not in self._failed}  # fmt: skip
+        fresh = {
+            one.plan: one
+            for one in reversed(list(candidates))
+            if one.plan != self.start.plan and one.plan.digest not in self._failed
+        }
         self._queue = sorted(fresh.values(), key=lambda one: one.predicted_s)[: self.settings.max_trials]
-        self._explore()
+        self._try_next()
 
     def switched(self, seconds: float) -> None:
-        """The plan of `Switch` runs now; installing it took so long."""
+        """Record that the plan of `Switch` is installed, which took ``seconds``."""
         asked = self.action
-        assert isinstance(asked, Switch), "told what was not asked"
+        assert isinstance(asked, Switch), "a report that no action asked for"
         self._count_switch(seconds)
         self.current = asked.plan
         if self.phase == "trial":
             self.trials.append(Trial(self._queue[0].plan, self._queue[0].predicted_s))
             del self._queue[0]
-            self.action = Measure(AFTER_SWITCH, 1)
+            self.action = Measure(SETTLING_ITERATIONS, 1)
         elif self.phase == "confirm":
-            self.action = Measure(AFTER_SWITCH, RECOUNTED)
+            self.action = Measure(SETTLING_ITERATIONS, RECOUNTED_ITERATIONS)
         else:
             self._end()
 
     def failed(self, seconds: float) -> None:
-        """The plan of `Switch` could not be installed, and the one before it runs on."""
-        assert self.phase == "trial", "a plan that ran before must be possible"
+        """Record that the plan of `Switch` could not be installed, so that the previous plan is kept."""
+        assert self.phase == "trial", "a plan that ran before cannot fail"
         self._count_switch(seconds)
         self._failed.add(self._queue.pop(0).plan.digest)
-        self._explore()
+        self._try_next()
 
     def committed(self) -> None:
-        """The user was told."""
-        assert self.phase == "commit", "told what was not asked"
+        """Record that the result was reported to the user."""
+        assert self.phase == "commit", "a report that no action asked for"
         self.num_tunings += 1
         self._committed_at = self.done
         self._window, self._usual = [], None
         self.phase, self.action = "watch", Watch()
 
     def watched(self, reading: Reading) -> None:
-        """Take in one iteration under the committed plan; begin again where it has drifted."""
+        """Record an iteration under the committed plan; start another tuning if iterations have drifted."""
         self.done += 1
-        if self.done - self._committed_at <= AFTER_SWITCH:
-            self.costs["slower"] += max(0.0, reading.seconds - self.best.score * reading.work)  # new copies are made
+        if self.done - self._committed_at <= SETTLING_ITERATIONS:
+            self.costs["slower"] += max(0.0, reading.seconds - self.best.score * reading.work)  # replicas are filled
             return
-        self._window = [*self._window, reading][-WINDOW:]
-        if len(self._window) < WINDOW or self.settings.drift_threshold is None:
+        self._window = [*self._window, reading][-WINDOW_ITERATIONS:]
+        if len(self._window) < WINDOW_ITERATIONS or self.settings.drift_threshold is None:
             return
         if self._usual is None:
             self._usual = self._typical()
-        elif self.done - self._committed_at >= COOL_DOWN:
+        elif self.done - self._committed_at >= COOLDOWN_ITERATIONS:
             self._judge_drift(self._typical(), self._usual, 1 + self.settings.drift_threshold)
 
     # ---- phases
-    def _begin_search(self) -> None:
+    def _start_search(self) -> None:
         left = self.budget_s - self.spent_s
         seconds = min(self.settings.search_seconds, SEARCH_SHARE * left)
-        if seconds < LEAST_SEARCH_S:
+        if seconds < MIN_SEARCH_S:
             self.stopped = f"{max(0.0, left):.2f} s may be spent on tuning this run, too little for a search"
             self._end()
         elif self._is_almost_over():
@@ -226,8 +239,8 @@ class Tuner:
             profile_seconds = min(self.settings.profile_seconds, PROFILE_SHARE * left)
             self.phase, self.action = "search", Search(seconds, profile_seconds)
 
-    def _explore(self) -> None:
-        """Try the next plan, or settle."""
+    def _try_next(self) -> None:
+        """Try the next plan, or decide if no affordable plan is left."""
         if self.phase == "trial":
             self._trial_s = max(self._trial_s, self.spent_s - self._spent_before)
         self._queue = [one for one in self._queue if not self._is_hopeless(one)]
@@ -237,26 +250,26 @@ class Tuner:
             self.phase, self.action = "trial", Switch(self._queue[0].plan, is_trial=True)
         else:
             self._queue.clear()
-            self._settle()
+            self._decide()
 
     def _is_hopeless(self, candidate: Candidate) -> bool:
-        """Whether a plan is predicted to be far slower than one that was tried.
+        """Whether a plan is predicted to be far slower than the best one.
 
-        Where those were faster than predicted, it may be, too. Where they were slower, it need not: it is of another
-        kind.
+        If tried plans were faster than predicted, this one may be as well. If they were slower, it may still be as fast
+        as predicted, since it is of another kind.
         """
         ratios = [trial.score / trial.predicted_s for trial in self.trials[1:] if trial.predicted_s]
-        return bool(ratios) and candidate.predicted_s * min(1.0, *ratios) > HOPELESS * self.best.score
+        return bool(ratios) and candidate.predicted_s * min(1.0, *ratios) > HOPELESS_RATIO * self.best.score
 
     def _is_affordable(self, candidate: Candidate) -> bool:
         if self._is_almost_over():
             self.stopped = "the run is almost over"
             return False
-        predicted, iterations = self.start.predicted_s, 2 * AFTER_SWITCH + COUNTED
+        predicted, iterations = self.start.predicted_s, 2 * SETTLING_ITERATIONS + COUNTED_ITERATIONS
         slower = 0.0 if not predicted else max(0.0, candidate.predicted_s / predicted - 1) * self.start.score
         there_and_back = 2 * self._switch_s + iterations * slower * self._work
         expected = max(there_and_back, self._trial_s + self._switch_s)
-        left = SHARE_FOR_TRIALS * self.budget_s - self.spent_s
+        left = TRIAL_SHARE * self.budget_s - self.spent_s
         if expected > left:
             self.stopped = (
                 f"another trial could cost {expected:.2f} s, and {max(0.0, left):.2f} s are left for it of "
@@ -265,15 +278,15 @@ class Tuner:
             return False
         return True
 
-    def _settle(self) -> None:
-        """Look at the start once more where it is beaten by little; else install the best."""
+    def _decide(self) -> None:
+        """Measure the start plan again if another one beats it by little; otherwise install the best plan."""
         best, start = self.best, self.start
-        is_close = best is not start and best.score > CLEARLY_FASTER * start.score
-        there_and_back = self.spent_s + 2 * self._switch_s <= SHARE_FOR_TRIALS * self.budget_s
+        is_close = best is not start and best.score > CLEARLY_FASTER_RATIO * start.score
+        there_and_back = self.spent_s + 2 * self._switch_s <= TRIAL_SHARE * self.budget_s
         if is_close and there_and_back and not self._recounted and not self._is_almost_over():
             self._recounted, self.phase = True, "confirm"
             if self.current == start.plan:
-                self.action = Measure(AFTER_SWITCH, RECOUNTED)
+                self.action = Measure(SETTLING_ITERATIONS, RECOUNTED_ITERATIONS)
             else:
                 self.action = Switch(start.plan, is_trial=False)
         elif self.current != best.plan:
@@ -285,7 +298,7 @@ class Tuner:
         self.phase, self.action = "commit", Commit()
 
     def _judge_drift(self, now: Reading, usual: Reading, factor: float) -> None:
-        """Begin again where iterations take longer for their work, or their work is another."""
+        """Start another tuning if iterations take longer for the same work, or have other work."""
         if now.seconds > factor * usual.seconds:
             self.reason = (
                 f"the same work takes {now.seconds / usual.seconds:.2f} times as long as after the last tuning"
@@ -294,35 +307,35 @@ class Tuner:
             self.reason = f"an iteration has {now.work / usual.work:.2f} times the work it had after the last tuning"
         else:
             return
-        if self._is_almost_over() or SEARCH_SHARE * (self.budget_s - self.spent_s) < LEAST_SEARCH_S:
-            self._usual = now  # what tuning may cost is spent; ask again after as much once more
+        if self._is_almost_over() or SEARCH_SHARE * (self.budget_s - self.spent_s) < MIN_SEARCH_S:
+            self._usual = now  # the budget is spent; check again after another change of this size
             return
         self.trials = [Trial(self.current)]
         self.num_tried, self._recounted, self.stopped = 0, False, ""
-        self.phase, self.action = "profile", Measure(0, COUNTED)
+        self.phase, self.action = "profile", Measure(0, COUNTED_ITERATIONS)
 
     # ---- helpers
     def _running(self) -> Trial:
         return next(trial for trial in reversed(self.trials) if trial.plan == self.current)
 
     def _is_clearly_slower(self, trial: Trial) -> bool:
-        return trial.score > CLEARLY_SLOWER * min(other.score for other in self.trials if other is not trial)
+        return trial.score > CLEARLY_SLOWER_RATIO * min(other.score for other in self.trials if other is not trial)
 
     def _is_almost_over(self) -> bool:
-        return self.num_iterations is not None and self.num_iterations - self.done < FEWEST_ITERATIONS
+        return self.num_iterations is not None and self.num_iterations - self.done < MIN_REMAINING_ITERATIONS
 
     def _count_switch(self, seconds: float) -> None:
         self.costs["switch"] += seconds
         self._switch_s = max(self._switch_s, seconds)
 
     def _typical(self) -> Reading:
-        """Return the medians of the window: seconds of work 1, and work."""
+        """Return the medians of the window: seconds per work, and work."""
         scores = [reading.seconds / reading.work for reading in self._window]
         return Reading(median(scores), median(reading.work for reading in self._window))
 
     # ---- checkpoints
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` reads: plain values."""
+        """Return plain values, which :meth:`load_state_dict` reads."""
         return {
             "phase": self.phase,
             "current": self.current.to_mapping(),
@@ -338,10 +351,10 @@ class Tuner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint, with `current` the plan to install before the next iteration.
+        """Continue from a checkpoint; the caller must install `current` before the next iteration.
 
-        A trial that was under way is not repeated: it may be why the run ended. A profile, and a second look at the
-        start, are made again.
+        An interrupted trial is not repeated, since it may be the reason why the run ended. An interrupted profile, or
+        second measurement of the start plan, is repeated.
         """
         self.trials = [Trial.from_mapping(entry) for entry in state["trials"]]
         waiting = [Trial.from_mapping(entry) for entry in state["queue"]]
@@ -356,10 +369,10 @@ class Tuner:
         phase, running = state["phase"], ExecutionPlan.from_mapping(state["current"])
         if phase == "watch":
             self.current, self.phase, self.action = running, "watch", Watch()
-            self._committed_at = min(self._committed_at, self.done - AFTER_SWITCH)
+            self._committed_at = min(self._committed_at, self.done - SETTLING_ITERATIONS)
         elif phase in ("profile", "search"):
             self.current, self.trials = running, [Trial(running)]
-            self.phase, self.action = "profile", Measure(WARM_UP, COUNTED)
+            self.phase, self.action = "profile", Measure(WARM_UP_ITERATIONS, COUNTED_ITERATIONS)
         else:
             self._drop_interrupted(phase, running)
 
@@ -370,4 +383,4 @@ class Tuner:
         elif phase == "confirm":
             self._recounted = False
         self.current = self.best.plan
-        self._explore()
+        self._try_next()

@@ -1,4 +1,4 @@
-"""What a tuner is told, what it remembers of a plan, and what it asks for. Values; ``tuner`` has what follows."""
+"""Values that a `Tuner` exchanges with the run: its settings, measured iterations, trials and requested actions."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from lightning_realloc.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunerSettings:
-    """How much may be tried, and what counts as better."""
+    """Limits on the cost of tuning, and the thresholds of its decisions."""
 
     max_trials: int = 4
-    """Plans tried in one tuning."""
+    """Most plans tried in one tuning."""
     max_overhead: float = 0.05
-    """What all tuning may cost, as a share of the run's seconds."""
+    """Most seconds that all tuning may cost, as a fraction of the run's."""
     search_seconds: float = 10.0
-    """Of one search, at most."""
+    """Most seconds of one search."""
     profile_seconds: float = 30.0
-    """Of measuring passes on the ranks, about at most."""
+    """Approximate limit on the seconds of measuring passes."""
     drift_threshold: float | None = 0.3
-    """Tune again when seconds, or work, have changed by this share; None: never."""
+    """Relative change of the seconds, or of the work, of an iteration that starts another tuning; None: never."""
     margin: float = 0.05
-    """A plan must save this share of the start's seconds to replace it."""
+    """Fraction of the start plan's seconds that a plan must save to replace it."""
 
     def __post_init__(self) -> None:
         for name in ("max_overhead", "search_seconds", "profile_seconds", "margin", "drift_threshold"):
@@ -56,11 +56,11 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One iteration, as all ranks saw it."""
+    """Measurement of one iteration, the same on all ranks."""
 
     seconds: float
     work: float
-    """1 for the lengths of the first measured iterations."""
+    """Estimated seconds of the iteration's lengths under a fixed plan, relative to the first measured iterations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,67 +69,72 @@ class Candidate:
 
     plan: ExecutionPlan
     predicted_s: float
-    """Of an iteration."""
+    """Estimated seconds of an iteration."""
 
 
 @dataclass(slots=True)
 class Trial:
-    """A plan that was run."""
+    """A plan that the run has used, with its measurements."""
 
     plan: ExecutionPlan
     predicted_s: float | None = None
+    """Estimated seconds of an iteration; None before the first search."""
     scores: list[float] = field(default_factory=list)
-    """Seconds over work of the iterations that count."""
+    """Seconds over work of each counted iteration."""
 
     @property
     def score(self) -> float:
-        """Seconds of an iteration of work 1; infinite before one was counted."""
+        """Median seconds of an iteration with work 1; infinite without a counted iteration."""
         return median(self.scores) if self.scores else math.inf
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return what `from_mapping` reads: plain values."""
+        """Return plain values, which :meth:`from_mapping` reads."""
         return {"plan": self.plan.to_mapping(), "predicted_s": self.predicted_s, "scores": list(self.scores)}
 
     @classmethod
     def from_mapping(cls, entry: Mapping[str, Any]) -> Trial:
-        """Read it back."""
+        """Return the trial that :meth:`to_mapping` was called on."""
         return cls(ExecutionPlan.from_mapping(entry["plan"]), entry["predicted_s"], list(entry["scores"]))
 
 
-# ---- what is to be done
+# ---- actions
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Run ``skip + count`` iterations, then tell `Tuner.measured` of all of them."""
+    """Run ``skip + count`` iterations, then report all of them to `Tuner.measured`."""
 
     skip: int
+    """Iterations that do not count."""
     count: int
+    """Iterations that count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Measure passes as far as that gets, look for plans, then tell `Tuner.searched`."""
+    """Measure passes, search plans, then report the candidates to `Tuner.searched`."""
 
     seconds: float
+    """Limit of the search, in seconds."""
     profile_seconds: float
+    """Limit of measuring passes, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """Install a plan, then tell `Tuner.switched`; `Tuner.failed` where it could not be and the one before runs on."""
+    """Install a plan, then call `Tuner.switched`; call `Tuner.failed` if that fails and the previous plan is kept."""
 
     plan: ExecutionPlan
     is_trial: bool
-    """Whether it may fail: a plan that ran before may not."""
+    """Whether installing may fail; a plan that ran before may not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Tell the user, then `Tuner.committed`."""
+    """Report the result to the user, then call `Tuner.committed`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Tell `Tuner.watched` of every iteration."""
+    """Report every iteration to `Tuner.watched`."""
 
 
 Action = Measure | Search | Switch | Commit | Watch

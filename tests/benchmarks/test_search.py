@@ -1,4 +1,4 @@
-"""Does the search benchmark try everything where it says so, and walk at random where it says so?"""
+"""The baselines of the search benchmark enumerate all plans, and walk at random with the documented rules."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from benchmarks.search import PPO, main, ppo, small_instance
 from benchmarks.search_baseline import every_state, metropolis_hastings
 from benchmarks.toy_estimator import decoder
+from lightning_realloc.tuning.search.local import SearchProgress
 from lightning_realloc.tuning.search.problem import Problem
-from lightning_realloc.tuning.search.progress import Progress
 from lightning_realloc.tuning.search.space import CallOptions, legal_dims, rank_sets
 
 
@@ -22,9 +22,14 @@ def problem_of(seed: int) -> Problem:
     estimator, options, _ = small_instance(seed)
     models = {role: decoder(2, 8, 4) for role in estimator.dataflow.roles}
     return Problem(
-        estimator.dataflow, models, estimator, options=options, overlap="iterations", memory_budget=1 << 60,
+        estimator.dataflow,
+        models,
+        estimator,
+        options=options,
+        overlap="iterations",
+        memory_budget=1 << 60,
         is_late=lambda: False,
-    )  # fmt: skip
+    )
 
 
 def test_every_combination_of_legal_plans_is_tried_once() -> None:
@@ -34,8 +39,10 @@ def test_every_combination_of_legal_plans_is_tried_once() -> None:
         model, cluster = problem.models[str(call.role)], problem.cluster
         legal = sum(len(legal_dims(model, call.kind, ranks.size, cluster)) for ranks in rank_sets(cluster))
         counts.append(legal * len(problem.options.plans(call.kind, problem.tables[0][1][0].plan.layout)))
-    states = [(tuple((*choice.layout_key, choice.option.plan) for choice in state), offload)
-              for state, offload in every_state(problem)]  # fmt: skip
+    states = [
+        (tuple((choice.option.dims, choice.ranks, choice.option.plan) for choice in state), offload)
+        for state, offload in every_state(problem)
+    ]
     assert len(states) == 2 * counts[0] * counts[1] * counts[2]  # the reference offloaded or not
     assert len(set(states)) == len(states)
 
@@ -43,7 +50,7 @@ def test_every_combination_of_legal_plans_is_tried_once() -> None:
 def test_the_random_walk_finds_no_better_plan_than_there_is() -> None:
     problem = problem_of(1)
     best = min(problem.score(*one) for one in every_state(problem))
-    progress = Progress(itertools.count().__next__, 1e9, 3000)
+    progress = SearchProgress(itertools.count().__next__, 1e9, 3000)
     metropolis_hastings(problem, random.Random(0), progress)
     assert progress.evaluations == 3000
     assert progress.best is not None

@@ -28,7 +28,7 @@ from lightning_realloc.layout.dims import Layout
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.tuning.candidates import WorkUnit
 from lightning_realloc.tuning.shapes.lengths import Lengths
-from lightning_realloc.tuning.tuner import COUNTED, WARM_UP, Tuner
+from lightning_realloc.tuning.tuner import COUNTED_ITERATIONS, WARM_UP_ITERATIONS, Tuner
 from lightning_realloc.tuning.tuner_actions import Candidate, Commit, Reading, Switch, TunerSettings
 from tests.strategies import runs
 from tests.strategies.runs import Batches, calls
@@ -43,7 +43,7 @@ DESCENT = partial(SGD, lr=0.05, momentum=0.9)
 SAMPLING = replace(runs.SAMPLING, max_new_tokens=4)
 ITERATIONS = 21
 WORLD_SIZE = 4
-EPOCH = WARM_UP + COUNTED + 1
+EPOCH = WARM_UP_ITERATIONS + COUNTED_ITERATIONS + 1
 """Iterations; the last one of the first epoch is the first one of a trial."""
 
 
@@ -143,7 +143,7 @@ def test_a_tuned_run_learns_what_an_untuned_one_learns(workers: WorkerPool, tmp_
     assert tuned.has_profile
     assert tuned.tried >= 2 and len(tuned.scores) == tuned.tried and tuned.tunings == 1
     start = ExecutionPlan.from_mapping(START).digest
-    assert tuned.plans[: WARM_UP + COUNTED] == [start] * (WARM_UP + COUNTED)
+    assert tuned.plans[: WARM_UP_ITERATIONS + COUNTED_ITERATIONS] == [start] * (WARM_UP_ITERATIONS + COUNTED_ITERATIONS)
     assert tuned.plans[-1] == tuned.digest == tuned.best
     assert tuned.digest in (start, min(tuned.scores, key=tuned.scores.__getitem__))
     assert tuned.outcome.logged[-1]["tuner/trials"] == tuned.tried
@@ -347,7 +347,7 @@ def test_where_there_is_nothing_to_tune_it_is_refused(workers: WorkerPool) -> No
         "AutoTuner needs Trainer(strategy='realloc'), which can change plans; this Trainer has SingleDeviceStrategy",
         "BoringModel declares none; remove the callback",
         "ParameterReallocation(enabled=False) keeps every role in its training layout",
-        "role 'actor' has no shape, which times are worked out from",
+        "role 'actor' has no shape, which times are estimated from",
     )
     for message, expected in zip(told, words, strict=True):
         assert expected in message
@@ -381,7 +381,7 @@ FSDP, APART = (
 def tuned(seconds: float) -> Tuner:
     """Return a tuner that has measured a start of two seconds and one other plan."""
     tuner = Tuner(FSDP, TunerSettings(), None)
-    tuner.measured([Reading(2.0, 1.0)] * (WARM_UP + COUNTED))
+    tuner.measured([Reading(2.0, 1.0)] * (WARM_UP_ITERATIONS + COUNTED_ITERATIONS))
     tuner.searched([Candidate(APART, 1.0)], predicted_start_s=2.0, seconds=0.25)
     tuner.switched(0.05)
     while not isinstance(tuner.action, Switch | Commit):

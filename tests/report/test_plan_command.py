@@ -357,7 +357,7 @@ MISTAKES = [
     ((*ACTOR, "--cluster", "h100", "--seconds", "soon"), "soon"),
     ((*ACTOR, *SMALL, "--memory-per-device", "40MiB"), "lacks"),
     ((*ACTOR, "--cluster", "h100:0x8"), "cluster 'h100:0x8' must have at least one node"),
-    ((*ACTOR, *SMALL, "--memory-per-device", "24"), "was \"24GiB\" meant?"),
+    ((*ACTOR, *SMALL, "--memory-per-device", "24"), "did you mean \"24GiB\"?"),
     ((*ACTOR, *SMALL, "--headroom", "1"), "--headroom=1 is a share of a device's memory; it must lie in [0, 1)"),
     ((*ACTOR, "--check", "a", "--headroom", "0"), "--headroom does not apply to --check"),
     ((*ACTOR, *SMALL, "--batch", "0"), "--batch=0 must be at least 1"),

@@ -15,9 +15,7 @@ from lightning_realloc.tuning.estimate.estimator import CallSeconds
 from lightning_realloc.tuning.shapes.known_models import KnownModel
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
-SMALL = KnownModel(
-    num_layers=4, hidden=64, intermediate=128, num_heads=8, num_kv_heads=2, head_dim=8, vocabulary=256
-)  # fmt: skip
+SMALL = KnownModel(num_layers=4, hidden=64, intermediate=128, num_heads=8, num_kv_heads=2, head_dim=8, vocabulary=256)
 
 PPO_FLOW = Dataflow(
     (
@@ -31,7 +29,7 @@ PPO_FLOW = Dataflow(
         ModelFunctionCall("actor.train", "train", "actor", "actor_loss", ("rollout", "advantages")),
         ModelFunctionCall("critic.train", "train", "critic", "critic_loss", ("rollout", "advantages")),
     )
-)  # fmt: skip
+)
 
 
 def with_adapters(role: RoleMemory, *, rank: int) -> RoleMemory:

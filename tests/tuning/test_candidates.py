@@ -1,4 +1,4 @@
-"""What is proposed differs in kind, fits into memory, and is never the plan that runs."""
+"""Proposed plans differ in kind, fit into memory, and are never the plan in use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_realloc.tuning.shapes.lengths import Lengths, TypicalLengths
 from tests.tuning.examples import PPO_FLOW, SMALL
 
 CLUSTER = ClusterSpec.local(4)
-TYPICAL = TypicalLengths.of([Lengths((8, 10), (30, 40)), Lengths((10, 12), (50, 0))])
+TYPICAL = TypicalLengths.from_iterations([Lengths((8, 10), (30, 40)), Lengths((10, 12), (50, 0))])
 ROLES = {name: SMALL.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
 START = ExecutionPlan.static(PPO_FLOW, Layout.parse("fsdp4@0-3"))
 
@@ -34,9 +34,15 @@ def roofline(lengths: TypicalLengths) -> Estimator:
 
 
 PROSPECTS = PlanEvaluator(
-    dataflow=PPO_FLOW, estimate=roofline, lengths=TYPICAL, roles=ROLES, settings=MemorySettings(),
-    workload=Workload(num_sequences=2, prompt_tokens=12, response_tokens=64), memory_budget=2**30, overlap="iterations",
-)  # fmt: skip
+    dataflow=PPO_FLOW,
+    estimate=roofline,
+    lengths=TYPICAL,
+    roles=ROLES,
+    settings=MemorySettings(),
+    workload=Workload(num_sequences=2, prompt_tokens=12, response_tokens=64),
+    memory_budget=2**30,
+    overlap="iterations",
+)
 
 
 def test_lengths_of_iterations_are_put_together() -> None:
@@ -45,10 +51,10 @@ def test_lengths_of_iterations_are_put_together() -> None:
     with pytest.raises(PlanError, match="1 prompts and 2 responses"):
         Lengths((1,), (2, 3))
     with pytest.raises(PlanError, match="at least one iteration"):
-        TypicalLengths.of([])
+        TypicalLengths.from_iterations([])
 
 
-def test_proposals_differ_fit_and_leave_out_what_runs() -> None:
+def test_proposals_differ_fit_and_exclude_the_plan_in_use() -> None:
     found = PROSPECTS.propose(START, seconds=0.5, seed=0)
     plans = [candidate.plan for candidate in found]
     assert len(plans) == len(set(plans)) >= 3 and START not in plans
@@ -60,12 +66,12 @@ def test_proposals_differ_fit_and_leave_out_what_runs() -> None:
     assert static and apart
 
 
-def test_a_proposal_is_never_the_plan_that_runs() -> None:
+def test_a_proposal_is_never_the_plan_in_use() -> None:
     best = PROSPECTS.propose(START, seconds=0.3, seed=0)[0].plan
     assert best not in [candidate.plan for candidate in PROSPECTS.propose(best, seconds=0.3, seed=0)]
 
 
-def test_nothing_is_proposed_that_has_no_room() -> None:
+def test_plans_that_do_not_fit_are_not_proposed() -> None:
     least = max(PROSPECTS.peak_bytes(START).values())
     tight = replace(PROSPECTS, memory_budget=least)
     assert tight.fits(START) and not replace(PROSPECTS, memory_budget=least - 1).fits(START)
@@ -75,7 +81,7 @@ def test_nothing_is_proposed_that_has_no_room() -> None:
     assert replace(PROSPECTS, memory_budget=least // 8).propose(START, seconds=0.1, seed=0) == []
 
 
-def test_ranks_are_alike_in_the_same_calls_and_stages() -> None:
+def test_ranks_with_the_same_calls_and_stages_are_interchangeable() -> None:
     plan = ExecutionPlan.from_mapping({"calls": {"actor.train": "pp2.fsdp2@0-3", "critic.train": "tp2@1,3"}})
     assert interchangeable_ranks(plan) == [(0,), (1,), (2,), (3,)]
     assert interchangeable_ranks(START) == [(0, 1, 2, 3)]
@@ -92,7 +98,7 @@ def test_options_of_the_start_are_kept() -> None:
 
 def test_work_grows_with_the_longest_response_and_with_tokens() -> None:
     def work(*responses: int) -> float:
-        return PROSPECTS.work(START, TypicalLengths.of([Lengths((10,) * len(responses), responses)]))
+        return PROSPECTS.work(START, TypicalLengths.from_iterations([Lengths((10,) * len(responses), responses)]))
 
     even = work(20, 20, 20, 20)
     assert work(5, 5, 5, 65 - 1) > 1.5 * even  # as many tokens, three times the decoding steps
@@ -100,8 +106,9 @@ def test_work_grows_with_the_longest_response_and_with_tokens() -> None:
 
 
 def test_seconds_of_calls_hold_the_moves_before_them() -> None:
-    plan = ExecutionPlan.from_mapping({"calls": {call.name: "fsdp4@0-3" for call in PPO_FLOW.model_calls}
-                                       | {"actor.generate": "dp4@0-3"}})  # fmt: skip
+    plan = ExecutionPlan.from_mapping(
+        {"calls": {call.name: "fsdp4@0-3" for call in PPO_FLOW.model_calls} | {"actor.generate": "dp4@0-3"}}
+    )
     seconds = PROSPECTS.call_seconds(plan)
     prices = roofline(TYPICAL)
     own = prices.call_seconds("actor.generate", plan.call("actor.generate")).total
@@ -113,9 +120,14 @@ def test_seconds_of_calls_hold_the_moves_before_them() -> None:
 def test_a_search_may_be_bound_to_all_ranks() -> None:
     def sizes(num_ranks: int | None) -> set[int]:
         plan = search_plan(
-            PPO_FLOW, PROSPECTS.models, CLUSTER, roofline(TYPICAL), seed=0, seconds=0.3,
+            PPO_FLOW,
+            PROSPECTS.models,
+            CLUSTER,
+            roofline(TYPICAL),
+            seed=0,
+            seconds=0.3,
             options=CallOptions(micro_batch_tokens=(None,), num_ranks=num_ranks),
-        ).plan  # fmt: skip
+        ).plan
         return {layout.dims.size for layout in plan.layouts}
 
     assert sizes(4) == {4} and sizes(None) - {4}

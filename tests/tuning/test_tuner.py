@@ -1,4 +1,4 @@
-"""Whatever is measured, the tuner ends with the fastest plan it measured, within what it may cost."""
+"""The tuner commits the fastest plan that it measured, within its budget, for any measurements."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.tuner import (
-    AFTER_SWITCH,
-    COOL_DOWN,
-    COUNTED,
-    HOPELESS,
+    COOLDOWN_ITERATIONS,
+    COUNTED_ITERATIONS,
+    HOPELESS_RATIO,
     PROFILE_SHARE,
     SEARCH_SHARE,
-    WARM_UP,
-    WINDOW,
+    SETTLING_ITERATIONS,
+    WARM_UP_ITERATIONS,
+    WINDOW_ITERATIONS,
     Tuner,
 )
 from lightning_realloc.tuning.tuner_actions import (
@@ -39,6 +39,7 @@ from lightning_realloc.tuning.tuner_actions import (
 TEXTS = ("fsdp4@0-3", "dp4@0-3", "tp4@0-3", "dp2.tp2@0-3", "fsdp2.tp2@0-3", "dp2.fsdp2@0-3", "pp2.dp2@0-3")
 PLANS = tuple(ExecutionPlan((("actor.train", CallPlan(Layout.parse(text))),)) for text in TEXTS)
 START, *OTHERS = PLANS
+MEASURED_ITERATIONS = WARM_UP_ITERATIONS + COUNTED_ITERATIONS
 GENEROUS = TunerSettings(max_overhead=1.0, search_seconds=0.5, max_trials=6, margin=0.02)
 
 
@@ -49,28 +50,31 @@ def alike(_: int) -> float:
 
 @dataclass
 class World:
-    """Plans with their true seconds, and what becomes of a tuner among them."""
+    """A simulated run with the true seconds of plans, which a tuner tunes."""
 
     seconds: Mapping[ExecutionPlan, float]
-    """Of an iteration of work 1."""
+    """Plan -> true seconds of an iteration with work 1."""
     work: Callable[[int], float] = alike
-    """Of each iteration."""
+    """Number of an iteration -> its work."""
     slowdown: Callable[[int], float] = alike
-    """Of the machine."""
+    """Number of an iteration -> slowdown of the machine."""
     predicted: Mapping[ExecutionPlan, float] = field(default_factory=dict)
-    """Where they are not the true seconds."""
+    """Plan -> predicted seconds, for plans whose prediction is wrong."""
     failing: frozenset[ExecutionPlan] = frozenset()
+    """Plans that cannot be installed."""
     first: float = 5.0
-    """Times the seconds that the first iteration after a switch takes."""
+    """Slowdown of the first iteration after a switch."""
     switch_s: float = 0.01
+    """Seconds of a switch."""
     ran: list[ExecutionPlan] = field(default_factory=list)
-    """Of every iteration."""
+    """The plan of every iteration."""
     asked: list[ExecutionPlan] = field(default_factory=list)
-    """What was to be tried."""
+    """Plans that the tuner asked to try."""
     committed: list[ExecutionPlan] = field(default_factory=list)
+    """Committed plans."""
 
     def run(self, tuner: Tuner, iterations: int) -> Tuner:
-        """Train for so many iterations."""
+        """Run a number of iterations."""
         pending: list[Reading] = []
         for _ in range(iterations):
             self._act(tuner)
@@ -112,12 +116,12 @@ class World:
 def worth_trying(
     seconds: Mapping[ExecutionPlan, float], failing: set[ExecutionPlan], settings: TunerSettings
 ) -> list[ExecutionPlan]:
-    """Return which plans are tried where predictions hold: the first, and what is not far slower than the best."""
+    """Return the plans that are tried if predictions hold: the first, and those not far slower than the best."""
     found: list[ExecutionPlan] = []
     best, has_run = seconds[START], False
     others = sorted((plan for plan in reversed(seconds) if plan != START), key=seconds.__getitem__)
     for plan in others[: settings.max_trials]:
-        if has_run and seconds[plan] > HOPELESS * best:
+        if has_run and seconds[plan] > HOPELESS_RATIO * best:
             continue
         found.append(plan)
         if plan not in failing:
@@ -155,7 +159,7 @@ def test_tuning_costs_no_more_than_its_share_where_predictions_hold(
     world = World(seconds, switch_s=switch_s, first=1.0)
     settings = TunerSettings(max_overhead=max_overhead, max_trials=6)
     tuner = world.run(Tuner(START, settings, iterations), iterations)
-    # What the first switch costs nobody knows before it was made.
+    # The cost of a switch is unknown before the first one.
     slack = 2 * switch_s * (world.asked != [])
     search_s = SEARCH_SHARE * max_overhead * iterations * seconds[START]  # before anybody knew of a faster plan
     assert tuner.spent_s <= max(search_s, max_overhead * iterations * seconds[world.committed[0]]) + slack + 1e-6
@@ -171,13 +175,16 @@ def test_a_plan_within_the_margin_of_the_start_does_not_replace_it() -> None:
 
 def test_a_hiccup_while_the_start_is_measured_does_not_cost_it_its_place() -> None:
     # The machine is slow while the start is profiled, and the other plan is really slower: found by a second look.
-    world = World({START: 1.0, PLANS[1]: 1.05}, slowdown=lambda number: 1.15 if number < WARM_UP + COUNTED else 1.0)
+    world = World(
+        {START: 1.0, PLANS[1]: 1.05},
+        slowdown=lambda number: 1.15 if number < MEASURED_ITERATIONS else 1.0,
+    )
     tuner = world.run(Tuner(START, GENEROUS, None), 40)
     assert world.committed == [START]
     assert tuner.start.score == pytest.approx(1.0) and world.asked == [PLANS[1]]
 
 
-def test_what_comes_first_after_a_switch_does_not_count() -> None:
+def test_the_first_iteration_after_a_switch_does_not_count() -> None:
     world = World({START: 1.0, PLANS[1]: 0.5}, first=50.0)
     world.run(Tuner(START, GENEROUS, None), 40)
     assert world.committed == [PLANS[1]]
@@ -187,7 +194,7 @@ def test_a_clearly_slower_plan_is_left_after_one_iteration_that_counts() -> None
     world = World({START: 1.0, PLANS[1]: 3.0, PLANS[2]: 0.7}, predicted={PLANS[1]: 0.1})
     tuner = world.run(Tuner(START, GENEROUS, None), 40)
     assert world.asked == [PLANS[1], PLANS[2]]
-    assert world.ran.count(PLANS[1]) == AFTER_SWITCH + 1
+    assert world.ran.count(PLANS[1]) == SETTLING_ITERATIONS + 1
     assert world.committed == [PLANS[2]]
     assert tuner.spent_s == pytest.approx(0.5 + 3 * 0.01 + (15.0 - 1.0) + (3.0 - 1.0) + (3.5 - 1.0), abs=0.02)
 
@@ -219,9 +226,9 @@ def test_a_run_that_is_too_short_keeps_its_plan() -> None:
         assert set(world.ran) == {START} and world.asked == []
 
 
-def test_a_search_and_a_profile_take_their_shares_of_what_may_be_spent() -> None:
+def test_a_search_and_a_profile_take_their_shares_of_the_budget() -> None:
     tuner = Tuner(START, TunerSettings(max_overhead=0.05, search_seconds=10.0), 200)
-    tuner.measured([Reading(0.4, 1.0)] * (WARM_UP + COUNTED))
+    tuner.measured([Reading(0.4, 1.0)] * (MEASURED_ITERATIONS))
     assert isinstance(tuner.action, Search)
     assert tuner.action.seconds == pytest.approx(SEARCH_SHARE * 0.05 * 200 * 0.4)
     assert tuner.action.profile_seconds == pytest.approx(PROFILE_SHARE * 0.05 * 200 * 0.4)
@@ -251,11 +258,14 @@ def test_longer_responses_are_a_reason_to_tune_again_and_another_plan_may_win() 
     assert world.committed == [PLANS[1], PLANS[2]]
 
 
-def test_small_and_early_changes_are_let_be() -> None:
+def test_small_and_early_changes_are_ignored() -> None:
     small = World({START: 1.0}, slowdown=lambda number: 1.0 if number < 60 else 1.25)
     assert small.run(Tuner(START, GENEROUS, None), 150).num_tunings == 1
-    early = World({START: 1.0}, slowdown=lambda number: 1.0 if number < WARM_UP + COUNTED + WINDOW + 2 else 2.0)
-    tuner = early.run(Tuner(START, GENEROUS, None), WARM_UP + COUNTED + COOL_DOWN - 1)
+    early = World(
+        {START: 1.0},
+        slowdown=lambda number: 1.0 if number < MEASURED_ITERATIONS + WINDOW_ITERATIONS + 2 else 2.0,
+    )
+    tuner = early.run(Tuner(START, GENEROUS, None), MEASURED_ITERATIONS + COOLDOWN_ITERATIONS - 1)
     assert tuner.num_tunings == 1
     never = World({START: 1.0}, slowdown=lambda number: 1.0 if number < 60 else 9.0)
     assert never.run(Tuner(START, TunerSettings(drift_threshold=None), None), 150).num_tunings == 1
@@ -300,12 +310,12 @@ def test_nonsense_is_refused(given_: dict[str, Any], words: str) -> None:
         TunerSettings(**given_)
 
 
-def test_only_what_was_asked_may_be_told() -> None:
-    told: Sequence[Callable[[Tuner], None]] = (
+def test_a_report_that_no_action_asked_for_is_refused() -> None:
+    reports: Sequence[Callable[[Tuner], None]] = (
         lambda tuner: tuner.switched(0.0),
         lambda tuner: tuner.committed(),
         lambda tuner: tuner.measured([Reading(1.0, 1.0)]),
     )
-    for tell in told:
-        with pytest.raises(AssertionError, match="told what was not asked"):
-            tell(Tuner(START, TunerSettings(), None))
+    for report in reports:
+        with pytest.raises(AssertionError, match="a report that no action asked for"):
+            report(Tuner(START, TunerSettings(), None))

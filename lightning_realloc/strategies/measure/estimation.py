@@ -85,7 +85,7 @@ def profile_of(
     Raises:
         PlanError: for a role whose model has no decoder's config.
     """
-    typical, module, dataflow = TypicalLengths.of(iterations), builder.module, _remaining_calls(builder)
+    typical, module, dataflow = TypicalLengths.from_iterations(iterations), builder.module, _remaining_calls(builder)
     mean = max(1, round(sum(typical.responses) / len(typical.responses)))
     request = ProfileRequest(
         roles=module.roles(),
@@ -129,7 +129,7 @@ def make_plan_evaluator(
     cluster = cluster_of(builder.cluster, builder.world_size)
     roles = builder.describe_roles()
     _, settings = with_callbacks(callbacks, dataflow, plan, builder.memory_settings())
-    typical = TypicalLengths.of(iterations)
+    typical = TypicalLengths.from_iterations(iterations)
     longest = max(*typical.responses, _longest_allowed(module, dataflow))
     load = _workload(module, dataflow, typical, prompt_tokens=typical.longest_prompt, response_tokens=longest)
 

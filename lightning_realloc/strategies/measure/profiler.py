@@ -35,11 +35,11 @@ from lightning_realloc.runtime.transfer.executor import Reallocation
 from lightning_realloc.strategies.measure.profile_subject import Machine, Subject
 from lightning_realloc.tuning.estimate.pass_samples import (
     Grid,
+    PassTimings,
     Point,
-    Readings,
     Size,
-    put_on_top,
-    split,
+    add_sharding_seconds,
+    split_block_from_rest,
     surfaces,
     without_reduction,
     without_tp,
@@ -72,10 +72,10 @@ class Profiler:
     def __init__(self, machine: Machine, *, seconds: float = math.inf) -> None:
         self._machine = machine
         self._full_models: dict[tuple[str, int], nn.Module] = {}
-        self._bases: dict[tuple[str, int], Readings] = {}
-        self._probed: dict[str, Readings] = {}
+        self._bases: dict[tuple[str, int], PassTimings] = {}
+        self._probed: dict[str, PassTimings] = {}
         """Probe passes on one rank, from which additions are computed; by the subject's key."""
-        self._additions: dict[tuple[str, ParallelDims], Readings] = {}
+        self._additions: dict[tuple[str, ParallelDims], PassTimings] = {}
         self._crowding: dict[int, Curve] = {}
         self._optimizers: dict[str, Curve] = {}
         """Seconds by elements, for each kind and settings of optimizer."""
@@ -145,7 +145,7 @@ class Profiler:
         if base is None or added is None:
             return {}
         outside = subject.num_outside / max(1, representative.num_outside)
-        return surfaces(put_on_top(base, dims, added, self._crowding, outside), grid)
+        return surfaces(add_sharding_seconds(base, dims, added, self._crowding, outside), grid)
 
     def _measure_base(self, subject: Subject, tp: int, grid: Grid) -> None:
         """Measure a model under tensor parallelism alone; its blocks with the bare model, whose head is small."""
@@ -188,7 +188,7 @@ class Profiler:
         alone = self._pass_seconds(subject, 1, layouts[0], [point])[0]
         count = max(1, math.ceil(MIN_CONTENTION_S / alone)) if alone else 1
         taken = [self._pass_seconds(subject, 1, layout, [point], in_a_row=count)[0] for layout in layouts]
-        return Curve.through((busy, max(1.0, took / taken[0])) for busy, took in zip(counts, taken, strict=True))
+        return Curve.from_samples((busy, max(1.0, took / taken[0])) for busy, took in zip(counts, taken, strict=True))
 
     def measure_reallocation(self, subject: Subject, *, transport: TransportName) -> tuple[str, Curve]:
         """Return the transport that was used, and seconds over the bytes that the busiest rank writes or receives."""
@@ -207,16 +207,18 @@ class Profiler:
             here = torch.zeros(size, dtype=torch.uint8, device=device)
             seconds = self._timer.time_slowest(layout, partial(_copy_back_work, here, make_copier(device)))[0]
             points.append((float(size), seconds))
-        return Curve.through(points)
+        return Curve.from_samples(points)
 
     # ---- one layout
-    def _read(self, subject: Subject, layout: Layout, points: Sequence[Point]) -> Readings:
+    def _read(self, subject: Subject, layout: Layout, points: Sequence[Point]) -> PassTimings:
         """Measure passes with few and with more blocks."""
         if not points:
             return {}
         shallow, deep = self._depths(subject, decodes=all(point.kind == "decode" for point in points))
         few, many = (self._pass_seconds(subject, depth, layout, points) for depth in (shallow, deep))
-        return {point: split(shallow, a, deep, b) for point, a, b in zip(points, few, many, strict=True)}
+        return {
+            point: split_block_from_rest(shallow, a, deep, b) for point, a, b in zip(points, few, many, strict=True)
+        }
 
     def _pass_seconds(
         self, subject: Subject, depth: int, layout: Layout, points: Sequence[Point], *, in_a_row: int = 1

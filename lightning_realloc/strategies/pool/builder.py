@@ -36,8 +36,8 @@ from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.plan_source import NamedPlan, require_equal_plans, work_out_plan
 from lightning_realloc.strategies.pool.pool_options import Following, PoolOptions
 from lightning_realloc.strategies.pool.precision import cast_parameters
+from lightning_realloc.tuning.memory.forecast import transition_bytes
 from lightning_realloc.tuning.memory.parts import MemorySettings
-from lightning_realloc.tuning.memory.transition import transition_bytes
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 _POOL_ATTRIBUTE = "_realloc_pool"

@@ -49,7 +49,7 @@ def describe_roles(roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str
         config = getattr(model, "config", None)
         shape = None
         if hasattr(config, "get_text_config"):
-            shape = ModelShape.read(config, spec, num_outputs=None if role.task == "causal_lm" else 1)
+            shape = ModelShape.from_config(config, spec, num_outputs=None if role.task == "causal_lm" else 1)
         described[role.name] = RoleMemory(
             model=spec, shape=shape, frozen_params=role.frozen_parameters(model), follows=role.average_of
         )
@@ -92,7 +92,7 @@ def _describe_named_draft(source: str | Path) -> RoleMemory:
 def _describe_draft(source: str | Path | nn.Module) -> RoleMemory:
     model: Any = describe_draft_model(source)
     spec = describe_model(model)
-    return RoleMemory(model=spec, shape=ModelShape.read(model.config, spec))
+    return RoleMemory(model=spec, shape=ModelShape.from_config(model.config, spec))
 
 
 def memory_settings(

@@ -48,7 +48,7 @@ class Offloader:
         begin = time.perf_counter()
         self._optimizers = {str(optimizer.param_groups[0].get("name")): optimizer for optimizer in optimizers}
         needed, ahead = (
-            kept & self._parts.keys() for kept in (self._schedule.needed(call), self._schedule.ahead(call))
+            kept & self._parts.keys() for kept in (self._schedule.needed(call), self._schedule.prefetched(call))
         )
         for part in self._parts:
             if part not in needed | ahead:

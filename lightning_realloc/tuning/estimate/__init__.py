@@ -1,4 +1,4 @@
-"""Estimate the seconds of a call under a plan, from rooflines or from measurements.
+"""Estimate the seconds of a call, from shapes and data sheets or from measurements.
 
-Start with `Estimator`, then `RooflineEstimator` and `MeasuredEstimator`.
+Start with `RooflineEstimator` and `MeasuredEstimator`; both implement `Estimator`.
 """

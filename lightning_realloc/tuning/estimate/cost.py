@@ -1,7 +1,7 @@
-"""How long does one call take under one plan? Blocks put together to stages, stages to micro-batches, those to a call.
+"""Estimate the seconds of one call under one plan: blocks form stages, stages micro-batches, and micro-batches a call.
 
-Worked out for the slowest stage of equal ranks. What is left out: ranks whose samples happen to be longer, other jobs
-on the same links, and what a framework does between its kernels beyond a launch time per block.
+The estimate is that of the slowest stage, with equal ranks. It ignores ranks with longer samples, other jobs on the
+same links, and framework time between kernels beyond one launch time per block.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from lightning_realloc.tuning.shapes.weights import Weights
 
 
 class Placement(NamedTuple):
-    """How the groups of a layout's axes lie on nodes: the widest of each."""
+    """Spread of a layout's communication groups over nodes; the widest group of each axis counts."""
 
     tp: Group
     fsdp: Group
     dp: Group
     stages_share_node: bool
+    """Whether all pipeline stages lie on the same node."""
 
     @classmethod
-    def of(cls, layout: Layout, cluster: ClusterSpec) -> Placement:
-        """Look at the nodes of every group."""
+    def from_layout(cls, layout: Layout, cluster: ClusterSpec) -> Placement:
+        """Return the placement of a layout on a cluster."""
         nodes = (np.array(layout.ranks) // cluster.devices_per_node).reshape(layout.dims.degrees)
         groups = {axis: _widest(nodes, index) for index, axis in enumerate(AXES)}
         share = layout.dims.pp == 1 or not np.diff(nodes, axis=0).any()
@@ -51,7 +52,7 @@ def _widest(nodes: np.ndarray, axis: int) -> Group:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What an iteration's sequences are like."""
+    """Sequence lengths of an iteration."""
 
     workload: Workload
     responses: tuple[int, ...]
@@ -69,7 +70,7 @@ class Tokens:
 
     @property
     def context(self) -> float:
-        """Tokens that a token of whole sequences attends to, as a mean: half a sequence, long ones weighing more."""
+        """Mean number of tokens that a token attends to: half a sequence, where long sequences have more weight."""
         lengths = [self.workload.prompt_tokens + response for response in self.responses]
         return sum(length * length for length in lengths) / sum(lengths) / 2
 
@@ -79,39 +80,40 @@ class Pass(NamedTuple):
 
     compute: float = 0.0
     exchange: float = 0.0
-    """Tensor parallelism's."""
+    """Seconds of tensor-parallel communication."""
 
     @property
     def total(self) -> float:
         return self.compute + self.exchange
 
     def plus(self, other: Pass) -> Pass:
-        """Return one after the other."""
+        """Return the seconds of both passes, one after the other."""
         return Pass(self.compute + other.compute, self.exchange + other.exchange)
 
     def repeated(self, times: float) -> Pass:
-        """Return it ``times`` times."""
+        """Return the seconds of ``times`` such passes."""
         return Pass(times * self.compute, times * self.exchange)
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatches:
-    """What one data-parallel rank's forward passes hold."""
+class MeanMicroBatch:
+    """Number and mean size of the micro-batches of one data-parallel rank."""
 
     count: int
+    """Number of micro-batches."""
     tokens: float
-    """Of one of them, as a mean."""
+    """Mean tokens of a micro-batch."""
     rows: float
-    """Tokens that logits are computed for."""
+    """Mean tokens of a micro-batch that logits are computed for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallCost:
-    """One role's calls under one layout."""
+    """Cost model of one role's calls under one layout."""
 
     weights: Weights
     trained: Weights
-    """Those with gradients."""
+    """The weights that have gradients."""
     dims: ParallelDims
     place: Placement
     kernels: Kernels
@@ -122,7 +124,7 @@ class CallCost:
     def seconds(
         self, kind: CallKind, *, micro_batch_tokens: int | None, gradient_checkpointing: bool, max_slots: int
     ) -> CallSeconds:
-        """Return how long a call of that kind takes."""
+        """Return the seconds of a call of that kind."""
         if kind == "generate":
             parts = self._generate(max_slots)
         elif kind == "infer":
@@ -134,35 +136,37 @@ class CallCost:
     # ---- calls
     def _infer(self, limit: int | None) -> CallSeconds:
         micro = self._micro_batches(limit, 1)
-        stage = self._forward_stage(micro.tokens, self.tokens.context, self._logprobs(micro.rows))
+        stage = self._forward_stage(micro.tokens, self.tokens.context, self._scored_head(micro.rows))
         return self._pipelined(stage, self._exposed_gather(stage), micro.count, self._send(micro.tokens))
 
     def _train(self, limit: int | None, checkpointing: bool) -> CallSeconds:
         minibatches = self.tokens.workload.num_minibatches
         micro = self._micro_batches(limit, minibatches)
-        forward = self._forward_stage(micro.tokens, self.tokens.context, self._logprobs(micro.rows))
+        forward = self._forward_stage(micro.tokens, self.tokens.context, self._scored_head(micro.rows))
         backward = self._backward_stage(micro, checkpointing)
         sharding = self._exposed_gather(forward) + self._exposed_gather(backward)
         one = self._pipelined(forward.plus(backward), sharding, micro.count, 2 * self._send(micro.tokens))
         epochs = self.tokens.workload.num_epochs
-        return (one + self._reduce(backward) + self._optimize()).times(minibatches * epochs)
+        return (one + self._reduce(backward) + self._optimize()).scaled(minibatches * epochs)
 
     def _generate(self, max_slots: int) -> CallSeconds:
         load, pp = self.tokens.workload, self.dims.pp
         share = math.ceil(load.num_sequences / self._shares)
         waves = max(math.ceil(share / max_slots), min(pp, share))
         prompts = math.ceil(share / load.samples_per_prompt) * load.prompt_tokens / waves
-        prefill = self._forward_stage(prompts, load.prompt_tokens / 2, self._draws(share / waves))
+        prefill = self._forward_stage(prompts, load.prompt_tokens / 2, self._sampled_head(share / waves))
         parts = self._pipelined(prefill, self._exposed_gather(prefill), waves, self._send(prompts))
-        for stretch in plan_decoding(self.tokens.responses, load.prompt_tokens, share, max_slots):
-            # Under a pipeline as many groups of sequences as stages take turns, so that every stage has one of them.
-            batch = stretch.sequences / pp
-            stage = self._decode_stage(batch, stretch.context)
+        for segment in plan_decoding(self.tokens.responses, load.prompt_tokens, share, max_slots):
+            # Under a pipeline the sequences form as many groups as there are stages, so that every stage is busy.
+            batch = segment.sequences / pp
+            stage = self._decode_stage(batch, segment.context)
             step = CallSeconds(
-                compute=stage.compute, tensor_parallel=stage.exchange, pipeline=self._send(batch),
+                compute=stage.compute,
+                tensor_parallel=stage.exchange,
+                pipeline=self._send(batch),
                 sharding=self._exposed_gather(stage),
-            )  # fmt: skip
-            parts += step.times(stretch.steps * pp)
+            )
+            parts += step.scaled(segment.steps * pp)
         return parts
 
     # ---- stages
@@ -172,13 +176,11 @@ class CallCost:
         )
         return self._slowest_stage(block, head)
 
-    def _backward_stage(self, micro: MicroBatches, checkpointing: bool) -> Pass:
+    def _backward_stage(self, micro: MeanMicroBatch, checkpointing: bool) -> Pass:
         share = self.trained.total / self.weights.total
         launch, exchange = self.links.efficiency.layer_launch_s, self._exchange(micro.tokens)
         context = self.tokens.context
-        block = self._launched(
-            self.kernels.backward(micro.tokens, context, trained_share=share), exchange, launch
-        )  # fmt: skip
+        block = self._launched(self.kernels.backward(micro.tokens, context, trained_share=share), exchange, launch)
         if checkpointing:
             block = block.plus(self._launched(self.kernels.forward(micro.tokens, context), exchange, launch))
         head = Pass((1 + share) * self.kernels.head(micro.rows) + self.kernels.logprobs(micro.rows))
@@ -189,28 +191,28 @@ class CallCost:
         block = self._launched(
             self.kernels.decode(sequences, context), self._exchange(sequences), efficiency.decode_launch_s
         )
-        return self._slowest_stage(block, self._draws(sequences).plus(Pass(efficiency.step_s)))
+        return self._slowest_stage(block, self._sampled_head(sequences).plus(Pass(efficiency.step_s)))
 
-    def _logprobs(self, rows: float) -> Pass:
-        """The head on ``rows`` tokens whose log-probabilities are asked for."""
+    def _scored_head(self, rows: float) -> Pass:
+        """Return the pass of the head on ``rows`` tokens, with their logprobs."""
         return Pass(self.kernels.head(rows) + self.kernels.logprobs(rows), self._join_sums(rows))
 
-    def _draws(self, rows: float) -> Pass:
-        """The head on ``rows`` tokens after which one is drawn."""
-        return Pass(self.kernels.head(rows) + self.kernels.draws(rows), self._join_logits(rows))
+    def _sampled_head(self, rows: float) -> Pass:
+        """Return the pass of the head on ``rows`` tokens, with drawing the next token."""
+        return Pass(self.kernels.head(rows) + self.kernels.sampling(rows), self._join_logits(rows))
 
     def _slowest_stage(self, block: Pass, head: Pass) -> Pass:
-        """Return the stage that the others wait for: the first has most blocks, the last one the head."""
+        """Return the slowest stage: the first one, with most blocks, or the last one, with the head."""
         blocks = [len(run) for run in stage_blocks(self.kernels.shape.num_layers, self.dims.pp)]
         last = block.repeated(blocks[-1]).plus(head)
         return max(block.repeated(blocks[0]), last, key=lambda stage: stage.total) if self.dims.pp > 1 else last
 
     def _launched(self, compute: float, exchange: float, launch: float) -> Pass:
-        """A block takes as long as its kernels, or as its host takes to launch them, and the two sums under tp."""
+        """Return the pass of a block: its kernels or the host's launches of them, whichever takes longer."""
         efficiency, shape = self.links.efficiency, self.kernels.shape
         launch += 2 * efficiency.collective_launch_s if self.dims.tp > 1 else 0.0
         if shape.experts is not None:
-            launch += shape.experts.per_block(shape.num_layers, efficiency.experts_launch_s, 0.0)
+            launch += shape.experts.mean_over_blocks(shape.num_layers, efficiency.experts_launch_s, 0.0)
         return Pass(max(compute, launch - exchange), exchange)
 
     # ---- micro-batches
@@ -218,31 +220,32 @@ class CallCost:
     def _shares(self) -> int:
         return self.dims.dp * self.dims.fsdp
 
-    def _micro_batches(self, limit: int | None, minibatches: int) -> MicroBatches:
+    def _micro_batches(self, limit: int | None, minibatches: int) -> MeanMicroBatch:
         load = self.tokens.workload
         share = math.ceil(load.num_sequences / (self._shares * minibatches))
         each = max(1, int((limit or load.micro_batch_tokens) // self.tokens.sequence))
         count = math.ceil(share / each)
         rows = share / count * (self.tokens.response if self.kernels.shape.num_outputs > 1 else self.tokens.sequence)
-        return MicroBatches(count, share / count * self.tokens.sequence, rows)
+        return MeanMicroBatch(count, share / count * self.tokens.sequence, rows)
 
     def _pipelined(self, stage: Pass, sharding: float, count: int, send: float) -> CallSeconds:
-        """Return ``count`` micro-batches one after the other; under a pipeline the last stage begins when the first
-        micro-batch has come through, and the first ends before the last one goes: ``pp - 1`` turns of waiting."""
+        """Return the seconds of ``count`` micro-batches, with ``pp - 1`` idle turns that fill and drain a pipeline."""
         turns = self.dims.pp - 1
         return CallSeconds(
-            compute=count * stage.compute, tensor_parallel=count * stage.exchange, sharding=count * sharding,
+            compute=count * stage.compute,
+            tensor_parallel=count * stage.exchange,
+            sharding=count * sharding,
             pipeline=turns * (stage.total + sharding) + (count + turns) * send,
-        )  # fmt: skip
+        )
 
     # ---- communication
     def _exchange(self, tokens: float) -> float:
-        """One block's two sums of hidden states over tensor-parallel ranks; as many in its backward pass."""
+        """Return the time of a block's two all-reduces of hidden states; its backward pass has two as well."""
         size = tokens * self.kernels.shape.hidden * self.kernels.element_bytes
         return 2 * self.links.all_reduce(size, self.place.tp)
 
     def _join_sums(self, rows: float) -> float:
-        """What tensor-parallel ranks tell each other of the log-probabilities of tokens: three fp32 numbers each."""
+        """Return the time to exchange three fp32 numbers per token, from which tensor-parallel ranks get logprobs."""
         return self.links.gather(12 * rows * self.dims.tp, self.place.tp) if self.kernels.shape.num_outputs > 1 else 0.0
 
     def _join_logits(self, rows: float) -> float:
@@ -250,38 +253,41 @@ class CallCost:
         return self.links.gather(rows * outputs * self.kernels.element_bytes, self.place.tp) if outputs > 1 else 0.0
 
     def _send(self, tokens: float) -> float:
-        """Hidden states to the next stage; every tensor-parallel rank sends them to its counterpart."""
+        """Return the time to send hidden states to the next stage; each tensor-parallel rank has one counterpart."""
         if self.dims.pp == 1:
             return 0.0
         size = tokens * self.kernels.shape.hidden * self.kernels.element_bytes
         return self.links.send(size, within_node=self.place.stages_share_node)
 
-    def _exposed_gather(self, beside: Pass) -> float:
-        """What gathering a stage's weights takes longer than the pass that it runs beside, and its first block."""
+    def _exposed_gather(self, overlapped: Pass) -> float:
+        """Return the time of FSDP's gather of a stage that the pass does not hide; the first block is never hidden."""
         if self.dims.fsdp == 1:
             return 0.0
-        size = self.weights.of_stage(self.dims) * self.settings.gathered_bytes
-        return self._exposed(self.links.gather(size, self.place.fsdp), beside)
+        size = self.weights.stage_elements(self.dims) * self.settings.gathered_bytes
+        return self._exposed(self.links.gather(size, self.place.fsdp), overlapped)
 
-    def _reduce(self, beside: Pass) -> CallSeconds:
-        """What summing gradients takes longer than the last micro-batch's backward pass, and its last block."""
-        size = self.trained.of_stage(self.dims) * self.settings.gathered_bytes
+    def _reduce(self, overlapped: Pass) -> CallSeconds:
+        """Return the time of reducing gradients that the last backward pass does not hide; its last block never is."""
+        size = self.trained.stage_elements(self.dims) * self.settings.gathered_bytes
         scatter = self.links.gather(size, self.place.fsdp)
         replicas = self.links.all_reduce(size / self.dims.fsdp, self.place.dp)
         if scatter + replicas == 0:
             return CallSeconds()
-        exposed = self._exposed(scatter + replicas, beside) / (scatter + replicas)
+        exposed = self._exposed(scatter + replicas, overlapped) / (scatter + replicas)
         return CallSeconds(sharding=scatter * exposed, data_parallel=replicas * exposed)
 
-    def _exposed(self, communication: float, beside: Pass) -> float:
+    def _exposed(self, communication: float, overlapped: Pass) -> float:
         if not self.links.efficiency.hides_communication:
             return communication
         blocks = max(1, math.ceil(self.kernels.shape.num_layers / self.dims.pp))
-        return max(communication - beside.total, communication / blocks)
+        return max(communication - overlapped.total, communication / blocks)
 
     def _optimize(self) -> CallSeconds:
-        """Clip gradients and step: gradients are read for their norm, read and written scaled, and read; weights and
-        optimizer state are read and written."""
-        elements = self.trained.of_stage(self.dims) / self.dims.fsdp
+        """Return the time to clip gradients and to step.
+
+        Gradients are read for their norm, read and written to scale them, and read by the optimizer, which reads and
+        writes weights and optimizer state.
+        """
+        elements = self.trained.stage_elements(self.dims) / self.dims.fsdp
         size = 4 * self.settings.master_bytes + 2 * (self.settings.master_bytes + self.settings.optimizer_bytes)
         return CallSeconds(optimizer=self.kernels.device.stream(elements * size))

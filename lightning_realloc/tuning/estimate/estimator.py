@@ -1,6 +1,7 @@
-"""What does a search for a plan ask about its parts? Seconds of a call and of a move, bytes of both.
+"""Protocol of the estimators that plans are priced with: seconds of a call and of a move, and bytes of both.
 
-The answers come from ``roofline`` (worked out from shapes and rates) or from measurements; a search sees the protocol.
+``roofline`` implements it from shapes and nominal rates, ``measured`` from a profile. The simulator and the search use
+only the protocol.
 """
 
 from __future__ import annotations
@@ -18,75 +19,80 @@ from lightning_realloc.layout.dims import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSeconds:
-    """One call under one :class:`CallPlan`, by what the slowest rank spends its time on."""
+    """Seconds of one call under one `CallPlan`, on its slowest rank, by activity."""
 
     compute: float = 0.0
-    """Arithmetic and memory traffic of the model, and launching it."""
+    """Computation and memory traffic of the model, with kernel launches."""
     tensor_parallel: float = 0.0
-    """Adding up partial results inside layers."""
+    """All-reduces of partial results inside layers."""
     sharding: float = 0.0
-    """Gathering FSDP's weights and scattering its gradients, as far as computing does not hide it."""
+    """FSDP's gathers of weights and reductions of gradients that computation does not hide."""
     data_parallel: float = 0.0
-    """Adding up gradients of replicas, as far as computing does not hide it."""
+    """All-reduces of gradients between replicas that computation does not hide."""
     pipeline: float = 0.0
-    """Waiting for the first and the last micro-batch, and sending hidden states from stage to stage."""
+    """Idle turns that fill and drain the pipeline, and sending hidden states between stages."""
     optimizer: float = 0.0
+    """Clipping gradients and the optimizer's step."""
     other: float = 0.0
-    """What a call costs however small it is."""
+    """Fixed cost of any call, however small."""
 
     @property
     def total(self) -> float:
-        """Seconds from the call's start to its end."""
+        """Seconds from the start of the call to its end."""
         return sum(_seconds(self))
 
     def __add__(self, other: CallSeconds) -> CallSeconds:
         sums = map(operator.add, _seconds(self), _seconds(other))
-        return CallSeconds(**dict(zip(_PARTS, sums, strict=True)))
+        return CallSeconds(**dict(zip(_FIELDS, sums, strict=True)))
 
-    def times(self, factor: float) -> CallSeconds:
-        """Return all parts multiplied by ``factor``."""
-        return CallSeconds(**{name: factor * value for name, value in zip(_PARTS, _seconds(self), strict=True)})
+    def scaled(self, factor: float) -> CallSeconds:
+        """Return every activity's seconds multiplied by ``factor``."""
+        return CallSeconds(**{name: factor * value for name, value in zip(_FIELDS, _seconds(self), strict=True)})
 
 
-# Looked up once: a search adds up tens of thousands of these.
-_PARTS = tuple(item.name for item in fields(CallSeconds))
-_seconds: Callable[[CallSeconds], tuple[float, ...]] = operator.attrgetter(*_PARTS)
+# Module constants, since a search adds tens of thousands of CallSeconds.
+_FIELDS = tuple(item.name for item in fields(CallSeconds))
+_seconds: Callable[[CallSeconds], tuple[float, ...]] = operator.attrgetter(*_FIELDS)
 
 
 class Estimator(Protocol):
-    """What a search asks. Pure and deterministic; thousands of distinct calls a second, repeated ones for nothing."""
+    """Prices the calls and moves of plans.
+
+    Implementations are pure and deterministic. A search needs thousands of distinct calls a second, and repeats calls,
+    so implementations cache them.
+    """
 
     @property
     def dataflow(self) -> Dataflow:
-        """The calls that can be asked about."""
+        """The dataflow whose calls are priced."""
 
     @property
     def cluster(self) -> ClusterSpec:
-        """Where they run."""
+        """The cluster that the calls run on."""
 
     def owner(self, role: str) -> str:
-        """Return the role on whose replicas a role's calls work: itself, unless it shares that one's base."""
+        """Return the role whose replicas a role's calls use: the role itself, or the one whose base it shares."""
 
     def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
-        """Return how long a call takes once its inputs and weights are there."""
+        """Return the seconds of a call, from the moment its inputs and weights exist."""
 
     def move_seconds(self, role: str, source: Layout, target: Layout) -> float:
-        """Return how long a role's weights travel from their home to another layout, 0 between equal ones.
+        """Return the seconds to move a role's weights from their home to another layout; 0 between equal layouts.
 
-        Of a role that is trained in part, what a copy needs from the second time on: the trained part.
+        For a role that is trained in part, only the trained part counts: a replica keeps the rest after its first fill.
         """
 
     def offload_seconds(self, num_bytes: float) -> float:
-        """Return how long a rank takes to have so many bytes back from its host."""
+        """Return the seconds in which a rank copies this many bytes back from its host."""
 
     def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
-        """Return what a replica keeps between calls on the fullest rank of its layout."""
+        """Return the bytes that a replica keeps between calls, on the fullest rank of its layout."""
 
     def active_bytes(self, call: str, plan: CallPlan) -> int:
-        """Return what a call adds on the rank where it adds most."""
+        """Return the bytes that a call adds, on the rank where it adds most."""
 
     def slowdown(self, busy: int) -> float:
-        """Return how many times longer a rank's work takes when so many ranks of its node work, itself one of them.
+        """Return the factor by which a rank's work takes longer when ``busy`` ranks of its node work, itself included.
 
-        1 where every rank has what it computes with to itself; calls are priced with their own ranks at work alone.
+        It is 1 where ranks do not share compute resources. Calls are priced with only their own ranks at work.
         """

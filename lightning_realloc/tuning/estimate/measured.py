@@ -1,8 +1,8 @@
-"""Seconds of calls and moves from what was measured on the ranks that are here. Bytes are the roofline's.
+"""Estimate the seconds of calls and moves from a profile of the machine. Bytes come from the roofline estimator.
 
-Blocks, and the rest of a model, were measured at the degrees of a layout; here they are put together to stages,
-micro-batches and calls as ``cost`` does with worked-out ones. What was not measured is worked out, times what the
-nearest measured layout takes over what is worked out for that one.
+A profile has the seconds of a block, and of the rest of a model, at some parallel degrees. They form stages,
+micro-batches and calls as in ``cost``. A call at degrees without measurements gets its roofline estimate, times the
+ratio of measured to roofline seconds at the nearest measured degrees.
 """
 
 from __future__ import annotations
@@ -22,27 +22,31 @@ from lightning_realloc.tuning.shapes.decoding import plan_decoding
 from lightning_realloc.tuning.shapes.weights import traffic
 
 _KINDS: Mapping[CallKind, tuple[PassKind, ...]] = {
-    "generate": ("infer", "decode"), "infer": ("infer",), "train": ("train", "train_last", "infer"),
-}  # fmt: skip
-"""Passes that a call is made of; inference of a training call is what checkpointing computes again."""
-CAUTION = 3.0
-"""What was not measured must look better by so much to be preferred to what was."""
-_MAX_MOVES = 100_000
-"""Of which seconds are kept."""
+    "generate": ("infer", "decode"),
+    "infer": ("infer",),
+    "train": ("train", "train_last", "infer"),
+}
+"""Passes that a call consists of; a training call with checkpointing repeats the inference pass."""
+UNMEASURED_FACTOR = 3.0
+"""Factor on the estimate of a call that was not measured; larger values favour measured layouts more."""
+_MAX_CACHED_MOVES = 100_000
+"""Entries of the cache of moves, which is emptied when it is full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCost(CallCost):
-    """One role's calls under one layout whose passes were measured."""
+    """Cost model of one role's calls under a layout whose passes were measured."""
 
     passes: Mapping[PassKind, PassTimes]
+    """Kind of pass -> its seconds."""
     optimizer: Curve
-    crowding: Callable[[float], float]
-    """Share of the layout's ranks that are busy -> how many times longer passes take than where they were measured."""
+    """Curve from the elements of a rank to the seconds of the optimizer's step."""
+    contention: Callable[[float], float]
+    """Fraction of the layout's ranks that are busy -> factor by which passes take longer than in the measurement."""
 
     def _infer(self, limit: int | None) -> CallSeconds:
         micro = self._micro_batches(limit, 1)
-        stage = self._measured("infer", micro.tokens, self.tokens.sequence).repeated(self._crowded(micro.count))
+        stage = self._measured("infer", micro.tokens, self.tokens.sequence).repeated(self._contention_of(micro.count))
         return self._pipelined(stage, 0.0, micro.count, self._send(micro.tokens))
 
     def _train(self, limit: int | None, checkpointing: bool) -> CallSeconds:
@@ -52,12 +56,12 @@ class MeasuredCost(CallCost):
         if checkpointing:
             again = self._measured("infer", micro.tokens, self.tokens.sequence, rest=False)
             usual, last = usual.plus(again), last.plus(again)
-        usual, last = (stage.repeated(self._crowded(micro.count)) for stage in (usual, last))
+        usual, last = (stage.repeated(self._contention_of(micro.count)) for stage in (usual, last))
         parts = self._pipelined(usual, 0.0, micro.count, 2 * self._send(micro.tokens))
         reduction = max(0.0, last.total - usual.total)
-        elements = self.trained.of_stage(self.dims) / self.dims.fsdp
-        step = self.optimizer(elements) * self.crowding(1.0)
-        return (parts + CallSeconds(sharding=reduction, optimizer=step)).times(
+        elements = self.trained.stage_elements(self.dims) / self.dims.fsdp
+        step = self.optimizer(elements) * self.contention(1.0)
+        return (parts + CallSeconds(sharding=reduction, optimizer=step)).scaled(
             minibatches * self.tokens.workload.num_epochs
         )
 
@@ -65,34 +69,34 @@ class MeasuredCost(CallCost):
         load, pp = self.tokens.workload, self.dims.pp
         share = -(-load.num_sequences // self._shares)
         prompts = -(-share // load.samples_per_prompt) * (load.prompt_tokens - 1)
-        # The first step reads the prompts, but for their last tokens, whose logits it takes.
+        # The first step is a forward pass over the prompts, and a decoding step for their last tokens.
         first = self._measured("infer", prompts, load.prompt_tokens, rest=False).plus(
             self._measured("decode", min(share, max_slots), load.prompt_tokens)
         )
         parts = CallSeconds(compute=first.total)
-        for stretch in plan_decoding(self.tokens.responses, load.prompt_tokens, share, max_slots):
-            batch = stretch.sequences / pp
-            stage = self._measured("decode", batch, stretch.context)
-            parts += CallSeconds(compute=stage.compute, pipeline=self._send(batch)).times(stretch.steps * pp)
-        return parts.times(self.crowding(1.0))
+        for segment in plan_decoding(self.tokens.responses, load.prompt_tokens, share, max_slots):
+            batch = segment.sequences / pp
+            stage = self._measured("decode", batch, segment.context)
+            parts += CallSeconds(compute=stage.compute, pipeline=self._send(batch)).scaled(segment.steps * pp)
+        return parts.scaled(self.contention(1.0))
 
     def _measured(self, kind: PassKind, first: float, second: float, *, rest: bool = True) -> Pass:
         times = self.passes[kind]
         head = Pass(times.rest(first, second) if rest else 0.0)
         return self._slowest_stage(Pass(times.block(first, second)), head)
 
-    def _crowded(self, micro_batches: int) -> float:
-        """Return how crowded ranks are on average: of a pipeline's stages some wait, at its begin and its end."""
-        return self.crowding(micro_batches / (micro_batches + self.dims.pp - 1))
+    def _contention_of(self, micro_batches: int) -> float:
+        """Return the slowdown of a call with idle stages while the pipeline fills and drains."""
+        return self.contention(micro_batches / (micro_batches + self.dims.pp - 1))
 
 
 class MeasuredEstimator:
-    """An :class:`~lightning_realloc.tuning.estimate.estimator.Estimator` that reads a profile.
+    """An `Estimator` that uses a profile.
 
     Args:
-        roofline: Bytes, the workload, and seconds of what was not measured.
-        table: What was measured.
-        models: Role -> the name of its shape in the table.
+        roofline: Estimator of bytes, and of the seconds of calls and moves without measurements.
+        table: The profile.
+        models: Role -> name of its shape in the table.
     """
 
     def __init__(self, roofline: RooflineEstimator, table: ProfileTable, models: Mapping[str, str]) -> None:
@@ -102,81 +106,92 @@ class MeasuredEstimator:
 
     @property
     def dataflow(self) -> Dataflow:
-        """The calls that can be asked about."""
+        """The dataflow whose calls are priced."""
         return self.roofline.dataflow
 
     @property
     def cluster(self) -> ClusterSpec:
-        """Where they run."""
+        """The cluster that the calls run on."""
         return self.roofline.cluster
 
     def owner(self, role: str) -> str:
-        """Return the role on whose replicas a role's calls work."""
+        """Return the role whose replicas a role's calls use."""
         return self.roofline.owner(role)
 
     def slowdown(self, busy: int) -> float:
-        """Return how many times longer a rank's work takes when so many ranks of its node work."""
+        """Return the factor by which a rank's work takes longer when ``busy`` ranks of its node work."""
         return self.table.slowdown_of(busy)
 
     def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
-        """Return how long a call takes once its inputs and weights are there, while no other call runs."""
-        place = Placement.of(plan.layout, self.cluster)
-        key = (call, plan.layout.dims, place, busiest_node(plan.layout, self.cluster), plan.micro_batch_tokens,
-               plan.gradient_checkpointing, plan.max_slots)  # fmt: skip
+        """Return the seconds of a call, from the moment its inputs and weights exist, while no other call runs."""
+        place = Placement.from_layout(plan.layout, self.cluster)
+        key = (
+            call,
+            plan.layout.dims,
+            place,
+            busiest_node(plan.layout, self.cluster),
+            plan.micro_batch_tokens,
+            plan.gradient_checkpointing,
+            plan.max_slots,
+        )
         if key not in self._calls:
-            self._calls[key] = self._work_out(call, plan)
+            self._calls[key] = self._estimate(call, plan)
         return self._calls[key]
 
     def is_measured(self, call: str, dims: ParallelDims) -> bool:
-        """Whether passes of a call were measured under these degrees, pipelines aside."""
+        """Whether the passes of a call were measured at these degrees, ignoring pp."""
         chosen = self.dataflow.call(call)
         if chosen.role is None:
             return True
         return all(key in self.table.passes for key in self._keys(chosen.role, chosen.kind, dims).values())
 
-    def _work_out(self, call: str, plan: CallPlan) -> CallSeconds:
+    def _estimate(self, call: str, plan: CallPlan) -> CallSeconds:
         chosen, dims = self.dataflow.call(call), plan.layout.dims
         if chosen.role is None:
             return CallSeconds()
         if self.is_measured(call, dims):
             return self._from_passes(chosen.role, chosen.kind, plan)
-        worked_out = self.roofline.call_seconds(call, plan)
+        estimated = self.roofline.call_seconds(call, plan)
         nearest = self._nearest(call, dims)
         if nearest is None:
-            return worked_out
+            return estimated
         there = replace(plan, layout=Layout(nearest, tuple(range(nearest.size))))
         measured = self._from_passes(chosen.role, chosen.kind, there)
-        return worked_out.times(CAUTION * measured.total / self.roofline.call_seconds(call, there).total)
+        return estimated.scaled(UNMEASURED_FACTOR * measured.total / self.roofline.call_seconds(call, there).total)
 
     def _from_passes(self, role: str, kind: CallKind, plan: CallPlan) -> CallSeconds:
         dims = plan.layout.dims
         keys = self._keys(role, kind, dims)
         alone, busy = next(iter(keys.values())).dims.size, busiest_node(plan.layout, self.cluster)
 
-        def crowding(share: float) -> float:
+        def contention(share: float) -> float:
             there = self.table.slowdown_of(alone, dims.tp)
             return self.table.slowdown_of(max(alone, share * busy), dims.tp) / there
 
         base = self.roofline.cost(role, plan)
         shared = {name: getattr(base, name) for name in CallCost.__dataclass_fields__}
         cost = MeasuredCost(
-            **shared, passes={k: self.table.passes[key] for k, key in keys.items()},
-            optimizer=self.table.optimizer.get(self.models[role], Curve(((1.0, 0.0),))), crowding=crowding,
-        )  # fmt: skip
+            **shared,
+            passes={k: self.table.passes[key] for k, key in keys.items()},
+            optimizer=self.table.optimizer.get(self.models[role], Curve(((1.0, 0.0),))),
+            contention=contention,
+        )
         return cost.seconds(
-            kind, micro_batch_tokens=plan.micro_batch_tokens, gradient_checkpointing=plan.gradient_checkpointing,
+            kind,
+            micro_batch_tokens=plan.micro_batch_tokens,
+            gradient_checkpointing=plan.gradient_checkpointing,
             max_slots=plan.max_slots,
-        )  # fmt: skip
+        )
 
     def _keys(self, role: str, kind: CallKind, dims: ParallelDims) -> dict[PassKind, PassKey]:
         inside = replace(dims, pp=1)
-        alone = replace(inside, dp=1)  # replicas do not meet but to reduce gradients
+        alone = replace(inside, dp=1)  # replicas communicate only to reduce gradients
         return {
             one: PassKey(self.models[role], one, inside if one.startswith("train") else alone) for one in _KINDS[kind]
         }
 
     def _nearest(self, call: str, dims: ParallelDims) -> ParallelDims | None:
-        """Return the measured degrees most like some others: of equal tp where there are any, then the largest."""
+        """Return the measured degrees nearest to ``dims``: with the same tp, then the same fsdp, then the largest."""
         known = {replace(key.dims, pp=1) for key in self.table.passes}
         fitting = [one for one in known if self.is_measured(call, one)]
         return max(
@@ -184,10 +199,10 @@ class MeasuredEstimator:
         )
 
     def move_seconds(self, role: str, source: Layout, target: Layout) -> float:
-        """Return how long a role's weights travel from their home to another layout, 0 between equal ones.
+        """Return the seconds to move a role's weights from their home to another layout; 0 between equal layouts.
 
-        Measured were ranks of one node. Through shared memory each source rank writes its part of one copy; shards that
-        FSDP allocates are sent to.
+        Moves were measured between ranks of one node, so others get the roofline's estimate. Through shared memory each
+        source rank writes its part of one replica; FSDP allocates its own shards, which are sent.
         """
         if source == target:
             return 0.0
@@ -197,7 +212,7 @@ class MeasuredEstimator:
             return self.roofline.move_seconds(role, source, target)
         key = (role, source, target)
         if key not in self._moves:
-            if len(self._moves) >= _MAX_MOVES:
+            if len(self._moves) >= _MAX_CACHED_MOVES:
                 self._moves.clear()
             self._moves[key] = curve(self._busiest_bytes(role, source, target))
         return self._moves[key]
@@ -210,14 +225,14 @@ class MeasuredEstimator:
         return size * max(moved.received, moved.sent_inside)
 
     def offload_seconds(self, num_bytes: float) -> float:
-        """Return how long a rank takes to have so many bytes back from its host."""
+        """Return the seconds in which a rank copies this many bytes back from its host."""
         curve = self.table.offload
         return self.roofline.offload_seconds(num_bytes) if curve is None else curve(num_bytes)
 
     def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
-        """Return what a replica keeps between calls on the fullest rank of its layout."""
+        """Return the bytes that a replica keeps between calls, on the fullest rank of its layout."""
         return self.roofline.resident_bytes(role, layout, is_home=is_home)
 
     def active_bytes(self, call: str, plan: CallPlan) -> int:
-        """Return what a call adds on the rank where it adds most."""
+        """Return the bytes that a call adds, on the rank where it adds most."""
         return self.roofline.active_bytes(call, plan)

@@ -1,6 +1,7 @@
-"""What was measured on the devices present, and how it is read between and beyond the measured points.
+"""Profile of a machine: measured seconds, with interpolation between and beyond the measured points.
 
-Filled by ``runtime.profiler``; read by ``measured``. A table is plain data: it is saved as JSON and compared by value.
+The profiler in ``strategies.measure`` fills a table, and ``measured`` reads it. A table is plain data, which is saved
+as JSON and compared by value.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import ParallelDims
 
 PassKind = Literal["infer", "train", "train_last", "decode"]
-"""``train`` is a forward and backward pass that keeps its gradients to itself, ``train_last`` one that reduces them."""
-FORMAT = 1
-"""Of the JSON; another one is not read."""
+"""``train`` is a forward and backward pass without reduction of gradients; ``train_last`` reduces them."""
+FORMAT_VERSION = 1
+"""Version of the JSON format; files of other versions are refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds over one size: never falling, piecewise linear through the measured points.
+    """Seconds as a non-decreasing, piecewise linear function of a size.
 
-    Beyond the last point, and before the first, the nearest segment goes on, not below 0; a single point is read as
-    proportional to the size.
+    Outside of the measured points the nearest segment is extended, but not below 0. A single point means seconds in
+    proportion to the size.
     """
 
     points: tuple[tuple[float, float], ...]
-    """(size, seconds), sizes ascending, seconds not falling."""
+    """Pairs (size, seconds), with ascending sizes and non-decreasing seconds."""
 
     def __post_init__(self) -> None:
         if not self.points:
@@ -40,10 +41,10 @@ class Curve:
                 raise PlanError(f"a curve rises from point to point; ({larger}, {slower}) follows ({size}, {seconds})")
 
     @classmethod
-    def through(cls, samples: Iterable[tuple[float, float]]) -> Curve:
-        """Return the never-falling curve nearest to the samples, of equal sizes their median.
+    def from_samples(cls, samples: Iterable[tuple[float, float]]) -> Curve:
+        """Fit a curve to samples (size, seconds) by isotonic regression; equal sizes count as their median.
 
-        Nearest in squares, by pooling adjacent violators. Source: Ayer et al., "An Empirical Distribution Function for
+        Least squares by pooling adjacent violators. Source: Ayer et al., "An Empirical Distribution Function for
         Sampling with Incomplete Information", 1955, doi:10.1214/aoms/1177728423.
         """
         by_size: dict[float, list[float]] = {}
@@ -60,7 +61,7 @@ class Curve:
         return cls(tuple((size, mean) for mean, sizes in pools for size in sizes))
 
     def __call__(self, size: float) -> float:
-        """Return the seconds of a size."""
+        """Return the seconds for a size."""
         if len(self.points) == 1:
             ((known, seconds),) = self.points
             return seconds * size / known
@@ -71,21 +72,21 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """Seconds over two sizes: a curve over the first for some values of the second, linear between those."""
+    """Seconds as a function of two sizes: curves over the first size, with linear interpolation in the second."""
 
     curves: tuple[tuple[float, Curve], ...]
-    """(second size, curve over the first), second sizes ascending."""
+    """Pairs (second size, curve over the first size), with ascending second sizes."""
 
     @classmethod
-    def through(cls, samples: Iterable[tuple[float, float, float]]) -> Surface:
-        """Return the surface of (first size, second size, seconds)."""
+    def from_samples(cls, samples: Iterable[tuple[float, float, float]]) -> Surface:
+        """Fit a surface to samples (first size, second size, seconds)."""
         by_second: dict[float, list[tuple[float, float]]] = {}
         for first, second, seconds in samples:
             by_second.setdefault(float(second), []).append((first, seconds))
-        return cls(tuple((second, Curve.through(by_second[second])) for second in sorted(by_second)))
+        return cls(tuple((second, Curve.from_samples(by_second[second])) for second in sorted(by_second)))
 
     def __call__(self, first: float, second: float) -> float:
-        """Return the seconds of two sizes."""
+        """Return the seconds for two sizes."""
         if len(self.curves) == 1:
             return self.curves[0][1](first)
         at = min(max(bisect_left([size for size, _ in self.curves], second), 1), len(self.curves) - 1)
@@ -96,46 +97,51 @@ class Surface:
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """One model's pass over one micro-batch, or its decoding step, on a group of ranks that works alone."""
+    """Seconds of a pass over one micro-batch, or of a decoding step, while all other ranks are idle.
+
+    The sizes of both surfaces are tokens and sequence length; for decoding, sequences and context length.
+    """
 
     block: Surface
-    """Of one block. Sizes: tokens and their sequences' length; of decoding, sequences and their context."""
+    """Seconds of one block."""
     rest: Surface
-    """Of all but the blocks: embedding, head, loss or sampling, and what the host does."""
+    """Seconds outside of blocks: embedding, head, loss or sampling, and host work."""
 
 
 class PassKey(NamedTuple):
-    """What was measured."""
+    """Key of a measured pass."""
 
     model: str
-    """A name for the shape of blocks and head."""
+    """Name of the shape of blocks and head."""
     kind: PassKind
     dims: ParallelDims
-    """pp is 1; dp, too, but where gradients are reduced."""
+    """Degrees of the measurement; pp is 1, and dp is 1 unless gradients are reduced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileTable:
-    """All that was measured on one kind of machine."""
+    """All measurements of one machine type."""
 
     machine: Mapping[str, str]
-    """Device, versions, number of ranks: what a table must share with the machine that it is read on."""
+    """Device, versions and number of ranks; a table is valid only for a machine with the same values."""
     passes: Mapping[PassKey, PassTimes] = field(default_factory=dict)
+    """Seconds of passes."""
     optimizer: Mapping[str, Curve] = field(default_factory=dict)
-    """Model -> elements of a rank -> seconds to clip their gradients and to step."""
+    """Model -> curve from the elements of a rank to the seconds to clip their gradients and to step."""
     moves: Mapping[str, Curve] = field(default_factory=dict)
-    """Transport -> bytes of the busiest rank -> seconds of a reallocation."""
+    """Transport -> curve from the bytes of the busiest rank to the seconds of a reallocation."""
     offload: Curve | None = None
-    """Bytes of a rank -> seconds until they are back from the host."""
+    """Curve from the bytes of a rank to the seconds to copy them back from the host; None: not measured."""
     crowding: Mapping[int, Curve] = field(default_factory=dict)
-    """Tensor-parallel degree -> busy ranks of a node -> how many times longer passes take than those of one group."""
+    """Tensor-parallel degree -> curve from the busy ranks of a node to the slowdown against one group alone."""
     seconds: float = 0.0
-    """What measuring took."""
+    """Duration of the measurement."""
 
     def slowdown_of(self, busy: float, tp: int = 1) -> float:
-        """Return how many times longer passes of groups of ``tp`` ranks take where so many ranks of a node are busy.
+        """Return the factor by which passes of groups of ``tp`` ranks take longer with ``busy`` busy ranks on a node.
 
-        Beyond what was measured it grows in proportion: no more gets done. Without a measurement it is 1.
+        Beyond the measured range it grows in proportion to ``busy``, since throughput no longer grows. Without a
+        measurement it is 1.
         """
         curve = self.crowding.get(tp) or self.crowding.get(1)
         if curve is None:
@@ -144,9 +150,9 @@ class ProfileTable:
         return max(1.0, curve(busy)) if busy <= known else factor * busy / known
 
     def to_json(self) -> str:
-        """Return the table as text."""
+        """Return the table as JSON text."""
         content = {
-            "format": FORMAT,
+            "format": FORMAT_VERSION,
             "machine": dict(self.machine),
             "seconds": self.seconds,
             "crowding": {str(tp): curve.points for tp, curve in self.crowding.items()},
@@ -154,20 +160,31 @@ class ProfileTable:
             "offload": None if self.offload is None else self.offload.points,
             "optimizer": {name: curve.points for name, curve in self.optimizer.items()},
             "passes": [
-                {"model": key.model, "kind": key.kind, "dims": key.dims.degrees,
-                 "block": _plain(times.block), "rest": _plain(times.rest)}
+                {
+                    "model": key.model,
+                    "kind": key.kind,
+                    "dims": key.dims.degrees,
+                    "block": _plain(times.block),
+                    "rest": _plain(times.rest),
+                }
                 for key, times in self.passes.items()
             ],
-        }  # fmt: skip
+        }
         return json.dumps(content, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> ProfileTable:
-        """Read what :meth:`to_json` wrote. Raises PlanError for anything else."""
+        """Read the text that :meth:`to_json` returned.
+
+        Raises:
+            PlanError: for any other text.
+        """
         try:
             content = json.loads(text)
-            if content["format"] != FORMAT:
-                raise PlanError(f"a profile of format {content['format']} cannot be read, only {FORMAT}; remove it")
+            if content["format"] != FORMAT_VERSION:
+                raise PlanError(
+                    f"a profile of format {content['format']} cannot be read, only {FORMAT_VERSION}; remove it"
+                )
             return cls(
                 machine=dict(content["machine"]),
                 seconds=float(content["seconds"]),
@@ -178,7 +195,7 @@ class ProfileTable:
                 passes=dict(map(_read_pass, content["passes"])),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"this is no profile that was saved here ({error!r}); remove it") from error
+            raise PlanError(f"this is not a profile of ProfileTable.to_json ({error!r}); remove it") from error
 
 
 def _plain(surface: Surface) -> list[Any]:

@@ -1,4 +1,7 @@
-"""Seconds and bytes of calls and moves from shapes and a cluster's rates alone: what is known before anything ran."""
+"""Roofline estimates of the seconds and bytes of calls and moves, from model shapes and a cluster's nominal rates.
+
+They need no measurement, and so are available before a first run.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,19 @@ from lightning_realloc.tuning.shapes.weights import Weights, traffic
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
-MOST_LAYOUTS = 4096
-"""Entries of a cache whose keys are layouts, which hold all their ranks; it is emptied when it is full."""
+MAX_CACHED_LAYOUTS = 4096
+"""Entries of a cache with layouts as keys, which hold all their ranks. A full cache is emptied."""
 
 
 class RooflineEstimator:
-    """An :class:`~lightning_realloc.tuning.estimate.estimator.Estimator` that measures nothing.
+    """An `Estimator` that needs no measurement.
 
-    Calls under layouts that differ in their ranks alone, and lie on nodes alike, are worked out once.
+    Layouts that differ in their ranks only, and lie on nodes in the same way, share one estimate.
 
     Args:
-        workload: Its ``response_tokens`` are the longest response, which memory must have room for.
-        responses: Equally likely response lengths; by default all are as long as the longest.
-        cores_per_node: Which the ranks of a node share, where they compute on cores and there are fewer of them; None:
-            nobody is in anybody's way.
+        workload: Sequence counts and lengths; ``response_tokens`` is the longest response, which memory must hold.
+        responses: Equally likely response lengths; None: all responses are the longest.
+        cores_per_node: CPU cores that the ranks of a node share; None: ranks do not slow each other down.
 
     Raises:
         PlanError: for a role without a model or without a shape, and for lengths beyond the workload's.
@@ -62,54 +64,61 @@ class RooflineEstimator:
         self.tokens = Tokens(workload, responses or (workload.response_tokens,))
         self.efficiency = efficiency or Efficiency()
         self._cores = cores_per_node
-        self._weights = {name: Weights.of(role.model) for name, role in roles.items()}
-        self._trained = {name: Weights.of(role.model, role.frozen_params) for name, role in roles.items()}
+        self._weights = {name: Weights.from_model(role.model) for name, role in roles.items()}
+        self._trained = {name: Weights.from_model(role.model, role.frozen_params) for name, role in roles.items()}
         self._kernels: dict[tuple[str, int], Kernels] = {}
         self._placements: dict[Layout, Placement] = {}
         self._calls: dict[tuple[object, ...], CallSeconds] = {}
         self._moves: dict[tuple[str, Layout, Layout], float] = {}
-        self._elements = _counted(roles)
+        self._elements = _count_elements(roles)
         self._sizes: dict[tuple[str, ParallelDims], tuple[RankElements, ...]] = {}
         self._active: dict[tuple[object, ...], int] = {}
 
     def owner(self, role: str) -> str:
-        """Return the role on whose replicas a role's calls work."""
+        """Return the role whose replicas a role's calls use."""
         return self.roles[role].shares or role
 
     def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
-        """Return how long a call takes once its inputs and weights are there."""
+        """Return the seconds of a call, from the moment its inputs and weights exist."""
         layout = plan.layout
         place = self._placements.get(layout)
         if place is None:
-            place = _kept(self._placements, layout, Placement.of(layout, self.cluster))
+            place = _cached(self._placements, layout, Placement.from_layout(layout, self.cluster))
         busy = 1 if self._cores is None else busiest_node(layout, self.cluster)
         key = (call, layout.dims, place, busy, plan.micro_batch_tokens, plan.gradient_checkpointing, plan.max_slots)
         if key not in self._calls:
-            self._calls[key] = self._work_out(call, plan, place).times(self.slowdown(busy))
+            self._calls[key] = self._estimate(call, plan, place).scaled(self.slowdown(busy))
         return self._calls[key]
 
-    def _work_out(self, call: str, plan: CallPlan, place: Placement) -> CallSeconds:
+    def _estimate(self, call: str, plan: CallPlan, place: Placement) -> CallSeconds:
         chosen = self.dataflow.call(call)
         if chosen.role is None:
             return CallSeconds()
         return self.cost(chosen.role, plan, place).seconds(
-            chosen.kind, micro_batch_tokens=plan.micro_batch_tokens,
-            gradient_checkpointing=plan.gradient_checkpointing, max_slots=plan.max_slots,
-        )  # fmt: skip
+            chosen.kind,
+            micro_batch_tokens=plan.micro_batch_tokens,
+            gradient_checkpointing=plan.gradient_checkpointing,
+            max_slots=plan.max_slots,
+        )
 
     def cost(self, role: str, plan: CallPlan, place: Placement | None = None) -> CallCost:
-        """Return what a role's calls are worked out from under a plan."""
+        """Return the cost model of a role's calls under a plan."""
         dims = plan.layout.dims
         return CallCost(
-            weights=self._weights[role], trained=self._trained[role], dims=dims,
-            place=place or Placement.of(plan.layout, self.cluster), kernels=self._kernels_of(role, dims.tp),
-            links=Links(self.cluster, self.efficiency), settings=self.settings, tokens=self.tokens,
-        )  # fmt: skip
+            weights=self._weights[role],
+            trained=self._trained[role],
+            dims=dims,
+            place=place or Placement.from_layout(plan.layout, self.cluster),
+            kernels=self._kernels_of(role, dims.tp),
+            links=Links(self.cluster, self.efficiency),
+            settings=self.settings,
+            tokens=self.tokens,
+        )
 
     def moved_weights(self, role: str) -> Weights:
-        """Return a role's elements that travel to a copy time and again, by how they are cut.
+        """Return the elements of a role that move to a replica in every iteration.
 
-        A copy has what training leaves as it is from the first time on, unless it is freed after every call.
+        These are the trained ones, since a replica keeps the others; a replica that is freed after each call needs all.
         """
         return self._weights[role] if self.settings.frees_copies else self._trained[role]
 
@@ -122,16 +131,16 @@ class RooflineEstimator:
         return self._kernels[role, tp]
 
     def move_seconds(self, role: str, source: Layout, target: Layout) -> float:
-        """Return how long a role's weights travel from their home to another layout, 0 between equal ones.
+        """Return the seconds to move a role's weights from their home to another layout; 0 between equal layouts.
 
-        The slowest of: what the neediest rank receives, what the busiest ranks send, what enters a node and leaves the
-        source through adapters, and writing the target.
+        The slowest of these counts: receiving on the rank that lacks most, sending on the busiest ranks, network
+        traffic into and out of nodes, and writing the target.
         """
         if source == target:
             return 0.0
         key = (role, source, target)
         known = self._moves.get(key)
-        return _kept(self._moves, key, self._move(role, source, target)) if known is None else known
+        return _cached(self._moves, key, self._move(role, source, target)) if known is None else known
 
     def _move(self, role: str, source: Layout, target: Layout) -> float:
         moved, size = traffic(self.moved_weights(role), source, target, self.cluster), self.settings.copy_bytes
@@ -147,11 +156,14 @@ class RooflineEstimator:
         return slowest + self.efficiency.call_s
 
     def offload_seconds(self, num_bytes: float) -> float:
-        """Return how long a rank takes to have so many bytes back from its host."""
+        """Return the seconds in which a rank copies this many bytes back from its host."""
         return num_bytes / self.cluster.host_bytes_per_s
 
     def resident_bytes(self, role: str, layout: Layout, *, is_home: bool) -> int:
-        """Return what a replica keeps between calls on the fullest rank of its layout; a trained home its optimizer."""
+        """Return the bytes that a replica keeps between calls, on the fullest rank of its layout.
+
+        The home of a trained role keeps its optimizer state as well.
+        """
         settings, ends = self.settings, self._ends(role, layout.dims)
         if not is_home:
             return max(sizes.num_sharded for sizes in ends) * settings.copy_bytes
@@ -164,7 +176,7 @@ class RooflineEstimator:
         )
 
     def active_bytes(self, call: str, plan: CallPlan) -> int:
-        """Return what a call adds on the rank where it adds most."""
+        """Return the bytes that a call adds, on the rank where it adds most."""
         layout = plan.layout
         key = (call, layout.dims, plan.micro_batch_tokens, plan.gradient_checkpointing, plan.max_slots)
         if key not in self._active:
@@ -179,16 +191,23 @@ class RooflineEstimator:
         is_home, is_trained = chosen == self.dataflow.home_call(role), role in self.dataflow.trained_roles
         merges = chosen.kind == "generate" and role == chosen.role and plan.layout.dims.fsdp == 1
         return self._draft_bytes(chosen, is_home=is_home) + max(
-            CallMemory.of_replica(
-                self.roles[role], plan, self.settings, self.tokens.workload, sizes,
-                is_home=is_home, is_trained=is_trained,
-            ).peak(chosen.kind).total
+            CallMemory.for_replica(
+                self.roles[role],
+                plan,
+                self.settings,
+                self.tokens.workload,
+                sizes,
+                is_home=is_home,
+                is_trained=is_trained,
+            )
+            .peak(chosen.kind)
+            .total
             + (sizes.num_adapted * self.settings.copy_bytes if merges else 0)
             for sizes in self._ends(role, plan.layout.dims)
-        )  # fmt: skip
+        )
 
     def _draft_bytes(self, call: ModelFunctionCall, *, is_home: bool) -> int:
-        """Return a draft model's bytes, which stay between calls, but count here in the call that it drafts for."""
+        """Return the bytes of a draft model; they stay between calls, but count for the generating call only."""
         if call.kind != "generate" or self.settings.engine.draft is None:
             return 0
         role, trains = str(call.role), call.role in self.dataflow.trained_roles
@@ -196,33 +215,35 @@ class RooflineEstimator:
         return draft_bytes(self.settings.engine.draft, element_bytes=home if is_home else self.settings.copy_bytes)
 
     def slowdown(self, busy: int) -> float:
-        """Return how many ranks there are for each core; 1 where none was said to be shared."""
+        """Return the number of busy ranks for each core, at least 1; 1 without ``cores_per_node``."""
         return 1.0 if self._cores is None else max(1.0, busy / self._cores)
 
     def _ends(self, role: str, dims: ParallelDims) -> tuple[RankElements, ...]:
-        """Return the first and the last stage of a layout's shape; in between no rank holds more than the first."""
+        """Return the counts of the first and the last stage; no rank in between holds more than the first stage's."""
         if (role, dims) not in self._sizes:
             stages = sorted({0, dims.pp - 1})
-            self._sizes[role, dims] = tuple(self._elements[role].at(dims, Coordinate(at, 0, 0, 0)) for at in stages)
+            self._sizes[role, dims] = tuple(
+                self._elements[role].at_coordinate(dims, Coordinate(at, 0, 0, 0)) for at in stages
+            )
         return self._sizes[role, dims]
 
 
-def _kept(cache: dict[Key, Value], key: Key, value: Value) -> Value:
-    """Store a value, after making room, and return it."""
-    if len(cache) >= MOST_LAYOUTS:
+def _cached(cache: dict[Key, Value], key: Key, value: Value) -> Value:
+    """Store a value in a cache of bounded size, and return it."""
+    if len(cache) >= MAX_CACHED_LAYOUTS:
         cache.clear()
     cache[key] = value
     return value
 
 
-def _counted(roles: Mapping[str, RoleMemory]) -> dict[str, RoleElements]:
-    """Return what counts every role's elements, one for roles that are alike."""
+def _count_elements(roles: Mapping[str, RoleMemory]) -> dict[str, RoleElements]:
+    """Return the element counts of every role; equal roles share them."""
     first: dict[RoleMemory, RoleElements] = {}
     return {name: first.setdefault(role, RoleElements(role)) for name, role in roles.items()}
 
 
 def busiest_node(layout: Layout, cluster: ClusterSpec) -> int:
-    """Return how many ranks of a layout lie on the node that has most of them."""
+    """Return the number of ranks on the node with most ranks of a layout."""
     counts: dict[int, int] = {}
     for rank in layout.ranks:
         counts[cluster.node_of(rank)] = counts.get(cluster.node_of(rank), 0) + 1
@@ -237,7 +258,7 @@ def _check(
             raise PlanError(f"role {role!r} has no model to estimate; there are {', '.join(roles) or 'none'}")
         if roles[role].shape is None:
             raise PlanError(
-                f"role {role!r} has no shape, which times are worked out from; use a model with a decoder's config"
+                f"role {role!r} has no shape, which times are estimated from; use a model with a decoder's config"
             )
     if responses is not None and (not responses or min(responses) < 1 or max(responses) > workload.response_tokens):
         raise PlanError(

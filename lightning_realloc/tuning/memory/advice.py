@@ -1,4 +1,4 @@
-"""What is wrong with a plan that does not fit into memory, and which single change of it would fit?"""
+"""Explain why a plan does not fit into memory, and find single changes with which it would fit."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lightning_realloc.tuning.memory.forecast import MemoryForecast, PhaseMemory
 from lightning_realloc.tuning.memory.parts import MemoryParts
 
 Forecast = Callable[[ExecutionPlan], MemoryForecast]
+"""Plan -> its memory forecast."""
 DEFAULT_MICRO_BATCH_TOKENS = 8192
+"""Limit of a micro-batch that suggestions start from if the plan sets none."""
 
 
 def find_excess(dataflow: Dataflow, plan: ExecutionPlan, forecast: Forecast, *, budget_bytes: int) -> str | None:
-    """Return what exceeds the budget most and what would fit, None when everything fits."""
+    """Return a message about the largest excess over the budget, with changes that would fit; None if the plan fits."""
     worst = forecast(plan).peak()
     if worst.parts.total <= budget_bytes:
         return None
-    fitting = [
-        text for text, other in _alternatives(dataflow, plan) if _total(forecast, other) <= budget_bytes
-    ]  # fmt: skip
+    fitting = [text for text, other in _alternatives(dataflow, plan) if _total(forecast, other) <= budget_bytes]
     way_out = f"what would fit: {'; or '.join(fitting)}" if fitting else _without_alternative(worst)
     return (
         f"the plan needs {_gib(worst.parts.total)} on rank {worst.rank} in {worst.phase}, and a device has "
@@ -36,12 +36,12 @@ def find_excess(dataflow: Dataflow, plan: ExecutionPlan, forecast: Forecast, *, 
 def _total(forecast: Forecast, plan: ExecutionPlan) -> float:
     try:
         return forecast(plan).peak().parts.total
-    except LayoutError:  # the degree is not possible for this model
+    except LayoutError:  # the model does not allow the degree
         return float("inf")
 
 
 def _alternatives(dataflow: Dataflow, plan: ExecutionPlan) -> Iterator[tuple[str, ExecutionPlan]]:
-    """Yield single changes, to a call or to what is offloaded, with what to write."""
+    """Yield single changes of a call or of ``offload``: the text for the plan, and the changed plan."""
     for call in dataflow.iteration_calls:
         if call.role is None:
             continue

@@ -1,7 +1,7 @@
-"""How many bytes does every rank need in each call of a plan, and on the way between calls? Pure arithmetic.
+"""Forecast the bytes that every rank needs in each call of a plan, and while a run changes its plan. Pure arithmetic.
 
-What stays between calls (weights, optimizer state, copies) follows from layouts exactly; what a call adds is in
-``call_memory``. The measured counterpart is ``callbacks.memory_monitor``, and ``docs/memory.md`` compares the two.
+Layouts determine exactly the bytes that stay between calls: weights, optimizer states and replicas. ``call_memory`` has
+the bytes that a call adds. ``callbacks.memory_monitor`` measures the same, and ``docs/memory.md`` compares both.
 """
 
 from __future__ import annotations
@@ -23,29 +23,35 @@ from lightning_realloc.tuning.shapes.role_elements import RankElements, RoleElem
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 SET_UP = "set-up"
-"""The phase in which models are built and laid out."""
+"""Name of the phase in which models are built and sharded."""
 MAX_STAGING_BYTES = 64 << 20
-"""What one reallocation over the direct transport stages at most, both directions together."""
+"""Most bytes that a reallocation over the direct transport stages, for sending and receiving together."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseMemory:
-    """What one rank needs in one phase."""
+    """Bytes of one rank in one phase."""
 
     phase: str
-    """A call, ``set-up``, or ``-> call`` for the transition to it."""
+    """A call, ``set-up``, or ``-> call`` for the move of the call's weights."""
     rank: int
     parts: MemoryParts
+    """Peak bytes by purpose."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryForecast:
-    """Ranks' bytes in every phase of a plan."""
+    """Bytes of ranks in every phase of a plan."""
 
     phases: tuple[PhaseMemory, ...] = field(repr=False)
+    """Phases of each rank, in the order in which they run."""
 
     def at(self, phase: str, rank: int) -> MemoryParts:
-        """Return what a rank needs in a phase. Raises PlanError for one that is not there."""
+        """Return the bytes of a rank in a phase.
+
+        Raises:
+            PlanError: for a phase or a rank that is not in the forecast.
+        """
         for entry in self.phases:
             if entry.phase == phase and entry.rank == rank:
                 return entry.parts
@@ -53,11 +59,11 @@ class MemoryForecast:
         raise PlanError(f"the forecast has no phase {phase!r} on rank {rank}; it has {known}")
 
     def peak(self, rank: int | None = None) -> PhaseMemory:
-        """Return the phase that needs most, on one rank or on any; the first of several."""
+        """Return the first phase with the largest total, on one rank or, with None, on any rank."""
         return max((e for e in self.phases if rank in (None, e.rank)), key=lambda entry: entry.parts.total)
 
     def summary(self) -> str:
-        """Return a table: for every phase the rank that needs most, with its parts, in MiB; then each rank's peak."""
+        """Return a table in MiB with the fullest rank of every phase, followed by each rank's peak."""
         names = [item.name for item in fields(MemoryParts)]
         head = ["phase", "rank", "total", *(name.replace("_", " ") for name in names)]
         rows = []
@@ -67,8 +73,10 @@ class MemoryForecast:
             rows.append([phase, str(most.rank), *(_mebibytes(size) for size in sizes)])
         lines = [head, *rows]
         widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-        table = [f"{line[0]:<{widths[0]}}" + "".join(f"  {c:>{w}}" for c, w in zip(line[1:], widths[1:], strict=True))
-                 for line in lines]  # fmt: skip
+        table = [
+            f"{line[0]:<{widths[0]}}" + "".join(f"  {c:>{w}}" for c, w in zip(line[1:], widths[1:], strict=True))
+            for line in lines
+        ]
         return "\n".join([*(line.rstrip() for line in table), "", "MiB of the rank that needs most", *self._peaks()])
 
     def _peaks(self) -> Iterator[str]:
@@ -89,9 +97,11 @@ def forecast_memory(
     *,
     ranks: Sequence[int],
 ) -> MemoryForecast:
-    """Return the bytes of these ranks in every phase, from the second iteration on, when all copies exist.
+    """Return the bytes of some ranks in every phase, from the second iteration on, when all replicas exist.
 
-    Without a ``workload`` it is what the plan needs however short the sequences are: no activations, logits, caches.
+    Args:
+        workload: Number and lengths of sequences; None: leave out activations, logits and caches.
+        ranks: The ranks to forecast.
 
     Raises:
         PlanError: for a role without a model.
@@ -102,12 +112,12 @@ def forecast_memory(
         raise PlanError(f"role {missing[0]!r} has no model to forecast; there are {', '.join(roles) or 'none'}")
     elements = {name: RoleElements(role) for name, role in roles.items()}
     forecaster = _Forecaster(dataflow, plan, roles, settings, workload, elements)
-    alike: dict[object, list[PhaseMemory]] = {}
-    places = {rank: forecaster.place(rank) for rank in ranks}
-    for rank, place in places.items():
-        if place not in alike:
-            alike[place] = list(forecaster.of_rank(rank))
-    return MemoryForecast(tuple(replace(entry, rank=rank) for rank in ranks for entry in alike[places[rank]]))
+    by_position: dict[object, list[PhaseMemory]] = {}
+    positions = {rank: forecaster.position(rank) for rank in ranks}
+    for rank, position in positions.items():
+        if position not in by_position:
+            by_position[position] = list(forecaster.rank_phases(rank))
+    return MemoryForecast(tuple(replace(entry, rank=rank) for rank in ranks for entry in by_position[positions[rank]]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +129,10 @@ class _Forecaster:
     workload: Workload | None
     elements: Mapping[str, RoleElements]
 
-    def place(self, rank: int) -> tuple[tuple[int, int, int] | None, ...]:
-        """Return where a rank stands in every layout, as far as its bytes depend on that.
+    def position(self, rank: int) -> tuple[tuple[int, int, int] | None, ...]:
+        """Return the rank's coordinates in every layout, as far as its bytes depend on them.
 
-        Replicas need the same, and so do FSDP's shards, which are padded, where nothing is copied from them or to them.
+        Data-parallel ranks need the same bytes. So do FSDP's padded shards in layouts that no weights move from or to.
         """
         exact = {layout for role, copy in self._copied_layouts() for layout in (copy, self._home(role))}
         found = []
@@ -131,7 +141,7 @@ class _Forecaster:
             found.append(None if at is None else (at.pp, at.fsdp if layout in exact else 0, at.tp))
         return tuple(found)
 
-    def of_rank(self, rank: int) -> Iterator[PhaseMemory]:
+    def rank_phases(self, rank: int) -> Iterator[PhaseMemory]:
         copies = {(role, layout): self._copy(role, layout, rank) for role, layout in self._copied_layouts()}
         kept = sum((copy for (role, _), copy in copies.items() if not self._frees_copies(role)), MemoryParts())
         kept += MemoryParts(drafts=self._drafts(rank))
@@ -157,19 +167,19 @@ class _Forecaster:
         return {name: role.shares for name, role in self.roles.items() if role.shares is not None}
 
     def _owner(self, role: str) -> str:
-        """Return the role on whose replicas a role's calls work."""
+        """Return the role whose replicas a role's calls use."""
         return self.roles[role].shares or role
 
     @property
     def _owners(self) -> tuple[str, ...]:
-        """The roles of the dataflow that have replicas."""
+        """Roles of the dataflow that have replicas of their own."""
         return tuple(role for role in self.dataflow.roles if self._owner(role) == role)
 
     def _frees_copies(self, role: str) -> bool:
         return self.settings.frees_copies or role in self.plan.offload
 
     def _drafts(self, rank: int) -> int:
-        """Return what draft models keep: every replica that generates has one of its own."""
+        """Return the bytes of draft models; every replica that generates has one."""
         calls = [call for call in self.dataflow.iteration_calls if call.kind == "generate"]
         generating = {(str(call.role), self.plan.layout(call.name)) for call in calls}
         return sum(
@@ -182,13 +192,13 @@ class _Forecaster:
         )
 
     def _homes(self, rank: int, *, away: Set[str]) -> MemoryParts:
-        """Return weights and optimizer states, but for what is offloaded and away."""
+        """Return the bytes of weights and optimizer states, without the parts in ``away``, which are offloaded."""
         parts = MemoryParts()
         for name in self._owners:
             layout = self._home(name)
             if rank not in layout:
                 continue
-            sizes = self.elements[name].on(layout, rank)
+            sizes = self.elements[name].on_rank(layout, rank)
             if name not in away:
                 parts += MemoryParts(weights=self._weights(name, sizes))
             if name in self.dataflow.trained_roles and name + OPTIMIZER_SUFFIX not in away:
@@ -196,7 +206,7 @@ class _Forecaster:
         return parts
 
     def _weights(self, role: str, sizes: RankElements) -> int:
-        """Return the bytes of a rank's part of the home replica."""
+        """Return the bytes of a rank's shard of the home."""
         num, num_trained = sizes.num_sharded, sizes.num_trained_sharded
         return self.settings.weights_bytes(self.roles[role], num, num_trained, is_trained=self._is_trained(role))
 
@@ -204,7 +214,7 @@ class _Forecaster:
         return role in self.dataflow.trained_roles
 
     def _home_bytes(self, role: str) -> int:
-        """Return the bytes of one weight that the home replica computes with."""
+        """Return the bytes of a weight that the home computes with."""
         return self.settings.home_bytes(self.roles[role], is_trained=self._is_trained(role))
 
     def _home(self, role: str) -> Layout:
@@ -218,15 +228,15 @@ class _Forecaster:
                 yield role, layout
 
     def _copy(self, name: str, layout: Layout, rank: int) -> MemoryParts:
-        """Return what a copy keeps on a rank once it was filled."""
+        """Return the bytes of a replica on a rank after its first fill."""
         role, home = self.roles[name], self._home(name)
         if rank not in layout and rank not in home:
             return MemoryParts()
         element = self.settings.copy_bytes
         if layout.dims.fsdp > 1:
-            sharded = self.elements[name].on(layout, rank).num_sharded * element if rank in layout else 0
+            sharded = self.elements[name].on_rank(layout, rank).num_sharded * element if rank in layout else 0
             return MemoryParts(copies=sharded, staging=self._staging(name, layout, rank))
-        # A tensor that the home replica has, too, is the copy's as well.
+        # A tensor that the home holds in the same form is shared with the replica.
         may_alias = self._home_bytes(name) == element
         trained_too = self.settings.master_bytes == element or not self._is_trained(name)
         if self.settings.shares_memory:
@@ -237,8 +247,10 @@ class _Forecaster:
         return MemoryParts(copies=own * element, staging=self._staging(name, layout, rank))
 
     def _shared_copy(self, role: RoleMemory, layout: Layout, home: Layout | None, fresh: Set[str], rank: int) -> int:
-        """Return a rank's part of a copy of which equal shards are stored once; those of ``home`` are not stored, but
-        for ``fresh`` ones, which are of another dtype there."""
+        """Return a rank's share of a replica in shared memory, where equal shards are stored once.
+
+        Shards that ``home`` holds are not stored, except those of ``fresh`` parameters, which have another dtype there.
+        """
         target = ModelLayout(role.model, layout)
         source = None if home is None else ModelLayout(role.model, home)
         size = 0.0
@@ -251,7 +263,7 @@ class _Forecaster:
         return int(size)
 
     def _staging(self, name: str, layout: Layout, rank: int) -> int:
-        """Return the most that sending and receiving may stage; less where pieces travel from storage to storage."""
+        """Return the most bytes that sending and receiving stage; direct copies between storages need less."""
         element, half, staged = self.settings.copy_bytes, MAX_STAGING_BYTES // 2, 0
         for one in (self._home(name), layout):
             if rank in one:
@@ -259,16 +271,16 @@ class _Forecaster:
         return staged
 
     def _set_up(self, rank: int) -> MemoryParts:
-        """Return what building takes: whole models of all roles where that is in the counted memory, else of one."""
+        """Return the bytes of building models: all whole models if on the counted device, else one at a time."""
         whole = {name: self.roles[name].model.num_elements * 4 for name in self._owners}
         if self.settings.builds_on_device:
             return MemoryParts(weights=sum(whole.values()))
-        most, laid_out = 0, 0
+        most, sharded_bytes = 0, 0
         for name in whole:
-            most = max(most, laid_out + self._whole(name))  # on ranks outside, too, which then let go of it
+            most = max(most, sharded_bytes + self._whole(name))  # also on ranks outside of the home, which then free it
             if rank in self._home(name):
-                laid_out += self._weights(name, self.elements[name].on(self._home(name), rank))
-        return MemoryParts(weights=max(most, laid_out))
+                sharded_bytes += self._weights(name, self.elements[name].on_rank(self._home(name), rank))
+        return MemoryParts(weights=max(most, sharded_bytes))
 
     def _whole(self, name: str) -> int:
         role = self.roles[name]
@@ -282,16 +294,69 @@ class _Forecaster:
         if rank not in chosen.layout:
             return MemoryParts()
         name = self._owner(str(call.role))
-        parts = CallMemory.of_replica(
-            self.roles[name], chosen, self.settings, self.workload, self.elements[name].on(chosen.layout, rank),
-            is_home=chosen.layout == self._home(name), is_trained=name in self.dataflow.trained_roles,
-        ).peak(call.kind)  # fmt: skip
+        parts = CallMemory.for_replica(
+            self.roles[name],
+            chosen,
+            self.settings,
+            self.workload,
+            self.elements[name].on_rank(chosen.layout, rank),
+            is_home=chosen.layout == self._home(name),
+            is_trained=name in self.dataflow.trained_roles,
+        ).peak(call.kind)
         merges = call.kind == "generate" and name == call.role and chosen.layout.dims.fsdp == 1
         return parts + MemoryParts(copies=self._merged(name, chosen.layout, rank)) if merges else parts
 
     def _merged(self, name: str, layout: Layout, rank: int) -> int:
-        """Return the bytes of the copies that a role's adapters are merged into for the time of a call."""
-        return self.elements[name].on(layout, rank).num_adapted * self.settings.copy_bytes
+        """Return the bytes of weights with merged adapters, which exist during a call."""
+        return self.elements[name].on_rank(layout, rank).num_adapted * self.settings.copy_bytes
+
+
+def transition_bytes(
+    dataflow: Dataflow,
+    before: ExecutionPlan,
+    after: ExecutionPlan,
+    roles: Mapping[str, RoleMemory],
+    settings: MemorySettings,
+    *,
+    rank: int,
+) -> int:
+    """Return the most bytes that a rank needs during a change of plans, beyond those before it.
+
+    Roles move one after the other. Each is built whole and sharded on the ranks of its new home, then receives weights
+    and optimizer state; then the old home is freed. Other replicas do not move, and are filled again later.
+
+    Raises:
+        LayoutError: for a layout that does not fit its model.
+    """
+    most = held = 0
+    for name in dataflow.roles:
+        if roles[name].shares is not None:
+            continue
+        call = dataflow.home_call(name).name
+        old, new = before.call(call), after.call(call)
+        if (old.layout, old.gradient_checkpointing) == (new.layout, new.gradient_checkpointing):
+            continue
+        role, trains = roles[name], name in dataflow.trained_roles
+        elements, count = RoleElements(role), role.model.num_elements
+        freed = _home_bytes_on(elements, old.layout, rank, settings, is_trained=trains)
+        weights, state = _home_bytes_on(elements, new.layout, rank, settings, is_trained=trains)
+        whole = settings.weights_bytes(role, count, count - role.num_frozen, is_trained=trains)
+        whole = whole if rank in new.layout else 0
+        most = max(most, held + whole + weights, held + weights + state)
+        held += weights + state - sum(freed)
+    return most
+
+
+def _home_bytes_on(
+    elements: RoleElements, layout: Layout, rank: int, settings: MemorySettings, *, is_trained: bool
+) -> tuple[int, int]:
+    """Return the bytes of a home's weights and of its optimizer state on a rank."""
+    if rank not in layout:
+        return 0, 0
+    sizes = elements.on_rank(layout, rank)
+    num, num_trained = sizes.num_sharded, sizes.num_trained_sharded
+    weights = settings.weights_bytes(elements.role, num, num_trained, is_trained=is_trained)
+    return weights, num_trained * settings.optimizer_bytes if is_trained else 0
 
 
 def _mebibytes(size: int) -> str:

@@ -1,6 +1,6 @@
-"""How many bytes do the cache, packed weights and a draft model add to a generating call? The engine's own arithmetic.
+"""Bytes of the KV cache, of packed weights and of a draft model in a generating call, by the engine's own arithmetic.
 
-A model that drafts keeps keys and values of its own: beside the others, or, where the cache is bounded, in its pages.
+A draft model has keys and values of its own. They lie next to the target's or, in a bounded cache, in the same pages.
 """
 
 from __future__ import annotations
@@ -26,63 +26,65 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cache:
-    """The keys and values of one generating call on one rank."""
+    """Size of the KV cache of one generating call on one rank."""
 
     target: ModelShape
+    """Shape of the model that generates."""
     draft: ModelShape | None
-    """Of a model that drafts with keys and values of its own, whole on every rank; None without one."""
+    """Shape of a separate draft model, which every rank holds whole; None without one."""
     tp: int
-    """Degree that divides the heads of ``target``."""
+    """Tensor-parallel degree, which divides the heads of ``target``."""
     element_bytes: int
-    """Of a key or value."""
+    """Bytes of one element of a key or a value."""
     slots: int
-    """Samples that run at a time."""
+    """Samples that are decoded at a time."""
     prompt_tokens: int
+    """Tokens of the longest prompt."""
     longest: int
     """Tokens of the longest prompt with its response."""
-    most_bytes: int | None = None
-    """A bound on its bytes."""
+    max_bytes: int | None = None
+    """Bound on the bytes of the cache; None: every slot has room for the longest sequence."""
     fills: bool = False
-    """Whether it takes all that it may, whatever its own samples need: others may come."""
+    """Whether a bounded cache takes all bytes that it may, since samples of other ranks may arrive."""
 
     @property
     def position_bytes(self) -> int:
-        """Of one position of one sample, in all layers of both models."""
+        """Bytes of one token in all layers of both models."""
         drafted = 0 if self.draft is None else self.draft.kv_cache_elements(1)
         return (self.target.kv_cache_elements(self.tp) + drafted) * self.element_bytes
 
     @property
     def layer_bytes(self) -> int:
-        """Of one position in the layer that needs most."""
+        """Bytes of one token in the layer that needs most."""
         layers = [self.target.kv_cache_elements(self.tp) // self.target.num_layers]
         if self.draft is not None:
             layers.append(self.draft.kv_cache_elements(1) // self.draft.num_layers)
         return max(layers) * self.element_bytes
 
     @property
-    def at_first(self) -> int:
-        """Bytes when prompts have been read."""
-        if self.most_bytes is not None:
-            return self.at_last  # taken at once
+    def prefill_bytes(self) -> int:
+        """Bytes after the prompts have been processed."""
+        if self.max_bytes is not None:
+            return self.final_bytes  # a bounded cache is allocated at once
         return self.slots * self.position_bytes * self._first_capacity
 
     @property
-    def at_last(self) -> int:
-        """Bytes when the longest sample ends."""
-        if self.most_bytes is not None:
-            pages, buffer = self._bounded(self.most_bytes)
+    def final_bytes(self) -> int:
+        """Bytes when the longest sample finishes."""
+        if self.max_bytes is not None:
+            pages, buffer = self._bounded(self.max_bytes)
             return PAGE_SIZE * (pages * self.position_bytes + buffer * self.layer_bytes)
         return self.slots * self.position_bytes * self.longest
 
     @property
-    def while_learning(self) -> int:
-        """Bytes when a draft model has given up what it kept."""
-        return self.at_last if self.most_bytes is not None else replace(self, draft=None).at_last
+    def distilling_bytes(self) -> int:
+        """Bytes while a draft model is distilled, which has freed its own keys and values."""
+        return self.final_bytes if self.max_bytes is not None else replace(self, draft=None).final_bytes
 
     @property
-    def growth(self) -> int:
-        """What growing takes beside the cache: it is done layer by layer, and at the end by at most half."""
-        if self.most_bytes is not None or self.longest <= self._first_capacity:
+    def growth_bytes(self) -> int:
+        """Extra bytes while an unbounded cache grows, which it does layer by layer, by at most half at the end."""
+        if self.max_bytes is not None or self.longest <= self._first_capacity:
             return 0
         return self.slots * self.layer_bytes * self.longest // 2
 
@@ -92,13 +94,13 @@ class Cache:
 
     @property
     def positions(self) -> int | None:
-        """Positions that there are pages for, None where all samples have room for their longest.
+        """Tokens that there are pages for; None if every slot has room for the longest sample.
 
-        Where they do not, a sample gives its pages back and is read again, as far as it got: one step may read so many.
+        Where pages run out, a sample is preempted and later prefilled again, up to this many tokens in one step.
         """
-        if self.most_bytes is None:
+        if self.max_bytes is None:
             return None
-        pages, _ = self._bounded(self.most_bytes)
+        pages, _ = self._bounded(self.max_bytes)
         return None if pages >= self.slots * self._pages_of_longest else pages * PAGE_SIZE
 
     @property
@@ -106,9 +108,9 @@ class Cache:
         return -(-self.longest // PAGE_SIZE)
 
     def _bounded(self, most: int) -> tuple[int, int]:
-        """Return pages, and those of one layer that the buffer holds: no more than are of use, unless it fills.
+        """Return the number of pages, and of one layer's pages in the buffer; no more than useful unless ``fills``.
 
-        A bound too small for one sample, which the engine refuses, counts as one that suffices.
+        A bound that is too small for one sample, which the engine refuses, counts as one that suffices.
         """
         page, buffered = PAGE_SIZE * self.position_bytes, PAGE_SIZE * self.layer_bytes
         each = max(1, most // (page + buffered)) if self.fills else self._pages_of_longest
@@ -118,9 +120,9 @@ class Cache:
 
 
 def packed_bytes(role: RoleMemory, engine: EngineMemory, *, tp: int, element_bytes: int, num_steps: int) -> int:
-    """Return what packed copies of linear layers take: all but those whose products ranks sum, a tied head with them.
+    """Return the bytes of packed copies of linear layers, without those whose products are summed over ranks.
 
-    Weights of two dims count as linear layers', unless they come before the blocks.
+    A weight with two dims counts as a linear layer's, unless it comes before the blocks. A tied head counts.
     """
     if not engine.packs_weights or num_steps < MIN_PACKED_STEPS:
         return 0
@@ -135,7 +137,7 @@ def packed_bytes(role: RoleMemory, engine: EngineMemory, *, tp: int, element_byt
 
 
 def _shared_product(name: str) -> str:
-    """Return the same for weights that are packed as one."""
+    """Return the same name for all weights that are packed together."""
     for siblings in PACKED_TOGETHER:
         for sibling in siblings:
             name = name.replace(f".{sibling}.", f".{siblings[0]}.")
@@ -143,19 +145,23 @@ def _shared_product(name: str) -> str:
 
 
 def draft_bytes(draft: DraftMemory | None, *, element_bytes: int) -> int:
-    """Return what a draft model keeps on a rank between generations; ``element_bytes`` of the target's weights."""
+    """Return the bytes of a draft model on a rank between generations.
+
+    Args:
+        element_bytes: Bytes of a weight of the target, which a draft model that does not learn has too.
+    """
     if draft is None:
         return 0
     weights = draft.model.model.num_elements
-    return weights * (3 * _FLOAT32 if draft.learns else element_bytes)  # AdamW keeps two numbers for each
+    return weights * (3 * _FLOAT32 if draft.learns else element_bytes)  # AdamW keeps two numbers for each weight
 
 
-def learning(draft: DraftMemory | None, *, samples: int, longest: int) -> MemoryParts:
-    """Return what a draft model that learns adds when a generation has ended: gradients and a batch's activations.
+def distillation_memory(draft: DraftMemory | None, *, samples: int, longest: int) -> MemoryParts:
+    """Return the bytes that distilling a draft model adds after a generation: gradients and a batch's activations.
 
     Args:
-        samples: Which it learns from.
-        longest: Tokens of the longest one with its prompt.
+        samples: Number of samples that it is distilled on.
+        longest: Tokens of the longest sample with its prompt.
     """
     if draft is None or not draft.learns:
         return MemoryParts()
@@ -164,7 +170,7 @@ def learning(draft: DraftMemory | None, *, samples: int, longest: int) -> Memory
         return MemoryParts(drafts=gradients)
     tokens = max(longest, min(DISTILLATION_TOKENS, samples * longest))
     kept = shape.num_layers * shape.saved_bytes(1, _FLOAT32)
-    # First logits, those of responses, their log-probabilities and a gradient of these; then gradients of a block.
+    # Logits, those of the responses, their logprobs and the gradient of these; later, gradients of one block.
     logits, backward = 4 * _FLOAT32 * shape.num_outputs, shape.backward_elements(1) * _FLOAT32
     if logits < backward:
         return MemoryParts(drafts=gradients, activations=tokens * (kept + backward))

@@ -1,7 +1,7 @@
-"""When does what a plan offloads leave a rank's device, and when is it back? Pure, for the forecast and for the run.
+"""Schedule of offloading: which weights and optimizer states are on a rank's device in each call. Pure.
 
-A part of a role (its weights, or its optimizer's state) is on the device during the calls that need it, and during the
-call before each of them, in which it comes back. Otherwise it is away.
+A part is a role's weights or its optimizer state. An offloaded part is on the device during the calls that need it. It
+is copied back during the call before each of them. The forecast and the run use the same schedule.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX, Executio
 
 @dataclass(frozen=True, slots=True)
 class OffloadSchedule:
-    """What of one rank's weights and optimizer states is on the device in which call."""
+    """Offloaded weights and optimizer states of one rank, and the calls in which they are on the device."""
 
     dataflow: Dataflow
     plan: ExecutionPlan
     rank: int
     leaders: Mapping[str, str] = field(default_factory=dict)
-    """Role -> the trained role that its weights follow."""
+    """Role -> the trained role whose weights it averages."""
     sharers: Mapping[str, str] = field(default_factory=dict)
-    """Role -> the role whose weights its calls work with."""
+    """Role -> the role whose weights its calls use."""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What of the plan's ``offload`` is on this rank at all: roles, and optimizers as in ``actor.optimizer``."""
+        """Entries of the plan's ``offload`` that this rank holds: roles, and optimizers such as ``actor.optimizer``."""
         owned = (part for part in self.plan.offload if part not in self.sharers)
         return tuple(part for part in owned if self.rank in self._home(part))
 
     def needed(self, call: str) -> frozenset[str]:
-        """Return the parts that a call works with: also where its weights only set out from this rank."""
+        """Return the parts that a call needs, also where this rank only sends its weights."""
         chosen = self.dataflow.call(call)
         wanted = {self.sharers.get(str(chosen.role), str(chosen.role))}
         if chosen.kind == "train":
@@ -40,17 +40,17 @@ class OffloadSchedule:
             wanted.update(role for role, leader in self.leaders.items() if leader == chosen.role)
         return frozenset(wanted.intersection(self.parts))
 
-    def ahead(self, call: str) -> frozenset[str]:
-        """Return the parts that come back during a call, for the next one that this rank has something to do in."""
+    def prefetched(self, call: str) -> frozenset[str]:
+        """Return the parts that are copied back during a call, for the next call of this rank."""
         calls = [c.name for c in self.dataflow.iteration_calls if c.role is not None and self._takes_part(c.name)]
-        if call not in calls:  # an evaluation, after which anything may come; or a call that passes this rank by
+        if call not in calls:  # an evaluation, after which any call may follow; or a call without this rank
             return frozenset()
-        following = calls[(calls.index(call) + 1) % len(calls)]
-        return self.needed(following) - self.needed(call)
+        upcoming = calls[(calls.index(call) + 1) % len(calls)]
+        return self.needed(upcoming) - self.needed(call)
 
     def present(self, call: str) -> frozenset[str]:
-        """Return the parts that take memory during a call."""
-        return self.needed(call) | self.ahead(call)
+        """Return the parts that are on the device during a call."""
+        return self.needed(call) | self.prefetched(call)
 
     def _takes_part(self, call: str) -> bool:
         return self.rank in self.plan.layout(call) or bool(self.needed(call))

@@ -1,4 +1,4 @@
-"""What memory is worked out from, and what comes out: a role, how tensors are kept, the workload, bytes by purpose."""
+"""Inputs and result of a memory forecast: storage settings, the workload, and bytes by purpose."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 HEADROOM = 0.1
-"""Share of a device's memory that chosen plans leave free, since forecasts err by up to 9 %. A larger share is safer,
-and excludes faster plans."""
+"""Fraction of a device's memory that chosen plans leave free, since forecasts err by up to 9 %. A larger value is
+safer, but excludes faster plans."""
 
 
 def usable_bytes(device_bytes: int, headroom: float = HEADROOM) -> int:
-    """Return the bytes of a device that a plan may fill which is chosen by forecasts.
+    """Return the bytes of a device that a plan may fill if it is chosen by forecasts.
 
     Raises:
-        PlanError: for a head-room that leaves nothing, or is none.
+        PlanError: for a ``headroom`` outside of [0, 1).
     """
     if not 0 <= headroom < 1:
         raise PlanError(f"headroom={headroom:g} is a share of a device's memory; it must lie in [0, 1)")
@@ -28,58 +28,65 @@ def usable_bytes(device_bytes: int, headroom: float = HEADROOM) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftMemory:
-    """A model of its own that drafts for those that generate. First blocks that do keep nothing besides."""
+    """Memory of a separate draft model. Drafting with the first blocks of the target needs no memory of its own."""
 
     model: RoleMemory
-    """Whole on every rank."""
+    """The draft model, which every rank holds whole."""
     learns: bool = False
-    """Whether it learns from every generation: in fp32, by AdamW."""
+    """Whether it is distilled after every generation, in fp32 with AdamW."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """What the engine keeps while it generates; the same for all generating calls."""
+    """Settings of the generation engine that its memory depends on; the same for all generating calls."""
 
     max_cache_bytes: int | None = None
-    """Which keys and values may take on a rank, a draft model's with them; None: room for the longest in every slot."""
+    """Bound on the bytes of the KV cache of a rank, a draft model's included; None: every slot has room for the
+    longest sequence."""
     moves_samples: bool = False
-    """Whether samples come from other ranks, for which a bounded cache takes all that it may."""
+    """Whether samples arrive from other ranks, so that a bounded cache takes all bytes that it may."""
     num_ahead: int = 0
     """Most drafted tokens of a sample that one step verifies."""
     draft: DraftMemory | None = None
+    """The draft model; None without a separate one."""
     packs_weights: bool = False
-    """Whether linear layers' weights are copied into the order that CPUs multiply fastest with."""
+    """Whether linear layers' weights are copied into the order that CPUs multiply fastest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySettings:
-    """How tensors are kept, the same for all roles."""
+    """Storage of tensors, the same for all roles."""
 
     master_bytes: int = 4
-    """Of one weight that is trained."""
+    """Bytes of a trained weight."""
     copy_bytes: int = 4
-    """Of one weight that is frozen or a copy in another layout, and of one activation."""
+    """Bytes of a weight that is frozen or in a replica outside of its home, and of an activation."""
     gathered_bytes: int = 4
-    """Of one weight while FSDP has it gathered."""
+    """Bytes of a weight while FSDP has it gathered."""
     optimizer_bytes: int = 8
-    """Optimizer state of one weight; AdamW keeps two fp32 numbers."""
+    """Bytes of optimizer state for a trained weight; AdamW keeps two fp32 numbers."""
     shares_memory: bool = False
-    """Whether copies lie in memory that all ranks of the host share (CPU), each distinct shard once."""
+    """Whether replicas lie in memory that the ranks of a host share (CPU), with each distinct shard stored once."""
     frees_copies: bool = False
-    """Whether a copy is freed when its call ends."""
+    """Whether a replica outside of its home is freed when its call ends."""
     builds_on_device: bool = False
-    """Whether models are built in the memory that is counted, all roles before the first is laid out (CPU)."""
+    """Whether models are built in the counted memory, all roles before the first one is sharded (CPU)."""
     engine: EngineMemory = EngineMemory()
+    """Settings of the generation engine."""
 
     def home_bytes(self, role: RoleMemory, *, is_trained: bool) -> int:
-        """Bytes of one weight that a role's home replica computes with; under adapters that is the base's."""
+        """Return the bytes of a weight that a role's home computes with; with adapters, of a weight of the base."""
         whole = not role.frozen_params if is_trained else role.follows is not None
         return self.master_bytes if whole else self.copy_bytes
 
     def weights_bytes(self, role: RoleMemory, num: int, num_trained: int, *, is_trained: bool) -> int:
-        """Bytes of so many weights of a role's home replica: only what changes is kept more exactly than in copies.
+        """Return the bytes of weights in a role's home, where only weights that change have ``master_bytes``.
 
-        A follower keeps its weights as exactly as a trained role.
+        A role that averages another one's weights keeps all of its weights in ``master_bytes``.
+
+        Args:
+            num: Number of weights.
+            num_trained: Number of them that are trained.
         """
         exact = num_trained if is_trained else num if role.follows is not None else 0
         return exact * self.master_bytes + (num - exact) * self.copy_bytes
@@ -94,18 +101,18 @@ class MemorySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """How long an iteration's sequences are."""
+    """Number and lengths of an iteration's sequences."""
 
     num_sequences: int
     """Sequences of one iteration, over all ranks: prompts times responses per prompt."""
     prompt_tokens: int
-    """The longest prompt."""
+    """Tokens of the longest prompt."""
     response_tokens: int
-    """The longest response."""
+    """Tokens of the longest response."""
     micro_batch_tokens: int = 8192
-    """Most tokens of one forward pass where the plan sets none."""
+    """Most tokens of one forward pass if the plan sets no limit."""
     num_minibatches: int = 1
-    """Optimizer steps in a pass over the sequences."""
+    """Optimizer steps in one pass over the sequences."""
     num_epochs: int = 1
     """Passes of a training call over the sequences."""
     samples_per_prompt: int = 1
@@ -119,13 +126,14 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryParts:
-    """Bytes of one rank at the moment when one phase needs most."""
+    """Bytes of one rank by purpose, at the peak of one phase."""
 
     weights: int = 0
-    """Home replicas, of all roles."""
+    """Weights of the homes of all roles."""
     optimizer: int = 0
+    """Optimizer states."""
     copies: int = 0
-    """Replicas in other layouts."""
+    """Replicas in other layouts than the home."""
     gradients: int = 0
     gathered: int = 0
     """Weights that FSDP has gathered, and its buffers."""
@@ -133,47 +141,50 @@ class MemoryParts:
     logits: int = 0
     kv_cache: int = 0
     packed: int = 0
-    """Copies of linear layers' weights while a CPU generates."""
+    """Packed copies of linear layers' weights during generation on CPU."""
     drafts: int = 0
-    """A draft model with weights of its own, and what it learns with."""
+    """A separate draft model, with its gradients and optimizer state if it is distilled."""
     staging: int = 0
-    """Of reallocations."""
+    """Buffers of reallocations."""
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of all parts."""
         return sum(_sizes(self))
 
     def __add__(self, other: MemoryParts) -> MemoryParts:
         sums = map(operator.add, _sizes(self), _sizes(other))
-        return MemoryParts(**dict(zip(_PARTS, sums, strict=True)))
+        return MemoryParts(**dict(zip(_FIELDS, sums, strict=True)))
 
     @property
     def largest(self) -> str:
-        """The name of the part that takes most."""
-        return max(_PARTS, key=lambda name: getattr(self, name))
+        """Name of the largest part."""
+        return max(_FIELDS, key=lambda name: getattr(self, name))
 
 
-# Looked up once: a search adds up hundreds of thousands of these.
-_PARTS = tuple(item.name for item in fields(MemoryParts))
-_sizes: Callable[[MemoryParts], tuple[int, ...]] = operator.attrgetter(*_PARTS)
+# Module constants, since a search adds hundreds of thousands of MemoryParts.
+_FIELDS = tuple(item.name for item in fields(MemoryParts))
+_sizes: Callable[[MemoryParts], tuple[int, ...]] = operator.attrgetter(*_FIELDS)
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-LEAST_DEVICE_BYTES = 1 << 10
-"""What nobody means by a device's memory: a unit was forgotten."""
+MIN_DEVICE_BYTES = 1 << 10
+"""Smaller sizes of a device's memory are refused, since they lack a unit."""
 
 
 def parse_bytes(size: int | str) -> int:
-    """Read ``"24GiB"``, ``"512MB"`` or a number of bytes. Raises PlanError for anything else, and for less
-    than any device has."""
+    """Read an amount of memory such as ``"24GiB"``, ``"512MB"`` or a number of bytes.
+
+    Raises:
+        PlanError: for any other text, and for less than `MIN_DEVICE_BYTES`.
+    """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
     if match is None or match[2].upper() not in _UNITS or not float(match[1]):
         raise PlanError(
             f'{size!r} is no amount of memory; write bytes, or a number and a unit, as in "24GiB" or "24GB"'
         )
     found = int(float(match[1]) * _UNITS[match[2].upper()])
-    if found < LEAST_DEVICE_BYTES:
-        raise PlanError(f'{size!r} is {found:,} bytes, no device\'s memory; was "{match[1]}GiB" meant?')
+    if found < MIN_DEVICE_BYTES:
+        raise PlanError(f'{size!r} is {found:,} bytes, too few for a device; did you mean "{match[1]}GiB"?')
     return found

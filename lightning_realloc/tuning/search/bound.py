@@ -1,26 +1,26 @@
-"""How fast can no plan be? A bound on an iteration's seconds that needs every call's options, but no joint choices."""
+"""Lagrangian lower bound on the seconds of an iteration, from each call's options alone, without joint choices."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from lightning_realloc.tuning.search.problem import Problem
-from lightning_realloc.tuning.timeline.fusion import portion_shares
+from lightning_realloc.tuning.timeline.fusion import chunk_shares
 
 _WEIGHTS = np.linspace(0.0, 1.0, 41)
-"""Shares of the bound that rank-seconds have, against the seconds of a chain; each gives a valid bound."""
+"""Multipliers of rank-seconds against the seconds of a chain. Each gives a valid bound; more give a tighter one."""
 
 
 def lower_bound(problem: Problem) -> float:
-    """Return seconds that no plan of the problem's space is faster than; 0 where not all options were priced.
+    """Return seconds that no plan of the problem is faster than; 0 if not all options were priced.
 
-    An iteration of T seconds on N ranks has N T rank-seconds for its calls (less where ranks of a node are in each
-    other's way: then N and the ranks of a call are what gets done), and under every overlap T seconds for each
-    chain of calls that closes over a training's new weights. So for any w in [0, 1]
+    An iteration of T seconds on N ranks has N T rank-seconds for its calls; with contention on a node, N and the ranks
+    of a call count by the work that they do. Under every overlap, T is also at least the seconds of each chain of calls
+    that depends on a training's new weights. So for any w in [0, 1]
 
-        T >= sum over calls of the least, over the call's options, of  w * ranks * seconds / N + (1 - w) * on * seconds
+        T >= sum over calls of min over the call's options of  w * ranks * seconds / N + (1 - w) * on * seconds
 
-    where ``on`` is 1 for calls of the chain and 0 for others: a Lagrangian bound, taken at its best w and chain.
+    where ``on`` is 1 for calls of the chain and 0 for others. The result is the largest bound over w and chains.
     """
     if not problem.is_complete:
         return 0.0
@@ -43,19 +43,18 @@ def _bound(
 
 
 def _cuts(problem: Problem, chain: frozenset[int]) -> list[dict[int, float]]:
-    """Return what parts of a chain's calls follow each other whoever overlaps: call -> the share of its seconds.
+    """Return the sequential parts of a chain, each as call -> fraction of its seconds.
 
-    Inference that begins with the first samples has its last portion behind the whole generation, and all of itself
-    behind the first portion of that.
+    The last chunk of an early inference call comes after the whole generation, and the whole inference call comes after
+    the generation's first chunk.
     """
     whole = dict.fromkeys(chain, 1.0)
-    sources = {} if problem.portions is None else problem.portions.sources
+    sources, num_chunks = problem.schedule_builder.early, problem.schedule_builder.num_chunks
     early = [i for i in chain if sources.get(i) in chain]
-    if problem.portions is None or not early:
+    if not early:
         return [whole]
-    num_parts = problem.portions.num_parts
-    behind = whole | dict.fromkeys(early, 1 / num_parts)
-    return [behind, whole | {sources[i]: portion_shares(num_parts)[0] for i in early}]
+    last_chunk = whole | dict.fromkeys(early, 1 / num_chunks)
+    return [last_chunk, whole | {sources[i]: chunk_shares(num_chunks)[0] for i in early}]
 
 
 def _seconds_and_shares(problem: Problem, i: int) -> tuple[np.ndarray, np.ndarray]:
@@ -69,10 +68,10 @@ def _on_chain(seconds: np.ndarray, shares: np.ndarray) -> np.ndarray:
 
 
 def _chains(problem: Problem) -> list[frozenset[int]]:
-    """Return the sets of calls that follow each other within every iteration.
+    """Return the sets of calls that run one after the other in every iteration.
 
-    Under overlapping iterations a chain must begin with a call of the role whose training ends it: that call waits for
-    the weights of the iteration before, which closes a cycle of one iteration.
+    If iterations overlap, a chain must start with a call of the role whose training ends it. That call waits for the
+    weights of the previous iteration, which closes a cycle of one iteration.
     """
     found = []
     for end in problem.numbers:
@@ -83,6 +82,6 @@ def _chains(problem: Problem) -> list[frozenset[int]]:
                 if problem.overlap == "calls":
                     found.append(frozenset(chain))
                 elif closes:
-                    begins = [at for at, i in enumerate(chain) if problem.calls[i].role == role]
-                    found.append(frozenset(chain[begins[0] :]))
+                    first = next(index for index, i in enumerate(chain) if problem.calls[i].role == role)
+                    found.append(frozenset(chain[first:]))
     return found or [frozenset()]

@@ -1,9 +1,9 @@
-"""The best plan of a small space, by branch and bound: every joint choice is tried or proven to be no better.
+"""Branch and bound over joint placements of all calls, which finds the best plan of a small space.
 
-Calls are decided in turn, homes of weights first. Left out are options that another one beats in everything that
-counts, branches whose bound is not below the best plan known, and placements that are renamings of each other. Only the
-last needs something of the estimator: that equal machines are equal to it. One whose moves depend on which stage of a
-pipeline lies on which node gives plans that are best up to the order of nodes.
+Calls are placed in turn, homes of weights first. Pruned are dominated options, branches whose bound is not below the
+best known plan, and placements that renaming machines maps onto each other. The last rule needs an estimator that
+treats equal machines equally. If its moves depend on the nodes of pipeline stages, the plan is the best up to the order
+of nodes.
 """
 
 from __future__ import annotations
@@ -13,50 +13,58 @@ from collections.abc import Callable, Sequence
 from itertools import chain, combinations
 
 from lightning_realloc.tuning.search.options import Option, undominated
-from lightning_realloc.tuning.search.problem import Choice, Problem, Score
+from lightning_realloc.tuning.search.problem import PlacedOption, Problem, Score
 from lightning_realloc.tuning.search.space import RankSet, canonical_sets, rank_sets
 
 _ROUNDING = 1e-9
-"""A branch must promise this much, as a share, to be worth a look."""
+"""Fraction of the best plan's seconds by which the bound of a branch must be lower."""
 
 
 class BranchAndBound:
-    """A search that ends by itself, unless it is stopped."""
+    """Exhaustive search with pruning.
+
+    Args:
+        best: Score of the best plan known so far.
+        report: Called with the score, the choices and the offloaded roles of every better plan.
+        is_over: Called before every evaluation; True stops the search.
+    """
 
     def __init__(
-        self, problem: Problem, best: Score, found: Callable[[Score, Sequence[Choice], frozenset[str]], None],
+        self,
+        problem: Problem,
+        best: Score,
+        report: Callable[[Score, Sequence[PlacedOption], frozenset[str]], None],
         is_over: Callable[[], bool],
-    ) -> None:  # fmt: skip
-        """``found`` hears of every plan better than ``best``; ``is_over`` counts an evaluation and stops the search."""
-        self._problem, self._best, self._found, self._is_over = problem, best, found, is_over
+    ) -> None:
+        self._problem, self._best, self._report, self._is_over = problem, best, report, is_over
         self._sets = tuple(rank_sets(problem.cluster))
         self._canonical: dict[tuple[RankSet, ...], list[RankSet]] = {}
         homes = sorted((i for i in problem.numbers if problem.home[i] == i), key=lambda i: -problem.least_work[i])
-        self._order = [*homes, *(i for i in problem.numbers if i not in homes)]
-        if problem.portions is not None:
-            self._order = problem.portions.decided_last(self._order, problem.home)
-        self._state: list[Choice | None] = [None] * len(problem.calls)
+        order = [*homes, *(i for i in problem.numbers if i not in homes)]
+        self._order = _early_calls_last(problem, order)
+        self._state: list[PlacedOption | None] = [None] * len(problem.calls)
         self._offload: frozenset[str] = frozenset()
         self.bound = math.inf
-        """Seconds that no plan beats which was neither tried nor proven to be no better."""
+        """Lower bound on the seconds of the plans that a stopped search did not reach."""
         self.is_stopped = False
+        """Whether ``is_over`` ended the search."""
 
     def run(self) -> None:
-        """Search everything, or until stopped."""
+        """Search the whole space, or until stopped."""
         for offload in offload_sets(self._problem):
             self._offload = offload
             self._branch(0)
 
     def _branch(self, depth: int) -> None:
         if depth == len(self._order):
-            self._judge()
+            self._record_if_better()
             return
         i = self._order[depth]
         children = []
         for choice in self._choices(depth):
             if self.is_stopped or self._is_over():
                 self.is_stopped = True
-                self.bound = min(self.bound, self._score().seconds)  # of all that this branch leaves
+                self.bound = min(self.bound, self._score().seconds)  # a bound for all children left
                 break
             self._state[i] = choice
             score = self._score()
@@ -74,11 +82,11 @@ class BranchAndBound:
             self._branch(depth + 1)
             self._state[i] = None
 
-    def _judge(self) -> None:
+    def _record_if_better(self) -> None:
         score = self._score()
         if score.is_legal and (score < self._best or not self._best.is_legal):
             self._best = score
-            self._found(score, [choice for choice in self._state if choice is not None], self._offload)
+            self._report(score, [choice for choice in self._state if choice is not None], self._offload)
 
     def _score(self) -> Score:
         return self._problem.score(self._state, self._offload)
@@ -88,7 +96,7 @@ class BranchAndBound:
             return False
         return not self._best.is_legal or score.seconds < self._best.seconds * (1 - _ROUNDING)
 
-    def _choices(self, depth: int) -> list[Choice]:
+    def _choices(self, depth: int) -> list[PlacedOption]:
         i = self._order[depth]
         placed = tuple(choice.ranks for j in self._order[:depth] if (choice := self._state[j]) is not None)
         if placed not in self._canonical:
@@ -96,20 +104,20 @@ class BranchAndBound:
         table = self._problem.tables[i]
         chosen = []
         for ranks in self._canonical[placed]:
-            choices = [self._problem.choose(option, ranks) for option in table.get(ranks.size, ())]
-            chosen += self._needed(i, choices)
+            choices = [self._problem.place(option, ranks) for option in table.get(ranks.size, ())]
+            chosen += self._undominated(i, choices)
         return chosen
 
-    def _needed(self, i: int, choices: list[Choice]) -> list[Choice]:
-        """Return the choices on one set of ranks but those that another one makes needless.
+    def _undominated(self, i: int, choices: list[PlacedOption]) -> list[PlacedOption]:
+        """Return the undominated choices on one set of ranks.
 
-        Where no other call's costs depend on a call's layout, but through what it keeps busy and full, its seconds,
-        its move's and its bytes are all that counts. That is so for a role's only call, and for its only copy.
+        For a role's only call, and for its only replica, no other call's cost depends on the layout. Its own seconds,
+        the seconds of its move and its bytes are then all that matters.
         """
         problem = self._problem
         if not problem.is_alone(i) and not problem.is_only_copy(i):
             return choices
-        by_option: dict[Option, Choice] = {choice.option: choice for choice in choices}
+        by_option: dict[Option, PlacedOption] = {choice.option: choice for choice in choices}
         home = self._state[problem.home[i]] if problem.home[i] != i else None
 
         def values(option: Option) -> tuple[float, ...]:
@@ -123,7 +131,18 @@ class BranchAndBound:
 
 
 def offload_sets(problem: Problem) -> list[frozenset[str]]:
-    """Return what may be offloaded together, least first: roles that are never trained and have one call."""
+    """Return the sets of roles that can be offloaded, smallest first: untrained roles with a single call."""
     roles = [str(problem.calls[i].role) for i in problem.numbers if problem.is_alone(i) and not problem.trained[i]]
     sets = chain.from_iterable(combinations(roles, count) for count in range(len(roles) + 1))
     return [frozenset(chosen) for chosen in sets]
+
+
+def _early_calls_last(problem: Problem, order: Sequence[int]) -> list[int]:
+    """Return calls in an order in which bounds hold: all calls on a call's ranks are decided before its chunks.
+
+    Calls that can start before their generation ends come after the others, in the order in which ranks run them. Calls
+    whose home is one of these come last.
+    """
+    early = problem.schedule_builder.early
+    first = [i for i in order if i not in early and problem.home[i] not in early]
+    return [*first, *sorted(early), *(i for i in order if i not in first and i not in early)]

@@ -1,8 +1,8 @@
-"""A plan that needs no measurement: train sharded, generate with as little tensor parallelism as memory allows.
+"""Heuristic plan without measurements: sharded training, and generation with the least tensor parallelism that fits.
 
-An algorithm that trains one model does everything on all ranks. One that trains several, as PPO does, trains them side
-by side, and runs inference calls that do not wait for each other side by side. Source of that pattern: the plans that
-the search of ReaL (Mei et al., arXiv:2406.14088) finds for PPO.
+With one trained model, every call runs on all ranks. With several, as in PPO, they train concurrently on disjoint
+ranks, and so do inference calls that do not depend on each other. The pattern is that of the plans that the search of
+ReaL (Mei et al., arXiv:2406.14088) finds for PPO.
 """
 
 from __future__ import annotations
@@ -20,30 +20,36 @@ from lightning_realloc.layout.model import ModelLayout, ModelSpec
 from lightning_realloc.realloc.placement import choose_rank_order
 
 WEIGHTS_SHARE_OF_MEMORY = 0.4
-"""The most of a device's memory that a copy of the weights may take; the rest is for KV cache and activations."""
+"""Largest fraction of a device's memory for one replica's weights; the rest is for KV cache and activations."""
 TRAINING_SHARE_OF_MEMORY = 0.7
-"""The most of it that one model's training may take; the rest is for activations and copies of other models."""
+"""Largest fraction of a device's memory for one model's training; the rest is for activations and other replicas."""
 TRAINING_BYTES_PER_ELEMENT = 16
-"""float32 weights, gradients, and Adam's two moments."""
-SIDE_BY_SIDE_COST = 1.1
-"""How much longer side by side may look than in turn, and is still taken: each call's fixed costs are paid at once."""
+"""Bytes of float32 weights, gradients and Adam's two moments."""
+MAX_CONCURRENT_COST = 1.1
+"""Largest cost of concurrent calls, relative to calls in turn, at which they still run concurrently: their fixed costs
+overlap."""
 
 
 def heuristic_plan(
-    dataflow: Dataflow, models: Mapping[str, ModelSpec], cluster: ClusterSpec, *, world_size: int, element_bytes: int,
+    dataflow: Dataflow,
+    models: Mapping[str, ModelSpec],
+    cluster: ClusterSpec,
+    *,
+    world_size: int,
+    element_bytes: int,
     sharers: Mapping[str, str] = MappingProxyType({}),
-) -> ExecutionPlan:  # fmt: skip
-    """Return layouts worked out from the number of ranks, the models' sizes and the memory of a device.
+) -> ExecutionPlan:
+    """Return layouts that follow from the number of ranks, the models' sizes and the memory of a device.
 
-    Training shards weights, gradients and optimizer state over its ranks: the least memory, and no communication per
-    token. Several trained models get ranks of their own, as many as their sizes ask for; where one would not fit there,
-    or there are too few ranks, all get all ranks. Generation and inference read weights once per token or micro-batch,
-    so they hold whole copies, split by the smallest tensor-parallel degree whose share fits; a model that no degree
-    makes fit stays sharded. Rank order is the one that moves the fewest bytes from the training layout.
+    Training shards weights, gradients and optimizer state over its ranks, which needs the least memory, and no
+    communication per token. Several trained models get disjoint ranks, in proportion to their sizes. If one does not
+    fit there, or there are too few ranks, all train on all ranks. Generation and inference read weights once per token
+    or micro-batch, so they hold whole replicas, with the smallest tensor-parallel degree that fits. A model that fits
+    at no degree stays sharded. The order of ranks is the one that moves the fewest bytes from the training layout.
 
     Args:
-        element_bytes: Bytes of one weight in generation and inference.
-        sharers: Role without weights of its own -> the role whose base it is: its weights come from there.
+        element_bytes: Bytes of a weight in generation and inference.
+        sharers: Role without weights of its own -> the role whose base it uses, which its weights come from.
     """
     for call in dataflow.model_calls:
         if call.role not in models:
@@ -59,13 +65,13 @@ def heuristic_plan(
         layout = home if call.kind == "train" else None
         if layout is None:
             origin = home if owner in homes else None
-            layout = ranks.copy(role, places.get(call.name, ranks.all), origin) or home
+            layout = ranks.replicated(role, places.get(call.name, ranks.all), origin) or home
         calls.append((call.name, CallPlan(layout)))
     return ExecutionPlan(tuple(calls))
 
 
 class _Ranks:
-    """What can be laid where."""
+    """Layouts of models on ranks of a cluster."""
 
     def __init__(
         self, models: Mapping[str, ModelSpec], cluster: ClusterSpec, world_size: int, element_bytes: int
@@ -76,24 +82,24 @@ class _Ranks:
         self._element_bytes = element_bytes
 
     def size(self, role: str) -> int:
-        """Elements of a model: what its calls cost, and its training holds, in proportion."""
+        """Return the elements of a model, which the cost of its calls and the memory of its training grow with."""
         return max(1, self._models[role].num_elements)
 
     def sharded(self, ranks: tuple[int, ...]) -> Layout:
-        """Return the layout of training."""
+        """Return the layout of training on some ranks."""
         return Layout(ParallelDims(fsdp=len(ranks)), ranks)
 
     def can_train(self, role: str, ranks: tuple[int, ...]) -> bool:
-        """Whether a device has room for its shard of weights, gradients and optimizer state."""
+        """Whether a shard of weights, gradients and optimizer state fits into a device."""
         room = TRAINING_SHARE_OF_MEMORY * self._cluster.device_memory_bytes
         return self.size(role) * TRAINING_BYTES_PER_ELEMENT / len(ranks) <= room
 
-    def copy(self, role: str, ranks: tuple[int, ...], origin: Layout | None) -> Layout | None:
-        """Return the layout of whole copies of a model on ``ranks``, None where it does not fit them.
+    def replicated(self, role: str, ranks: tuple[int, ...], origin: Layout | None) -> Layout | None:
+        """Return the layout of whole replicas of a model on ``ranks``; None if it does not fit.
 
-        Ranks are ordered to move little from ``origin``, where its weights come from.
+        Ranks are in the order that moves the fewest bytes from ``origin``, the layout that its weights come from.
         """
-        dims = _copy_dims(self._models[role], self._cluster, len(ranks), self._element_bytes)
+        dims = _replica_dims(self._models[role], self._cluster, len(ranks), self._element_bytes)
         if dims is None:
             return None
         if origin is not None and dims.tp > 1:
@@ -101,22 +107,22 @@ class _Ranks:
         return Layout(dims, ranks)
 
     def divided(self, roles: Sequence[str]) -> list[tuple[int, ...]] | None:
-        """Return a run of ranks for each role, in proportion to their sizes; None where there are too few.
+        """Return consecutive ranks for each role, in proportion to their sizes; None if there are too few ranks.
 
-        Where there are as many whole nodes as roles, nodes stay whole: training would otherwise shard across them.
+        With at least as many whole nodes as roles, nodes are not divided, so that fewer shards cross nodes.
         """
         per_node = self._cluster.devices_per_node
         nodes, rest = divmod(len(self.all), per_node)
-        unit = per_node if rest == 0 and nodes >= len(roles) else 1
-        counts = _apportioned([self.size(role) for role in roles], len(self.all) // unit)
+        grain = per_node if rest == 0 and nodes >= len(roles) else 1
+        counts = _apportioned([self.size(role) for role in roles], len(self.all) // grain)
         if counts is None:
             return None
-        bounds = [sum(counts[:index]) * unit for index in range(len(counts) + 1)]
+        bounds = [sum(counts[:index]) * grain for index in range(len(counts) + 1)]
         return [self.all[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
 def _homes(dataflow: Dataflow, ranks: _Ranks) -> dict[str, Layout]:
-    """Return the training layout of every trained role: side by side where they fit, else each on all ranks."""
+    """Return the training layout of every trained role: on disjoint ranks if they fit there, else on all ranks."""
     roles = dataflow.trained_roles
     parts = ranks.divided(roles) if len(roles) > 1 else None
     if parts is None or not all(ranks.can_train(role, part) for role, part in zip(roles, parts, strict=True)):
@@ -125,21 +131,21 @@ def _homes(dataflow: Dataflow, ranks: _Ranks) -> dict[str, Layout]:
 
 
 def _inference_places(dataflow: Dataflow, ranks: _Ranks) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of inference calls that run side by side; the others run on all."""
+    """Return the ranks of inference calls that run concurrently; the other calls run on all ranks."""
     if len(dataflow.trained_roles) < 2:
         return {}
     places: dict[str, tuple[int, ...]] = {}
     for calls in _waves(dataflow):
-        # Trained models last, where they are trained: ranks divided alike keep most of their weights where they are.
+        # Trained models come last, as for training: with equal divisions most of their weights need not move.
         ordered = sorted(calls, key=lambda call: call.role in dataflow.trained_roles)
-        places |= _side_by_side(ordered, ranks)
+        places |= _concurrent(ordered, ranks)
     return places
 
 
-def _side_by_side(calls: Sequence[ModelFunctionCall], ranks: _Ranks) -> dict[str, tuple[int, ...]]:
-    """Divide the ranks between calls, the largest ones perhaps left to run on all ranks before the others.
+def _concurrent(calls: Sequence[ModelFunctionCall], ranks: _Ranks) -> dict[str, tuple[int, ...]]:
+    """Divide the ranks between calls; some of the largest calls may run on all ranks before the others.
 
-    A call takes its model's size over its ranks; ranks that do not divide evenly would wait for the slowest part.
+    The cost of a call is its model's size over the number of its ranks. The slowest of concurrent calls counts.
     """
     sizes = {call.name: ranks.size(str(call.role)) for call in calls}
     in_turn = sum(sizes.values()) / len(ranks.all)
@@ -149,18 +155,20 @@ def _side_by_side(calls: Sequence[ModelFunctionCall], ranks: _Ranks) -> dict[str
     for alone in range(len(calls) - 1):
         together = [call for call in calls if call not in largest[:alone]]
         parts = ranks.divided([str(call.role) for call in together])
-        if parts is None or not all(ranks.copy(str(c.role), p, None) for c, p in zip(together, parts, strict=True)):
+        if parts is None or not all(
+            ranks.replicated(str(c.role), p, None) for c, p in zip(together, parts, strict=True)
+        ):
             continue
         slowest = max(sizes[call.name] / len(part) for call, part in zip(together, parts, strict=True))
         cost = slowest + sum(sizes[call.name] for call in largest[:alone]) / len(ranks.all)
-        if cost <= SIDE_BY_SIDE_COST * in_turn and (not best or cost < best_cost):
+        if cost <= MAX_CONCURRENT_COST * in_turn and (not best or cost < best_cost):
             best = {call.name: part for call, part in zip(together, parts, strict=True)}
             best_cost = cost
     return best
 
 
 def _waves(dataflow: Dataflow) -> list[list[ModelFunctionCall]]:
-    """Return an iteration's inference calls, those together that have equally many calls before them in a chain."""
+    """Return an iteration's inference calls in groups of equal depth in the dataflow."""
     depth: dict[str, int] = {}
     made_at = {name: 0 for name in dataflow.inputs}
     for call in dataflow.calls:
@@ -174,9 +182,9 @@ def _waves(dataflow: Dataflow) -> list[list[ModelFunctionCall]]:
 
 
 def _apportioned(sizes: Sequence[int], total: int) -> list[int] | None:
-    """Divide ``total`` units in proportion to ``sizes``, at least one each; None where there are too few.
+    """Divide ``total`` in proportion to ``sizes``, at least one each; None if there are fewer than ``sizes``.
 
-    Every next unit goes to whoever has the most to do with the units it has, which makes the longest share shortest.
+    Each further one goes to the entry with the most size per count, which minimizes the largest ratio.
     """
     if total < len(sizes):
         return None
@@ -186,7 +194,7 @@ def _apportioned(sizes: Sequence[int], total: int) -> list[int] | None:
     return counts
 
 
-def _copy_dims(model: ModelSpec, cluster: ClusterSpec, world_size: int, element_bytes: int) -> ParallelDims | None:
+def _replica_dims(model: ModelSpec, cluster: ClusterSpec, world_size: int, element_bytes: int) -> ParallelDims | None:
     room = WEIGHTS_SHARE_OF_MEMORY * cluster.device_memory_bytes
     for tp in _degrees(model, world_size):
         if model.num_elements * element_bytes / tp <= room:

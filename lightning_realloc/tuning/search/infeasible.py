@@ -1,4 +1,4 @@
-"""What to say when no plan fits into memory: what is missing, and how many nodes would do."""
+"""Error for a search without a plan that fits into memory, with the missing bytes and a sufficient number of nodes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.search.problem import Problem, Score
 from lightning_realloc.tuning.search.space import legal_dims
 
-MOST_NODES = 4096
-"""Beyond this no larger cluster is looked for."""
+MAX_NODES = 4096
+"""Largest number of nodes that is tried for the error message."""
 
 
 class NothingFitsError(PlanError):
     """No plan of the space fits into memory.
 
     Args:
-        message: What is missing, and what would do.
-        shortage: What is missing alone.
-        enough_nodes: So many would do with one layout for all calls; None where no number is known.
+        message: The missing bytes and the way out.
+        shortage: The missing bytes alone.
+        enough_nodes: Number of nodes that suffices with one layout for all calls; None if none is known.
     """
 
     def __init__(self, message: str, *, shortage: str = "", enough_nodes: int | None = None) -> None:
@@ -26,13 +26,17 @@ class NothingFitsError(PlanError):
 
 
 def nothing_fits(problem: Problem, best: Score | None) -> NothingFitsError:
-    """Return the error; ``best`` is what the most frugal plan found costs, None where none was."""
+    """Return the error for a problem.
+
+    Args:
+        best: Score of the plan that needs the fewest bytes; None if no plan was found.
+    """
     cluster, budget = problem.cluster, problem.budget
     need = _least_peak(problem, cluster.num_nodes)
     missing = best.excess_bytes if best is not None else max(0, (need or 0) - budget)
     here = f"{cluster.num_nodes} x {cluster.devices_per_node} devices with {_bytes(budget)} each for a plan"
     nodes = _enough_nodes(problem)
-    way_out = "no number of nodes that was tried would do; use devices with more memory, or smaller micro-batches"
+    way_out = "no number of nodes that was tried suffices; use devices with more memory, or smaller micro-batches"
     if nodes is not None:
         way_out = (
             f"{nodes} x {cluster.devices_per_node} such devices would do with one layout for all calls, and fewer "
@@ -43,8 +47,8 @@ def nothing_fits(problem: Problem, best: Score | None) -> NothingFitsError:
             f"no plan uses all of {cluster.num_nodes} x {cluster.devices_per_node} devices: the best one leaves "
             f"{best.idle_ranks} without a call; use fewer devices"
         )
-    what = f"lacks {_bytes(missing)}" if missing else "cannot run a call at all, as the estimator says"
-    shortage = f"no plan fits on {here}: the fullest rank of the best one {what}"
+    lack = f"lacks {_bytes(missing)}" if missing else "cannot run a call at all, according to the estimator"
+    shortage = f"no plan fits on {here}: the fullest rank of the best one {lack}"
     return NothingFitsError(f"{shortage}; {way_out}", shortage=shortage, enough_nodes=nodes)
 
 
@@ -53,11 +57,11 @@ def _bytes(size: int) -> str:
 
 
 def _enough_nodes(problem: Problem) -> int | None:
-    """Return the smallest number of nodes, beyond what is there, on which one layout for all calls fits."""
+    """Return the smallest number of additional nodes, in all, on which one layout for all calls fits; None if none."""
     few, many = problem.cluster.num_nodes, problem.cluster.num_nodes + 1
     while not _fits(problem, many):
         few, many = many, 2 * many
-        if many > MOST_NODES:
+        if many > MAX_NODES:
             return None
     while many - few > 1:
         middle = (few + many) // 2
@@ -71,25 +75,30 @@ def _fits(problem: Problem, num_nodes: int) -> bool:
 
 
 def _least_peak(problem: Problem, num_nodes: int) -> int | None:
-    """Return the bytes of a rank when every call runs on all ranks of so many nodes, every role at home there."""
+    """Return the least peak bytes of a rank if every call runs on all ranks; None if a role has no legal layout."""
     ranks = tuple(range(num_nodes * problem.cluster.devices_per_node))
     resident, active = 0, 0
     try:
         for role in problem.dataflow.roles:
             calls = [call for call in problem.calls if call.role == role]
-            generating = [call for call in calls if call.kind == "generate"]  # what it allows, others allow too
+            generating = [
+                call for call in calls if call.kind == "generate"
+            ]  # other kinds of calls allow its degrees too
             least: tuple[int, int] | None = None
             for dims in legal_dims(problem.models[role], (generating or calls)[0].kind, len(ranks), problem.cluster):
                 layout = Layout(dims, ranks)
                 is_owner = problem.estimator.owner(role) == role
                 kept = problem.estimator.resident_bytes(role, layout, is_home=True) if is_owner else 0
-                added = max(problem.estimator.active_bytes(call.name, plan) for call in calls
-                            for plan in problem.options.plans(call.kind, layout)[:1])  # fmt: skip
+                added = max(
+                    problem.estimator.active_bytes(call.name, plan)
+                    for call in calls
+                    for plan in problem.options.plans(call.kind, layout)[:1]
+                )
                 if least is None or kept + added < sum(least):
                     least = (kept, added)
             if least is None:
                 return None
             resident, active = resident + least[0], max(active, least[1])
     except ReallocError:
-        return None  # an estimator may refuse ranks that its cluster has not
+        return None  # an estimator may refuse ranks outside of its cluster
     return resident + active

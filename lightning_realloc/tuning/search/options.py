@@ -1,6 +1,6 @@
-"""Which ways are there to run each call of a search on so many ranks, and what does each of them take?
+"""Price the options of each call for every number of ranks, and drop those that cannot be in a best plan.
 
-Every way is priced once, with what it takes of memory. Those that cannot be in a best plan are left out.
+Each option is priced once, in seconds and bytes.
 """
 
 from __future__ import annotations
@@ -19,30 +19,35 @@ from lightning_realloc.tuning.search.space import CallOptions, legal_dims, sizes
 
 
 class Option(NamedTuple):
-    """One way to run a call on a number of ranks."""
+    """Parallel degrees and options of a call on a number of ranks, with its price."""
 
     dims: ParallelDims
     plan: CallPlan
-    """On the first ranks of the cluster; only its options count."""
+    """Plan on the first ranks of the cluster; only its options are used."""
     seconds: float
+    """Seconds of the call; 0 for a call that no iteration runs."""
     active_bytes: int
+    """Bytes that the call adds."""
     resident_bytes: int
-    """Of the role's home where the call is the home call, else of a copy."""
+    """Bytes that stay between calls: of the role's home for its home call, otherwise of a replica."""
 
 
-class Subject(NamedTuple):
+class PricedCall(NamedTuple):
     """A call whose options are priced."""
 
     call: ModelFunctionCall
     is_home: bool
-    """Whether the role's weights stay in its layout."""
+    """Whether the call's layout is the home of the role's weights."""
     is_timed: bool
-    """Whether it is part of an iteration; else it takes no time."""
+    """Whether iterations run the call; if not, its seconds are 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricing:
-    """By what options are priced, and which of them there are."""
+    """Prices the options of calls.
+
+    Options that exceed the memory budget, in bytes of a device, are dropped.
+    """
 
     models: Mapping[str, ModelSpec]
     estimator: Estimator
@@ -50,11 +55,11 @@ class Pricing:
     memory_budget: int
 
     def tables(
-        self, subjects: Sequence[Subject], is_late: Callable[[], bool]
+        self, subjects: Sequence[PricedCall], is_late: Callable[[], bool]
     ) -> tuple[list[dict[int, list[Option]]], bool]:
-        """Return number of ranks -> options, for each call; and whether there was time for all numbers of ranks.
+        """Return a table for each call, number of ranks -> options, and whether all numbers of ranks were priced.
 
-        There is none once ``is_late`` says so, and every call has an option.
+        Pricing stops when ``is_late`` returns True and every call has an option.
         """
         tables: list[dict[int, list[Option]]] = [{} for _ in subjects]
         cluster, only = self.estimator.cluster, self.options.num_ranks
@@ -67,17 +72,20 @@ class Pricing:
             for table, subject in zip(tables, subjects, strict=True):
                 call = subject.call
                 dims = legal_dims(self.models[str(call.role)], call.kind, size, cluster)
-                found = [option for one in dims
-                         for option in self._priced(subject, layouts.setdefault(one, Layout(one, ranks)))]  # fmt: skip
+                found = [
+                    option
+                    for one in dims
+                    for option in self._priced(subject, layouts.setdefault(one, Layout(one, ranks)))
+                ]
                 if found:
                     table[size] = found
         return tables, True
 
-    def _priced(self, subject: Subject, layout: Layout) -> list[Option]:
-        """Return a layout's options but those that another one of the same layout makes needless.
+    def _priced(self, subject: PricedCall, layout: Layout) -> list[Option]:
+        """Return the undominated options of a layout.
 
-        The layout decides moves and resident bytes; of the rest, an iteration's seconds grow with the call's and its
-        peak with the call's bytes. So what is slower and larger than another option of its layout is in no best plan.
+        Moves and resident bytes depend on the layout only. An option that is slower and larger than another one of its
+        layout is therefore in no best plan.
         """
         call, is_home, is_timed = subject
         resident = self.estimator.resident_bytes(str(call.role), layout, is_home=is_home)
@@ -96,9 +104,9 @@ class Pricing:
 
 
 def undominated(options: Iterable[Option], values: Callable[[Option], tuple[float, ...]]) -> list[Option]:
-    """Return the options that none other is at least as good as in all values; of equal ones the first."""
+    """Return the Pareto-optimal options, smaller values being better; of equal ones the first."""
     kept: list[tuple[tuple[float, ...], Option]] = []
-    for option in sorted(options, key=values):  # what dominates an option comes before it
+    for option in sorted(options, key=values):  # an option comes after those that dominate it
         own = values(option)
         if not any(all(a <= b for a, b in zip(other, own, strict=True)) for other, _ in kept):
             kept.append((own, option))

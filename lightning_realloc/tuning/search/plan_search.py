@@ -1,6 +1,7 @@
-"""The best execution plan that can be found in the time given, and how much better any other could be.
+"""Search for the fastest execution plan in a given time, with a bound on how much faster another one could be.
 
-Pure but for the clock it is handed: the same seed and the same number of evaluations give the same plan.
+Small clusters are searched by branch and bound, larger ones by annealing. The result depends on the seed and on the
+number of evaluations; the clock only ends the search.
 """
 
 from __future__ import annotations
@@ -21,36 +22,38 @@ from lightning_realloc.tuning.memory.parts import usable_bytes
 from lightning_realloc.tuning.search.bound import lower_bound
 from lightning_realloc.tuning.search.exact import BranchAndBound
 from lightning_realloc.tuning.search.infeasible import nothing_fits
-from lightning_realloc.tuning.search.local import LocalSearch
+from lightning_realloc.tuning.search.local import Improvement, LocalSearch, SearchProgress
 from lightning_realloc.tuning.search.problem import Problem
-from lightning_realloc.tuning.search.progress import Improvement, Progress
 from lightning_realloc.tuning.search.space import CallOptions
-from lightning_realloc.tuning.timeline.simulator import Overlap
+from lightning_realloc.tuning.timeline.iteration_schedule import Overlap
 
-MOST_NODES_FOR_EXACT = 4
-"""Sets of nodes are tried one by one; beyond this there are too many for a search that ends."""
-SHARE_OF_PRICING, SHARE_OF_EXACT = 0.6, 0.7
-"""Of the effort, at the latest: when pricing options stops; when an exact search gives up."""
+MAX_EXACT_NODES = 4
+"""Largest cluster for branch and bound, which tries all sets of nodes; their number grows exponentially."""
+PRICING_SHARE = 0.6
+"""Fraction of the seconds after which pricing options stops."""
+EXACT_SHARE = 0.7
+"""Fraction of the effort after which branch and bound gives up, and annealing continues."""
 START_EVALUATIONS = 2000
-"""Evaluations of the search for a first plan, where an exact one follows."""
+"""Evaluations of the annealing that finds a first plan for branch and bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """A plan, and what is known about it."""
+    """The best plan found, with a bound on all others."""
 
     plan: ExecutionPlan
     seconds: float
-    """Of an iteration, as estimated."""
+    """Estimated seconds of an iteration."""
     lower_bound: float
-    """Seconds that no plan of the space is faster than; 0 where the time did not suffice to know."""
+    """Seconds that no plan of the space is faster than; 0 if the time was too short to find a bound."""
     evaluations: int
+    """Number of scored plans."""
     history: tuple[Improvement, ...] = field(repr=False)
-    """Every better plan met, in order."""
+    """Successive best plans, in order."""
 
     @property
     def gap(self) -> float:
-        """The share of its seconds that the best plan can save at most; 0: this is the best."""
+        """Largest fraction of the seconds that another plan could save; 0 if this plan is the best."""
         return 1.0 - self.lower_bound / self.seconds if self.seconds else 0.0
 
 
@@ -71,50 +74,76 @@ def search_plan(
 ) -> SearchResult:
     """Return the best plan found.
 
-    Small spaces are searched by branch and bound, which ends early, with a gap of 0; others until the time is over.
+    Branch and bound on a small space ends early, with a gap of 0; other searches use all their seconds.
 
     Args:
-        models: The parameters of every role.
-        seconds: How long to search. Pricing the options comes first and may take most of it on a large cluster.
-        memory_budget: Bytes of a device that plans may fill; by default all but `HEADROOM`, since forecasts err.
-        max_evaluations: End after so many plans, for results that do not depend on the machine's speed.
-        generation_parts: In how many portions samples go to inference on ranks of its own, as `simulate` has it.
+        models: Role -> its model.
+        seconds: Duration of the search. Pricing the options comes first, and may take most of it on a large cluster.
+        memory_budget: Bytes of a device that plans may fill; None: all but `HEADROOM`, since forecasts have errors.
+        options: Values to try for the options of calls; None: the defaults of `CallOptions`.
+        max_evaluations: Most scored plans, for results that do not depend on the machine's speed; None: no limit.
+        generation_parts: Number of chunks in which samples go to inference on other ranks; see `simulate`.
 
     Raises:
-        NothingFitsError: where no plan fits the budget, with what is missing and how many nodes would do.
+        NothingFitsError: if no plan fits the budget, with the missing bytes and a sufficient number of nodes.
         PlanError: for a role without a model, and for an estimator of another cluster or dataflow.
+
+    Example:
+        >>> from lightning_realloc import ClusterSpec, Dataflow, ModelFunctionCall, search_plan
+        >>> from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
+        >>> from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
+        >>> from lightning_realloc.tuning.shapes.known_models import find_known_model
+        >>> flow = Dataflow((ModelFunctionCall("actor.train", "train", "actor", "loss", ("batch",)),))
+        >>> cluster, actor = ClusterSpec.parse("h100:1x8"), find_known_model("Qwen2.5-0.5B").role()
+        >>> load = Workload(num_sequences=64, prompt_tokens=256, response_tokens=512)
+        >>> estimator = RooflineEstimator(flow, cluster, {"actor": actor}, MemorySettings(), load)
+        >>> result = search_plan(flow, {"actor": actor.model}, cluster, estimator, seed=0, seconds=2.0)
+        >>> result.plan.layout("actor.train").ranks
+        (0, 1, 2, 3, 4, 5, 6, 7)
     """
     if seconds <= 0:
         raise PlanError(f"seconds={seconds} of a search must be positive; ten are enough for 16 nodes")
     if estimator.cluster != cluster or estimator.dataflow != dataflow:
         raise PlanError("the estimator prices another cluster or dataflow than is searched; build it from the same two")
-    progress = Progress(clock, seconds, max_evaluations)
+    progress = SearchProgress(clock, seconds, max_evaluations)
     budget = usable_bytes(cluster.device_memory_bytes) if memory_budget is None else memory_budget
     problem = Problem(
-        dataflow, models, estimator, options=options or CallOptions(), overlap=overlap, memory_budget=budget,
-        is_late=lambda: progress.elapsed_s >= SHARE_OF_PRICING * seconds, generation_parts=generation_parts,
-    )  # fmt: skip
-    if not all(problem.tables):
-        raise nothing_fits(problem, None)
-    bound = lower_bound(problem)
-    bound = max(bound, _search(problem, random.Random(seed), progress))
+        dataflow,
+        models,
+        estimator,
+        options=options or CallOptions(),
+        overlap=overlap,
+        memory_budget=budget,
+        is_late=lambda: progress.elapsed_s >= PRICING_SHARE * seconds,
+        generation_parts=generation_parts,
+    )
+    bound = _search(problem, random.Random(seed), progress)
+    return _result(problem, progress, bound)
+
+
+def _result(problem: Problem, progress: SearchProgress, bound: float) -> SearchResult:
     if progress.best is None or not progress.best.is_legal:
         raise nothing_fits(problem, progress.best)
     plan = problem.execution_plan(progress.state, progress.offload)
-    plan.check(dataflow, cluster.num_devices)
-    found = progress.best.seconds
+    plan.check(problem.dataflow, problem.cluster.num_devices)
     return SearchResult(
-        plan=plan, seconds=found, lower_bound=min(bound, found), evaluations=progress.evaluations,
+        plan=plan,
+        seconds=progress.best.seconds,
+        lower_bound=min(bound, progress.best.seconds),
+        evaluations=progress.evaluations,
         history=tuple(progress.history),
-    )  # fmt: skip
+    )
 
 
-def _search(problem: Problem, rng: random.Random, progress: Progress) -> float:
-    """Fill ``progress`` with the best plan; return a bound from below, 0 for none."""
+def _search(problem: Problem, rng: random.Random, progress: SearchProgress) -> float:
+    """Leave the best plan in ``progress``, and return a lower bound on the seconds of all plans; 0 for none."""
+    if not all(problem.tables):
+        raise nothing_fits(problem, None)
+    bound = lower_bound(problem)
     local = LocalSearch(problem, rng, progress)
-    if problem.cluster.num_nodes > MOST_NODES_FOR_EXACT or not problem.is_complete:
+    if problem.cluster.num_nodes > MAX_EXACT_NODES or not problem.is_complete:
         local.run()
-        return 0.0
+        return bound
     limit = progress.max_evaluations
     progress.max_evaluations = min(START_EVALUATIONS, limit or START_EVALUATIONS)
     local.run()
@@ -123,11 +152,11 @@ def _search(problem: Problem, rng: random.Random, progress: Progress) -> float:
 
     def is_over() -> bool:
         progress.evaluations += 1
-        return progress.share >= SHARE_OF_EXACT
+        return progress.share >= EXACT_SHARE
 
     exact = BranchAndBound(problem, progress.best, progress.keep, is_over)
     exact.run()
     if not exact.is_stopped:
         return progress.best.seconds if progress.best.is_legal else math.inf
     local.run()
-    return min(exact.bound, progress.best.seconds)
+    return max(bound, min(exact.bound, progress.best.seconds))

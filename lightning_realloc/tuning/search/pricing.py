@@ -1,7 +1,7 @@
-"""What does a whole plan cost, and what do the plans cost that one would take without a search?
+"""Price whole plans by timeline and memory forecast: those of a search, the heuristic plan and static plans.
 
-A search compares parts of plans; here plans are priced from end to end, with the simulator's timeline and the memory
-forecast of every rank.
+A search scores plans with fast approximations. Here each plan gets the simulator's timeline, and the forecast of every
+rank's memory.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lightning_realloc.tuning.search.space import CallOptions, legal_dims
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from lightning_realloc.tuning.timeline.simulator import Timeline, simulate
 
-MOST_SEARCHES = 3
-"""A search counts the bytes of a rank less exactly than the forecast; it is repeated with a smaller budget at most so
-often."""
+MAX_SEARCHES = 3
+"""Most searches for one plan. A search counts bytes less exactly than the forecast, and is repeated with a smaller
+budget if its plan does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningTask:
-    """What is to be run, and on what."""
+    """Models, workload and cluster that plans are made for."""
 
     dataflow: Dataflow
     roles: Mapping[str, RoleMemory]
@@ -43,28 +43,28 @@ class PlanningTask:
     memory_budget: int
     """Bytes of a device."""
     headroom: float = HEADROOM
-    """Share of them that a plan leaves free; 0 where plans are the user's own."""
+    """Fraction of a device's bytes that a plan leaves free; 0 for the user's own plans."""
     generation_parts: int = 1
-    """In how many portions samples go to inference on ranks of its own."""
+    """Number of chunks in which samples go to inference on other ranks."""
 
     @property
     def usable_bytes(self) -> int:
-        """What a plan may fill of a device."""
+        """Bytes of a device that a plan may fill."""
         return usable_bytes(self.memory_budget, self.headroom)
 
     @property
     def models(self) -> dict[str, ModelSpec]:
-        """Every role's parameters."""
+        """Role -> its model."""
         return {name: role.model for name, role in self.roles.items()}
 
     def on_nodes(self, num_nodes: int) -> PlanningTask:
-        """Return the same on another number of nodes."""
+        """Return the same task on another number of nodes."""
         return replace(self, cluster=replace(self.cluster, num_nodes=num_nodes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedPlan:
-    """A plan, how long its iterations take, and what they need."""
+    """A plan with its timeline and its memory forecast."""
 
     plan: ExecutionPlan
     timeline: Timeline = field(repr=False)
@@ -72,48 +72,48 @@ class PricedPlan:
     memory_budget: int
     """Bytes of a device."""
     usable_bytes: int
-    """What a plan may fill of them."""
+    """Bytes of a device that a plan may fill."""
 
     @property
     def seconds(self) -> float:
-        """Of an iteration."""
+        """Seconds of an iteration."""
         return self.timeline.seconds_per_iteration
 
     @property
     def peak(self) -> PhaseMemory:
-        """The phase of an iteration that needs most, on the rank where it does."""
+        """Phase of an iteration with the largest total, on its fullest rank."""
         running = (entry for entry in self.forecast.phases if entry.phase != SET_UP)
         return max(running, key=lambda entry: entry.parts.total)
 
     @property
     def set_up_bytes(self) -> int:
-        """What the fullest rank needs before the first iteration, while models are built."""
+        """Bytes of the fullest rank before the first iteration, while models are built."""
         return max(entry.parts.total for entry in self.forecast.phases if entry.phase == SET_UP)
 
     @property
     def missing_bytes(self) -> int:
-        """What the fullest rank needs beyond what it may fill during iterations; 0 where the plan fits."""
+        """Bytes of the fullest rank beyond `usable_bytes` during iterations; 0 if the plan fits."""
         return max(0, self.peak.parts.total - self.usable_bytes)
 
     @property
     def can_start(self) -> bool:
-        """Whether a device has room for building the models; a run asks that before its first iteration."""
+        """Whether building the models fits into a device, which a run checks before its first iteration."""
         return self.set_up_bytes <= self.memory_budget
 
     @property
     def can_run(self) -> bool:
-        """Whether it can start, and fits."""
+        """Whether the plan can start, and fits during iterations."""
         return self.can_start and not self.missing_bytes
 
 
 class PlanPricer:
-    """Prices plans of one task."""
+    """Prices plans for one task."""
 
     def __init__(self, task: PlanningTask, estimator: Estimator, *, options: CallOptions | None = None) -> None:
         self.task, self.estimator, self.options = task, estimator, options or CallOptions()
 
     def price(self, plan: ExecutionPlan) -> PricedPlan:
-        """Return what a plan costs.
+        """Return a plan with its timeline and its memory forecast.
 
         Raises:
             PlanError: for a plan that does not fit the dataflow or the cluster.
@@ -128,33 +128,50 @@ class PlanPricer:
         )
         timeline = simulate(task.dataflow, plan, self.estimator, generation_parts=task.generation_parts)
         return PricedPlan(
-            plan=plan, timeline=timeline, forecast=forecast, memory_budget=task.memory_budget,
+            plan=plan,
+            timeline=timeline,
+            forecast=forecast,
+            memory_budget=task.memory_budget,
             usable_bytes=task.usable_bytes,
-        )  # fmt: skip
+        )
 
     def search(
         self, *, seed: int, seconds: float, clock: Callable[[], float], max_evaluations: int | None = None
     ) -> tuple[PricedPlan, SearchResult]:
-        """Return the best plan found, one that fits also by the forecast of every rank.
+        """Return the best plan found that fits by the forecast of every rank, with the result of its search.
 
-        A search does not know what building models needs, which depends on a plan in part. So where its plan cannot
-        start, a slower one that can is returned, if one is found.
+        A search ignores the memory for building models, which depends on the plan in part. If its plan cannot start, a
+        slower plan that can start is returned, if one is found.
+
+        Args:
+            seed: Seed of the search.
+            seconds: Duration of one search.
+            clock: Returns the current time in seconds.
+            max_evaluations: Most scored plans of one search; None: no limit.
 
         Raises:
-            NothingFitsError: as it says.
+            NothingFitsError: if no plan fits.
         """
         task = self.task
 
         def search_within(budget: int) -> tuple[PricedPlan, SearchResult]:
             found = search_plan(
-                task.dataflow, task.models, task.cluster, self.estimator, seed=seed, seconds=seconds,
-                memory_budget=budget, options=self.options, clock=clock, max_evaluations=max_evaluations,
+                task.dataflow,
+                task.models,
+                task.cluster,
+                self.estimator,
+                seed=seed,
+                seconds=seconds,
+                memory_budget=budget,
+                options=self.options,
+                clock=clock,
+                max_evaluations=max_evaluations,
                 generation_parts=task.generation_parts,
-            )  # fmt: skip
+            )
             return self.price(found.plan), found
 
         budget = task.usable_bytes
-        for _ in range(MOST_SEARCHES):
+        for _ in range(MAX_SEARCHES):
             best, found = search_within(budget)
             if not best.missing_bytes:
                 break
@@ -175,41 +192,48 @@ class PlanPricer:
     def _starting(
         self, best: PricedPlan, search_within: Callable[[int], tuple[PricedPlan, SearchResult]], budget: int
     ) -> PricedPlan | None:
-        """Return the fastest plan that can start, found by a second search or without one; None where there is none."""
+        """Return the fastest plan that can start, of a second search and of the simple plans; None without one."""
         found = [priced for priced in (self.heuristic(), *self.static()) if priced.can_run]
         if not found:
             return None
-        with contextlib.suppress(NothingFitsError):  # less room divides more of the weights
+        with contextlib.suppress(NothingFitsError):  # a smaller budget shards more of the weights
             found.append(search_within(budget - (best.set_up_bytes - best.memory_budget))[0])
         return min((priced for priced in found if priced.can_run), key=lambda priced: priced.seconds)
 
     def heuristic(self) -> PricedPlan:
-        """Return the layouts that a run without a plan would have, with the options that suit them."""
+        """Return the heuristic plan, which a run without a plan uses, with its best options."""
         task = self.task
         layouts = heuristic_plan(
-            task.dataflow, task.models, task.cluster, world_size=task.cluster.num_devices,
+            task.dataflow,
+            task.models,
+            task.cluster,
+            world_size=task.cluster.num_devices,
             element_bytes=task.settings.copy_bytes,
-        )  # fmt: skip
+        )
         return self.price(self.with_best_options(layouts))
 
     def static(self) -> list[PricedPlan]:
-        """Return every plan of one layout for all calls on all ranks, the fastest that fit first."""
+        """Return every plan with one layout for all calls on all ranks, ordered by missing bytes, then by seconds."""
         flow, cluster = self.task.dataflow, self.task.cluster
         ranks = tuple(range(cluster.num_devices))
-        plans = [self.price(self.with_best_options(ExecutionPlan.static(flow, Layout(dims, ranks))))
-                 for dims in self._common_dims()]  # fmt: skip
+        plans = [
+            self.price(self.with_best_options(ExecutionPlan.static(flow, Layout(dims, ranks))))
+            for dims in self._common_dims()
+        ]
         return sorted(plans, key=lambda priced: (priced.missing_bytes, priced.seconds))
 
     def _common_dims(self) -> list[ParallelDims]:
-        """Return the degrees that every call allows on all ranks."""
+        """Return the parallel degrees that every call allows on all ranks."""
         task = self.task
-        allowed = [legal_dims(task.models[str(call.role)], call.kind, task.cluster.num_devices, task.cluster)
-                   for call in task.dataflow.model_calls]  # fmt: skip
+        allowed = [
+            legal_dims(task.models[str(call.role)], call.kind, task.cluster.num_devices, task.cluster)
+            for call in task.dataflow.model_calls
+        ]
         return [dims for dims in allowed[0] if all(dims in others for others in allowed[1:])]
 
     # ---- options
     def with_best_options(self, plan: ExecutionPlan) -> ExecutionPlan:
-        """Return a plan's layouts, each call with the fastest options that fit, or, where none do, the smallest."""
+        """Return a plan with the fastest options that fit for each call; if none fit, with those that need least."""
         kept = list(self._kept_by_rank(plan))
         chosen = []
         for name, before in plan.calls:
@@ -226,7 +250,7 @@ class PlanPricer:
         return min(self.options.plans(call.kind, layout), key=cost)
 
     def _kept_by_rank(self, plan: ExecutionPlan) -> Iterator[int]:
-        """Yield what every rank keeps between calls: home replicas, and copies in other layouts."""
+        """Yield the bytes that each rank keeps between calls: homes, and replicas in other layouts."""
         flow = self.task.dataflow
         replicas = [
             (set(layout.ranks), self.estimator.resident_bytes(role, layout, is_home=layout == home))

@@ -1,7 +1,8 @@
-"""What a joint choice of plans for all calls of an iteration costs: seconds, and bytes beyond the budget.
+"""Score a joint choice of plans for all calls of an iteration: its seconds, and its bytes beyond the budget.
 
-Every call has a table of options for every number of ranks, see ``search_options``. A choice is an option on a set of
-ranks; a state is a choice for every call, and what is offloaded. What a search evaluates again and again is cached.
+Every call has a table of options for every number of ranks; see ``options``. A choice is an option on a set of ranks. A
+state has a choice for every call, and a set of offloaded roles. Intermediate results are cached, since a search
+evaluates many similar states.
 """
 
 from __future__ import annotations
@@ -12,63 +13,80 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.estimate.estimator import Estimator
-from lightning_realloc.tuning.search.chunked import ChunkedTasks
-from lightning_realloc.tuning.search.options import Option, Pricing, Subject
+from lightning_realloc.tuning.search.options import Option, PricedCall, Pricing
 from lightning_realloc.tuning.search.space import CallOptions, RankSet, node_run
-from lightning_realloc.tuning.timeline.simulator import Overlap
-from lightning_realloc.tuning.timeline.steady_state import Waits, crowded_seconds_per_iteration, seconds_per_iteration
+from lightning_realloc.tuning.timeline.iteration_schedule import IterationSchedule, Overlap, ScheduleBuilder
+from lightning_realloc.tuning.timeline.steady_state import (
+    WaitGraph,
+    contended_seconds_per_iteration,
+    seconds_per_iteration,
+)
 
 _MAX_CACHED = 200_000
-"""Entries of a cache that is emptied when it is full: what a search visits has no end."""
+"""Most entries of a cache. A full cache is emptied, since a search visits an unbounded number of states."""
 
 
 @dataclass(slots=True, eq=False)
-class Choice:
+class PlacedOption:
     """An option on some ranks."""
 
     option: Option
     ranks: RankSet
-    layout_key: tuple[ParallelDims, int]
-    """Equal for equal layouts, and cheaper to compare."""
     seconds: float
+    """Seconds of the option."""
     layout: int
-    """The number of its layout."""
+    """Number of the layout; equal layouts have the same number."""
 
 
 class Score(NamedTuple):
-    """What a state costs; of two, the smaller one is better."""
+    """Cost of a state; smaller is better, with the fields compared in order."""
 
     excess_bytes: int
-    """What the fullest rank needs beyond the budget."""
+    """Bytes of the fullest rank beyond the budget."""
     idle_ranks: int
-    """Ranks that no call uses: a run cannot have any."""
+    """Number of ranks without a call, which a run does not allow."""
     seconds: float
-    """Of an iteration."""
+    """Seconds of an iteration."""
 
     @property
     def is_legal(self) -> bool:
-        """Whether such a plan can be run."""
+        """Whether a run can use the plan."""
         return self.excess_bytes == 0 and self.idle_ranks == 0
 
 
-State = Sequence[Choice | None]
-"""A choice for every call of the problem; None: not chosen yet."""
+State = Sequence[PlacedOption | None]
+"""A choice for every call of the problem; None for a call without a choice yet."""
 
 
 class Problem:
-    """The calls of an iteration, their options, and what joint choices cost."""
+    """The calls of an iteration, their options, and the scores of joint choices.
+
+    Args:
+        models: Role -> its model.
+        options: Values to try for the options of calls.
+        memory_budget: Bytes of a device that a plan may fill.
+        is_late: Whether to stop pricing options, see `Pricing.tables`.
+        generation_parts: Number of chunks in which samples go to inference on other ranks.
+    """
 
     def __init__(
-        self, dataflow: Dataflow, models: Mapping[str, ModelSpec], estimator: Estimator, *, options: CallOptions,
-        overlap: Overlap, memory_budget: int, is_late: Callable[[], bool], generation_parts: int = 1,
-    ) -> None:  # fmt: skip
-        """Price every option, until ``is_late`` says that there is no time for more."""
+        self,
+        dataflow: Dataflow,
+        models: Mapping[str, ModelSpec],
+        estimator: Estimator,
+        *,
+        options: CallOptions,
+        overlap: Overlap,
+        memory_budget: int,
+        is_late: Callable[[], bool],
+        generation_parts: int = 1,
+    ) -> None:
         missing = [role for role in dataflow.roles if role not in models]
         if missing:
             raise PlanError(f"role {missing[0]!r} needs a model; there are {', '.join(models) or 'none'}")
@@ -86,103 +104,84 @@ class Problem:
         self.trained = tuple(call.role in dataflow.trained_roles for call in self.calls)
         self.siblings = tuple(tuple(j for j in self.numbers if self.owners[j] == owner) for owner in self.owners)
         self._since_training = tuple(self._calls_since_training(i) for i in self.numbers)
-        self._needs, self._carried = _dependencies(dataflow, self.calls)
-        self.portions: ChunkedTasks | None = None
-        if generation_parts > 1 and overlap != "none":
-            self.portions = ChunkedTasks(dataflow, self.calls, self._needs, self._carried, generation_parts)
+        self.schedule_builder = ScheduleBuilder(dataflow, self.calls, 1 if overlap == "none" else generation_parts)
         self._layouts: dict[tuple[ParallelDims, int], int] = {}
         self._moves: dict[tuple[int, int, int], float] = {}
-        self._waits: dict[tuple[int, ...], Waits] = {}
+        self._schedule_cache: dict[tuple[object, ...], tuple[IterationSchedule, WaitGraph]] = {}
         self._groups: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
         self._layout = lru_cache(maxsize=256)(Layout)
         pricing = Pricing(models=models, estimator=estimator, options=options, memory_budget=memory_budget)
-        subjects = [Subject(self.calls[i], self.home[i] == i, self.timed[i]) for i in self.numbers]
+        subjects = [PricedCall(self.calls[i], self.home[i] == i, self.timed[i]) for i in self.numbers]
         self.tables, self.is_complete = pricing.tables(subjects, is_late)
         per_node = range(1, self.cluster.devices_per_node + 1)
-        self.is_crowded = any(estimator.slowdown(count) != 1.0 for count in per_node)
-        """Whether ranks of a node are in each other's way."""
+        self.has_contention = any(estimator.slowdown(count) != 1.0 for count in per_node)
+        """Whether busy ranks of a node slow each other down."""
         self.capacity = self.cluster.num_nodes * max(count / estimator.slowdown(count) for count in per_node)
-        """Rank-seconds of work that the cluster does in a second."""
+        """Rank-seconds of work that the cluster can do in a second."""
         self.least_seconds = [self._least(i, lambda option: option.seconds) for i in self.numbers]
         self.least_work = [self._least(i, self.work_of) for i in self.numbers]
 
-    # ---- least of all options
+    # ---- minimum over options
     def _least(self, i: int, value: Callable[[Option], float]) -> float:
         if not self.timed[i]:
             return 0.0
         return min((value(option) for options in self.tables[i].values() for option in options), default=math.inf)
 
     def work_of(self, option: Option) -> float:
-        """Return the rank-seconds of a call that its ranks would take if none were in another's way."""
+        """Return the rank-seconds of a call without contention between its ranks."""
         return option.seconds * self._work_rate(option.dims.size)
 
     def _work_rate(self, num_ranks: int) -> float:
-        """Return the rank-seconds of work that so many ranks of a task do in a second, as they are priced: alone."""
+        """Return the rank-seconds of work that the ranks of a task do in a second while other ranks are idle."""
         return num_ranks / self.estimator.slowdown(min(num_ranks, self.cluster.devices_per_node))
 
     # ---- choices
-    def choose(self, option: Option, ranks: RankSet) -> Choice:
+    def place(self, option: Option, ranks: RankSet) -> PlacedOption:
         """Return an option on some ranks."""
         key = (option.dims, ranks.mask)
-        return Choice(option, ranks, key, option.seconds, self._layouts.setdefault(key, len(self._layouts)))
+        return PlacedOption(option, ranks, option.seconds, self._layouts.setdefault(key, len(self._layouts)))
 
-    def execution_plan(self, state: Sequence[Choice], offload: Iterable[str] = ()) -> ExecutionPlan:
-        """Return a state as a plan, evaluation's calls at home."""
+    def execution_plan(self, state: Sequence[PlacedOption], offload: Iterable[str] = ()) -> ExecutionPlan:
+        """Return a state as a plan; calls that only serve evaluation run at the home of their role."""
         calls = []
         for call, choice in zip(self.calls, state, strict=True):
             plan = choice.option.plan
             layout = Layout(choice.option.dims, choice.ranks.ranks)
-            calls.append((call.name, CallPlan(layout, plan.micro_batch_tokens, plan.gradient_checkpointing,
-                                              plan.max_slots)))  # fmt: skip
+            calls.append(
+                (call.name, CallPlan(layout, plan.micro_batch_tokens, plan.gradient_checkpointing, plan.max_slots))
+            )
         return ExecutionPlan(tuple(calls), tuple(offload)).completed(self.dataflow)
 
     def is_alone(self, i: int) -> bool:
-        """Whether no other call's weights come from this call's layout, or share it."""
+        """Whether a call is the only one of its role and of the roles that share its weights."""
         return all(j == i for j in self.siblings[i])
 
     def is_only_copy(self, i: int) -> bool:
-        """Whether a call is the only one of its role besides the home call."""
+        """Whether a call is the only one of its role apart from the home call."""
         return self.home[i] != i and len(self.siblings[i]) == 2
 
     # ---- costs
     def score(self, state: State, offload: frozenset[str] = frozenset()) -> Score:
-        """Return what a state costs; with calls not chosen yet, a bound from below on what it can come to."""
+        """Return the cost of a state; for an incomplete state, a lower bound on the cost of every completion."""
         moves = [self.move_seconds(i, state) for i in self.numbers]
         durations = self._durations(state, moves, offload)
-        if self.portions is not None:
-            seconds = self._seconds_in_portions(state, moves, durations, offload, self.portions)
-        elif self.is_crowded and None not in state:
-            seconds = self._crowded_seconds(durations, self._masks(state, moves), self._needs, self._carried)
+        schedule, waits = self._schedule_of(state, moves, offload)
+        if self.has_contention and None not in state:
+            seconds = contended_seconds_per_iteration(
+                schedule, self._masks(state, moves), durations, self.overlap, self.cluster, self.estimator.slowdown
+            )
         else:
-            seconds = seconds_per_iteration(durations, self._waits_of(state, moves), self.overlap)
+            seconds = seconds_per_iteration(schedule.step_seconds(durations), waits, self.overlap)
         if None in state:
             seconds = max(seconds, self._work(state, durations) / self.capacity)
             return Score(self._excess(state, offload)[0], 0, seconds)
         return Score(*self._excess(state, offload), seconds)
 
-    def _seconds_in_portions(
-        self, state: State, moves: Sequence[float], durations: Sequence[float], offload: frozenset[str],
-        portions: ChunkedTasks,
-    ) -> float:  # fmt: skip
-        steps = portions.steps(self._masks(state, moves), offload)
-        spread = steps.spread(durations)
-        if self.is_crowded and None not in state:
-            return self._crowded_seconds(spread, steps.masks, steps.needs, steps.carried)
-        return seconds_per_iteration(spread, steps.waits, self.overlap)
-
-    def _crowded_seconds(
-        self, durations: Sequence[float], masks: Sequence[int], needs: Sequence[Sequence[int]],
-        carried: Sequence[Sequence[int]],
-    ) -> float:  # fmt: skip
-        return crowded_seconds_per_iteration(
-            durations, masks, needs, carried, self.overlap, self.cluster, self.estimator.slowdown
-        )
-
     def move_seconds(self, i: int, state: State) -> float:
-        """Return how long weights take to a call in an iteration; 0 where they lie there already, or may.
+        """Return the seconds to move weights to a call; 0 if they are there already, or may be in an incomplete state.
 
-        A copy is filled once after each training call, for the first call that uses it; what is never trained, as the
-        base that a role shares, stays as it is.
+        A replica is filled once after each training call, for the first call that uses it. Weights that are never
+        trained, such as a shared base, do not move again.
         """
         chosen, home = state[i], state[self.home[i]]
         if not self.trained[i] or not self.timed[i] or chosen is None or home is None or chosen.layout == home.layout:
@@ -200,7 +199,7 @@ class Problem:
         return self._moves[key]
 
     def _durations(self, state: State, moves: Sequence[float], offload: frozenset[str]) -> list[float]:
-        """Return seconds of every call's move and call, in turn."""
+        """Return the seconds of every task: task 2i moves weights to call i, and task 2i + 1 is call i."""
         durations = []
         for i, chosen in enumerate(state):
             seconds = self.least_seconds[i] if chosen is None else chosen.seconds
@@ -210,7 +209,7 @@ class Problem:
         return durations
 
     def _work(self, state: State, durations: Sequence[float]) -> float:
-        """Return the rank-seconds of an iteration."""
+        """Return the rank-seconds of work in an iteration."""
         total = 0.0
         for i, chosen in enumerate(state):
             home = state[self.home[i]]
@@ -222,16 +221,24 @@ class Problem:
                 total += self._work_rate((chosen.ranks.mask | home.ranks.mask).bit_count()) * durations[2 * i]
         return total
 
-    def _waits_of(self, state: State, moves: Sequence[float]) -> Waits:
-        key = tuple((0 if c is None else 2 * c.ranks.mask) + (moves[i] > 0) for i, c in enumerate(state))
-        if key not in self._waits:
-            if len(self._waits) > _MAX_CACHED // 10:
-                self._waits.clear()
-            self._waits[key] = Waits.of(self._masks(state, moves), self._needs, self._carried)
-        return self._waits[key]
+    def _schedule_of(
+        self, state: State, moves: Sequence[float], offload: frozenset[str]
+    ) -> tuple[IterationSchedule, WaitGraph]:
+        places: list[object] = [(0 if c is None else 2 * c.ranks.mask) + (moves[i] > 0) for i, c in enumerate(state)]
+        if self.schedule_builder.early:  # without early calls, offloading does not change the schedule
+            places.append(offload)
+        key = tuple(places)
+        if key not in self._schedule_cache:
+            if len(self._schedule_cache) > _MAX_CACHED // 10:
+                self._schedule_cache.clear()
+            masks = self._masks(state, moves)
+            schedule = self.schedule_builder.schedule(masks, offload)
+            waits = WaitGraph.from_masks(schedule.step_masks(masks), schedule.needs, schedule.carried)
+            self._schedule_cache[key] = schedule, waits
+        return self._schedule_cache[key]
 
     def _masks(self, state: State, moves: Sequence[float]) -> list[int]:
-        """Return the ranks of every move and call, in turn, as bits."""
+        """Return the ranks of every task as bits; 0 for a move that is not needed and for a call without a choice."""
         masks = []
         for i, chosen in enumerate(state):
             home = state[self.home[i]]
@@ -240,7 +247,7 @@ class Problem:
         return masks
 
     def _excess(self, state: State, offload: frozenset[str]) -> tuple[int, int]:
-        """Return the most bytes beyond the budget on any rank, and how many ranks have nothing to do."""
+        """Return the bytes of the fullest rank beyond the budget, and the number of ranks without a call."""
         groups = self._groups_of(state)
         resident: list[int] = []
         copies: set[tuple[str, int]] = set()
@@ -267,21 +274,21 @@ class Problem:
     def _peak_with_offload(
         self, group: Sequence[int], state: State, resident: Sequence[int], offload: frozenset[str]
     ) -> int:
-        """Return a rank's peak where some roles are there only in their own calls and in the one before each."""
+        """Return a rank's peak if offloaded roles are on the device only in their calls and in the call before each."""
         roles = [self.calls[i].role for i in group]
         stays = sum(resident[i] for i, role in zip(group, roles, strict=True) if role not in offload)
         most = 0
-        for at, i in enumerate(group):
-            present = {roles[at]}
-            if None not in state:  # else calls may come in between
-                present.add(roles[(at + 1) % len(group)])
+        for index, i in enumerate(group):
+            present = {roles[index]}
+            if None not in state:  # in an incomplete state other calls may come in between
+                present.add(roles[(index + 1) % len(group)])
             back = sum(resident[j] for j, role in zip(group, roles, strict=True) if role in offload and role in present)
             chosen = state[i]
             most = max(most, stays + back + (0 if chosen is None else chosen.option.active_bytes))
         return most
 
     def _groups_of(self, state: State) -> tuple[tuple[int, ...], ...]:
-        """Return (number of idle ranks,), then the calls of every group of ranks that take part in the same ones."""
+        """Return (number of idle ranks,), then the calls of each group of ranks that run the same calls."""
         key = tuple(0 if chosen is None else chosen.ranks.mask for chosen in state)
         if key not in self._groups:
             if len(self._groups) > _MAX_CACHED // 10:
@@ -295,48 +302,22 @@ class Problem:
         return self._groups[key]
 
     def _calls_since_training(self, i: int) -> tuple[int, ...]:
-        """Return the calls of the role between its training and call ``i``, round the iteration."""
+        """Return the calls of a role between its training and call ``i``, across the border of iterations."""
         if not self.trained[i] or self.home[i] == i:
             return ()
         siblings = [j for j in self.siblings[i] if self.timed[j] and self.calls[j].role == self.calls[i].role]
         if i not in siblings:
             return ()
-        at, training = siblings.index(i), siblings.index(self.home[i])
-        return tuple(siblings[training + 1 : at] if at > training else siblings[training + 1 :] + siblings[:at])
+        own, training = siblings.index(i), siblings.index(self.home[i])
+        return tuple(siblings[training + 1 : own] if own > training else siblings[training + 1 :] + siblings[:own])
 
     def chains_to(self, end: int) -> list[list[int]]:
-        """Return every chain of calls that ends with ``end``, each needing the products of the one before it."""
-        makers = [task // 2 for task in self._needs[2 * end + 1] if task != 2 * end]
+        """Return every chain of calls that ends with ``end``, in which each call needs products of the previous one."""
+        makers = [task // 2 for task in self.schedule_builder.needs[2 * end + 1] if task != 2 * end]
         if not makers:
             return [[end]]
         return [[*chain, end] for maker in makers for chain in self.chains_to(maker)]
 
     def all_ranks(self) -> RankSet:
-        """Return the whole cluster."""
+        """Return all ranks of the cluster."""
         return node_run(self.cluster, 0, self.cluster.num_nodes)
-
-
-def _dependencies(
-    dataflow: Dataflow, calls: Sequence[ModelFunctionCall]
-) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """Return what every task waits for within an iteration, and from the one before; task 2i moves, 2i+1 calls.
-
-    Computations on the host take no time here; who needs their products needs theirs. A role's calls before its
-    training wait for the training of the iteration before: their weights come from it.
-    """
-    number = {call.name: 2 * i + 1 for i, call in enumerate(calls)}
-    makers: dict[str, set[int]] = {}
-    needs: list[tuple[int, ...]] = [()] * (2 * len(calls))
-    for call in dataflow.calls:
-        wanted = set().union(*(makers.get(name, set()) for name in call.needs))
-        if call.name in number:
-            task = number[call.name]
-            needs[task] = (*sorted(wanted), task - 1)
-            wanted = {task}
-        makers |= {name: wanted for name in call.produces}
-    carried: list[tuple[int, ...]] = [()] * (2 * len(calls))
-    for training in (call for call in calls if call.kind == "train"):
-        for i, call in enumerate(calls):
-            if call.role == training.role:
-                carried[2 * i + 1] = (number[training.name],)
-    return tuple(needs), tuple(carried)

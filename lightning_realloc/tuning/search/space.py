@@ -1,7 +1,7 @@
-"""Which plans of a call are legal on a cluster, and which of them differ in nothing but names of equal machines?
+"""Enumerate the legal plans of a call on a cluster, up to renaming of equal machines.
 
-A call runs on whole nodes, or on an aligned part of one node that has a power of two devices. Ranks are listed in
-ascending order, so that tensor-parallel groups lie inside nodes. Which order of the ranks moves least is chosen later.
+A call runs on whole nodes, or on an aligned part of one node whose size is a power of two. Ranks are in ascending
+order, so that tensor-parallel groups lie inside nodes. The rank order that moves least is chosen later.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
 
-EVERY_COUNT_UP_TO = 16
-"""Beyond this many nodes, only counts whose prime factors are 2, 3 and 5, and the whole cluster, are tried."""
+MAX_DENSE_NODES = 16
+"""Every number of nodes up to this one is tried; beyond it only products of 2, 3 and 5, and the whole cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
-    """What a call's plan chooses besides its layout."""
+    """Values that a search tries for the options of a call, apart from its layout."""
 
     micro_batch_tokens: tuple[int | None, ...] = (4096, 8192, 16384, 32768)
-    """Of training and inference."""
+    """Limits of a micro-batch in training and inference; None: the algorithm's own."""
     gradient_checkpointing: tuple[bool, ...] = (False, True)
-    """Of training."""
+    """Values for training calls."""
     max_slots: tuple[int, ...] = (64, 256)
-    """Of generation."""
+    """Values for generating calls."""
     num_ranks: int | None = None
-    """How many ranks every call has; None: each call any legal number."""
+    """Number of ranks of every call; None: any legal number."""
 
     def plans(self, kind: CallKind, layout: Layout) -> tuple[CallPlan, ...]:
-        """Return a call's plans under one layout."""
+        """Return the plans of a call under one layout."""
         if kind == "generate":
             return tuple(CallPlan(layout, max_slots=slots) for slots in self.max_slots)
         checkpointing = self.gradient_checkpointing if kind == "train" else (False,)
@@ -45,7 +45,7 @@ class CallOptions:
 
 @dataclass(frozen=True)
 class RankSet:
-    """Ranks that one call runs on, ascending."""
+    """Ranks of one call, ascending."""
 
     ranks: tuple[int, ...]
 
@@ -56,31 +56,31 @@ class RankSet:
 
     @property
     def size(self) -> int:
-        """The number of ranks. Sets of one size have one shape: as many nodes, or as large a part of one."""
+        """Number of ranks. Sets of the same size have the same number of nodes, or the same fraction of one."""
         return len(self.ranks)
 
 
 def part_sizes(cluster: ClusterSpec) -> tuple[int, ...]:
-    """Return the sizes of the parts of a node: powers of two that divide it, itself left out."""
+    """Return the sizes of the parts of a node: powers of two that divide it, without the node itself."""
     devices = cluster.devices_per_node
     powers = itertools.takewhile(lambda size: size < devices, (1 << power for power in itertools.count()))
     return tuple(size for size in powers if devices % size == 0)
 
 
 def node_counts(cluster: ClusterSpec) -> tuple[int, ...]:
-    """Return how many whole nodes a call may have."""
-    few = min(EVERY_COUNT_UP_TO, cluster.num_nodes)
+    """Return the numbers of whole nodes that a call may have."""
+    few = min(MAX_DENSE_NODES, cluster.num_nodes)
     smooth = (count for count in range(few + 1, cluster.num_nodes + 1) if _is_smooth(count))
     return tuple(sorted({*range(1, few + 1), *smooth, cluster.num_nodes}))
 
 
 def sizes(cluster: ClusterSpec) -> tuple[int, ...]:
-    """Return the numbers of ranks that a call may have."""
+    """Return the numbers of ranks that a call may have, ascending."""
     return (*part_sizes(cluster), *(count * cluster.devices_per_node for count in node_counts(cluster)))
 
 
 def node_run(cluster: ClusterSpec, first: int, count: int) -> RankSet:
-    """Return ``count`` whole nodes in a row."""
+    """Return the ranks of ``count`` consecutive nodes."""
     devices = cluster.devices_per_node
     return RankSet(tuple(range(first * devices, (first + count) * devices)))
 
@@ -89,12 +89,12 @@ def parts(cluster: ClusterSpec) -> Iterator[RankSet]:
     """Return every part of every node."""
     for size in part_sizes(cluster):
         for first in range(0, cluster.num_devices, size):
-            # Where a node is no power of two (6 = 3 x 2), its parts still start at multiples of their size.
+            # In a node whose size is not a power of two (6 = 3 x 2), parts also start at multiples of their size.
             yield RankSet(tuple(range(first, first + size)))
 
 
 def rank_sets(cluster: ClusterSpec) -> Iterator[RankSet]:
-    """Return every legal set of ranks, nodes in any combination: exponential in the number of nodes."""
+    """Yield every legal set of ranks, with all combinations of nodes: exponential in the number of nodes."""
     yield from parts(cluster)
     nodes = [node_run(cluster, node, 1).ranks for node in range(cluster.num_nodes)]
     for count in node_counts(cluster):
@@ -103,31 +103,33 @@ def rank_sets(cluster: ClusterSpec) -> Iterator[RankSet]:
 
 
 def legal_dims(model: ModelSpec, kind: CallKind, num_ranks: int, cluster: ClusterSpec) -> tuple[ParallelDims, ...]:
-    """Return the degrees that a model and a kind of call allow on a legal set of ``num_ranks`` ranks."""
+    """Return the parallel degrees that a model and a kind of call allow on ``num_ranks`` ranks."""
     per_node = min(num_ranks, cluster.devices_per_node)
     found = []
     for tp in model.tensor_parallel_degrees(per_node):
         if per_node % tp:
             continue
         for pp in _divisors(num_ranks // tp):
-            if pp > 1 and (kind == "generate" or not _may_be_staged(model, pp)):
+            if pp > 1 and (kind == "generate" or not _can_be_pipelined(model, pp)):
                 continue
             rest = num_ranks // tp // pp
-            for dp in _divisors(rest) if _may_be_sharded(model) else (rest,):
+            for dp in _divisors(rest) if _can_be_sharded(model) else (rest,):
                 found.append(ParallelDims(pp=pp, dp=dp, fsdp=rest // dp, tp=tp))
     return tuple(found)
 
 
 def canonical_sets(candidates: Iterable[RankSet], placed: Sequence[RankSet], cluster: ClusterSpec) -> list[RankSet]:
-    """Return one of all candidates that differ by a renaming of machines which keeps the ``placed`` sets as they are.
+    """Return one candidate of each class that renaming machines maps onto each other, with ``placed`` sets fixed.
 
-    Nodes are equal, and so are the halves of a node, the halves of a half, and so on: renamings permute the children
-    of this tree. Two sets are renamings of each other where their trees, leaves marked by the sets that hold them and
-    children sorted, are the same.
+    Nodes are equal, and so are the halves of a node, the halves of a half, and so on. Renamings permute the children of
+    this tree. Each leaf is marked with the sets that hold it, and children are sorted. Two sets belong to the same
+    class if their trees are equal.
     """
     steps = [1, *part_sizes(cluster)[1:], cluster.devices_per_node] if cluster.devices_per_node > 1 else [1]
-    base = [sum(1 << index for index, one in enumerate(placed) if one.mask >> rank & 1)
-            for rank in range(cluster.num_devices)]  # fmt: skip
+    base = [
+        sum(1 << index for index, one in enumerate(placed) if one.mask >> rank & 1)
+        for rank in range(cluster.num_devices)
+    ]
     own = 1 << len(placed)
     first: dict[object, RankSet] = {}
     for candidate in candidates:
@@ -158,10 +160,10 @@ def _is_smooth(number: int) -> bool:
     return number == 1
 
 
-def _may_be_staged(model: ModelSpec, pp: int) -> bool:
+def _can_be_pipelined(model: ModelSpec, pp: int) -> bool:
     tied = any(model.param(owner).section != "block" for _, owner in model.aliases)
     return pp <= model.num_blocks and not tied
 
 
-def _may_be_sharded(model: ModelSpec) -> bool:
+def _can_be_sharded(model: ModelSpec) -> bool:
     return all(param.shape for param in model.params)

@@ -1,4 +1,4 @@
-"""Count what a model is made of: elements per rank, experts, sequence lengths. Pure numbers.
+"""Count the elements of a model on each rank, its experts and the lengths of its sequences. Pure arithmetic.
 
 Start with `ModelShape` and `RoleElements`.
 """

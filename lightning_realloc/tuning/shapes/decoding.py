@@ -1,6 +1,6 @@
-"""How many sequences does a generation engine decode at a time, and how much do they remember? From lengths alone.
+"""Batch sizes and context lengths of a generation engine's decoding steps, from response lengths alone.
 
-Continuous batching: a slot that is freed is filled at once, so batches thin out only when nobody waits any more.
+Assumes continuous batching: a free slot is filled at once, so that batches shrink only when no sequence waits.
 """
 
 from __future__ import annotations
@@ -12,54 +12,61 @@ from typing import NamedTuple
 
 import numpy as np
 
-MAX_STRETCHES = 8
-"""Into how many stretches of equal batches a generation is divided at most."""
-_GOLDEN = (math.sqrt(5) - 1) / 2
+MAX_SEGMENTS = 8
+"""Segments that a generation is divided into at most. More of them follow the batch size more closely."""
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
-class Stretch(NamedTuple):
-    """Decoding steps that are alike."""
+class DecodeSegment(NamedTuple):
+    """Consecutive decoding steps with about the same batch."""
 
     steps: float
+    """Number of decoding steps."""
     sequences: float
-    """Decoded in each step, as a mean."""
+    """Mean number of sequences in a step."""
     context: float
-    """Tokens that one of them attends to, as a mean."""
+    """Mean number of tokens that a sequence attends to."""
 
 
 def sample_lengths(lengths: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Return ``count`` response lengths as the equally likely ``lengths`` suggest, the longest among them, in an order
-    that has long and short ones everywhere."""
+    """Return ``count`` quantiles of the equally likely ``lengths``, with the longest, in a low-discrepancy order.
+
+    Long and short lengths are spread evenly over the order.
+    """
     ordered = sorted(lengths)
     chosen = [ordered[math.ceil((index + 1) * len(ordered) / count) - 1] for index in range(count)]
-    return tuple(length for _, length in sorted(((i * _GOLDEN) % 1, length) for i, length in enumerate(chosen)))
+    return tuple(length for _, length in sorted(((i * _GOLDEN_RATIO) % 1, length) for i, length in enumerate(chosen)))
 
 
 @lru_cache(maxsize=4096)
-def plan_decoding(lengths: tuple[int, ...], prompt_tokens: int, count: int, slots: int) -> tuple[Stretch, ...]:
-    """Return what decoding ``count`` sequences in ``slots`` slots is like, from its first step to its last.
+def plan_decoding(lengths: tuple[int, ...], prompt_tokens: int, count: int, slots: int) -> tuple[DecodeSegment, ...]:
+    """Return the segments of decoding ``count`` sequences in ``slots`` slots, from the first step to the last.
 
-    ``lengths`` are equally likely response lengths; a prompt's own pass yields the first token of its response.
+    The forward pass of a prompt yields the first token of its response, which no decoding step is needed for.
+
+    Args:
+        lengths: Equally likely response lengths.
+        prompt_tokens: Mean length of a prompt.
     """
-    begins, ends = [], []
+    starts, ends = [], []
     free = [0] * min(slots, count)
     for length in sample_lengths(lengths, count):
-        begin = heapq.heappop(free)
-        heapq.heappush(free, begin + length - 1)
-        begins.append(begin)
-        ends.append(begin + length - 1)
+        start = heapq.heappop(free)
+        heapq.heappush(free, start + length - 1)
+        starts.append(start)
+        ends.append(start + length - 1)
     last = max(ends, default=0)
     if last == 0:
         return ()
-    first, behind = np.array(begins)[:, None], np.array(ends)[:, None]
-    edges = np.linspace(0, last, min(MAX_STRETCHES, last) + 1)
-    left, right = np.maximum(first, edges[:-1]), np.minimum(behind, edges[1:])
-    running = np.maximum(0, right - left)  # steps of each sequence in each stretch
-    remembered = running * (prompt_tokens + (left + right) / 2 - first)
+    first, end = np.array(starts)[:, None], np.array(ends)[:, None]
+    edges = np.linspace(0, last, min(MAX_SEGMENTS, last) + 1)
+    left, right = np.maximum(first, edges[:-1]), np.minimum(end, edges[1:])
+    running = np.maximum(0, right - left)  # steps of each sequence in each segment
+    contexts = running * (prompt_tokens + (left + right) / 2 - first)
     steps = np.diff(edges)
     total = running.sum(axis=0)
     return tuple(
-        Stretch(float(n), float(t / n), float(r / t))
-        for n, t, r in zip(steps, total, remembered.sum(axis=0), strict=True)
+        DecodeSegment(float(n), float(t / n), float(r / t))
+        for n, t, r in zip(steps, total, contexts.sum(axis=0), strict=True)
         if t > 0
     )

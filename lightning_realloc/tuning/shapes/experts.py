@@ -1,4 +1,4 @@
-"""What stands in an MLP's place in a mixture of experts, and how many experts do a few tokens reach? Pure numbers."""
+"""Sizes of a mixture of experts, and the expected number of experts that some tokens reach. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.model import ModelSpec, ParamSpec
 
-COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""What configurations call the number of experts."""
+EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Names of the number of experts in Hugging Face configs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """A router sends every token to a few of many MLPs, which are alike."""
+    """Equal MLPs, of which a router sends every token to a few."""
 
     count: int
-    """E, those that tokens are divided between."""
+    """Number of routed experts."""
     per_token: int
-    """K, to how many of them one token goes."""
+    """Number of experts that each token is routed to."""
     features: int
-    """Inside one of them."""
+    """Intermediate features of one expert."""
     shared_features: int = 0
-    """Inside those that every token goes through."""
+    """Intermediate features of the shared experts, which process every token; 0 without shared experts."""
     num_dense_blocks: int = 0
-    """Blocks that have an MLP instead."""
+    """Number of blocks with an MLP in place of experts."""
     are_cut: bool = False
-    """Whether tensor parallelism divides their features; else every one of its ranks computes all of them."""
+    """Whether tensor parallelism divides the experts' features; if not, each of its ranks computes all of them."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count:
@@ -39,14 +39,15 @@ class Experts:
                 raise PlanError(f"{name}={getattr(self, name)} of experts must be at least {least}; see the config")
 
     @classmethod
-    def read(cls, config: Any, model: ModelSpec) -> Experts | None:
-        """Read a Hugging Face config; which blocks have experts is seen in their parameters.
+    def from_config(cls, config: Any, model: ModelSpec) -> Experts | None:
+        """Read a Hugging Face config, and find the blocks with experts by their parameters.
 
-        None for a model without experts, and for one whose config does not say how many a token goes to.
+        Returns:
+            None for a model without experts, and for a config without the number of experts per token.
         """
         count, per_token = declared_experts(config), _first(config, "num_experts_per_tok")
         features = _first(config, "moe_intermediate_size", "intermediate_size")
-        params = [param for param in model.params if _is_of_expert(param, count)]
+        params = [param for param in model.params if _is_expert_param(param, count)]
         if not params or per_token is None or features is None or not 1 <= per_token <= count:
             return None
         shared = _first(config, "shared_expert_intermediate_size")
@@ -59,31 +60,31 @@ class Experts:
             are_cut=any(param.tp is not None for param in params),
         )
 
-    def of_one(self, tp: int) -> float:
-        """Return the features of one expert on one of ``tp`` ranks."""
+    def features_on(self, tp: int) -> float:
+        """Return the features of one expert on each of ``tp`` ranks."""
         return self.features / (tp if self.are_cut else 1)
 
-    def of_shared(self, tp: int) -> float:
-        """Return the features of shared experts on one of ``tp`` ranks."""
+    def shared_features_on(self, tp: int) -> float:
+        """Return the features of the shared experts on each of ``tp`` ranks."""
         return self.shared_features / (tp if self.are_cut else 1)
 
-    def per_block(self, num_blocks: int, mixture: float, dense: float) -> float:
-        """Return the mean over a model's blocks of something that those with experts and those with an MLP take."""
+    def mean_over_blocks(self, num_blocks: int, mixture: float, dense: float) -> float:
+        """Return a cost's mean over blocks, given its value in blocks with experts and in blocks with an MLP."""
         return (self.num_dense_blocks * dense + (num_blocks - self.num_dense_blocks) * mixture) / num_blocks
 
-    def reached(self, tokens: float) -> float:
-        """Return how many experts get one of ``tokens`` tokens at least, as a mean over routers without favourites."""
+    def num_reached(self, tokens: float) -> float:
+        """Return the expected number of experts that get at least one of ``tokens`` tokens, under uniform routing."""
         missed: float = (1 - self.per_token / self.count) ** tokens
         return self.count * (1 - missed)
 
 
 def declared_experts(config: Any) -> int:
-    """Return the number of experts of a Hugging Face config, 0 where it has none."""
-    return _first(config, *COUNTS) or 0
+    """Return the number of experts of a Hugging Face config; 0 without experts."""
+    return _first(config, *EXPERT_COUNT_KEYS) or 0
 
 
-def _is_of_expert(param: ParamSpec, count: int) -> bool:
-    """Experts are listed, or lie behind each other in one parameter."""
+def _is_expert_param(param: ParamSpec, count: int) -> bool:
+    """Whether a parameter belongs to experts, which are listed or stacked in one parameter."""
     stacked = len(param.shape) == 3 and param.shape[0] == count
     return param.section == "block" and (stacked or ".experts." in param.name)
 

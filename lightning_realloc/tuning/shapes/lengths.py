@@ -1,4 +1,4 @@
-"""How long were an iteration's sequences?"""
+"""Lengths of the sequences of one iteration, and their distribution over several iterations."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from lightning_realloc.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of every sequence of one iteration, over all ranks."""
+    """Token counts of the sequences of one iteration, over all ranks."""
 
     prompts: tuple[int, ...]
+    """Tokens of each prompt."""
     responses: tuple[int, ...]
-    """In the same order."""
+    """Tokens of each response, in the order of the prompts."""
 
     def __post_init__(self) -> None:
         if not self.prompts or len(self.prompts) != len(self.responses):
@@ -25,27 +26,32 @@ class Lengths:
 
     @property
     def num_tokens(self) -> int:
-        """Prompts and responses together."""
+        """Tokens of all prompts and responses."""
         return sum(self.prompts) + sum(self.responses)
 
 
 @dataclass(frozen=True, slots=True)
 class TypicalLengths:
-    """What several iterations were like."""
+    """Lengths that several iterations had, as input of the estimates."""
 
     num_sequences: int
-    """Of one iteration, as a mean."""
+    """Mean number of sequences in an iteration."""
     prompt_tokens: int
-    """Of a prompt, as a mean."""
+    """Mean tokens of a prompt."""
     longest_prompt: int
+    """Most tokens of a prompt."""
     responses: tuple[int, ...]
-    """Equally likely lengths. An empty one counts as one token: somebody looked at it."""
+    """Equally likely response lengths, in tokens, ascending. An empty response counts as one token."""
 
     @classmethod
-    def of(cls, iterations: Sequence[Lengths]) -> TypicalLengths:
-        """Put iterations together. Raises PlanError for none."""
+    def from_iterations(cls, iterations: Sequence[Lengths]) -> TypicalLengths:
+        """Combine the lengths of iterations.
+
+        Raises:
+            PlanError: without an iteration.
+        """
         if not iterations:
-            raise PlanError("lengths of at least one iteration are needed to say what is typical")
+            raise PlanError("typical lengths need the lengths of at least one iteration; pass one or more")
         prompts = [length for one in iterations for length in one.prompts]
         responses = tuple(sorted(max(1, length) for one in iterations for length in one.responses))
         return cls(

@@ -1,7 +1,7 @@
-"""What does a model's shape add to its parameters, for working out activations and caches? Pure numbers.
+"""Sizes of a decoder from which the memory of activations and caches follows. Pure arithmetic.
 
-Activations are those of the Llama family's blocks as transformers computes them; other families are described by the
-few ways in which theirs differ. How far that carries is measured in ``docs/memory.md``.
+Activations are those of Llama blocks as transformers computes them; a few fields describe how other families differ.
+``docs/memory.md`` has measurements of how accurate that is.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.shapes.experts import Experts
 
-# ReLU keeps its result alone, which the next projection keeps too; this GELU is written out in seven operations.
+# ReLU keeps only its result, which the next projection keeps anyway. "gelu_new" consists of seven operations.
 _ACTIVATION_COPIES = {"relu": -1, "gelu_new": 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder that its activations depend on."""
+    """Sizes of a decoder that its activation memory depends on."""
 
     num_layers: int
     hidden: int
-    """D, features of a hidden state."""
+    """Features of a hidden state (D)."""
     intermediate: int
     """Features inside the MLP."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     num_outputs: int
-    """Of the head, per token: the vocabulary, or one score."""
+    """Outputs of the head per token: the vocabulary size, or 1 for a model that scores."""
     gated: bool = True
-    """Whether the MLP multiplies two projections."""
+    """Whether the MLP multiplies two projections (SwiGLU)."""
     rms_norm: bool = True
-    """Whether norms are written out (RMSNorm), and so keep a second copy; LayerNorm is one kernel."""
+    """Whether norms are RMSNorm in several operations, which keep a second copy; LayerNorm is one kernel."""
     qk_norm: bool = False
-    """Whether queries and keys are normalised by head."""
+    """Whether queries and keys are normalized per head."""
     activation_copies: int = 0
-    """MLP features that the activation function keeps more often, or less, than a kernel that keeps its input."""
+    """Copies of the MLP's features that the activation function keeps, relative to a kernel that keeps its input."""
     experts: Experts | None = None
-    """What most blocks, or all, have in the MLP's place."""
+    """Experts in place of the MLP in most or all blocks; None for a dense model."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads", "head_dim", "num_outputs"):
@@ -48,13 +48,14 @@ class ModelShape:
                 raise PlanError(f"{name}={getattr(self, name)} of a model's shape must be at least 1; see its config")
 
     @classmethod
-    def read(cls, config: Any, model: ModelSpec, *, num_outputs: int | None = None) -> ModelShape:
-        """Read a Hugging Face config; what it does not tell is read from the names of the parameters.
+    def from_config(cls, config: Any, model: ModelSpec, *, num_outputs: int | None = None) -> ModelShape:
+        """Read a Hugging Face config, and the names of the parameters for details that a config does not hold.
 
-        ``num_outputs`` is by default the vocabulary.
+        Args:
+            num_outputs: Outputs of the head; None: the vocabulary size.
 
         Raises:
-            PlanError: for a config that does not have the sizes of a decoder.
+            PlanError: for a config without the sizes of a decoder.
         """
         text = config.get_text_config()
         hidden, heads = _size(text, "hidden_size"), _size(text, "num_attention_heads")
@@ -74,68 +75,67 @@ class ModelShape:
             activation_copies=_ACTIVATION_COPIES.get(
                 str(getattr(text, "hidden_act", None) or getattr(text, "activation_function", "")), 0
             ),
-            experts=Experts.read(text, model),
+            experts=Experts.from_config(text, model),
         )
 
     @property
     def queries(self) -> int:
-        """Features of all query heads."""
+        """Total features of the query heads."""
         return self.num_heads * self.head_dim
 
     @property
     def keys(self) -> int:
-        """Features of all key heads, and of all value heads."""
+        """Total features of the key heads, and likewise of the value heads."""
         return self.num_kv_heads * self.head_dim
 
     def kv_cache_elements(self, tp: int) -> int:
-        """Elements that one position of one sequence takes in the cache of one of ``tp`` ranks."""
+        """Return the KV-cache elements of one token on each of ``tp`` ranks."""
         return 2 * self.num_layers * max(1, self.num_kv_heads // tp) * self.head_dim
 
     def saved_bytes(self, tp: int, element_bytes: int) -> int:
-        """Bytes per token that one block keeps from its forward to its backward pass, on one of ``tp`` ranks.
+        """Return the bytes per token that one block keeps for its backward pass, on each of ``tp`` ranks.
 
-        Hidden states are whole on every rank: of each of two norms what goes in and what comes out and, where it is
-        written out, what is multiplied by its weight; RMSNorm takes its input in fp32. Heads and MLP features are
-        divided: queries and keys after rotation, values, the attention's result and its transposed copy; of a gated
-        MLP both projections, the activation and the product.
+        Every rank holds whole hidden states: the input and the output of each of two norms and, for RMSNorm, the
+        normalized input, in fp32. Heads and MLP features are divided between ranks: queries and keys after rotation,
+        values, the attention's output and its transposed copy; and of a gated MLP both projections, the activation
+        and the product.
         """
         norm = 4 + 2 * element_bytes if self.rms_norm else 2 * element_bytes
         heads = (3 + 2 * self.qk_norm) * self.queries / tp + (2 + 2 * self.qk_norm) * self._local_keys(tp)
         return int(2 * norm * self.hidden + element_bytes * (heads + self._mlp_saved(tp)))
 
     def working_elements(self, tp: int) -> int:
-        """Elements per token that a block's forward pass holds at most at a time, when nothing is kept."""
+        """Return the peak elements per token of a block's forward pass that keeps nothing."""
         attention = 3 * self.queries / tp + 3 * self._local_keys(tp)
         copies = (3 if self.gated else 2) + max(0, self.activation_copies)
         mlp = copies * self.intermediate / tp
         if self.experts is not None:
-            # Its tokens sorted by expert stay to the end; both projections are one tensor until their product is there.
-            each, moved = self.experts.of_one(tp), self.experts.per_token
+            # Tokens sorted by expert live to the end; both projections are one tensor until their product exists.
+            each, moved = self.experts.features_on(tp), self.experts.per_token
             routed = moved * max(self.hidden + (copies + self.gated) * each, 4 * self.hidden)
-            mlp = max(routed, copies * self.experts.of_shared(tp))
+            mlp = max(routed, copies * self.experts.shared_features_on(tp))
         return int(4 * self.hidden + max(attention, mlp))
 
     def backward_elements(self, tp: int) -> int:
-        """Elements per token of the gradients that a block's backward pass holds beyond what it has freed by then."""
+        """Return the elements per token of gradients that a block's backward pass holds beyond what it has freed."""
         mlp = (2 if self.gated else 1) * self.intermediate / tp
         if self.experts is not None:
-            each, moved = self.experts.of_one(tp), self.experts.per_token
+            each, moved = self.experts.features_on(tp), self.experts.per_token
             mlp = moved * max((2 if self.gated else 1) * each, 3 * self.hidden)
         return int(2 * self.hidden + max(mlp, self.queries / tp + 2 * self._local_keys(tp)))
 
     def _mlp_saved(self, tp: int) -> float:
-        """Elements per token that a block keeps of its MLP, or its experts, as a mean over blocks.
+        """Return the elements per token that a block keeps of its MLP or its experts, as a mean over blocks.
 
-        Experts keep what goes into them, a hidden state for each, and what comes out, which is multiplied by the
-        router's weight.
+        Each expert of a token keeps its input, a hidden state, and its output, which the router's weight multiplies.
         """
         copies = (4 if self.gated else 2) + self.activation_copies
         dense = copies * self.intermediate / tp
         if self.experts is None:
             return dense
-        routed = self.experts.per_token * (2 * self.hidden + copies * self.experts.of_one(tp))
-        mixture = routed + copies * self.experts.of_shared(tp) + self.experts.count
-        return self.experts.per_block(self.num_layers, mixture, dense)
+        routed = self.experts.per_token * (2 * self.hidden + copies * self.experts.features_on(tp))
+        mixture = routed + copies * self.experts.shared_features_on(tp) + self.experts.count
+        return self.experts.mean_over_blocks(self.num_layers, mixture, dense)
 
     def _local_keys(self, tp: int) -> float:
         return max(1, self.num_kv_heads // tp) * self.head_dim
@@ -148,7 +148,7 @@ def _size(config: Any, *names: str, default: int | None = None) -> int:
             return value
     if default is None:
         raise PlanError(
-            f"{type(config).__name__} has no {names[0]}, which the memory of activations is worked out from; "
+            f"{type(config).__name__} has no {names[0]}, which the memory of activations depends on; "
             f"use a decoder's config"
         )
     return default

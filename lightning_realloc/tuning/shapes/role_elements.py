@@ -1,4 +1,4 @@
-"""How many elements of one role's tensors lie on one rank of a layout? Equal blocks are counted once."""
+"""Count the elements of one role's tensors on one rank of a layout. Equal blocks are counted once."""
 
 from __future__ import annotations
 
@@ -17,31 +17,35 @@ from lightning_realloc.tuning.shapes.role_memory import RoleMemory, is_adapted
 class RankElements:
     """Elements of one role's tensors on one rank under one layout.
 
-    ``whole`` sizes are those after tensor parallelism and pipeline stages alone: what FSDP gathers, and what gradients
-    are of before they are reduced. Sharded ones are padded to equal length, as FSDP keeps them.
+    *Unsharded* counts are those after tensor and pipeline parallelism, before FSDP: the elements that FSDP gathers, and
+    those of gradients before their reduction. *Sharded* counts include the padding to equal length that FSDP adds.
     """
 
     dims: ParallelDims
     stage: int
-    """Of the pipeline."""
+    """Index of the rank's pipeline stage."""
     num_sharded: int
+    """Sharded elements."""
     num_trained_sharded: int
+    """Sharded elements that are trained."""
     num_trained: int
-    """Whole ones."""
+    """Unsharded elements that are trained."""
     root: int
-    """Whole ones outside of blocks."""
+    """Unsharded elements outside of blocks."""
     trained_root: int
+    """Unsharded elements outside of blocks that are trained."""
     num_blocks: int
-    """Of the rank's stage."""
+    """Blocks of the rank's stage."""
     largest_block: int
+    """Unsharded elements of the largest block."""
     trained_block: int
-    """Of the block with most trained elements."""
+    """Unsharded trained elements of the block with most of them."""
     num_adapted: int
-    """Whole ones of the weights that adapters are trained beside."""
+    """Unsharded elements of the weights that have adapters."""
 
 
 class RoleElements:
-    """Counts a role's elements on ranks of layouts, and remembers what it has counted."""
+    """Counts the elements of a role on the ranks of layouts, and caches the counts."""
 
     def __init__(self, role: RoleMemory) -> None:
         self.role = role
@@ -49,7 +53,7 @@ class RoleElements:
         blocks: list[list[_Param]] = [[] for _ in range(role.model.num_blocks)]
         for param in role.model.params:
             place = outside[param.section] if param.block is None else blocks[param.block]
-            place.append(_Param.of(param, role))
+            place.append(_Param.from_spec(param, role))
         kinds: dict[tuple[_Param, ...], int] = {}
         self._input, self._output, *self._blocks = (
             kinds.setdefault(tuple(params), len(kinds)) for params in (*outside.values(), *blocks)
@@ -60,19 +64,19 @@ class RoleElements:
         self._ranks: dict[tuple[int, int, int, int, int], dict[str, int]] = {}
         self._tensors: dict[tuple[int, _Position, _Position | None, bool], int] = {}
 
-    def on(self, layout: Layout, rank: int) -> RankElements:
-        """Return what lies on a rank.
+    def on_rank(self, layout: Layout, rank: int) -> RankElements:
+        """Return the counts of a rank.
 
         Raises:
-            LayoutError: for a layout that does not fit the model, and for a rank outside of it.
+            LayoutError: for a layout that does not fit the model, and for a rank outside of the layout.
         """
-        return self.at(layout.dims, layout.coordinate(rank))
+        return self.at_coordinate(layout.dims, layout.coordinate(rank))
 
-    def at(self, dims: ParallelDims, at: Coordinate) -> RankElements:
-        """Return what lies at a coordinate, on whatever rank that is. Raises LayoutError as :meth:`on`."""
+    def at_coordinate(self, dims: ParallelDims, at: Coordinate) -> RankElements:
+        """Return the counts at a coordinate of a layout. Raises LayoutError as :meth:`on_rank` does."""
         degrees = (dims.tp, dims.pp, dims.fsdp > 1)
         if degrees not in self._fitting:
-            ModelLayout(self.role.model, Layout(dims, tuple(range(dims.size))))  # refuses what does not fit
+            ModelLayout(self.role.model, Layout(dims, tuple(range(dims.size))))  # raises where the layout does not fit
             self._fitting.add(degrees)
         key = (dims.tp, at.tp, dims.fsdp, dims.pp, at.pp)
         if key not in self._ranks:
@@ -80,15 +84,16 @@ class RoleElements:
         return RankElements(dims=dims, stage=at.pp, **self._ranks[key])
 
     def tensors(self, layout: Layout, rank: int, *, unlike: Layout | None = None, trained_too: bool = True) -> int:
-        """Return the elements of a rank's tensors as they are, without padding.
+        """Return the elements of a rank's tensors, without padding.
 
-        With ``unlike`` only of those that are not the same under that layout; without ``trained_too`` what training
-        changes is never the same.
+        Args:
+            unlike: Count only tensors that the rank does not hold in the same form under this layout.
+            trained_too: Whether a trained tensor can be the same under both layouts.
         """
-        at, there = _Position.of(layout, rank), None
+        at, there = _Position.from_rank(layout, rank), None
         same: dict[int | str, int] = {}
         if unlike is not None and rank in unlike:
-            there = _Position.of(unlike, rank)
+            there = _Position.from_rank(unlike, rank)
             same = self._places(unlike.dims.pp, unlike.coordinate(rank).pp)
         places = self._places(layout.dims.pp, layout.coordinate(rank).pp)
         return sum(
@@ -109,7 +114,7 @@ class RoleElements:
         return self._tensors[key]
 
     def _places(self, pp: int, stage: int) -> dict[int | str, int]:
-        """Return what a stage has, blocks by their number and what comes before and after them, and its kind."""
+        """Return the kinds of a stage's blocks, by block number, and of its parameters before and after the blocks."""
         run = stage_blocks(self.role.model.num_blocks, pp)[stage]
         places: dict[int | str, int] = {block: self._blocks[block] for block in run}
         if stage == 0:
@@ -138,12 +143,12 @@ class RoleElements:
     def _count(self, kind: int, tp: int, tp_index: int, fsdp: int) -> _Count:
         key = (kind, tp, tp_index, fsdp)
         if key not in self._counts:
-            self._counts[key] = _Count.of(self._kinds[kind], tp, tp_index, fsdp)
+            self._counts[key] = _Count.from_params(self._kinds[kind], tp, tp_index, fsdp)
         return self._counts[key]
 
 
 class _Position(NamedTuple):
-    """Where a rank stands along the axes that cut tensors."""
+    """Index of a rank along the axes that cut tensors."""
 
     tp: int
     tp_index: int
@@ -151,13 +156,13 @@ class _Position(NamedTuple):
     fsdp_index: int
 
     @classmethod
-    def of(cls, layout: Layout, rank: int) -> _Position:
+    def from_rank(cls, layout: Layout, rank: int) -> _Position:
         at = layout.coordinate(rank)
         return cls(layout.dims.tp, at.tp, layout.dims.fsdp, at.fsdp)
 
 
 class _Param(NamedTuple):
-    """What a parameter's size on a rank depends on."""
+    """Properties of a parameter that its size on a rank depends on."""
 
     shape: tuple[int, ...]
     cut: TensorParallelCut | None
@@ -165,11 +170,11 @@ class _Param(NamedTuple):
     is_adapted: bool
 
     @classmethod
-    def of(cls, param: ParamSpec, role: RoleMemory) -> _Param:
+    def from_spec(cls, param: ParamSpec, role: RoleMemory) -> _Param:
         return cls(param.shape, param.tp, param.name not in role.frozen_params, is_adapted(param))
 
     def shard(self, tp: int, tp_index: int, fsdp: int, fsdp_index: int) -> LocalShard:
-        """Return what lies at a position."""
+        """Return the shard at a position."""
         return local_shard(self.shape, self.cut, tp, tp_index, fsdp, fsdp_index)
 
 
@@ -183,7 +188,7 @@ class _Count(NamedTuple):
     adapted: int
 
     @classmethod
-    def of(cls, params: Iterable[_Param], tp: int, tp_index: int, fsdp: int) -> _Count:
+    def from_params(cls, params: Iterable[_Param], tp: int, tp_index: int, fsdp: int) -> _Count:
         sums = [0, 0, 0, 0, 0]
         for param in params:
             shape = param.shard(tp, tp_index, 1, 0).shape

@@ -1,4 +1,4 @@
-"""Describe one role for the estimates: its parameters, its shape, which of them are frozen, whose weights it shares."""
+"""Describe a role for the estimates: parameters, shape, frozen parameters, and the role whose weights it shares."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from lightning_realloc.tuning.shapes.model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleMemory:
-    """What the memory of one role depends on, besides the plan."""
+    """Properties of a role that its memory depends on, apart from the plan."""
 
     model: ModelSpec
     shape: ModelShape | None = None
-    """None: unknown, as of a module without a config; activations and caches are then left out."""
+    """Sizes of the decoder; None for a module without a config, whose activations and caches are then left out."""
     frozen_params: frozenset[str] = frozenset()
-    """Parameters without gradients in a role that is trained, as under adapters."""
+    """Names of the parameters of a trained role that have no gradient, as under adapters."""
     follows: str | None = None
-    """The trained role whose weights this one's move towards; it keeps them as exactly as a trained one."""
+    """The trained role whose weights this role averages, with the precision of trained weights; None: no averaging."""
     shares: str | None = None
-    """The role whose replicas this one's calls work on: it keeps none."""
+    """The role whose replicas this role's calls use, since it has none of its own; None: it has its own."""
 
     @property
     def num_frozen(self) -> int:
-        """Elements of ``frozen_params``."""
+        """Number of elements of ``frozen_params``."""
         return sum(param.numel for param in self.model.params if param.name in self.frozen_params)
 
     @property
     def divides_logits(self) -> bool:
-        """Whether tensor parallelism cuts the head by tokens, so that each rank makes a share of the logits."""
+        """Whether tensor parallelism cuts the head by vocabulary, so that each rank computes a part of the logits."""
         if self.shape is None or self.shape.num_outputs == 1:
             return False
         by_token = [param for param in self.model.params if param.shape[:-1] == (self.shape.num_outputs,)]
@@ -39,5 +39,5 @@ class RoleMemory:
 
 
 def is_adapted(param: ParamSpec) -> bool:
-    """Return whether adapters are trained beside a weight, of which generation makes a merged copy then."""
+    """Return whether a weight has adapters, so that generation makes a merged copy of it."""
     return param.name.endswith(".base_layer.weight")

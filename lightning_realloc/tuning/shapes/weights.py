@@ -1,7 +1,7 @@
-"""How many elements of a model does a rank hold, and how many bytes travel when a layout changes? In closed form.
+"""Elements that a rank holds, and elements that move between two layouts, in closed form.
 
-Parameters that are cut alike count together, and blocks count as equal: what the planner of ``realloc`` works out
-parameter by parameter takes microseconds here. A test holds the two to each other.
+Parameters with the same cut are counted together, and blocks count as equal. This gives in microseconds the sizes that
+the planner in ``realloc`` derives parameter by parameter; a test compares the two.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ FloatArray = NDArray[np.float64]
 
 
 class Cut(NamedTuple):
-    """What tensor parallelism does to a parameter, as far as sizes go."""
+    """Tensor-parallel cut of a parameter, as far as its sizes depend on it."""
 
     along: int | None
-    """0: the dim that FSDP chunks, too. 1: another one. None: not cut."""
+    """0: the dim that FSDP chunks as well; 1: another dim; None: not cut."""
     units: int | None
-    """Heads that may be replicated where tp exceeds them; None: tp divides all."""
+    """Number of heads, which are replicated where tp exceeds it; None: tp divides the dim."""
     rows: int | None = None
-    """Length of the dim that FSDP chunks, where that is a number of experts: too few for equal chunks. None: many."""
+    """Length of the dim that FSDP chunks, if it is a number of experts, too small for equal chunks; None: large."""
 
     @classmethod
-    def of(cls, param: ParamSpec) -> Cut:
+    def from_param(cls, param: ParamSpec) -> Cut:
         """Return the cut of one parameter."""
         rows = param.shape[0] if len(param.shape) == 3 else None
         if param.tp is None:
@@ -41,36 +41,36 @@ class Cut(NamedTuple):
         return cls(min(param.tp.dim, 1), units, rows if param.tp.dim else None)
 
     def parts(self, tp: int) -> int:
-        """Return how many different parts ``tp`` ranks hold."""
+        """Return the number of different pieces that ``tp`` ranks hold."""
         if self.along is None:
             return 1
         return tp if self.units is None else min(tp, self.units)
 
     def padding(self, fsdp: int) -> float:
-        """Return by how much the fullest of ``fsdp`` chunks exceeds an equal share."""
+        """Return the size of the largest of ``fsdp`` chunks relative to an equal share."""
         return 1.0 if self.rows is None else -(-self.rows // fsdp) * fsdp / self.rows
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A model's elements by where they lie and how they are cut."""
+    """Elements of a model by section and by cut."""
 
     num_blocks: int
     block: tuple[tuple[Cut, float], ...]
-    """Elements of one block, as a mean over blocks."""
+    """Elements of one block by cut, as a mean over blocks."""
     input: tuple[tuple[Cut, float], ...]
-    """Elements before the blocks, on the first stage."""
+    """Elements before the blocks by cut; they lie on the first stage."""
     output: tuple[tuple[Cut, float], ...]
-    """Elements after them, on the last stage."""
+    """Elements after the blocks by cut; they lie on the last stage."""
 
     @classmethod
-    def of(cls, model: ModelSpec, without: frozenset[str] = frozenset()) -> Weights:
-        """Count a model's parameters, but for some."""
+    def from_model(cls, model: ModelSpec, without: frozenset[str] = frozenset()) -> Weights:
+        """Count the parameters of a model, except those named in ``without``."""
         sums: dict[str, dict[Cut, float]] = {"input": {}, "block": {}, "output": {}}
         for param in model.params:
             if param.name not in without:
                 section = sums[param.section]
-                section[Cut.of(param)] = section.get(Cut.of(param), 0) + param.numel
+                section[Cut.from_param(param)] = section.get(Cut.from_param(param), 0) + param.numel
         blocks = max(1, model.num_blocks)
         block = tuple((cut, size / blocks) for cut, size in sums["block"].items())
         return cls(model.num_blocks, block, tuple(sums["input"].items()), tuple(sums["output"].items()))
@@ -81,9 +81,8 @@ class Weights:
         outside = sum(size for _, size in (*self.input, *self.output))
         return outside + self.num_blocks * sum(size for _, size in self.block)
 
-    def of_stage(self, dims: ParallelDims) -> float:
-        """Return the elements of the fullest stage on one rank, FSDP's shards put together as it gathers them: all as
-        long as the longest."""
+    def stage_elements(self, dims: ParallelDims) -> float:
+        """Return the elements of the fullest stage on one rank after FSDP's gather, with the padding of its shards."""
         return _fullest_stage(self, dims.pp, dims.fsdp, dims.tp)
 
 
@@ -101,27 +100,28 @@ def _local(sizes: tuple[tuple[Cut, float], ...], fsdp: int, tp: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Elements that travel from one layout to another, at the ranks and nodes that have most to do."""
+    """Elements that move from one layout to another, on the busiest ranks and nodes."""
 
     received: float
-    """By the target rank that lacks most."""
+    """Elements received by the target rank that lacks most."""
     needed: float
-    """By the fullest target rank: what it lacks and what it holds already."""
+    """Elements of the fullest target rank, with those that it already holds."""
     sent_inside: float
-    """By each source rank of the busiest node to ranks of its node."""
+    """Elements that each source rank of the busiest node sends to ranks of its node."""
     received_between: float
-    """By each target rank of the node that lacks most, from other nodes."""
+    """Elements that each target rank of the node that lacks most receives from other nodes."""
     sent_between: float
-    """By each source rank, to other nodes."""
+    """Elements that each source rank sends to other nodes."""
     total_received: float
+    """Elements received by all target ranks."""
     total_between: float
+    """Elements that enter a node, over all nodes."""
 
 
 def traffic(weights: Weights, source: Layout, target: Layout, cluster: ClusterSpec) -> Traffic:
-    """Return what travels under the planner's rules: a rank gets what it lacks, a node gets nothing twice.
+    """Return the traffic under the planner's rules: a rank receives what it lacks, and a node receives nothing twice.
 
-    What a node has already is the overlap of different pieces that its own ranks hold and need: only ranks of one node
-    are looked at together, so that a thousand ranks take about a millisecond.
+    Only ranks of the same node are compared with each other, so that a thousand ranks take about a millisecond.
     """
     before, after = _Mesh(source, cluster, weights.num_blocks), _Mesh(target, cluster, weights.num_blocks)
     nodes = int(max(before.nodes.max(), after.nodes.max())) + 1
@@ -133,7 +133,7 @@ def traffic(weights: Weights, source: Layout, target: Layout, cluster: ClusterSp
         own, common = after.held(cut, sizes), _overlap(cut, sizes, (after, reader), (before, holder))
         needed += own
         kept += np.bincount(reader[is_same], weights=common[is_same], minlength=len(needed))
-        # Of equal pieces on a node one counts.
+        # Equal pieces on a node count once.
         first_reader, first_holder = after.is_first(cut), before.is_first(cut)
         found = np.bincount(reader, weights=common * first_holder[holder], minlength=len(needed))
         near += found
@@ -154,7 +154,7 @@ def traffic(weights: Weights, source: Layout, target: Layout, cluster: ClusterSp
 
 
 class _Sizes(NamedTuple):
-    """Elements that are cut alike, by where they lie."""
+    """Elements with the same cut, by section."""
 
     block: float
     input: float
@@ -167,7 +167,7 @@ def _by_cut(weights: Weights) -> dict[Cut, _Sizes]:
 
 
 class _Mesh:
-    """A layout's ranks as arrays: their nodes, their coordinates, their blocks."""
+    """Nodes, coordinates and blocks of a layout's ranks, as arrays."""
 
     def __init__(self, layout: Layout, cluster: ClusterSpec, num_blocks: int) -> None:
         self.dims = dims = layout.dims
@@ -182,12 +182,12 @@ class _Mesh:
         self.end = np.array([run.stop for run in runs])[self.pp]
 
     def part(self, cut: Cut) -> IntArray:
-        """Return which part of tensor parallelism's every rank holds."""
+        """Return the index of the tensor-parallel piece that each rank holds."""
         part: IntArray = self.tp * cut.parts(self.dims.tp) // self.dims.tp
         return part
 
     def held(self, cut: Cut, sizes: _Sizes) -> FloatArray:
-        """Return how many elements every rank holds."""
+        """Return the number of elements that each rank holds."""
         whole = sizes.block * (self.end - self.begin)
         whole = whole + sizes.input * (self.pp == 0) + sizes.output * (self.pp == self.dims.pp - 1)
         begin, end, length = _chunk(self.fsdp, self.dims.fsdp, cut.rows)
@@ -195,7 +195,7 @@ class _Mesh:
         return held
 
     def is_first(self, cut: Cut) -> NDArray[np.bool_]:
-        """Return which ranks are the first on their node to hold their piece."""
+        """Return, for each rank, whether it is the first on its node with its piece."""
         piece = (self.pp * self.dims.fsdp + self.fsdp) * self.dims.tp + self.part(cut)
         _, first = np.unique(self.nodes * self.dims.size + piece, return_index=True)
         result = np.zeros(len(self.ranks), dtype=np.bool_)
@@ -204,7 +204,7 @@ class _Mesh:
 
 
 def _neighbours(after: _Mesh, before: _Mesh, nodes: int) -> tuple[IntArray, IntArray]:
-    """Return all pairs of a target rank and a source rank on one node, as positions in their meshes."""
+    """Return all pairs of a target rank and a source rank on the same node, as positions in their meshes."""
     order = np.argsort(before.nodes, kind="stable")
     counts = np.bincount(before.nodes, minlength=nodes)
     starts = np.cumsum(counts) - counts
@@ -215,14 +215,14 @@ def _neighbours(after: _Mesh, before: _Mesh, nodes: int) -> tuple[IntArray, IntA
 
 
 def _overlap(cut: Cut, sizes: _Sizes, one: tuple[_Mesh, IntArray], other: tuple[_Mesh, IntArray]) -> FloatArray:
-    """Return the elements that pairs of ranks hold in common."""
+    """Return the number of elements that both ranks of each pair hold."""
     (a, i), (b, j) = one, other
     blocks = np.maximum(0, np.minimum(a.end[i], b.end[j]) - np.maximum(a.begin[i], b.begin[j]))
     first = (a.pp[i] == 0) & (b.pp[j] == 0)
     last = (a.pp[i] == a.dims.pp - 1) & (b.pp[j] == b.dims.pp - 1)
     whole = sizes.block * blocks + sizes.input * first + sizes.output * last
     parts_a, parts_b, part_a, part_b = cut.parts(a.dims.tp), cut.parts(b.dims.tp), a.part(cut)[i], b.part(cut)[j]
-    if cut.along == 0:  # FSDP chunks what tensor parallelism has cut
+    if cut.along == 0:  # FSDP chunks the dim that tensor parallelism cuts
         chunk_a, chunk_b = part_a * a.dims.fsdp + a.fsdp[i], part_b * b.dims.fsdp + b.fsdp[j]
         share = _common(chunk_a, parts_a * a.dims.fsdp, chunk_b, parts_b * b.dims.fsdp)
     else:
@@ -233,7 +233,7 @@ def _overlap(cut: Cut, sizes: _Sizes, one: tuple[_Mesh, IntArray], other: tuple[
 
 
 def _common(index: IntArray, count: int, other: IntArray, other_count: int, rows: int | None = None) -> FloatArray:
-    """Return the share of a dim that run ``index`` of ``count`` and run ``other`` have in common."""
+    """Return the fraction of a dim in both chunk ``index`` of ``count`` and chunk ``other`` of ``other_count``."""
     (begin, end, length), (from_, to, other_length) = _chunk(index, count, rows), _chunk(other, other_count, rows)
     first = np.maximum(begin * other_length, from_ * length)
     last = np.minimum(end * other_length, to * length)
@@ -242,9 +242,9 @@ def _common(index: IntArray, count: int, other: IntArray, other_count: int, rows
 
 
 def _chunk(index: IntArray, count: int, rows: int | None) -> tuple[IntArray, IntArray, int]:
-    """Return where chunks begin and end, and the length of the dim in the same measure.
+    """Return where chunks begin and end, and the length of the dim in the same unit.
 
-    They are equal, or, with ``rows``, as torch.chunk makes them: the last ones shorter or empty.
+    Chunks are equal or, with ``rows``, those of ``torch.chunk``, whose last ones may be shorter or empty.
     """
     if rows is None:
         return index, index + 1, count

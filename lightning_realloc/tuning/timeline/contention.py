@@ -1,7 +1,7 @@
-"""When does everything run where ranks of a node are in each other's way, as on a host with fewer cores than ranks?
+"""Fluid simulation of tasks that slow each other down, as ranks do on a host with fewer cores than ranks.
 
-Work is a fluid: a task gets on at the pace that the busy ranks of its nodes leave it, until one of them ends or another
-begins. Where nobody is in anybody's way it takes its time and no more.
+Each task progresses at a rate that depends on how many ranks of its nodes are busy. Rates change when a task starts or
+ends. Without contention a task takes exactly its own seconds.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ from typing import NamedTuple
 
 from lightning_realloc.layout.cluster import ClusterSpec
 
-_ENDED = 1e-12
-"""Seconds of work that are rounding."""
+_ROUNDING_S = 1e-12
+"""A task with at most this many seconds of work left has ended."""
 
 
 class Task(NamedTuple):
-    """Something that ranks do together."""
+    """Work that some ranks do together."""
 
     ranks: tuple[int, ...]
     seconds: float
-    """What it takes while all other ranks are idle."""
+    """Duration while all other ranks are idle."""
     after: tuple[int, ...]
-    """Numbers of earlier tasks that must have ended."""
+    """Numbers of the earlier tasks that must end first."""
 
 
 def run_tasks(
     tasks: Sequence[Task], cluster: ClusterSpec, slowdown: Callable[[int], float]
 ) -> list[tuple[float, float]]:
-    """Return when every task begins and ends, in seconds; each begins when what it waits for has ended.
+    """Return start and end of every task, in seconds; a task starts when all tasks that it waits for have ended.
 
     Args:
-        tasks: None waits for a later one; tasks that share ranks wait for each other.
-        slowdown: How many times longer a rank's work takes when so many ranks of its node are busy.
+        tasks: Tasks may wait for earlier ones only; of two tasks that share a rank, the later one waits.
+        slowdown: Number of busy ranks on a node -> factor by which the work of each takes longer.
     """
     if all(slowdown(count) == 1.0 for count in range(1, cluster.devices_per_node + 1)):
-        return _unhindered(tasks)
+        return _run_without_contention(tasks)
     return _FluidSchedule(tasks, cluster, slowdown).run()
 
 
-def _unhindered(tasks: Sequence[Task]) -> list[tuple[float, float]]:
+def _run_without_contention(tasks: Sequence[Task]) -> list[tuple[float, float]]:
     times: list[tuple[float, float]] = []
     for task in tasks:
-        begin = max((times[number][1] for number in task.after), default=0.0)
-        times.append((begin, begin + task.seconds))
+        start = max((times[number][1] for number in task.after), default=0.0)
+        times.append((start, start + task.seconds))
     return times
 
 
@@ -52,7 +52,7 @@ class _FluidSchedule:
     def __init__(self, tasks: Sequence[Task], cluster: ClusterSpec, slowdown: Callable[[int], float]) -> None:
         self._tasks, self._slowdown = tasks, slowdown
         self._counts: list[dict[int, int]] = []
-        """Of every task: node -> its ranks there."""
+        """For each task: node -> number of its ranks there."""
         for task in tasks:
             counts: dict[int, int] = {}
             for rank in task.ranks:
@@ -60,16 +60,16 @@ class _FluidSchedule:
             self._counts.append(counts)
         self._waits = [len(set(task.after)) for task in tasks]
         self._waiting: list[list[int]] = [[] for _ in tasks]
-        """Of every task: who waits for it."""
+        """For each task, the tasks that wait for it."""
         for number, task in enumerate(tasks):
             for earlier in set(task.after):
                 self._waiting[earlier].append(number)
         self._left: dict[int, float] = {}
-        """Running task -> seconds of its work that are left."""
+        """Running task -> seconds of work left."""
         self._busy: dict[int, int] = {}
-        """Node -> busy ranks."""
-        self._begin = [math.inf] * len(tasks)
-        self._end = [math.inf] * len(tasks)
+        """Node -> number of busy ranks."""
+        self._start_s = [math.inf] * len(tasks)
+        self._end_s = [math.inf] * len(tasks)
 
     def run(self) -> list[tuple[float, float]]:
         now = 0.0
@@ -77,33 +77,33 @@ class _FluidSchedule:
             if count == 0:
                 self._start(number, now)
         while self._left:
-            paces = {number: self._pace(number) for number in self._left}
-            step = min(left / paces[number] for number, left in self._left.items())
+            rates = {number: self._rate(number) for number in self._left}
+            step = min(left / rates[number] for number, left in self._left.items())
             now += step
             ended = []
-            for number, pace in paces.items():
-                self._left[number] -= step * pace
-                if self._left[number] <= _ENDED:
+            for number, rate in rates.items():
+                self._left[number] -= step * rate
+                if self._left[number] <= _ROUNDING_S:
                     ended.append(number)
             for number in ended:
                 self._finish(number, now)
-        return list(zip(self._begin, self._end, strict=True))
+        return list(zip(self._start_s, self._end_s, strict=True))
 
-    def _pace(self, number: int) -> float:
-        """Return how much of its work a task does in a second: on its most crowded node."""
+    def _rate(self, number: int) -> float:
+        """Return the seconds of work that a task does in a second, limited by its busiest node."""
         counts = self._counts[number]
         return min(
             (self._slowdown(own) / self._slowdown(self._busy[node]) for node, own in counts.items()), default=1.0
         )
 
     def _start(self, number: int, now: float) -> None:
-        self._begin[number] = now
+        self._start_s[number] = now
         self._left[number] = self._tasks[number].seconds
         for node, own in self._counts[number].items():
             self._busy[node] = self._busy.get(node, 0) + own
 
     def _finish(self, number: int, now: float) -> None:
-        self._end[number] = now
+        self._end_s[number] = now
         del self._left[number]
         for node, own in self._counts[number].items():
             self._busy[node] -= own

@@ -1,50 +1,49 @@
-"""Which calls can begin with the first samples of a generation that goes on? Those that need nothing else.
+"""Find the inference calls that can start on a generation's first samples, before it ends.
 
-On other ranks they begin with portions as they come; on the ranks that generate, with what is finished on a rank that
-has nothing left to generate while others have.
+Such calls need no other input. On other ranks they process chunks as these arrive. On the generating ranks they process
+the finished samples of a rank that has nothing left to generate while other ranks still have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.layout.dims import Layout
 
 
 def fused_sources(calls: Sequence[ModelFunctionCall], ranks: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Return fused call -> the generating call that it takes samples of.
+    """Return fused call -> the generating call whose samples it reads.
 
-    Fused are calls that infer, need what one generating call makes and nothing that another call makes, and run on
-    other ranks than it.
+    A fused call is an inference call that needs the products of one generating call and of no other call. It runs on
+    other ranks than the generation.
 
     Args:
-        calls: Of one iteration.
-        ranks: Of every call with a model.
+        calls: The calls of one iteration.
+        ranks: Call with a model -> its ranks.
     """
     return {
-        call.name: source.name
-        for call, source in _reads_of_one_generation(calls)
-        if set(ranks[call.name]).isdisjoint(ranks[source.name])
+        name: source for name, source in generation_readers(calls).items() if set(ranks[name]).isdisjoint(ranks[source])
     }
 
 
 def tail_sources(calls: Sequence[ModelFunctionCall], layouts: Mapping[str, Layout]) -> dict[str, str]:
-    """Return call -> the generating call on whose ranks it can work on a rank's own samples before all are generated.
+    """Return call -> the generating call on whose ranks it can process a rank's own samples before the generation ends.
 
-    Such calls infer, need what one generating call makes and nothing that another call makes, and run on the same
-    ranks with another model. Both models are whole on each of several ranks: a pass waits for nobody. And no training
-    call comes between the two, which may change the weights.
+    Such a call is an inference call that needs the products of one generating call and of no other call. It runs on the
+    same ranks with another model. Each of at least two ranks holds both models whole, so that a forward pass waits for
+    no other rank. No training call runs between the two, since it may change the weights.
 
     Args:
-        calls: Of one iteration, in the order in which they run.
-        layouts: Of every call with a model.
+        calls: The calls of one iteration, in the order in which they run.
+        layouts: Call with a model -> its layout.
     """
     place = {call.name: index for index, call in enumerate(calls)}
     sources = {}
-    for call, source in _reads_of_one_generation(calls):
-        ours, theirs = layouts[call.name], layouts[source.name]
-        between = calls[place[source.name] : place[call.name]]
+    for name, source_name in generation_readers(calls).items():
+        call, source = calls[place[name]], calls[place[source_name]]
+        ours, theirs = layouts[name], layouts[source_name]
+        between = calls[place[source_name] : place[name]]
         are_whole = all(len(layout.ranks) == layout.dims.dp > 1 for layout in (ours, theirs))
         if (
             are_whole
@@ -52,24 +51,24 @@ def tail_sources(calls: Sequence[ModelFunctionCall], layouts: Mapping[str, Layou
             and call.role != source.role
             and all(other.kind != "train" for other in between)
         ):
-            sources[call.name] = source.name
+            sources[name] = source_name
     return sources
 
 
-def _reads_of_one_generation(
-    calls: Sequence[ModelFunctionCall],
-) -> Iterator[tuple[ModelFunctionCall, ModelFunctionCall]]:
-    """Yield (call, source): it infers, and needs what a generating call makes and nothing that another does."""
+def generation_readers(calls: Sequence[ModelFunctionCall]) -> dict[str, str]:
+    """Return inference call -> generating call, where the inference needs no product of any other call."""
+    sources = {}
     for call in calls:
         makers = [maker for maker in calls if not set(call.needs).isdisjoint(maker.produces)]
         if call.kind == "infer" and len(makers) == 1 and makers[0].kind == "generate":
-            yield call, makers[0]
+            sources[call.name] = makers[0].name
+    return sources
 
 
 def fused_first(calls: Sequence[ModelFunctionCall], fused: Collection[str]) -> tuple[ModelFunctionCall, ...]:
-    """Return the calls with computations moved behind fused calls that follow them.
+    """Return the calls with computations moved after the fused calls that follow them.
 
-    A computation may wait for all samples, which would keep its rank from beginning with the first ones.
+    A computation may wait for all samples, and would so keep its rank from starting on the first ones.
     """
     ordered: list[ModelFunctionCall] = []
     held: list[ModelFunctionCall] = []
@@ -87,12 +86,14 @@ def fused_first(calls: Sequence[ModelFunctionCall], fused: Collection[str]) -> t
 def fused_groups(
     calls: Sequence[ModelFunctionCall], sources: Mapping[str, str], *, alone: Collection[str] = ()
 ) -> list[tuple[ModelFunctionCall, ...]]:
-    """Return the calls in their order; fused ones of one source that follow each other are worked on together.
+    """Return the calls in order, in groups; consecutive fused calls of one generation share a group.
+
+    A chunk passes through all calls of its group before the next chunk does.
 
     Args:
-        calls: In the order in which they run.
-        sources: Of the fused ones, the generating call.
-        alone: Roles whose models cannot be on the device beside others'.
+        calls: The calls in the order in which they run.
+        sources: Fused call -> its generating call.
+        alone: Roles whose models cannot be on the device next to others.
     """
     groups: list[tuple[ModelFunctionCall, ...]] = []
     for call in calls:
@@ -107,11 +108,14 @@ def fused_groups(
 
 
 BEFORE_FIRST_FINISHED = 0.5
-"""The share of a generation's seconds after which samples begin to finish. An assumption: lengths decide, and slots."""
+"""Fraction of a generation's seconds after which samples begin to finish. An assumption; the true value depends on the
+lengths and on the slots."""
 
 
-def portion_shares(num_parts: int) -> tuple[float, ...]:
-    """Return what each portion takes of a generating call's seconds, from the one before it: samples finish evenly
-    once the first of them do."""
-    each = (1 - BEFORE_FIRST_FINISHED) / num_parts
-    return (BEFORE_FIRST_FINISHED + each, *[each] * (num_parts - 1))
+def chunk_shares(num_chunks: int) -> tuple[float, ...]:
+    """Return the fraction of a generating call's seconds between each chunk and the previous one.
+
+    Samples finish at an even rate after `BEFORE_FIRST_FINISHED`.
+    """
+    each = (1 - BEFORE_FIRST_FINISHED) / num_chunks
+    return (BEFORE_FIRST_FINISHED + each, *[each] * (num_chunks - 1))

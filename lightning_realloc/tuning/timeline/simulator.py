@@ -1,57 +1,59 @@
-"""When does every call of a plan run, iteration after iteration, and how long do ranks wait? A timeline of estimates.
+"""Simulate the timeline of a plan over several iterations: the start and the end of each call, and idle ranks.
 
-Every rank walks the calls in the dataflow's order and passes by those that leave it out; a call begins when its ranks
-are free, what it needs exists, and its weights have come. Weights of a copy set out from their home, whose ranks must
-be free as well. ``compute`` calls take no time and no ranks. What the runtime does is in ``docs/plans.md``.
+Each rank runs its calls in the dataflow's order. A call starts when its ranks are free, its inputs exist and its
+weights have arrived. Moving weights to another layout also occupies the ranks of the home layout. ``compute`` calls
+take no time and no ranks. ``docs/plans.md`` describes the runtime that this models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, get_args
+from typing import get_args
 
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout, format_ranks
 from lightning_realloc.tuning.estimate.estimator import Estimator
-from lightning_realloc.tuning.timeline.contention import Task, run_tasks
-from lightning_realloc.tuning.timeline.fusion import fused_first, fused_groups, fused_sources, portion_shares
+from lightning_realloc.tuning.timeline.contention import run_tasks
+from lightning_realloc.tuning.timeline.iteration_schedule import Overlap as Overlap
+from lightning_realloc.tuning.timeline.iteration_schedule import ScheduleBuilder, unroll
 
-Overlap = Literal["iterations", "calls", "none"]
-"""What may run at the same time on disjoint ranks: calls even of two iterations, calls of one iteration, nothing."""
 MOVE_PREFIX = "-> "
-"""Before a call's name: its weights are on their way. ``memory.PhaseMemory`` has the same names."""
+"""Prefix of a call's name for the phase that moves its weights; ``memory.PhaseMemory`` uses the same names."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineEntry:
-    """Ranks that do one thing together."""
+    """One call, or one move of weights, on some ranks."""
 
     phase: str
-    """A call, or ``-> call`` for the weights on their way to it."""
+    """The name of a call, or ``-> call`` for the move of its weights."""
     iteration: int
+    """Number of the iteration, from 0."""
     ranks: tuple[int, ...]
     start: float
-    """Seconds since the first iteration began."""
+    """Start, in seconds since the start of the first iteration."""
     end: float
+    """End, in seconds since the start of the first iteration."""
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """Duration in seconds."""
         return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Several iterations of a plan."""
+    """The timeline of several iterations of a plan."""
 
     entries: tuple[TimelineEntry, ...] = field(repr=False)
-    """In the order in which ranks walk through them."""
+    """Entries in the order in which ranks run them."""
     num_iterations: int
     ranks: tuple[int, ...]
-    """All that take part, ascending."""
+    """All ranks with an entry, ascending."""
 
     @property
     def makespan(self) -> float:
@@ -60,15 +62,15 @@ class Timeline:
 
     @property
     def seconds_per_iteration(self) -> float:
-        """Mean time from the end of one iteration to the end of the next, over the later half of them."""
+        """Mean seconds from the end of one iteration to the end of the next, over the later half of the iterations."""
         first, last = self._settled
         return (last - first) / (self.num_iterations - self.num_iterations // 2)
 
     def idle_share(self, rank: int) -> float:
-        """Return the share of the later half of the iterations in which a rank has nothing to do.
+        """Return the fraction of time that a rank is idle, over the later half of the iterations.
 
         Raises:
-            PlanError: for a rank that takes part in nothing.
+            PlanError: for a rank without an entry.
         """
         if rank not in self.ranks:
             raise PlanError(f"rank {rank} takes part in no call; the timeline has ranks {format_ranks(self.ranks)}")
@@ -80,18 +82,18 @@ class Timeline:
 
     @property
     def mean_idle_share(self) -> float:
-        """Mean over ranks."""
+        """Mean of `idle_share` over the ranks."""
         return sum(map(self.idle_share, self.ranks)) / len(self.ranks) if self.ranks else 0.0
 
     @property
     def _settled(self) -> tuple[float, float]:
-        """When the first half of the iterations has ended, and when all have: by then the beginning is forgotten."""
+        """Seconds at the end of the first half of the iterations, and at the end of all: start-up effects are over."""
         half = self.num_iterations // 2
         before = max((entry.end for entry in self.entries if entry.iteration < half), default=0.0)
         return before, self.makespan
 
     def table(self) -> str:
-        """Return the last iteration as text, one phase a line, times from the moment its first phase begins."""
+        """Return the last iteration as text, one phase a line, with times relative to its first phase."""
         last = [entry for entry in self.entries if entry.iteration == self.num_iterations - 1]
         begin = min((entry.start for entry in last), default=0.0)
         width = max((len(entry.phase) for entry in last), default=0)
@@ -112,11 +114,13 @@ def simulate(
     overlap: Overlap = "iterations",
     generation_parts: int = 1,
 ) -> Timeline:
-    """Return when everything runs; every iteration takes what the estimator says.
+    """Return the timeline of a plan, with the estimator's seconds in every iteration.
 
     Args:
-        generation_parts: In how many portions samples go to inference on ranks of its own; portion k of that begins
-            when portion k is generated, which `portion_shares` says.
+        iterations: Number of iterations to simulate.
+        overlap: Work that may run at the same time on disjoint ranks, as in `ReallocStrategy`.
+        generation_parts: Number of chunks in which samples go to inference on other ranks. Inference on a chunk starts
+            when that chunk is generated; see `chunk_shares`.
 
     Raises:
         PlanError: for a call that the plan does not name, fewer than one iteration, an unknown ``overlap``.
@@ -125,20 +129,25 @@ def simulate(
         raise PlanError(f"iterations={iterations} must be at least 1")
     if overlap not in get_args(Overlap):
         raise PlanError(f"overlap={overlap!r} is not one of {', '.join(get_args(Overlap))}")
-    walk = _Walk(dataflow, plan, estimator, overlap, 1 if overlap == "none" else generation_parts)
-    for number in range(iterations):
-        walk.iteration(number)
-    times = run_tasks([step.task for step in walk.steps], estimator.cluster, estimator.slowdown)
+    calls = tuple(call for call in dataflow.iteration_calls if call.role is not None)
+    tasks = _Tasks(dataflow, plan, estimator, calls)
+    builder = ScheduleBuilder(dataflow, calls, 1 if overlap == "none" else generation_parts)
+    first, later = map(tasks.masks, itertools.islice(_moving_calls(dataflow, plan, estimator, calls), 2))
+    schedule = builder.schedule(first, plan.offload)
+    masks = [first, *[later] * (iterations - 1)]
+    times = run_tasks(unroll(schedule, masks, tasks.seconds, overlap), estimator.cluster, estimator.slowdown)
+    steps = [(number, task) for number in range(iterations) for task in schedule.tasks]
     entries = [
-        TimelineEntry(step.phase, step.iteration, step.task.ranks, begin, end)
-        for step, (begin, end) in zip(walk.steps, times, strict=True)
+        TimelineEntry(tasks.phases[task], number, tasks.ranks[task], begin, end)
+        for (number, task), (begin, end) in zip(steps, times, strict=True)
+        if masks[number][task]
     ]
     ranks = sorted({rank for entry in entries for rank in entry.ranks})
     return Timeline(_joined(entries), iterations, tuple(ranks))
 
 
 def _joined(entries: Sequence[TimelineEntry]) -> tuple[TimelineEntry, ...]:
-    """Return the entries with portions of a call that follow each other without a pause as one."""
+    """Merge chunks of a call that follow each other without a pause into one entry."""
     joined: list[TimelineEntry] = []
     for entry in entries:
         last = joined[-1] if joined else None
@@ -149,98 +158,48 @@ def _joined(entries: Sequence[TimelineEntry]) -> tuple[TimelineEntry, ...]:
     return tuple(joined)
 
 
-class _Step(NamedTuple):
-    phase: str
-    iteration: int
-    task: Task
-
-
-class _Walk:
-    """Everything that ranks do, and what each step of it waits for."""
+class _Tasks:
+    """Phase, ranks and seconds of every task: task 2i moves weights to call i, and task 2i + 1 is call i."""
 
     def __init__(
-        self, dataflow: Dataflow, plan: ExecutionPlan, estimator: Estimator, overlap: Overlap, num_parts: int
+        self, dataflow: Dataflow, plan: ExecutionPlan, estimator: Estimator, calls: Sequence[ModelFunctionCall]
     ) -> None:
-        self.dataflow, self.plan, self.estimator, self.overlap = dataflow, plan, estimator, overlap
-        self.num_parts = num_parts
-        calls = dataflow.iteration_calls
-        ranks = {call.name: plan.layout(call.name).ranks for call in calls if call.role is not None}
-        self._sources = fused_sources(calls, ranks) if num_parts > 1 else {}
-        self._groups = fused_groups(fused_first(calls, self._sources), self._sources, alone=plan.offload)
-        self._parts: dict[str, list[int]] = {}
-        """Generating call -> the steps that make its portions, in this iteration."""
-        self.steps: list[_Step] = []
-        self._last: dict[int, int] = {}
-        """Rank -> its latest step."""
-        self._copies: set[tuple[str, Layout]] = set()
-        """Copies that hold the newest weights."""
-        self._bases: set[tuple[str, Layout]] = set()
-        """Copies that hold what training leaves as it is."""
-        self._begin = 0
-        """The first step of this iteration."""
+        self.phases: list[str] = []
+        self.ranks: list[tuple[int, ...]] = []
+        self.seconds: list[float] = []
+        for call in calls:
+            role, chosen = str(call.role), plan.call(call.name)
+            home = plan.layout(dataflow.home_call(estimator.owner(role)).name)
+            self.phases += [MOVE_PREFIX + call.name, call.name]
+            self.ranks += [tuple(dict.fromkeys((*home.ranks, *chosen.layout.ranks))), chosen.layout.ranks]
+            moved_s = 0.0 if chosen.layout == home else estimator.move_seconds(role, home, chosen.layout)
+            self.seconds += [moved_s, estimator.call_seconds(call.name, chosen).total]
 
-    def iteration(self, number: int) -> None:
-        made: dict[str, tuple[int, ...]] = {}
-        before = tuple(range(self._begin, len(self.steps))) if self.overlap == "calls" else ()
-        self._begin = len(self.steps)
-        for group in self._groups:
-            if group[0].name in self._sources:
-                self._run_together(group, number, before)
-                made |= {name: (self._last_of(call),) for call in group for name in call.produces}
-                continue
-            (call,) = group
-            known = tuple(dict.fromkeys(maker for name in call.needs for maker in made.get(name, ())))
-            if call.role is not None:
-                known = (self._run(call, number, before, known),)
-            made.update(dict.fromkeys(call.produces, known))
+    def masks(self, moving: Collection[int]) -> list[int]:
+        """Return the ranks of every task as bits, 0 for the moves of calls that are not in ``moving``."""
+        return [
+            0 if task % 2 == 0 and task // 2 not in moving else sum(1 << rank for rank in ranks)
+            for task, ranks in enumerate(self.ranks)
+        ]
 
-    def _run(self, call: ModelFunctionCall, number: int, before: tuple[int, ...], known: tuple[int, ...]) -> int:
-        """Add a call, in portions where others wait for them; return its last step."""
-        self._move(call, number, before)
-        num_parts = self.num_parts if call.name in self._sources.values() else 1
-        parts = [self._work(call, number, (*before, *known), share) for share in portion_shares(num_parts)]
-        self._parts[call.name] = parts
-        if call.kind == "train":
-            self._copies = {copy for copy in self._copies if copy[0] != call.role}
-        return parts[-1]
 
-    def _run_together(self, group: Sequence[ModelFunctionCall], number: int, before: tuple[int, ...]) -> None:
-        """Add fused calls: each portion goes through all of them as soon as it is there."""
-        for call in group:
-            self._move(call, number, before)
-            self._parts[call.name] = []
-        for known in self._parts[self._sources[group[0].name]]:
-            for call in group:
-                self._parts[call.name].append(self._work(call, number, (*before, known), 1 / self.num_parts))
-
-    def _last_of(self, call: ModelFunctionCall) -> int:
-        return self._parts[call.name][-1]
-
-    def _work(self, call: ModelFunctionCall, number: int, after: tuple[int, ...], share: float) -> int:
-        chosen = self.plan.call(call.name)
-        seconds = self.estimator.call_seconds(call.name, chosen).total * share
-        return self._add(call.name, number, chosen.layout.ranks, seconds, after)
-
-    def _move(self, call: ModelFunctionCall, number: int, before: tuple[int, ...]) -> None:
-        """Add the way of a call's weights, where its copy does not hold the newest ones that it needs."""
-        role = str(call.role)
-        owner = self.estimator.owner(role)
-        layout, home = self.plan.layout(call.name), self.plan.layout(self.dataflow.home_call(owner).name)
-        if layout == home or (owner, layout) in (self._copies if role == owner else self._bases):
-            return
-        ranks = tuple(dict.fromkeys((*home.ranks, *layout.ranks)))
-        seconds = self.estimator.move_seconds(role, home, layout)
-        self._add(MOVE_PREFIX + call.name, number, ranks, seconds, before)
-        if owner not in self.plan.offload:  # copies of offloaded roles are freed after each call
-            self._bases.add((owner, layout))
-            if role == owner:
-                self._copies.add((owner, layout))
-
-    def _add(self, phase: str, number: int, ranks: tuple[int, ...], seconds: float, after: tuple[int, ...]) -> int:
-        latest = len(self.steps)
-        if self.overlap == "none" and latest:
-            after = (latest - 1,)
-        waits = dict.fromkeys((*after, *(self._last[rank] for rank in ranks if rank in self._last)))
-        self.steps.append(_Step(phase, number, Task(ranks, seconds, tuple(waits))))
-        self._last.update(dict.fromkeys(ranks, latest))
-        return latest
+def _moving_calls(
+    dataflow: Dataflow, plan: ExecutionPlan, estimator: Estimator, calls: Sequence[ModelFunctionCall]
+) -> Iterator[set[int]]:
+    """Yield, for each iteration, the calls whose weights are moved; it is the same set from the second iteration on."""
+    newest: set[tuple[str, Layout]] = set()  # replicas that hold the newest weights
+    untrained: set[tuple[str, Layout]] = set()  # replicas that hold the weights that training does not change
+    while True:
+        moving = set()
+        for i, call in enumerate(calls):
+            role, layout = str(call.role), plan.layout(call.name)
+            owner = estimator.owner(role)
+            is_held = (owner, layout) in (newest if role == owner else untrained)
+            if layout != plan.layout(dataflow.home_call(owner).name) and not is_held:
+                moving.add(i)
+                if owner not in plan.offload:  # replicas of offloaded roles are freed after each call
+                    untrained.add((owner, layout))
+                    newest.update({(owner, layout)} if role == owner else ())
+            if call.kind == "train":
+                newest = {replica for replica in newest if replica[0] != role}
+        yield moving

@@ -1,136 +1,130 @@
-"""How long does an iteration take in the steady state, when calls run on some ranks in turn and on others at once?
+"""Seconds of an iteration in the steady state, as the largest mean of a cycle in the graph of waits.
 
-Ranks walk the tasks (calls, and the moves of weights before them) in one order. A task starts when its ranks are free
-and its inputs exist. Who waits for whom is thus fixed, and the time of an iteration is the largest mean of a cycle in
-that graph: durations around the cycle over the iterations that it spans. Found exactly, by raising a mean until no
-cycle beats it (Howard's policy improvement, in the form of Bellman and Ford's relaxation).
+Ranks run the steps of a schedule in a fixed order, so which step waits for which is fixed too. The time of an iteration
+is then the largest mean of a cycle in that graph: seconds around the cycle over the number of iterations that it spans.
+Howard's policy iteration finds it exactly, in the form of Bellman-Ford relaxations: raise a mean until no cycle exceeds
+it. Where ranks of a node slow each other down, waits are not enough, and a few iterations are simulated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.tuning.timeline.contention import Task, run_tasks
-from lightning_realloc.tuning.timeline.simulator import Overlap
+from lightning_realloc.tuning.timeline.contention import run_tasks
+from lightning_realloc.tuning.timeline.iteration_schedule import IterationSchedule, Overlap, unroll
 
-_UNSETTLED, _SETTLED = 2, 2
-"""Iterations that are walked through where ranks are crowded: before the mean begins, and in it."""
-_TOLERANCE = 1e-9
-"""Differences below this share of a task's end are rounding."""
+SETTLING_ITERATIONS = 2
+"""Iterations simulated under contention before the mean begins; more of them reduce the effect of the start."""
+MEASURED_ITERATIONS = 2
+"""Iterations over which the mean under contention is taken."""
+_ROUNDING = 1e-9
+"""A difference below this fraction of a step's end is rounding."""
 
 
-class _Task(NamedTuple):
-    number: int
+class _Node(NamedTuple):
+    step: int
     now: tuple[int, ...]
-    """Earlier tasks of the same iteration that it waits for."""
+    """Earlier steps of the same iteration that it waits for."""
     before: tuple[int, ...]
-    """Tasks of the iteration before that it waits for."""
-    repeats: bool
-    """Whether it also waits for itself."""
+    """Steps of the previous iteration that it waits for."""
+    has_ranks: bool
+    """Whether it keeps ranks busy, and so waits for itself in the previous iteration."""
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
-    """Who waits for whom, without what follows from other waits."""
+class WaitGraph:
+    """Waits between the steps of consecutive iterations, without those that other waits imply."""
 
-    tasks: tuple[_Task, ...]
-    """Those that wait or keep ranks busy, numbered in the order in which ranks walk them."""
+    nodes: tuple[_Node, ...]
+    """Steps that wait or keep ranks busy, in the order in which ranks run them."""
 
     @classmethod
-    def of(cls, masks: Sequence[int], needs: Sequence[Sequence[int]], carried: Sequence[Sequence[int]]) -> Waits:
-        """Work it out from the ranks of every task, as bits.
+    def from_masks(
+        cls, masks: Sequence[int], needs: Sequence[Sequence[int]], carried: Sequence[Sequence[int]]
+    ) -> WaitGraph:
+        """Return the graph of steps on some ranks.
 
         Args:
-            masks: Ranks of every task; 0 for a task that keeps none busy.
-            needs: For every task, the earlier ones whose products it needs.
-            carried: For every task, those whose result of the iteration before it needs.
+            masks: The ranks of each step as bits; 0 for a step that keeps no rank busy.
+            needs: See `IterationSchedule`.
+            carried: See `IterationSchedule`.
         """
-        numbers = range(len(masks))
-        tasks: list[_Task] = []
-        behind: list[set[int]] = []  # of every task: what ends before it starts, in its iteration
-        earlier: list[set[int]] = [set() for _ in numbers]  # the same, in the iteration before
-        for i in numbers:
+        steps = range(len(masks))
+        nodes: list[_Node] = []
+        done_now: list[set[int]] = []  # for each step: steps of its iteration that end before it starts
+        done_before: list[set[int]] = [set() for _ in steps]  # the same, of the previous iteration
+        for i in steps:
             now = [j for j in range(i) if masks[i] & masks[j] or j in needs[i]]
-            now = [j for j in now if not any(j in behind[k] for k in now)]
-            behind.append(set(now).union(*(behind[k] for k in now)))
+            now = [j for j in now if not any(j in done_now[k] for k in now)]
+            done_now.append(set(now).union(*(done_now[k] for k in now)))
             if masks[i] or now or carried[i]:
-                tasks.append(_Task(i, tuple(now), (), masks[i] > 0))
-        kept = []
-        for task in tasks:
-            i = task.number
-            before = {j for j in numbers if (j >= i and masks[i] & masks[j]) or j in carried[i]}
-            before = {j for j in before if not any(j in behind[k] for k in before)}
-            known = set().union(*(earlier[k] for k in task.now))
-            earlier[i] = known.union(before, *(behind[k] for k in before))
-            kept.append(task._replace(before=tuple(sorted(before - known))))
-        return cls(tuple(kept))
+                nodes.append(_Node(i, tuple(now), (), masks[i] > 0))
+        reduced = []
+        for node in nodes:
+            i = node.step
+            before = {j for j in steps if (j >= i and masks[i] & masks[j]) or j in carried[i]}
+            before = {j for j in before if not any(j in done_now[k] for k in before)}
+            implied = set().union(*(done_before[k] for k in node.now))
+            done_before[i] = implied.union(before, *(done_now[k] for k in before))
+            reduced.append(node._replace(before=tuple(sorted(before - implied))))
+        return cls(tuple(reduced))
 
 
-def seconds_per_iteration(durations: Sequence[float], waits: Waits, overlap: Overlap) -> float:
-    """Return the time between the ends of two iterations after many of them."""
-    if overlap == "none":
-        return sum(durations)
-    if overlap == "calls":
-        return max(_ends(durations, waits), default=0.0)
-    return _largest_cycle_mean(durations, waits)
-
-
-def crowded_seconds_per_iteration(
-    durations: Sequence[float], masks: Sequence[int], needs: Sequence[Sequence[int]],
-    carried: Sequence[Sequence[int]], overlap: Overlap, cluster: ClusterSpec, slowdown: Callable[[int], float],
-) -> float:  # fmt: skip
-    """Return the same where ranks of a node are in each other's way, as a mean over iterations that have settled.
+def seconds_per_iteration(seconds: Sequence[float], waits: WaitGraph, overlap: Overlap) -> float:
+    """Return the seconds between the ends of two iterations after many of them.
 
     Args:
-        masks, needs, carried: As those of :meth:`Waits.of`.
+        seconds: Seconds of every step.
     """
     if overlap == "none":
-        return sum(durations)
-    tasks: list[Task] = []
-    ends: list[int] = []
-    last: dict[int, int] = {}
-    before: list[int] = []
-    for _ in range(_UNSETTLED + _SETTLED if overlap == "iterations" else 1):
-        numbers: list[int] = []
-        for i, mask in enumerate(masks):
-            ranks = tuple(_ranks(mask))
-            after = {numbers[j] for j in needs[i]} | {last[rank] for rank in ranks if rank in last}
-            after.update(before[j] for j in carried[i] if before)
-            numbers.append(len(tasks))
-            tasks.append(Task(ranks, durations[i] if mask else 0.0, tuple(after)))
-            last.update(dict.fromkeys(ranks, len(tasks) - 1))
-        before = numbers
-        ends.append(len(tasks))
-    times = run_tasks(tasks, cluster, slowdown)
-    done = [max((end for _, end in times[:count]), default=0.0) for count in ends]
-    return done[-1] if len(done) == 1 else (done[-1] - done[_UNSETTLED - 1]) / _SETTLED
+        return sum(seconds)
+    if overlap == "calls":
+        return max(_ends(seconds, waits), default=0.0)
+    return _largest_cycle_mean(seconds, waits)
 
 
-def _ranks(mask: int) -> Iterator[int]:
-    while mask:
-        lowest = mask & -mask
-        yield lowest.bit_length() - 1
-        mask ^= lowest
+def contended_seconds_per_iteration(
+    schedule: IterationSchedule,
+    task_masks: Sequence[int],
+    task_seconds: Sequence[float],
+    overlap: Overlap,
+    cluster: ClusterSpec,
+    slowdown: Callable[[int], float],
+) -> float:
+    """Return the seconds of an iteration where ranks of a node slow each other down, from a few simulated iterations.
+
+    Args:
+        slowdown: See `run_tasks`.
+    """
+    if overlap == "none":
+        return sum(task_seconds)
+    num_iterations = SETTLING_ITERATIONS + MEASURED_ITERATIONS if overlap == "iterations" else 1
+    times = run_tasks(unroll(schedule, [task_masks] * num_iterations, task_seconds, overlap), cluster, slowdown)
+    if overlap == "calls":  # the next iteration starts when this one has ended
+        return max((end for _, end in times), default=0.0)
+    settled = times[: SETTLING_ITERATIONS * len(schedule.tasks)]
+    begin, end = (max((end for _, end in part), default=0.0) for part in (settled, times))
+    return (end - begin) / MEASURED_ITERATIONS
 
 
-def _ends(durations: Sequence[float], waits: Waits) -> list[float]:
-    ends = list(durations)
-    for number, now, _, _ in waits.tasks:
-        ends[number] += max((ends[j] for j in now), default=0.0)
+def _ends(seconds: Sequence[float], waits: WaitGraph) -> list[float]:
+    ends = list(seconds)
+    for step, now, _, _ in waits.nodes:
+        ends[step] += max((ends[j] for j in now), default=0.0)
     return ends
 
 
-def _largest_cycle_mean(durations: Sequence[float], waits: Waits) -> float:
-    mean = max((durations[task.number] for task in waits.tasks if task.repeats), default=0.0)
-    ends = [0.0] * len(durations)
-    parents: list[tuple[int, int]] = [(-1, 0)] * len(durations)
+def _largest_cycle_mean(seconds: Sequence[float], waits: WaitGraph) -> float:
+    mean = max((seconds[node.step] for node in waits.nodes if node.has_ranks), default=0.0)
+    ends = [0.0] * len(seconds)
+    parents: list[tuple[int, int]] = [(-1, 0)] * len(seconds)
     while True:
         changed = False
-        for i, now, before, _ in waits.tasks:
+        for i, now, before, _ in waits.nodes:
             start, parent, iterations = -math.inf, -1, 0
             for j in now:
                 if ends[j] > start:
@@ -138,31 +132,31 @@ def _largest_cycle_mean(durations: Sequence[float], waits: Waits) -> float:
             for j in before:
                 if ends[j] - mean > start:
                     start, parent, iterations = ends[j] - mean, j, 1
-            if start + durations[i] > ends[i] + _TOLERANCE * (1e-6 + abs(ends[i])):
-                ends[i] = start + durations[i]
+            if start + seconds[i] > ends[i] + _ROUNDING * (1e-6 + abs(ends[i])):
+                ends[i] = start + seconds[i]
                 parents[i] = (parent, iterations)
                 changed = True
         if not changed:
             return mean
-        mean = max(mean, _best_cycle(durations, parents))
+        mean = max(mean, _best_cycle(seconds, parents))
 
 
-def _best_cycle(durations: Sequence[float], parents: Sequence[tuple[int, int]]) -> float:
-    """Return the largest mean of a cycle that following parents runs into, 0 for none."""
+def _best_cycle(seconds: Sequence[float], parents: Sequence[tuple[int, int]]) -> float:
+    """Return the largest mean of the cycles that the parents form; 0 without a cycle."""
     best, seen = 0.0, [-1] * len(parents)
     for first in range(len(parents)):
-        task = first
-        while task >= 0 and seen[task] < 0:
-            seen[task] = first
-            task = parents[task][0]
-        if task < 0 or seen[task] != first:
+        step = first
+        while step >= 0 and seen[step] < 0:
+            seen[step] = first
+            step = parents[step][0]
+        if step < 0 or seen[step] != first:
             continue
-        total, iterations, at = 0.0, 0, task
+        total, iterations, current = 0.0, 0, step
         while True:
-            total += durations[at]
-            iterations += parents[at][1]
-            at = parents[at][0]
-            if at == task:
+            total += seconds[current]
+            iterations += parents[current][1]
+            current = parents[current][0]
+            if current == step:
                 break
         best = max(best, total / iterations)
     return best

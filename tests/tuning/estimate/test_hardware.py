@@ -1,4 +1,4 @@
-"""Do rates and collectives come out as worked out by hand?"""
+"""Rates and collectives equal values worked out by hand."""
 
 from __future__ import annotations
 
@@ -11,13 +11,29 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.tuning.estimate.hardware import Device, Efficiency, Group, Links
 
 ROUND = replace(
-    ClusterSpec.parse("h100:2x4"), device_flops=1e12, device_memory_bytes_per_s=1e11, intra_node_bytes_per_s=1e9,
-    inter_node_bytes_per_s=1e8, intra_node_latency_s=1e-6, inter_node_latency_s=1e-5,
-)  # fmt: skip
+    ClusterSpec.parse("h100:2x4"),
+    device_flops=1e12,
+    device_memory_bytes_per_s=1e11,
+    intra_node_bytes_per_s=1e9,
+    inter_node_bytes_per_s=1e8,
+    intra_node_latency_s=1e-6,
+    inter_node_latency_s=1e-5,
+)
 IDEAL = Efficiency(
-    matmul_share=1, tile=1, thin_tile=1, tiles_at_once=1, depth_overhead=0, attention_share=1, memory_share=1,
-    link_share=1, layer_launch_s=0, decode_launch_s=0, collective_launch_s=0, step_s=0, call_s=0,
-)  # fmt: skip
+    matmul_share=1,
+    tile=1,
+    thin_tile=1,
+    tiles_at_once=1,
+    depth_overhead=0,
+    attention_share=1,
+    memory_share=1,
+    link_share=1,
+    layer_launch_s=0,
+    decode_launch_s=0,
+    collective_launch_s=0,
+    step_s=0,
+    call_s=0,
+)
 LINKS = Links(ROUND, IDEAL)
 
 
@@ -32,7 +48,7 @@ def test_partial_tiles_waves_and_shallow_products_cost_extra() -> None:
     whole = 2 * 100 * 100 * 1000 / 1e12  # one tile
     assert tiled.matmul(200, 1000, 100, 2) == pytest.approx(whole * (2 + 2))  # on average half of 4 others idle
     assert tiled.matmul(201, 1000, 100, 2) == pytest.approx(whole * (3 + 2))
-    assert tiled.matmul(81, 1000, 100, 2) == pytest.approx(whole)  # thin: nobody idles
+    assert tiled.matmul(81, 1000, 100, 2) == pytest.approx(whole)  # thin: no multiprocessor is idle
     assert tiled.matmul(80, 1000, 100, 2) == pytest.approx(whole * 0.8)
     shallow = Device(ROUND, replace(IDEAL, depth_overhead=100))
     assert shallow.matmul(1000, 100, 1000, 2) == pytest.approx(2 * 2e8 / 1e12)

@@ -1,4 +1,4 @@
-"""Are measured passes put together to the seconds that arithmetic by hand gives?"""
+"""Measured passes combine to seconds worked out by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.tuning.estimate.hardware import CPU_EFFICIENCY
-from lightning_realloc.tuning.estimate.measured import CAUTION, MeasuredEstimator
+from lightning_realloc.tuning.estimate.measured import UNMEASURED_FACTOR, MeasuredEstimator
 from lightning_realloc.tuning.estimate.profile import Curve, PassKey, PassKind, PassTimes, ProfileTable, Surface
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
@@ -28,23 +28,32 @@ def passes(block: float, rest: float) -> PassTimes:
 
 
 def estimator(
-    known: dict[tuple[PassKind, ParallelDims], PassTimes], moves: dict[str, Curve] | None = None, *,
-    settings: MemorySettings | None = None, adapted: bool = False,
-) -> MeasuredEstimator:  # fmt: skip
+    known: dict[tuple[PassKind, ParallelDims], PassTimes],
+    moves: dict[str, Curve] | None = None,
+    *,
+    settings: MemorySettings | None = None,
+    adapted: bool = False,
+) -> MeasuredEstimator:
     """Four blocks, 2 of 4 ranks at full speed, clipping and stepping for 1 ms a weight."""
     roles = {name: SMALL.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
     if adapted:
         roles["actor"] = with_adapters(roles["actor"], rank=4)
         roles["reference"] = replace(roles["actor"], frozen_params=frozenset(), shares="actor")
     roofline = RooflineEstimator(
-        PPO_FLOW, CLUSTER, roles, settings or MemorySettings(), LOAD,
+        PPO_FLOW,
+        CLUSTER,
+        roles,
+        settings or MemorySettings(),
+        LOAD,
         efficiency=replace(CPU_EFFICIENCY, call_s=CALL_S),
-    )  # fmt: skip
+    )
     table = ProfileTable(
-        machine={}, passes={PassKey("small", kind, dims): times for (kind, dims), times in known.items()},
-        optimizer={"small": Curve(((1.0, 1e-3),))}, moves=moves or {},
+        machine={},
+        passes={PassKey("small", kind, dims): times for (kind, dims), times in known.items()},
+        optimizer={"small": Curve(((1.0, 1e-3),))},
+        moves=moves or {},
         crowding={1: Curve(((1.0, 1.0), (2.0, 1.0), (4.0, 2.0)))},
-    )  # fmt: skip
+    )
     return MeasuredEstimator(roofline, table, dict.fromkeys(PPO_FLOW.roles, "small"))
 
 
@@ -59,7 +68,7 @@ def test_inference_takes_its_micro_batches_of_blocks_and_the_rest() -> None:
     answers = estimator({("infer", ALONE): passes(0.01, 0.02)})
     # 8 sequences of 16 tokens in micro-batches of 32: 128 tokens at 4 x 0.01 + 0.02.
     assert seconds(answers, "reference.infer", "dp1@0") == pytest.approx(128 * 0.06 + CALL_S)
-    # Two ranks are in nobody's way, four on two cores take twice as long for a quarter.
+    # Two ranks have a core each; four on two cores take twice as long for a quarter.
     assert seconds(answers, "reference.infer", "dp2@0-1") == pytest.approx(64 * 0.06 + CALL_S)
     assert seconds(answers, "reference.infer", "dp4") == pytest.approx(2 * 32 * 0.06 + CALL_S)
 
@@ -88,7 +97,7 @@ def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
     assert seconds(answers, "reference.infer", "pp2@0-1") == pytest.approx(5 * stage + 5 * send + CALL_S)
 
 
-def test_what_was_not_measured_is_worked_out_and_scaled_by_what_was() -> None:
+def test_calls_without_measurements_are_estimated_and_scaled_by_measured_ones() -> None:
     answers = estimator({("infer", ALONE): passes(0.01, 0.0)})
     worked_out = answers.roofline
     off_by = (
@@ -98,7 +107,7 @@ def test_what_was_not_measured_is_worked_out_and_scaled_by_what_was() -> None:
     cut = CallPlan(Layout.parse("tp2@0-1"))
     assert not answers.is_measured("reference.infer", cut.layout.dims)
     assert answers.call_seconds("reference.infer", cut).total == pytest.approx(
-        CAUTION * off_by * worked_out.call_seconds("reference.infer", cut).total
+        UNMEASURED_FACTOR * off_by * worked_out.call_seconds("reference.infer", cut).total
     )
     nothing = estimator({})
     assert nothing.call_seconds("actor.train", cut) == worked_out.call_seconds("actor.train", cut)

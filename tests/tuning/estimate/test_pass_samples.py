@@ -1,27 +1,35 @@
-"""Are passes split and put together again to what a model of additive costs says?"""
+"""Timings are split into blocks and rest, and combined again as additive costs."""
 
 from __future__ import annotations
 
 import pytest
 
 from lightning_realloc.layout.dims import ParallelDims
-from lightning_realloc.tuning.estimate.pass_samples import TINY, Grid, Point, Size, put_on_top, split, surfaces
+from lightning_realloc.tuning.estimate.pass_samples import (
+    TINY,
+    Grid,
+    Point,
+    Size,
+    add_sharding_seconds,
+    split_block_from_rest,
+    surfaces,
+)
 from lightning_realloc.tuning.estimate.profile import Curve
 
 CROWDING = {1: Curve(((1.0, 1.0), (2.0, 1.0), (4.0, 2.0))), 2: Curve(((2.0, 1.0), (4.0, 3.0)))}
 LARGE = Size(4, 8, 8)
 
 
-def test_blocks_and_the_rest_come_apart() -> None:
+def test_seconds_are_split_into_blocks_and_the_rest() -> None:
     # 2 s a block and 3 s besides: one block takes 5 s, three take 9.
-    assert split(1, 5.0, 3, 9.0) == (2.0, 3.0)
-    assert split(1, 5.0, 3, 4.0) == (0.0, 5.0), "noise does not make blocks faster than nothing"
+    assert split_block_from_rest(1, 5.0, 3, 9.0) == (2.0, 3.0)
+    assert split_block_from_rest(1, 5.0, 3, 4.0) == (0.0, 5.0), "noise does not make blocks faster than nothing"
 
 
-def test_what_shards_and_replicas_add_is_put_on_top_of_crowded_computing() -> None:
+def test_seconds_of_shards_and_replicas_are_added_to_computation_under_contention() -> None:
     base = {Point("train", LARGE): (1.0, 2.0), Point("infer", LARGE): (0.5, 0.25)}
     added = {Point("train", TINY): (0.1, 0.1), Point("train_last", TINY): (0.3, 0.3)}
-    both = put_on_top(base, ParallelDims(dp=2, fsdp=2), added, CROWDING, 1.0)
+    both = add_sharding_seconds(base, ParallelDims(dp=2, fsdp=2), added, CROWDING, 1.0)
     # Four ranks are twice as slow as one, and as four when the addition was measured.
     assert both[Point("train", LARGE)] == pytest.approx((2 * 1.0 + 0.1, 2 * 2.0 + 0.1))
     assert both[Point("train_last", LARGE)] == pytest.approx((2 * 1.0 + 0.3, 2 * 2.0 + 0.3))
@@ -30,7 +38,7 @@ def test_what_shards_and_replicas_add_is_put_on_top_of_crowded_computing() -> No
 
 def test_tensor_parallelism_divides_the_weights_that_travel() -> None:
     base, added = {Point("infer", LARGE): (0.5, 0.25)}, {Point("infer", TINY): (0.1, 0.1)}
-    cut = put_on_top(base, ParallelDims(fsdp=2, tp=2), added, CROWDING, 3.0)
+    cut = add_sharding_seconds(base, ParallelDims(fsdp=2, tp=2), added, CROWDING, 3.0)
     # Groups of two are three times as slow side by side. Additions of two ranks, half of them on four that are twice as
     # slow; three times as much outside of blocks.
     assert cut[Point("infer", LARGE)] == pytest.approx((3 * 0.5 + 0.1, 3 * 0.25 + 3 * 0.1))

@@ -1,4 +1,4 @@
-"""Is what was measured read back as it was, and between the points never out of order?"""
+"""Profiles survive saving, and interpolation never decreases with size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ samples = st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 10)), min_size=1
 
 
 def table() -> ProfileTable:
-    surface = Surface.through([(8, 16, 0.5), (64, 16, 2.0), (8, 32, 0.75), (64, 32, 3.0)])
+    surface = Surface.from_samples([(8, 16, 0.5), (64, 16, 2.0), (8, 32, 0.75), (64, 32, 3.0)])
     return ProfileTable(
         machine={"device": "cpu", "torch": "2.13.0"},
         passes={PassKey("llama", "train_last", ParallelDims(dp=2, tp=2)): PassTimes(surface, surface)},
@@ -30,16 +30,16 @@ def table() -> ProfileTable:
 
 
 @given(samples, st.floats(0, 2000), st.floats(0, 2000))
-def test_a_curve_never_falls(points: list[tuple[int, float]], one: float, other: float) -> None:
-    curve = Curve.through(points)
+def test_a_curve_never_decreases(points: list[tuple[int, float]], one: float, other: float) -> None:
+    curve = Curve.from_samples(points)
     assert curve(min(one, other)) <= curve(max(one, other)) + 1e-9
 
 
 @given(st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 10)), min_size=2, max_size=6, unique_by=lambda p: p[0]))
-def test_no_other_curve_that_never_falls_is_nearer_to_the_samples(points: list[tuple[int, float]]) -> None:
+def test_no_other_non_decreasing_curve_is_nearer_to_the_samples(points: list[tuple[int, float]]) -> None:
     """Against a grid search over levels between neighbouring samples: pooling finds the least squares."""
     points = sorted(points)
-    fitted = [seconds for _, seconds in Curve.through(points).points]
+    fitted = [seconds for _, seconds in Curve.from_samples(points).points]
     error = sum((a - b) ** 2 for a, (_, b) in zip(fitted, points, strict=True))
     for candidate in _rising_step_functions([seconds for _, seconds in points]):
         assert error <= sum((a - b) ** 2 for a, (_, b) in zip(candidate, points, strict=True)) + 1e-9
@@ -61,7 +61,7 @@ def _rising_step_functions(values: Sequence[float]) -> list[list[float]]:
 
 
 def test_a_curve_goes_through_its_points_and_on_beyond_them() -> None:
-    curve = Curve.through([(10, 1.0), (20, 3.0), (40, 4.0)])
+    curve = Curve.from_samples([(10, 1.0), (20, 3.0), (40, 4.0)])
     assert [curve(size) for size in (10, 15, 20, 30, 40)] == [1.0, 2.0, 3.0, 3.5, 4.0]
     assert curve(80) == 6.0  # 0.05 a unit, as from 20 to 40
     assert curve(0) == 0.0  # 0.2 a unit back from 10 would be -1
@@ -69,11 +69,11 @@ def test_a_curve_goes_through_its_points_and_on_beyond_them() -> None:
 
 
 def test_a_surface_is_linear_between_its_curves() -> None:
-    surface = Surface.through([(1, 10, 1.0), (2, 10, 2.0), (1, 20, 3.0), (2, 20, 6.0)])
+    surface = Surface.from_samples([(1, 10, 1.0), (2, 10, 2.0), (1, 20, 3.0), (2, 20, 6.0)])
     assert surface(1, 15) == 2.0
     assert surface(2, 20) == 6.0
     assert surface(1.5, 10) == 1.5
-    assert surface(2, 30) == 10.0  # 6 and what lies between the curves once more
+    assert surface(2, 30) == 10.0  # 6, plus the difference between the curves
 
 
 def test_a_table_is_read_as_it_was_written() -> None:
@@ -81,17 +81,17 @@ def test_a_table_is_read_as_it_was_written() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": 99}', table().to_json().replace("train_last", "nap")])
-def test_what_is_no_table_is_refused(text: str) -> None:
+def test_text_that_is_not_a_table_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="remove it"):
         ProfileTable.from_json(text)
 
 
-def test_a_curve_that_falls_is_refused() -> None:
+def test_a_decreasing_curve_is_refused() -> None:
     with pytest.raises(PlanError, match=re.escape("(20, 1.0) follows (10, 2.0)")):
         Curve(((10, 2.0), (20, 1.0)))
 
 
-def test_beyond_what_was_measured_no_more_gets_done() -> None:
+def test_beyond_the_measured_range_throughput_is_constant() -> None:
     assert [table().slowdown_of(busy) for busy in (1, 3, 4, 8)] == [1.0, 1.5, 2.0, 4.0]
     assert [table().slowdown_of(busy, tp=2) for busy in (2, 3, 4)] == [1.0, 2.0, 3.0]
     assert table().slowdown_of(4, tp=4) == 2.0, "groups that were not measured are crowded as single ranks are"

@@ -1,4 +1,4 @@
-"""Do estimates grow with what they should, and agree with figures worked out by hand where one term rules?"""
+"""Estimates grow with their inputs, and agree with values worked out by hand where one term dominates."""
 
 from __future__ import annotations
 
@@ -206,9 +206,13 @@ def test_moving_weights_takes_their_bytes_over_the_slowest_link() -> None:
 
 
 LAYOUTS = {
-    "actor.generate": "dp2.tp2@0-3", "reward.infer": "tp4@0-3", "reference.infer": "pp2.dp2@0-3",
-    "critic.infer": "dp4@0-3", "actor.train": "pp2.fsdp2@0-3", "critic.train": "fsdp2.tp2@0-3",
-}  # fmt: skip
+    "actor.generate": "dp2.tp2@0-3",
+    "reward.infer": "tp4@0-3",
+    "reference.infer": "pp2.dp2@0-3",
+    "critic.infer": "dp4@0-3",
+    "actor.train": "pp2.fsdp2@0-3",
+    "critic.train": "fsdp2.tp2@0-3",
+}
 
 
 def test_bytes_are_those_of_the_forecast() -> None:
@@ -219,7 +223,7 @@ def test_bytes_are_those_of_the_forecast() -> None:
     for name, call in plan.calls:
         during = max(
             forecast.at(name, rank).total - forecast.at("reward.infer", rank).total for rank in range(4)
-        ) + answers.active_bytes("reward.infer", plan.call("reward.infer"))  # fmt: skip
+        ) + answers.active_bytes("reward.infer", plan.call("reward.infer"))
         assert answers.active_bytes(name, call) == pytest.approx(during, rel=0.15), name
     homes = [("actor", "actor.train"), ("critic", "critic.train"), ("reward", "reward.infer")]
     homes.append(("reference", "reference.infer"))
@@ -239,16 +243,18 @@ def test_bytes_of_a_shared_base_are_those_of_the_forecast(copy_bytes: int) -> No
     plan = plan_of({"actor.generate": "dp4@0-3", "reference.infer": "tp4@0-3", "actor.train": "dp2.tp2@0-3"})
     forecast = forecast_memory(SCORED_BY_BASE, plan, roles, half, load, ranks=range(4))
     home = answers.resident_bytes("actor", plan.layout("actor.train"), is_home=True)
-    copies = [answers.resident_bytes(role, plan.layout(call), is_home=False)
-              for role, call in (("actor", "actor.generate"), ("reference", "reference.infer"))]  # fmt: skip
+    copies = [
+        answers.resident_bytes(role, plan.layout(call), is_home=False)
+        for role, call in (("actor", "actor.generate"), ("reference", "reference.infer"))
+    ]
     for name, call in plan.calls:
         counted = home + sum(copies) + answers.active_bytes(name, call)
         parts = [forecast.at(name, rank) for rank in range(4)]
-        predicted = max(one.total - one.staging for one in parts)  # what moving stages no search counts
+        predicted = max(one.total - one.staging for one in parts)  # a search does not count the staging of moves
         assert counted == pytest.approx(predicted, rel=0.1), name  # nor which tensors of a copy are the home's own
-    # By hand: the base once, of 2 or 4 bytes and half of what is cut; fp32 adapters with two moments.
+    # By hand: the base once, of 2 or 4 bytes, with half of each cut parameter; fp32 adapters with two moments.
     weights = forecast.at("reference.infer", 0).weights
-    sizes = RoleElements(actor).on(plan.layout("actor.train"), 0)
+    sizes = RoleElements(actor).on_rank(plan.layout("actor.train"), 0)
     trained = sizes.num_trained_sharded
     assert weights == (sizes.num_sharded - trained) * copy_bytes + trained * 4
     assert home == weights + trained * 8
@@ -277,7 +283,7 @@ def test_ten_thousand_distinct_calls_are_estimated_in_seconds() -> None:
     assert time.process_time() - begin < 5 * len(plans) * 2 / 10_000 + 0.5  # five times as slow as meant, and a start
 
 
-def test_what_cannot_be_estimated_is_refused() -> None:
+def test_inputs_that_cannot_be_estimated_are_refused() -> None:
     with pytest.raises(PlanError, match="role 'reward' has no model to estimate; there are actor"):
         RooflineEstimator(PPO_FLOW, CLUSTER, {"actor": LLAMA.role()}, HALF, LOAD)
     shapeless = {name: RoleMemory(model=SMALL.spec()) for name in PPO_FLOW.roles}

@@ -1,4 +1,4 @@
-"""Are a plan's bytes what one counts by hand, and does a plan that is too large hear what would fit?"""
+"""A plan's bytes equal a count by hand, and the message for a plan that is too large lists changes that fit."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_checkpointing_and_smaller_micro_batches_keep_fewer_activations() -> Non
     assert activations(micro_batch_tokens=10) < activations(micro_batch_tokens=20) < activations()
 
 
-def test_without_a_workload_only_what_no_sequence_changes_is_counted() -> None:
+def test_without_a_workload_only_bytes_independent_of_sequences_are_counted() -> None:
     for entry in forecast(plan("dp4", "dp4", "fsdp4")).phases:
         assert entry.parts.activations == entry.parts.logits == entry.parts.kv_cache == 0
 
@@ -176,7 +176,7 @@ def test_a_role_without_a_model_is_named() -> None:
         forecast(plan("dp1", "dp1", "dp1"), roles={"actor": ROLES["actor"]})
 
 
-def test_what_exceeds_the_budget_is_told_with_what_would_fit() -> None:
+def test_the_message_about_an_excess_has_changes_that_would_fit() -> None:
     chosen = plan("dp4", "dp4", "dp4")
     needed = forecast(chosen, LOAD).peak().parts.total
     assert find_excess(FLOW, chosen, lambda p: forecast(p, LOAD), budget_bytes=needed) is None
@@ -199,7 +199,7 @@ def test_amounts_of_memory_are_read(text: str | int, size: int) -> None:
 
 
 def test_an_amount_without_its_unit_is_refused() -> None:
-    with pytest.raises(PlanError, match=r'24 bytes, no device.s memory; was "24GiB" meant'):
+    with pytest.raises(PlanError, match=r'24 bytes, too few for a device; did you mean "24GiB"'):
         parse_bytes(24)
 
 
@@ -213,4 +213,4 @@ def test_a_config_without_the_sizes_of_a_decoder_is_refused() -> None:
     config = SimpleNamespace()
     config.get_text_config = lambda: config
     with pytest.raises(PlanError, match="has no hidden_size"):
-        ModelShape.read(config, SPEC)
+        ModelShape.from_config(config, SPEC)

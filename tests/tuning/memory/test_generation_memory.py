@@ -1,4 +1,4 @@
-"""Does what the engine keeps while it generates take the bytes that are worked out? Sizes of tensors are the judges."""
+"""Forecast bytes of the cache, packed weights and draft models equal the sizes of the engine's tensors."""
 
 from __future__ import annotations
 
@@ -42,10 +42,15 @@ def described(model: nn.Module) -> RoleMemory:
 
 def call_of(model: nn.Module, engine: EngineMemory, load: Workload = LOAD) -> CallMemory:
     role = described(model)
-    return CallMemory.of_replica(
-        role, CallPlan(ALONE, max_slots=SLOTS), MemorySettings(engine=engine), load, RoleElements(role).on(ALONE, 0),
-        is_home=False, is_trained=False,
-    )  # fmt: skip
+    return CallMemory.for_replica(
+        role,
+        CallPlan(ALONE, max_slots=SLOTS),
+        MemorySettings(engine=engine),
+        load,
+        RoleElements(role).on_rank(ALONE, 0),
+        is_home=False,
+        is_trained=False,
+    )
 
 
 def target() -> PreTrainedModel:
@@ -60,9 +65,14 @@ class Measured(GenerationEngine):
     """An engine that has generated once, all sequences as long as the workload says."""
 
     def __init__(
-        self, model: nn.Module, load: Workload = LOAD, *, max_cache_bytes: int | None = None,
-        speculation: Speculation | None = None, drafter: Drafter | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        load: Workload = LOAD,
+        *,
+        max_cache_bytes: int | None = None,
+        speculation: Speculation | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
         super().__init__(
             model, max_slots=SLOTS, max_cache_bytes=max_cache_bytes, speculation=speculation, drafter=drafter
         )
@@ -83,37 +93,38 @@ def test_a_bounded_cache_takes_the_pages_and_the_buffer_that_were_counted(bound:
     cache = counted.cache
     assert cache is not None
     measured = Measured(target(), max_cache_bytes=bound, speculation=blocks if drafts else None)
-    assert cache.at_last == measured.stats.cache_bytes <= bound
+    assert cache.final_bytes == measured.stats.cache_bytes <= bound
     assert counted.peak("generate").total >= 0.85 * measured.peak_bytes
 
 
-def test_a_cache_that_others_may_fill_takes_almost_all_that_it_may() -> None:
+def test_a_cache_for_samples_of_other_ranks_takes_almost_all_of_its_bound() -> None:
     counted = call_of(target(), EngineMemory(max_cache_bytes=400_000)).cache
     assert counted is not None
     filled = replace(counted, fills=True)
     page = 16 * 2 * 2 * 2 * 16 * 4  # positions, layers, keys and values, heads, head size, fp32
-    assert counted.at_last < 400_000 - page < filled.at_last <= 400_000
+    assert counted.final_bytes < 400_000 - page < filled.final_bytes <= 400_000
 
 
 @pytest.mark.parametrize("prompt", [8, 64])
 def test_an_unbounded_cache_and_a_draft_models_own_are_counted(prompt: int) -> None:
     load, model, small = replace(LOAD, prompt_tokens=prompt), target(), drafter()
     # Of 47 or 103 positions; two layers of two heads of 16, keys and values, in fp32.
-    plain, drafting = (call_of(model, EngineMemory(draft=draft), load).cache
-                       for draft in (None, DraftMemory(model=described(small))))  # fmt: skip
+    plain, drafting = (
+        call_of(model, EngineMemory(draft=draft), load).cache for draft in (None, DraftMemory(model=described(small)))
+    )
     assert plain is not None
     assert drafting is not None
     measured = Measured(model, load)
-    assert plain.at_last == pytest.approx(measured.stats.cache_bytes, rel=0.05)
+    assert plain.final_bytes == pytest.approx(measured.stats.cache_bytes, rel=0.05)
     # The drafter's one layer has half as many bytes, in slots of its own.
-    assert drafting.at_last - plain.at_last == SLOTS * (prompt + 40) * (2 * 2 * 8) * 4
+    assert drafting.final_bytes - plain.final_bytes == SLOTS * (prompt + 40) * (2 * 2 * 8) * 4
     of_drafts = Measured(model, load, speculation=THREE_AHEAD, drafter=ModelDrafter(small, model))
     with_drafter = EngineMemory(draft=DraftMemory(model=described(small)), num_ahead=3)
     for engine, found in ((EngineMemory(), measured), (with_drafter, of_drafts)):
         assert call_of(model, engine, load).peak("generate").total == pytest.approx(found.peak_bytes, rel=0.2)
 
 
-def test_a_draft_model_keeps_its_weights_and_where_it_learns_what_it_learns_with() -> None:
+def test_a_draft_model_keeps_its_weights_and_a_distilled_one_its_optimizer_and_activations() -> None:
     model, small = target(), drafter()
     weights = sum(parameter.nbytes for parameter in small.parameters())
     fixed, learning = (DraftMemory(model=described(small), learns=learns) for learns in (False, True))
@@ -167,7 +178,7 @@ def test_packed_weights_take_the_memory_of_the_process_that_was_counted() -> Non
 
 
 def resident_bytes() -> int:
-    """Return what this process has in memory."""
+    """Return the resident bytes of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
 

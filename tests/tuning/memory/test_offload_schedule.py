@@ -1,4 +1,4 @@
-"""When is what a plan offloads on the device? In the calls that need it and in the one before each."""
+"""Offloaded parts are on the device in the calls that need them, and in the call before each."""
 
 from __future__ import annotations
 
@@ -17,18 +17,24 @@ def _call(name: str, needs: str, produces: str = "") -> ModelFunctionCall:
     )  # type: ignore[arg-type]
 
 
-FLOW = Dataflow((
-    _call("actor.generate", "batch", "samples"),
-    _call("reference.infer", "samples", "logprobs"),
-    _call("reward.infer", "samples", "scores"),
-    _call("critic.infer", "samples", "values"),
-    _call("actor.train", "logprobs scores values"),
-    _call("critic.train", "scores values"),
-))  # fmt: skip
+FLOW = Dataflow(
+    (
+        _call("actor.generate", "batch", "samples"),
+        _call("reference.infer", "samples", "logprobs"),
+        _call("reward.infer", "samples", "scores"),
+        _call("critic.infer", "samples", "values"),
+        _call("actor.train", "logprobs scores values"),
+        _call("critic.train", "scores values"),
+    )
+)
 LAYOUTS = {
-    "actor.generate": "dp2.tp2@0-3", "reference.infer": "tp2@0-1", "reward.infer": "fsdp2@2-3",
-    "critic.infer": "tp2@2-3", "actor.train": "fsdp2.tp2@0-3", "critic.train": "fsdp4@0-3",
-}  # fmt: skip
+    "actor.generate": "dp2.tp2@0-3",
+    "reference.infer": "tp2@0-1",
+    "reward.infer": "fsdp2@2-3",
+    "critic.infer": "tp2@2-3",
+    "actor.train": "fsdp2.tp2@0-3",
+    "critic.train": "fsdp4@0-3",
+}
 OFFLOAD = ["reference", "reward", "actor.optimizer"]
 
 
@@ -42,13 +48,21 @@ def _present(rank: int, offload: list[str], leaders: dict[str, str] | None = Non
 def test_a_part_is_present_in_its_calls_and_in_the_one_before() -> None:
     # Rank 0 passes reward.infer by, and has nothing of it. Critic.infer works with weights that set out from rank 0.
     assert _present(0, OFFLOAD) == {
-        "actor.generate": {"reference"}, "reference.infer": {"reference", "actor.optimizer"},
-        "reward.infer": set(), "critic.infer": set(), "actor.train": {"actor.optimizer"}, "critic.train": set(),
-    }  # fmt: skip
+        "actor.generate": {"reference"},
+        "reference.infer": {"reference", "actor.optimizer"},
+        "reward.infer": set(),
+        "critic.infer": set(),
+        "actor.train": {"actor.optimizer"},
+        "critic.train": set(),
+    }
     assert _present(3, OFFLOAD) == {
-        "actor.generate": {"reward"}, "reference.infer": set(), "reward.infer": {"reward"},
-        "critic.infer": {"actor.optimizer"}, "actor.train": {"actor.optimizer"}, "critic.train": set(),
-    }  # fmt: skip
+        "actor.generate": {"reward"},
+        "reference.infer": set(),
+        "reward.infer": {"reward"},
+        "critic.infer": {"actor.optimizer"},
+        "actor.train": {"actor.optimizer"},
+        "critic.train": set(),
+    }
 
 
 def test_the_first_call_of_an_iteration_is_prepared_by_the_last_of_the_one_before() -> None:
@@ -59,7 +73,7 @@ def test_the_first_call_of_an_iteration_is_prepared_by_the_last_of_the_one_befor
     assert OffloadSchedule(flow, plan, 0).present("actor.train") == {"reward"}
 
 
-def test_a_role_that_follows_is_needed_when_its_leader_has_trained() -> None:
+def test_an_averaged_role_is_needed_when_the_role_that_it_averages_trains() -> None:
     present = _present(0, ["reference"], {"reference": "actor"})
     assert present["actor.train"] == {"reference"}
     assert present["critic.train"] == set()
@@ -70,7 +84,7 @@ def test_evaluation_needs_its_own_and_prepares_nothing() -> None:
     plan = ExecutionPlan.from_mapping({"calls": LAYOUTS, "offload": ["reward"]}).completed(flow)
     schedule = OffloadSchedule(flow, plan, 3)
     assert schedule.needed("reward.judge") == {"reward"}
-    assert schedule.ahead("reward.judge") == set()
+    assert schedule.prefetched("reward.judge") == set()
 
 
 def _call_evaluation() -> ModelFunctionCall:
@@ -83,20 +97,23 @@ def _call_evaluation() -> ModelFunctionCall:
     ("offload", "message"),
     [
         (["actor"], "offload names 'actor', which is trained and stays; .* write actor.optimizer"),
-        (["judge"], "offload names 'judge', which this algorithm cannot offload; it can actor.optimizer, reference, "
-                    "reward, critic.optimizer"),
+        (
+            ["judge"],
+            "offload names 'judge', which this algorithm cannot offload; it can actor.optimizer, reference, "
+            "reward, critic.optimizer",
+        ),
         (["reward.optimizer"], "offload names 'reward.optimizer', which this algorithm cannot"),
         (["reward", "reward"], "offload names everything once; got reward, reward"),
         ("reward", "offload is 'reward'; write a list of roles"),
         ([3], "write a list of roles"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_offloaded_is_refused_by_name(offload: object, message: str) -> None:
+)
+def test_parts_that_cannot_be_offloaded_are_refused_by_name(offload: object, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         ExecutionPlan.from_mapping({"calls": LAYOUTS, "offload": offload}).check(FLOW, 4)
 
 
-def test_a_plan_is_written_with_what_it_offloads() -> None:
+def test_a_plan_is_saved_with_its_offloaded_parts() -> None:
     plan = ExecutionPlan.from_mapping({"calls": LAYOUTS, "offload": OFFLOAD})
     assert ExecutionPlan.from_mapping(plan.to_mapping()) == plan
     assert plan.digest != ExecutionPlan.from_mapping({"calls": LAYOUTS}).digest

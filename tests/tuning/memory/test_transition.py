@@ -1,12 +1,12 @@
-"""What a rank needs while models move, worked out by hand for a model of known size."""
+"""Bytes of a rank during a change of plans, worked out by hand for a model of known size."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
+from lightning_realloc.tuning.memory.forecast import transition_bytes
 from lightning_realloc.tuning.memory.parts import MemorySettings
-from lightning_realloc.tuning.memory.transition import transition_bytes
 from tests.tuning.examples import PPO_FLOW, SMALL
 
 ROLES = {name: SMALL.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
@@ -25,12 +25,12 @@ def extra(before: ExecutionPlan, after: ExecutionPlan, rank: int) -> int:
     return transition_bytes(PPO_FLOW, before, after, ROLES, SETTINGS, rank=rank)
 
 
-def test_what_stays_takes_nothing() -> None:
+def test_roles_that_stay_need_no_bytes() -> None:
     assert extra(plan(), plan(), 0) == 0
     assert extra(plan(), plan(actor_generate="tp2@0-1"), 0) == 0  # a copy: filled when it is needed
 
 
-def test_a_role_is_whole_beside_its_old_replica_while_it_moves() -> None:
+def test_a_role_is_whole_next_to_its_old_replica_while_it_moves() -> None:
     arriving = extra(plan(), plan(actor_train="dp2@2-3"), 2)
     assert arriving == 2 * 4 * ACTOR + 4 * ACTOR  # whole and divided at once is less than weights with two moments
     assert extra(plan(), plan(actor_train="dp2@2-3"), 0) == 0
@@ -38,7 +38,7 @@ def test_a_role_is_whole_beside_its_old_replica_while_it_moves() -> None:
     assert extra(plan(), plan(actor_train={"layout": "dp2@0-1", "gradient_checkpointing": True}), 0) == arriving
 
 
-def test_what_a_role_leaves_makes_room_for_the_next_one() -> None:
+def test_memory_that_a_role_frees_is_used_by_the_next_one() -> None:
     before = plan(critic_train="dp2@2-3", critic_infer="dp2@2-3")
     swapped = plan(actor_train="dp2@2-3", actor_generate="dp2@2-3")
     critic = ROLES["critic"].model.num_elements

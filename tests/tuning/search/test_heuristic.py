@@ -1,4 +1,4 @@
-"""The plan that needs no measurement trains sharded, and cuts copies only as far as memory asks."""
+"""The heuristic plan trains sharded, and cuts replicas only as far as memory requires."""
 
 from __future__ import annotations
 
@@ -91,9 +91,10 @@ def ppo_plan(world_size: int, *, device_memory_bytes: float = 1e12, **rows: int)
     """Return call name -> layout on nodes of eight; ``rows`` are the models' sizes, 1024 where they are not given."""
     models = {role: sized(rows.get(role, 1024)) for role in PPO_FLOW.roles}
     cluster = replace(
-        ClusterSpec.local(min(8, world_size)), num_nodes=-(-world_size // 8),
+        ClusterSpec.local(min(8, world_size)),
+        num_nodes=-(-world_size // 8),
         device_memory_bytes=int(device_memory_bytes),
-    )  # fmt: skip
+    )
     plan = heuristic_plan(PPO_FLOW, models, cluster, world_size=world_size, element_bytes=2)
     plan.check(PPO_FLOW, world_size)
     for name, planned in plan.calls:

@@ -1,4 +1,4 @@
-"""The search finds what trying everything finds, says how far it is from the best, and keeps to its budgets."""
+"""The search finds the same plan as enumeration, returns a valid bound, and keeps to its budgets."""
 
 from __future__ import annotations
 
@@ -61,9 +61,15 @@ def found(estimator: Estimator, budget: int, *, seconds: float = 60.0, **given: 
 def best_of_all(estimator: Estimator, budget: int, generation_parts: int = 1) -> Score:
     """Return the best score of all plans."""
     problem = Problem(
-        estimator.dataflow, {role: MODEL for role in estimator.dataflow.roles}, estimator, options=FEW,
-        overlap="iterations", memory_budget=budget, is_late=lambda: False, generation_parts=generation_parts,
-    )  # fmt: skip
+        estimator.dataflow,
+        {role: MODEL for role in estimator.dataflow.roles},
+        estimator,
+        options=FEW,
+        overlap="iterations",
+        memory_budget=budget,
+        is_late=lambda: False,
+        generation_parts=generation_parts,
+    )
     return min(problem.score(state, offload) for state, offload in every_state(problem))
 
 
@@ -75,7 +81,7 @@ def best_of_all(estimator: Estimator, budget: int, generation_parts: int = 1) ->
     st.sampled_from([3500, 5000, 7000, 10**6]),
     st.sampled_from([1, 4]),
 )
-def test_small_spaces_are_searched_exactly_whatever_the_prices(
+def test_small_spaces_are_searched_exactly_for_any_prices(
     flow: Dataflow, shape: tuple[int, int], seed: int, budget: int, parts: int
 ) -> None:
     if flow is TWO_TRAINED and shape == (1, 2):
@@ -122,15 +128,20 @@ def test_a_base_that_two_roles_share_is_searched_exactly_and_counted_once(seed: 
     result = found(estimator, budget)
     assert result.seconds == pytest.approx(best.seconds, rel=1e-6)
     assert max(peaks(estimator, result.plan)) <= budget
-    assert not result.plan.offload  # neither the actor, which is trained, nor what has no weights of its own
+    assert not result.plan.offload  # neither the actor, which is trained, nor the role without weights of its own
 
 
 def test_the_bytes_of_a_shared_base_are_those_counted_by_hand() -> None:
     estimator = RandomEstimator(dataflow=GRPO_FLOW, cluster=cluster(1, 2), seed=3, sharers=SHARED)
     problem = Problem(
-        GRPO_FLOW, {"actor": MODEL, "reference": MODEL}, estimator, options=FEW, overlap="iterations",
-        memory_budget=1, is_late=lambda: False,
-    )  # fmt: skip
+        GRPO_FLOW,
+        {"actor": MODEL, "reference": MODEL},
+        estimator,
+        options=FEW,
+        overlap="iterations",
+        memory_budget=1,
+        is_late=lambda: False,
+    )
     for state, _ in itertools.islice(every_state(problem), 0, None, 53):
         counted = max(peaks(estimator, problem.execution_plan(state)))
         assert problem.score(state).excess_bytes == counted - 1
@@ -144,8 +155,9 @@ def peaks(estimator: Estimator, plan: ExecutionPlan) -> list[int]:
         for role in {estimator.owner(role) for role in flow.roles}:
             home = plan.layout(flow.home_call(role).name)
             layouts = {plan.layout(one.name) for one in flow.model_calls if estimator.owner(str(one.role)) == role}
-            resident += sum(estimator.resident_bytes(role, layout, is_home=layout == home)
-                            for layout in layouts if rank in layout)  # fmt: skip
+            resident += sum(
+                estimator.resident_bytes(role, layout, is_home=layout == home) for layout in layouts if rank in layout
+            )
         active = [estimator.active_bytes(name, one) for name, one in plan.calls if rank in one.layout]
         most.append(resident + max(active) if active else 0)  # a rank that no call uses is refused for that
     return most
@@ -175,8 +187,10 @@ def searched(estimator: ToyEstimator, **arguments: object) -> SearchResult:
 def test_one_seed_gives_one_plan_and_the_effort_is_bounded() -> None:
     first, second = (searched(toy(), seed=3) for _ in range(2))
     assert (first.plan.digest, first.seconds, first.evaluations) == (
-        second.plan.digest, second.seconds, second.evaluations,
-    )  # fmt: skip
+        second.plan.digest,
+        second.seconds,
+        second.evaluations,
+    )
     assert first.evaluations <= 600 + 600
     assert [step.seconds for step in first.history] == sorted((s.seconds for s in first.history), reverse=True)
     assert first.history[-1].seconds == first.seconds
@@ -206,7 +220,7 @@ def test_a_search_without_time_to_price_everything_claims_nothing() -> None:
     assert result.gap == 1.0
 
 
-def test_what_does_not_fit_says_how_many_bytes_and_nodes_it_lacks() -> None:
+def test_the_error_for_no_fitting_plan_has_the_missing_bytes_and_nodes() -> None:
     # 70B under Adam: 16 bytes for each of 64.4e9 elements are more than eight devices of 80 GiB hold.
     estimator = toy("a100-80g:1x8", large=decoder(80, 8192, 64))
     with pytest.raises(PlanError, match=r"lacks [\d,]+ bytes.*; \d+ x 8 such devices would do") as caught:

@@ -1,4 +1,4 @@
-"""Are whole plans priced as their parts are, with the options that fit?"""
+"""Whole plans are priced like their parts, with the options that fit."""
 
 from __future__ import annotations
 
@@ -30,9 +30,14 @@ def pricer(budget: int, *, cluster: str = "a100-80g:2x4", headroom: float = 0.0)
     roles = {name: MODEL.role(scores=name in ("critic", "reward")) for name in PPO_FLOW.roles}
     spec = ClusterSpec.parse(cluster)
     task = PlanningTask(
-        dataflow=PPO_FLOW, roles=roles, cluster=spec, settings=HALF, workload=LOAD, memory_budget=budget,
+        dataflow=PPO_FLOW,
+        roles=roles,
+        cluster=spec,
+        settings=HALF,
+        workload=LOAD,
+        memory_budget=budget,
         headroom=headroom,
-    )  # fmt: skip
+    )
     return PlanPricer(task, RooflineEstimator(PPO_FLOW, spec, roles, HALF, LOAD))
 
 
@@ -66,7 +71,7 @@ def _some_options(bench: PlanPricer) -> list[tuple]:
     return found
 
 
-def test_what_does_not_fit_has_the_smallest_options_and_says_what_is_missing() -> None:
+def test_a_plan_that_does_not_fit_has_the_smallest_options_and_its_missing_bytes() -> None:
     bench = pricer(1 << 30)
     priced = bench.price(bench.with_best_options(plan()))
     assert priced.missing_bytes == priced.peak.parts.total - (1 << 30) > 0
@@ -82,7 +87,7 @@ def test_static_plans_have_one_layout_and_the_best_fitting_one_comes_first() -> 
     assert [priced.seconds for priced in found[: len(fitting)]] == sorted(fitting)
 
 
-def test_what_is_found_fits_by_every_ranks_forecast_and_beats_what_needs_no_search() -> None:
+def test_the_found_plan_fits_by_every_ranks_forecast_and_beats_plans_without_a_search() -> None:
     bench = pricer(4 << 30, cluster="a100-80g:1x2")
     best, found = bench.search(seed=0, seconds=2, clock=time.process_time)
     assert best.missing_bytes == 0
@@ -93,10 +98,13 @@ def test_what_is_found_fits_by_every_ranks_forecast_and_beats_what_needs_no_sear
         pricer(100 << 20, cluster="a100-80g:1x2").search(seed=0, seconds=1, clock=time.process_time)
 
 
-def test_building_a_model_is_told_apart_from_iterations() -> None:
+def test_building_a_model_is_priced_apart_from_iterations() -> None:
     bench = pricer(1200 << 20)
-    priced = bench.price(bench.with_best_options(plan_of(dict.fromkeys(HOMES, "fsdp8") | {
-        "actor.generate": "fsdp8", "critic.infer": "fsdp8"})))  # fmt: skip
+    priced = bench.price(
+        bench.with_best_options(
+            plan_of(dict.fromkeys(HOMES, "fsdp8") | {"actor.generate": "fsdp8", "critic.infer": "fsdp8"})
+        )
+    )
     assert priced.missing_bytes == 0 and priced.peak.phase != "set-up"
     # Of the last model that is built, whole, in float32 if it is trained; the others are divided by then.
     assert priced.set_up_bytes > MODEL.spec().num_elements * 4
@@ -110,7 +118,7 @@ def test_a_plan_that_can_start_is_preferred_to_a_faster_one_that_cannot(monkeypa
     task = bench.task
     fastest = search_plan(
         task.dataflow, task.models, task.cluster, bench.estimator, memory_budget=task.memory_budget, **limits
-    )  # fmt: skip
+    )
     refused = bench.price(fastest.plan)
     assert not refused.missing_bytes and not refused.can_start
     best, found = bench.search(clock=time.process_time, **limits)

@@ -1,4 +1,4 @@
-"""Every legal plan is offered, none that is not, and of placements that are renamings of each other exactly one."""
+"""The space has every legal plan and no other, and one of all placements that renaming machines makes equal."""
 
 from __future__ import annotations
 
@@ -99,8 +99,9 @@ def renamings(num_nodes: int, devices: int) -> list[tuple[int, ...]]:
     found = []
     for order in itertools.permutations(range(num_nodes)):
         for insides in itertools.product(within(devices), repeat=num_nodes):
-            found.append(tuple(node * devices + at for node, inside in zip(order, insides, strict=True)
-                               for at in inside))  # fmt: skip
+            found.append(
+                tuple(node * devices + at for node, inside in zip(order, insides, strict=True) for at in inside)
+            )
     return found
 
 
@@ -120,8 +121,12 @@ def test_canonical_placements_are_one_of_each_class_of_renamings(num_nodes: int,
 def test_the_first_placement_is_canonical_for_its_size_alone() -> None:
     machines = cluster(3, 4)
     assert [one.ranks for one in canonical_sets(rank_sets(machines), (), machines)] == [
-        (0,), (0, 1), (0, 1, 2, 3), tuple(range(8)), tuple(range(12)),
-    ]  # fmt: skip
+        (0,),
+        (0, 1),
+        (0, 1, 2, 3),
+        tuple(range(8)),
+        tuple(range(12)),
+    ]
     # Beside the first node: a part of it or of another, itself or another, with it or without, all.
     second = canonical_sets(rank_sets(machines), (RankSet((0, 1, 2, 3)),), machines)
     assert len(second) == 2 + 2 + 2 + 2 + 1

@@ -1,4 +1,4 @@
-"""Does a generation decode every token once, in as many steps as continuous batching takes?"""
+"""A generation decodes every token once, in as many steps as continuous batching needs."""
 
 from __future__ import annotations
 

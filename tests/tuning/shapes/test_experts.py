@@ -1,4 +1,4 @@
-"""Do experts cost what a token's own experts compute, what few tokens read, and the memory that they keep?"""
+"""Costs of experts: compute of a token's experts, reads of few tokens, and memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_many_tokens_take_the_arithmetic_of_their_own_experts_and_the_router() -
 def test_few_tokens_read_the_experts_that_they_reach(tokens: int, reached: float) -> None:
     # An expert is left out by one token with a chance of 3/4: by two with 9/16, so two reach 8 * 7/16 of them.
     experts = MIXTRAL.experts
-    assert experts is not None and experts.reached(tokens) == pytest.approx(reached, rel=1e-6)
+    assert experts is not None and experts.num_reached(tokens) == pytest.approx(reached, rel=1e-6)
     read = 2 * (ATTENTION + reached * EXPERT + 4096 * 8)
     took = kernels(MIXTRAL, replace(CLUSTER, device_flops=1e30)).products(tokens)
     assert took == pytest.approx(read / CLUSTER.device_memory_bytes_per_s, rel=0.02)
@@ -51,7 +51,7 @@ def test_an_expert_whose_tokens_fill_no_tile_takes_a_whole_one() -> None:
     )
     extra = coarse - fine
     assert QWEN.experts is not None
-    reached = QWEN.experts.reached(128)
+    reached = QWEN.experts.num_reached(128)
     rows = math.ceil(128 * 8 / reached)  # 8.002 are nine
     wasted = 2 * 3 * 2048 * 768 * reached * (16 - rows)
     assert extra == pytest.approx(wasted / CLUSTER.device_flops, rel=0.01)
@@ -74,7 +74,7 @@ def test_experts_that_are_not_cut_take_as_long_under_tensor_parallelism() -> Non
 
 
 def test_a_mixture_costs_more_than_its_active_weights_and_less_than_all() -> None:
-    """Mixtral beside dense models of a fourth and of all of its experts' features."""
+    """Compare Mixtral with dense models that have a fourth, and all, of its experts' features."""
     active, everything = (replace(MIXTRAL, experts=None, intermediate=count * 14336) for count in (2, 8))
     for call in ("reference.infer", "actor.train"):
         least, mixture, most = (seconds(call, "dp8", estimator(m)).total for m in (active, MIXTRAL, everything))
@@ -92,7 +92,7 @@ def test_activations_are_those_of_a_tokens_own_experts() -> None:
     assert MIXTRAL.shape().working_elements(1) > dense.working_elements(1)
 
 
-def test_what_cannot_be_experts_is_refused() -> None:
+def test_impossible_experts_are_refused() -> None:
     with pytest.raises(PlanError, match="experts_per_token=9 must lie between 1 and experts=8"):
         Experts(count=8, per_token=9, features=1)
     with pytest.raises(PlanError, match="features=0 of experts must be at least 1"):

@@ -1,4 +1,4 @@
-"""Are built-in shapes those of the published models, and the parameters those that transformers makes?"""
+"""Built-in shapes have the published parameter counts and the parameters that transformers makes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.shapes.experts import Experts
-from lightning_realloc.tuning.shapes.known_models import KNOWN_MODELS, KnownModel, find_known_model, parse_shape
+from lightning_realloc.tuning.shapes.known_models import KnownModel, find_known_model, known_models, parse_shape
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
 
 # Parameters of the published checkpoints.
@@ -37,7 +37,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_model_has_the_published_number_of_parameters(name: str) -> None:
-    assert KNOWN_MODELS[name].spec().num_elements == PUBLISHED[name]
+    assert known_models()[name].spec().num_elements == PUBLISHED[name]
 
 
 def describe(family: str, **sizes: Any) -> tuple[ModelSpec, ModelShape]:
@@ -48,18 +48,23 @@ def describe(family: str, **sizes: Any) -> tuple[ModelSpec, ModelShape]:
     from lightning_realloc.runtime.parallel.model_spec import describe_model
 
     config = AutoConfig.for_model(
-        family, num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, vocab_size=128, **sizes,
-    )  # fmt: skip
+        family,
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=128,
+        **sizes,
+    )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     described = describe_model(model)
-    return described, ModelShape.read(config, described)
+    return described, ModelShape.from_config(config, described)
 
 
-SMALL = KnownModel(
-    num_layers=2, hidden=64, intermediate=96, num_heads=4, num_kv_heads=2, head_dim=16, vocabulary=128
-)  # fmt: skip
+SMALL = KnownModel(num_layers=2, hidden=64, intermediate=96, num_heads=4, num_kv_heads=2, head_dim=16, vocabulary=128)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -112,11 +117,11 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 
 def test_a_shape_is_written_out_in_any_order() -> None:
     llama = parse_shape("heads=32, layers=32,hidden=4096,intermediate=11008,vocabulary=32000")
-    assert llama == KNOWN_MODELS["meta-llama/Llama-2-7b-hf"]
+    assert llama == known_models()["meta-llama/Llama-2-7b-hf"]
     text = "layers=28,hidden=1024,intermediate=3072,heads=16,kv_heads=8,head_dim=128,vocabulary=151936,tied,qk_norm"
-    assert parse_shape(text) == KNOWN_MODELS["Qwen/Qwen3-0.6B"]
+    assert parse_shape(text) == known_models()["Qwen/Qwen3-0.6B"]
     text = "layers=32,hidden=4096,intermediate=14336,heads=32,kv_heads=8,vocabulary=32000,experts=8,experts_per_token=2"
-    assert parse_shape(text) == KNOWN_MODELS["mistralai/Mixtral-8x7B-v0.1"]
+    assert parse_shape(text) == known_models()["mistralai/Mixtral-8x7B-v0.1"]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +138,12 @@ def test_a_shape_is_written_out_in_any_order() -> None:
     ],
 )
 def test_a_shape_with_a_mistake_is_refused(change: dict[str, str], message: str) -> None:
-    parts = {"layers": "layers=4", "hidden": "hidden=64", "intermediate": "intermediate=128", "heads": "heads=8",
-             "vocabulary": "vocabulary=100"}  # fmt: skip
+    parts = {
+        "layers": "layers=4",
+        "hidden": "hidden=64",
+        "intermediate": "intermediate=128",
+        "heads": "heads=8",
+        "vocabulary": "vocabulary=100",
+    }
     with pytest.raises(PlanError, match=message):
         parse_shape(",".join((parts | change).values()))

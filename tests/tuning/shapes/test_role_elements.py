@@ -1,4 +1,4 @@
-"""Are a role's elements on a rank those that one counts parameter by parameter?"""
+"""A role's elements on a rank equal a count parameter by parameter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_whole_tensors_are_counted_as_a_layout_cuts_them(text: str) -> None:
         sizes = {name: math.prod(laid.local_shape(name, rank)) for name in laid.names(rank)}
         blocks = [sizes[f"block.{i}.in"] + sizes[f"block.{i}.out"] for i in range(5) if f"block.{i}.in" in sizes]
         trained = {name: size for name, size in sizes.items() if name not in ROLE.frozen_params}
-        found = elements.on(layout, rank)
+        found = elements.on_rank(layout, rank)
         assert found.num_sharded == sum(sizes.values())
         assert found.num_trained == found.num_trained_sharded == sum(trained.values())
         assert found.root == found.trained_root == sum(size for name, size in sizes.items() if "block" not in name)
@@ -46,9 +46,9 @@ def test_shards_are_padded_to_equal_length() -> None:
     # Under tp2 rank 0 has 4 of 7 rows, rank 1 three: FSDP over three cuts both into shards of two and of one row.
     layout, elements = Layout.parse("fsdp3.tp2"), RoleElements(WITHOUT_SCALAR)
     # In the blocks 12 columns are cut so, and 4 of 8 columns of two rows, of which three ranks keep one each.
-    assert elements.on(layout, 0).num_sharded == 2 * 3 + 2 * 12 + 5 * 1 * 4 + 2
-    assert elements.on(layout, 1).num_sharded == 1 * 3 + 1 * 12 + 5 * 1 * 4 + 2
-    assert elements.on(layout, 0).num_trained == 4 * 3 + 5 * 8 + 5
+    assert elements.on_rank(layout, 0).num_sharded == 2 * 3 + 2 * 12 + 5 * 1 * 4 + 2
+    assert elements.on_rank(layout, 1).num_sharded == 1 * 3 + 1 * 12 + 5 * 1 * 4 + 2
+    assert elements.on_rank(layout, 0).num_trained == 4 * 3 + 5 * 8 + 5
 
 
 def test_a_layout_that_does_not_fit_is_refused_every_time() -> None:
@@ -56,15 +56,15 @@ def test_a_layout_that_does_not_fit_is_refused_every_time() -> None:
     for text, rule in (("tp3", "must divide"), ("pp6", "pp=6"), ("fsdp2", "scalar")):
         for _ in range(2):
             with pytest.raises(LayoutError, match=rule):
-                elements.on(Layout.parse(text), 0)
+                elements.on_rank(Layout.parse(text), 0)
     with pytest.raises(LayoutError, match="not part of"):
-        elements.on(Layout.parse("tp2"), 2)
+        elements.on_rank(Layout.parse("tp2"), 2)
 
 
 @pytest.mark.parametrize(
     ("text", "other"), [("tp2", "pp2.tp2"), ("pp3", "dp5@1-5"), ("dp4", "fsdp2.tp2"), ("tp4", "tp2")]
 )
-def test_tensors_that_two_layouts_have_alike_are_told_apart(text: str, other: str) -> None:
+def test_tensors_that_are_the_same_under_two_layouts_are_not_counted(text: str, other: str) -> None:
     elements, layout, unlike = RoleElements(WITHOUT_SCALAR), Layout.parse(text), Layout.parse(other)
     laid, there = (ModelLayout(WITHOUT_SCALAR.model, one) for one in (layout, unlike))
     for rank in layout.ranks:

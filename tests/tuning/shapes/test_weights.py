@@ -1,4 +1,4 @@
-"""Do the closed forms count what layouts hold, and what the planner of reallocations moves?"""
+"""Closed forms count the elements that layouts hold, and those that the reallocation planner moves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tuning.examples import SMALL
 
 CLUSTER = ClusterSpec.parse("h100:4x4")
 MODEL = SMALL.spec()
-WEIGHTS = Weights.of(MODEL)
+WEIGHTS = Weights.from_model(MODEL)
 MIXTURE = replace(SMALL, experts=Experts(count=6, per_token=2, features=32)).spec()
 """FSDP chunks its experts: over four ranks the last one has none, over eight the last two."""
 DEGREES = (1, 2, 4, 8)
@@ -40,7 +40,7 @@ def layouts(draw: st.DrawFn, most_tp: int = 8) -> Layout:
 
 @given(source=layouts(), target=layouts())
 @settings(max_examples=120, deadline=None)
-def test_what_travels_is_what_the_planner_moves(source: Layout, target: Layout) -> None:
+def test_traffic_equals_the_elements_that_the_planner_moves(source: Layout, target: Layout) -> None:
     plan = plan_reallocation(ModelLayout(MODEL, source), ModelLayout(MODEL, target), CLUSTER, element_bytes=1)
     moved = traffic(WEIGHTS, source, target, CLUSTER)
     by_rank = plan.bytes_by_rank()
@@ -54,7 +54,7 @@ def test_what_travels_is_what_the_planner_moves(source: Layout, target: Layout) 
 def test_experts_travel_in_the_chunks_that_fsdp_makes_of_them(source: Layout, target: Layout) -> None:
     before, after = ModelLayout(MIXTURE, source), ModelLayout(MIXTURE, target)
     plan = plan_reallocation(before, after, CLUSTER, element_bytes=1)
-    weights = Weights.of(MIXTURE)
+    weights = Weights.from_model(MIXTURE)
     moved = traffic(weights, source, target, CLUSTER)
     routers = 4 * 6 * 64  # whose chunks, as uneven, count as even ones
     assert moved.total_received == pytest.approx(plan.bytes_minimum, abs=routers * len(target.ranks))
@@ -63,10 +63,10 @@ def test_experts_travel_in_the_chunks_that_fsdp_makes_of_them(source: Layout, ta
     assert moved.received == pytest.approx(received, abs=routers)
     fullest = max(after.num_local_elements(rank) for rank in target.ranks)
     assert moved.needed == pytest.approx(fullest, abs=routers)
-    assert weights.of_stage(target.dims) / target.dims.fsdp == pytest.approx(fullest, abs=routers)
+    assert weights.stage_elements(target.dims) / target.dims.fsdp == pytest.approx(fullest, abs=routers)
 
 
-def test_what_a_source_sends_is_what_the_planner_lets_it_send() -> None:
+def test_a_source_sends_the_elements_that_the_planner_assigns_to_it() -> None:
     """Balanced cases, worked out by the planner: shards to replicas on one node, then across two."""
     for source, target in (("fsdp4@0-3", "dp4@0-3"), ("fsdp4@0-3", "tp4@4-7"), ("dp2.tp2@0-3", "fsdp4@4-7")):
         before, after = Layout.parse(source), Layout.parse(target)
@@ -81,10 +81,10 @@ def test_what_a_source_sends_is_what_the_planner_lets_it_send() -> None:
 def test_the_fullest_stage_is_that_of_the_layout(layout: Layout) -> None:
     held = ModelLayout(MODEL, layout)
     fullest = max(held.num_local_elements(rank) for rank in layout.ranks)
-    assert WEIGHTS.of_stage(layout.dims) / layout.dims.fsdp == pytest.approx(fullest)
+    assert WEIGHTS.stage_elements(layout.dims) / layout.dims.fsdp == pytest.approx(fullest)
 
 
 def test_the_whole_model_is_counted_once() -> None:
     assert WEIGHTS.total == pytest.approx(MODEL.num_elements)
     frozen = frozenset(param.name for param in MODEL.params if param.block is not None)
-    assert Weights.of(MODEL, without=frozen).total == 2 * 256 * 64 + 64  # embedding, head, last norm
+    assert Weights.from_model(MODEL, without=frozen).total == 2 * 256 * 64 + 64  # embedding, head, last norm

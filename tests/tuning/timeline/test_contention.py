@@ -1,4 +1,4 @@
-"""Do tasks on a shared host take what small steps of time say, and their own time where nobody is in the way?"""
+"""Tasks on a shared host end when a simulation in small time steps says; without contention they keep their seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def two_cores(busy: int) -> float:
 
 @st.composite
 def programs(draw: st.DrawFn) -> list[Task]:
-    """Tasks in the order in which ranks walk them, some of which need earlier ones."""
+    """Tasks in the order in which ranks run them; some need earlier ones."""
     tasks: list[Task] = []
     last: dict[int, int] = {}
     for number in range(draw(st.integers(1, 6))):
@@ -33,16 +33,19 @@ def programs(draw: st.DrawFn) -> list[Task]:
 
 
 def naive(tasks: list[Task]) -> list[float]:
-    """Return when each task ends, a small step of time after the other."""
+    """Return the end of each task, by simulation in small time steps."""
     left = [task.seconds for task in tasks]
     ends: list[float | None] = [None] * len(tasks)
     now = 0.0
     while None in ends:
-        for number, task in enumerate(tasks):  # what takes no time ends at once, one after the other
+        for number, task in enumerate(tasks):  # tasks without seconds end at once, in order
             if ends[number] is None and left[number] <= 1e-9 and all(ends[j] is not None for j in task.after):
                 ends[number] = now
-        running = [number for number, task in enumerate(tasks)
-                   if ends[number] is None and all(ends[j] is not None for j in task.after)]  # fmt: skip
+        running = [
+            number
+            for number, task in enumerate(tasks)
+            if ends[number] is None and all(ends[j] is not None for j in task.after)
+        ]
         busy = sum(len(tasks[number].ranks) for number in running)
         for number in running:
             left[number] -= STEP * two_cores(len(tasks[number].ranks)) / two_cores(busy)
@@ -52,20 +55,20 @@ def naive(tasks: list[Task]) -> list[float]:
 
 @settings(deadline=None, max_examples=60)
 @given(programs())
-def test_crowded_tasks_end_when_small_steps_say(tasks: list[Task]) -> None:
+def test_tasks_under_contention_end_when_small_time_steps_say(tasks: list[Task]) -> None:
     ends = [end for _, end in run_tasks(tasks, HOST, two_cores)]
     assert ends == pytest.approx(naive(tasks), abs=(len(tasks) + 1) * 2 * STEP)
 
 
 @given(programs())
-def test_where_nobody_is_in_the_way_a_task_takes_its_time(tasks: list[Task]) -> None:
+def test_without_contention_a_task_takes_its_own_seconds(tasks: list[Task]) -> None:
     for task, (begin, end) in zip(tasks, run_tasks(tasks, HOST, lambda busy: 1.0), strict=True):
         assert end - begin == pytest.approx(task.seconds)
 
 
 @settings(deadline=None)
 @given(programs())
-def test_crowding_makes_nothing_faster_and_no_more_gets_done_than_there_are_cores(tasks: list[Task]) -> None:
+def test_contention_makes_nothing_faster_and_work_is_bounded_by_the_cores(tasks: list[Task]) -> None:
     free = run_tasks(tasks, HOST, lambda busy: 1.0)
     crowded = run_tasks(tasks, HOST, two_cores)
     span = max(end for _, end in crowded)
@@ -74,12 +77,12 @@ def test_crowding_makes_nothing_faster_and_no_more_gets_done_than_there_are_core
     assert 2 * span >= sum(task.seconds * min(2, len(task.ranks)) for task in tasks) - 1e-9
 
 
-def test_two_pairs_side_by_side_on_two_cores_take_as_long_as_in_turn() -> None:
+def test_two_concurrent_pairs_on_two_cores_take_as_long_as_in_turn() -> None:
     side_by_side = [Task((0, 1), 1.0, ()), Task((2, 3), 1.0, ())]
     assert [end for _, end in run_tasks(side_by_side, HOST, two_cores)] == [2.0, 2.0]
 
 
-def test_ranks_of_other_nodes_are_in_nobodys_way() -> None:
+def test_ranks_of_other_nodes_cause_no_contention() -> None:
     nodes = ClusterSpec.parse("cpu:2x2")
     tasks = [Task((0, 1), 1.0, ()), Task((2, 3), 1.0, ())]
     assert [end for _, end in run_tasks(tasks, nodes, lambda busy: float(busy))] == [1.0, 1.0]

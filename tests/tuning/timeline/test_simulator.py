@@ -1,4 +1,4 @@
-"""Are timelines what one draws by hand, and do they keep the rules whatever the plan?"""
+"""Timelines equal those drawn by hand, and keep the rules of the schedule for any plan."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from lightning_realloc.tuning.timeline.simulator import MOVE_PREFIX, Overlap, Ti
 from tests.tuning.examples import PPO_FLOW, FixedEstimator
 
 SECONDS = {
-    "actor.generate": 4.0, "reward.infer": 1.0, "reference.infer": 2.0, "critic.infer": 1.0, "actor.train": 6.0,
+    "actor.generate": 4.0,
+    "reward.infer": 1.0,
+    "reference.infer": 2.0,
+    "critic.infer": 1.0,
+    "actor.train": 6.0,
     "critic.train": 3.0,
-}  # fmt: skip
+}
 OVERLAPS: tuple[Overlap, ...] = ("iterations", "calls", "none")
 
 
@@ -39,9 +43,13 @@ def test_calls_on_the_same_ranks_run_one_after_the_other() -> None:
 
 
 SPLIT = {
-    "actor.generate": "dp2@0-1", "reward.infer": "dp1@2", "reference.infer": "dp2@0-1", "critic.infer": "dp1@3",
-    "actor.train": "fsdp2@0-1", "critic.train": "fsdp2@2-3",
-}  # fmt: skip
+    "actor.generate": "dp2@0-1",
+    "reward.infer": "dp1@2",
+    "reference.infer": "dp2@0-1",
+    "critic.infer": "dp1@3",
+    "actor.train": "fsdp2@0-1",
+    "critic.train": "fsdp2@2-3",
+}
 """The actor on ranks 0-1, the critic on 2-3: its inference is a copy, and so is the actor's generation."""
 MOVES = {"actor": 0.5, "critic": 0.25, "reward": 100.0}
 
@@ -53,10 +61,15 @@ def test_a_timeline_worked_out_by_hand() -> None:
     # The first move takes 0.5 s; generation ends at 4.5; the reward reads until 5.5, the reference until 6.5.
     # The critic's weights move on ranks 2-3: rank 2 is in reward.infer until 5.5, so from 5.5 to 5.75.
     first = {
-        "-> actor.generate": (0, 0.5), "actor.generate": (0.5, 4.5), "reward.infer": (4.5, 5.5),
-        "reference.infer": (4.5, 6.5), "-> critic.infer": (5.5, 5.75), "critic.infer": (5.75, 6.75),
-        "actor.train": (6.75, 12.75), "critic.train": (6.75, 9.75),
-    }  # fmt: skip
+        "-> actor.generate": (0, 0.5),
+        "actor.generate": (0.5, 4.5),
+        "reward.infer": (4.5, 5.5),
+        "reference.infer": (4.5, 6.5),
+        "-> critic.infer": (5.5, 5.75),
+        "critic.infer": (5.75, 6.75),
+        "actor.train": (6.75, 12.75),
+        "critic.train": (6.75, 9.75),
+    }
     assert times(timeline, 0) == first
     assert times(timeline, 1) == {name: (start + 12.75, end + 12.75) for name, (start, end) in first.items()}
     assert timeline.seconds_per_iteration == 12.75
@@ -64,7 +77,7 @@ def test_a_timeline_worked_out_by_hand() -> None:
     assert timeline.idle_share(2) == pytest.approx(1 - 4.25 / 12.75)
 
 
-def test_the_next_generation_starts_beside_a_training_that_it_does_not_depend_on() -> None:
+def test_the_next_generation_starts_during_a_training_that_it_does_not_depend_on() -> None:
     slow_critic = SECONDS | {"actor.train": 3.0, "critic.train": 6.0}
     answers = FixedEstimator(PPO_FLOW, slow_critic, MOVES)
     timeline = simulate(PPO_FLOW, plan_of(SPLIT), answers, iterations=2, overlap="iterations")
@@ -74,12 +87,18 @@ def test_the_next_generation_starts_beside_a_training_that_it_does_not_depend_on
     assert times(timeline, 1)["reward.infer"][0] == pytest.approx(14.25)  # generation has ended
 
 
-def test_inference_apart_begins_with_the_first_portion_and_ends_a_portion_after_the_last() -> None:
+def test_fused_inference_starts_with_the_first_chunk_and_ends_a_chunk_after_the_last() -> None:
     layouts = SPLIT | {"reference.infer": "dp1@2"}
-    timeline = simulate(PPO_FLOW, plan_of(layouts), FixedEstimator(PPO_FLOW, SECONDS, MOVES), iterations=2,
-                        overlap="calls", generation_parts=2)  # fmt: skip
+    timeline = simulate(
+        PPO_FLOW,
+        plan_of(layouts),
+        FixedEstimator(PPO_FLOW, SECONDS, MOVES),
+        iterations=2,
+        overlap="calls",
+        generation_parts=2,
+    )
     first = [(entry.phase, entry.start, entry.end) for entry in timeline.entries if entry.iteration == 0]
-    # Samples finish from 2.5 on, so portions are there at 3.5 and 4.5. On rank 2 the reward and the reference read half
+    # Samples finish from 2.5 on, so chunks exist at 3.5 and 4.5. On rank 2 the reward and the reference read half
     # a second and a second of each; the critic reads its second on rank 3 once its weights have come, from 0 to 0.25 on
     # ranks 2 and 3.
     by_call = {name: [(start, end) for phase, start, end in first if phase == name] for name, _, _ in first}
@@ -89,11 +108,13 @@ def test_inference_apart_begins_with_the_first_portion_and_ends_a_portion_after_
     assert by_call["reference.infer"] == [(4.0, 5.0), (5.5, 6.5)]
     assert by_call["critic.infer"] == [(3.5, 4.0), (4.5, 5.0)]
     assert by_call["actor.train"] == [(6.5, 12.5)]
-    alone = simulate(PPO_FLOW, plan_of(layouts), FixedEstimator(PPO_FLOW, SECONDS, MOVES), overlap="none",
-                     generation_parts=2)  # fmt: skip
-    assert alone.entries == simulate(
-        PPO_FLOW, plan_of(layouts), FixedEstimator(PPO_FLOW, SECONDS, MOVES), overlap="none"
-    ).entries  # fmt: skip
+    alone = simulate(
+        PPO_FLOW, plan_of(layouts), FixedEstimator(PPO_FLOW, SECONDS, MOVES), overlap="none", generation_parts=2
+    )
+    assert (
+        alone.entries
+        == simulate(PPO_FLOW, plan_of(layouts), FixedEstimator(PPO_FLOW, SECONDS, MOVES), overlap="none").entries
+    )
 
 
 def test_a_copy_moves_once_between_two_trainings() -> None:
@@ -130,10 +151,11 @@ SCORED_BY_BASE = Dataflow(
 
 
 @pytest.mark.parametrize(
-    ("infer", "moves"), [("dp1@1", "first"), ("dp2@0-1", "never"), ("fsdp2@0-1", "never")],
+    ("infer", "moves"),
+    [("dp1@1", "first"), ("dp2@0-1", "never"), ("fsdp2@0-1", "never")],
     ids=["of its own", "with the generation's", "at home"],
-)  # fmt: skip
-def test_a_shared_base_moves_once_and_what_is_trained_every_time(infer: str, moves: str) -> None:
+)
+def test_a_shared_base_moves_once_and_trained_weights_every_time(infer: str, moves: str) -> None:
     layouts = {"actor.generate": "dp2@0-1", "reference.infer": infer, "actor.train": "fsdp2@0-1"}
     answers = FixedEstimator(
         SCORED_BY_BASE, dict.fromkeys(layouts, 1.0), {"actor": 0.25, "reference": 8.0}, sharers={"reference": "actor"}
@@ -200,10 +222,10 @@ SCORED_ONCE = Dataflow(
 
 @given(case=cases(), overlap=st.sampled_from(OVERLAPS), parts=st.integers(1, 6))
 @settings(max_examples=100, deadline=None)
-def test_more_portions_for_one_call_are_never_slower_and_no_rank_does_more_than_it_can(
+def test_more_chunks_for_one_call_are_never_slower_and_no_rank_is_busy_longer_than_the_makespan(
     case: tuple[ExecutionPlan, FixedEstimator], overlap: Overlap, parts: int
 ) -> None:
-    # With several such calls they may be: ranks of two take turns portion by portion, and one of them ends later.
+    # With several such calls they may be: two calls on the same ranks alternate by chunk, and one of them ends later.
     estimator = FixedEstimator(SCORED_ONCE, case[1].seconds, case[1].moves)
     few, many = (
         simulate(SCORED_ONCE, case[0], estimator, iterations=4, overlap=overlap, generation_parts=count)
@@ -214,7 +236,7 @@ def test_more_portions_for_one_call_are_never_slower_and_no_rank_does_more_than_
         for rank in timeline.ranks:
             busy = sum(entry.seconds for entry in timeline.entries if rank in entry.ranks)
             assert busy <= timeline.makespan * (1 + 1e-9)
-    for call in SCORED_ONCE.calls:  # portions are parts of the same work
+    for call in SCORED_ONCE.calls:  # chunks are parts of the same work
         took = [sum(e.seconds for e in timeline.entries if e.phase == call.name) for timeline in (few, many)]
         assert took[0] == pytest.approx(took[1])
 

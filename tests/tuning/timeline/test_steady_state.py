@@ -1,4 +1,4 @@
-"""The steady state of an iteration: by hand, and against ranks that walk through many iterations one task at a time."""
+"""The steady state of an iteration equals values by hand, and a simulation of many iterations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.tuning.search.problem import Problem
 from lightning_realloc.tuning.search.space import CallOptions, rank_sets
 from lightning_realloc.tuning.timeline.simulator import Overlap, simulate
-from lightning_realloc.tuning.timeline.steady_state import Waits, seconds_per_iteration
+from lightning_realloc.tuning.timeline.steady_state import WaitGraph, seconds_per_iteration
 from tests.tuning.search.test_heuristic import PPO_FLOW
 
 NOTHING: tuple[()] = ()
@@ -23,25 +23,27 @@ NOTHING: tuple[()] = ()
 
 def test_tasks_on_shared_ranks_take_turns_and_on_others_run_at_once() -> None:
     free = [NOTHING, NOTHING]
-    assert seconds_per_iteration([3.0, 2.0], Waits.of([0b01, 0b01], free, free), "iterations") == 5.0
-    assert seconds_per_iteration([3.0, 2.0], Waits.of([0b01, 0b10], free, free), "iterations") == 3.0
-    assert seconds_per_iteration([3.0, 2.0], Waits.of([0b01, 0b10], free, free), "calls") == 3.0
-    assert seconds_per_iteration([3.0, 2.0], Waits.of([0b01, 0b10], free, free), "none") == 5.0
+    assert seconds_per_iteration([3.0, 2.0], WaitGraph.from_masks([0b01, 0b01], free, free), "iterations") == 5.0
+    assert seconds_per_iteration([3.0, 2.0], WaitGraph.from_masks([0b01, 0b10], free, free), "iterations") == 3.0
+    assert seconds_per_iteration([3.0, 2.0], WaitGraph.from_masks([0b01, 0b10], free, free), "calls") == 3.0
+    assert seconds_per_iteration([3.0, 2.0], WaitGraph.from_masks([0b01, 0b10], free, free), "none") == 5.0
 
 
-def test_the_next_generation_runs_beside_the_critics_training() -> None:
+def test_the_next_generation_runs_while_the_critic_trains() -> None:
     # Rank 0: generation 4 s, actor's training 3 s. Rank 1: critic's inference 1 s, its training 6 s.
     # Rank 0 is ready again after 4 + 1 + 3 = 8 s, rank 1 works 7 s: the critic's training hides behind the generation.
     masks, needs = [0b01, 0b10, 0b01, 0b10], [NOTHING, (0,), (0, 1), (1,)]
     carried = [(2,), (3,), NOTHING, NOTHING]
-    waits = Waits.of(masks, needs, carried)
+    waits = WaitGraph.from_masks(masks, needs, carried)
     durations = [4.0, 1.0, 3.0, 6.0]
     assert seconds_per_iteration(durations, waits, "iterations") == pytest.approx(8.0)
     assert seconds_per_iteration(durations, waits, "calls") == pytest.approx(11.0)
     assert seconds_per_iteration(durations, waits, "none") == pytest.approx(14.0)
 
 
-def walk(durations: list[float], masks: list[int], needs: list[tuple[int, ...]], iterations: int) -> float:
+def mean_of_second_half(
+    durations: list[float], masks: list[int], needs: list[tuple[int, ...]], iterations: int
+) -> float:
     """Return the mean seconds of the second half of many iterations."""
     free = [0.0] * 4
     marks = []
@@ -69,13 +71,13 @@ def iterations(draw: st.DrawFn) -> tuple[list[float], list[int], list[tuple[int,
 
 @settings(deadline=None, max_examples=200)
 @given(iterations())
-def test_the_largest_cycle_mean_is_what_ranks_that_walk_on_and_on_come_to(
+def test_the_largest_cycle_mean_equals_the_mean_of_many_simulated_iterations(
     drawn: tuple[list[float], list[int], list[tuple[int, ...]]],
 ) -> None:
     durations, masks, needs = drawn
-    found = seconds_per_iteration(durations, Waits.of(masks, needs, [()] * len(masks)), "iterations")
+    found = seconds_per_iteration(durations, WaitGraph.from_masks(masks, needs, [()] * len(masks)), "iterations")
     # Cycles of up to four iterations: 120 is a multiple of their lengths.
-    assert found == pytest.approx(walk(durations, masks, needs, 240), rel=1e-6, abs=1e-6)
+    assert found == pytest.approx(mean_of_second_half(durations, masks, needs, 240), rel=1e-6, abs=1e-6)
 
 
 @settings(deadline=None, max_examples=100)
@@ -84,7 +86,7 @@ def test_less_overlap_and_longer_tasks_are_never_faster(
     drawn: tuple[list[float], list[int], list[tuple[int, ...]]], longer: int
 ) -> None:
     durations, masks, needs = drawn
-    waits = Waits.of(masks, needs, [()] * len(masks))
+    waits = WaitGraph.from_masks(masks, needs, [()] * len(masks))
     most, less, least = (seconds_per_iteration(durations, waits, kind) for kind in ("iterations", "calls", "none"))
     assert most <= less + 1e-9 <= least + 2e-9
     durations[longer % len(durations)] += 1.0
@@ -103,14 +105,20 @@ def test_a_search_and_the_simulator_agree_on_whole_plans(
     estimator = RandomEstimator(dataflow=PPO_FLOW, cluster=cluster, seed=seed, cores_per_node=cores, sharers=sharers)
     models = {role: decoder(2, 4, 4) for role in PPO_FLOW.roles}
     problem = Problem(
-        PPO_FLOW, models, estimator, options=CallOptions(), overlap=overlap, memory_budget=10**6,
-        is_late=lambda: False, generation_parts=parts,
-    )  # fmt: skip
+        PPO_FLOW,
+        models,
+        estimator,
+        options=CallOptions(),
+        overlap=overlap,
+        memory_budget=10**6,
+        is_late=lambda: False,
+        generation_parts=parts,
+    )
     rng = random.Random(seed)
     sets, state = list(rank_sets(cluster)), []
     for table in problem.tables:
         ranks = rng.choice([one for one in sets if one.size in table])
-        state.append(problem.choose(rng.choice(table[ranks.size]), ranks))
+        state.append(problem.place(rng.choice(table[ranks.size]), ranks))
     many = 240 if cores is None else 4  # on shared cores both take the mean over the same iterations
     timeline = simulate(
         PPO_FLOW, problem.execution_plan(state), estimator, iterations=many, overlap=overlap, generation_parts=parts
