@@ -96,7 +96,7 @@ def _call_evaluation() -> ModelFunctionCall:
 @pytest.mark.parametrize(
     ("offload", "message"),
     [
-        (["actor"], "offload names 'actor', which is trained and stays; .* write actor.optimizer"),
+        (["actor"], "offload names 'actor', which is trained and stays on the device; .* write actor.optimizer"),
         (
             ["judge"],
             "offload names 'judge', which this algorithm cannot offload; it can actor.optimizer, reference, "
